@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, entry_points, version
@@ -182,29 +182,29 @@ class FunctionModules:
             sentences[place.name] = " ".join(re.split(r"\.\s|\n\n", text)[0].rstrip(".").split())
         return sentences
 
-    def _places(self) -> list[EntryPoint]:
-        """Where the functions are, by their names in alphabetical order."""
-        before, _, after = self.pattern.rpartition("/")[2].partition("*")
-        places = [*_offered(self.group)] if self.group else []
-        for folder in importlib.import_module(self.package).__path__:
-            for path in Path(folder).glob(f"{self.pattern}.py"):
-                module = ".".join([self.package, *path.relative_to(folder).with_suffix("").parts])
-                stem = path.stem.removeprefix(before).removesuffix(after)
-                for attr, definition in _definitions(path).items():
-                    if attr == self.function:
-                        name = stem.replace("_", "-") if before else stem
-                    elif attr.startswith(f"{self.function}_") and definition.is_assigned:
-                        name = attr.removeprefix(f"{self.function}_")
-                    else:
-                        continue
-                    places.append(EntryPoint(name, f"{module}:{attr}", self.group))
-        return sorted(places, key=lambda place: (place.name, place.value))
+    def _places(self) -> Sequence[EntryPoint]:
+        return _places(self, tuple(importlib.import_module(self.package).__path__))
 
 
 @cache
-def _offered(group: str) -> tuple[EntryPoint, ...]:
-    """The entry points of a group; kept, as finding them reads a file of every distribution."""
-    return tuple(entry_points(group=group))
+def _places(modules: FunctionModules, folders: Sequence[str]) -> Sequence[EntryPoint]:
+    """Where the functions are, in plug-ins and in these folders of the package, by their names in
+    alphabetical order; kept, as finding entry points reads a file of every distribution."""
+    before, _, after = modules.pattern.rpartition("/")[2].partition("*")
+    places = [*entry_points(group=modules.group)] if modules.group else []
+    for folder in folders:
+        for path in Path(folder).glob(f"{modules.pattern}.py"):
+            module = ".".join([modules.package, *path.relative_to(folder).with_suffix("").parts])
+            stem = path.stem.removeprefix(before).removesuffix(after)
+            for attr, definition in _definitions(path).items():
+                if attr == modules.function:
+                    name = stem.replace("_", "-") if before else stem
+                elif attr.startswith(f"{modules.function}_") and definition.is_assigned:
+                    name = attr.removeprefix(f"{modules.function}_")
+                else:
+                    continue
+                places.append(EntryPoint(name, f"{module}:{attr}", modules.group))
+    return sorted(places, key=lambda place: (place.name, place.value))
 
 
 class _Definition(NamedTuple):

@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -28,7 +29,13 @@ __path__: list[str] = []
 
 def paths() -> tuple[Path, ...]:
     """The files that were added, in their order."""
-    return tuple(Path(path) for path in os.environ.get(LOOSE_FILES, "").split(os.pathsep) if path)
+    return _paths(os.environ.get(LOOSE_FILES, ""))
+
+
+@cache
+def _paths(joined: str) -> tuple[Path, ...]:
+    """Those of the variable; kept, as each look at a registry asks."""
+    return tuple(Path(path) for path in joined.split(os.pathsep) if path)
 
 
 def modules() -> list[ModuleType]:

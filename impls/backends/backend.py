@@ -25,7 +25,7 @@ from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.composition import Composition, by_partial_axes
 from spbench.impls.folding import FOLDED_AXES, folds
 from spbench.impls.kernels.packed_weights import scales_in
-from spbench.impls.layout import is_expert
+from spbench.impls.layout import Unsupported, is_expert
 from spbench.impls.options import Options
 from spbench.impls.strategies.base import Strategy, shard_of
 from spbench.impls.traffic import Traffic
@@ -120,6 +120,16 @@ class Backend(ABC):
             groups.append(strategy.place.group(*FOLDED_AXES))
         self.overflow_groups = [*groups, around.pp_group]
         self.optimizer = self.prepare()
+
+    @classmethod
+    def check_stages(cls, options: Any, tied: bool) -> None:
+        """Raise :class:`Unsupported` where ranks cannot be stages of a pipeline, with options of
+        ``options_type``; ``tied``: the first and the last stage share an embedding."""
+        if not cls.pipelined:
+            raise Unsupported(
+                f"the backend {cls.name} shards a whole model and has no pipeline stages",
+                "use pp 1, or the backend ddp",
+            )
 
     @classmethod
     def starts_on_meta(cls, options: Any) -> bool:

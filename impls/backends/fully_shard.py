@@ -69,6 +69,14 @@ class FullySharded(Backend):
         return cls.reshard_after_forward and (options.reshard_rest or not rest)
 
     @classmethod
+    def check_stages(cls, options: ShardingOptions, tied: bool) -> None:
+        if tied and options.optimizer == "host":
+            raise Unsupported(
+                "a host optimizer takes gradients in backward, before stages add up a tied embedding's",
+                "set optimizer: device, or untie the embedding",
+            )
+
+    @classmethod
     def starts_on_meta(cls, options: ShardingOptions) -> bool:
         return options.initialize == "meta"
 
@@ -289,11 +297,6 @@ class FullySharded(Backend):
     def tied_bytes(cls, step: PlannedStep, elements: int) -> int:
         options, place = step.options, step.around.place
         assert isinstance(options, ShardingOptions)
-        if options.optimizer == "host":
-            raise Unsupported(
-                "a host optimizer takes gradients in backward, before stages add up a tied embedding's",
-                "set optimizer: device, or untie the embedding",
-            )
         weight = step.around.tied(step.build())
         assert weight is not None
         axes = summed_axes(step.strategy.partial_axes(weight))

@@ -7,7 +7,7 @@ else it holds on the host, and when it rounds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from spbench.impls.backends.host_adam import HostAdam
 from spbench.impls.backends.optimizer import Precision
 from spbench.impls.backends.optimizer_options import HostLayout
+from spbench.impls.kernels.copy_stream import CopyStream
 from spbench.impls.kernels.host_copies import (
     from_pageable_,
     host_empty_like,
@@ -84,7 +85,7 @@ class HostOptimizer(HostAdam):
         self._loaded = False
         self._summed: set[int] = set()
         #: of copies to the host and back, and when each gradient is there
-        self._streams: tuple[Any, Any] | None = None
+        self._streams: tuple[CopyStream, CopyStream] | None = None
         self._taken: list[Any] = []
 
     @torch.no_grad()
@@ -151,7 +152,7 @@ class HostOptimizer(HostAdam):
             return
         device = torch.get_device_module(self.device.device)
         if self.layout.overlaps and self._streams is None:
-            self._streams = device.Stream(), device.Stream()
+            self._streams = CopyStream(self.device.device), CopyStream(self.device.device)
         given = [w.grad for w in self.weights] if gradients is None else gradients
         self._taken.clear()
         with self._copying(0):
@@ -162,19 +163,12 @@ class HostOptimizer(HostAdam):
                     event.record()
         super().step()
         if self._streams is not None:
-            device.current_stream().wait_stream(self._streams[1])
+            self._streams[1].wait()
 
-    @contextmanager
-    def _copying(self, direction: int) -> Iterator[None]:
+    def _copying(self, direction: int) -> AbstractContextManager[None]:
         """A context whose work follows what the current stream has been given, on the stream of copies to the
         host (0) or back (1) if there is one."""
-        if self._streams is None:
-            yield
-            return
-        device, stream = torch.get_device_module(self.device.device), self._streams[direction]
-        stream.wait_stream(device.current_stream())
-        with device.stream(stream):
-            yield
+        return nullcontext() if self._streams is None else self._streams[direction].behind()
 
     def wait(self) -> None:
         """Wait for all copies to the host, unless each weight is waited for."""

@@ -34,7 +34,7 @@ class CopyStream:
         """Begin to copy x to the host, into ``into`` or memory of its own. x must not be written to until
         :meth:`wait`, and stays until then."""
         host = host_empty_like(x) if into is None else into
-        with self._behind():
+        with self.behind():
             to_host_(host, x)
         self._leaving.append(x)
         return host
@@ -42,7 +42,7 @@ class CopyStream:
     def to_device(self, host: Tensor) -> Tensor:
         """Begin to copy back what has begun to be copied to the host; it is there after :meth:`wait`."""
         x = torch.empty(host.shape, dtype=host.dtype, device=self.device)
-        with self._behind():
+        with self.behind():
             to_device_(x, host)
         return x
 
@@ -61,7 +61,7 @@ class CopyStream:
         self._module.synchronize()
 
     @contextmanager
-    def _behind(self) -> Iterator[None]:
+    def behind(self) -> Iterator[None]:
         """On this stream, after all that the computing stream has been given."""
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):

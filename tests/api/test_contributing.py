@@ -58,7 +58,7 @@ def private_names_of_torch(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         else:
-            names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+            names = [ast.unparse(node)] if isinstance(node, ast.Attribute) and is_private(node.attr) else []
         for name in names:
             package, *parts = name.split(".")
             if package == "torch" and parts[:1] != ["ops"] and any(map(is_private, parts)):

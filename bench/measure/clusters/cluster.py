@@ -6,8 +6,8 @@ only what differs from that packaged cluster.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -120,9 +120,7 @@ class Device(StrictModel):
     @model_validator(mode="after")
     def _one_way_to_launch(self) -> Self:
         if self.launch_overhead_s.value and self.kernel_floor_s.value:
-            raise ValueError(
-                "launch_overhead_s and kernel_floor_s exclude each other: set one of them to null"
-            )
+            raise ValueError("launch_overhead_s and kernel_floor_s exclude each other: set one to null")
         return self
 
 
@@ -218,9 +216,8 @@ class Cluster(StrictModel):
         links = [link for link in (self.node_link, self.network) if link is not None]
         for link in links:
             link.check_crossings(self.devices_per_node)
-        if self.collective_model == "measured" and not any(
-            link.collectives or link.table.value for link in links
-        ):
+        known = any(link.collectives or link.table.value for link in links)
+        if self.collective_model == "measured" and not known:
             raise ValueError("collective_model: measured needs collectives of node_link or network")
         if self.collective_model == "nccl" and self.nccl is None:
             raise ValueError("collective_model: nccl needs the settings nccl, with a generation")
@@ -241,7 +238,7 @@ class Cluster(StrictModel):
         """What the times of a precision rest on. "fitted": a scalar or rate was fitted to published step
         times; "sourced": benchmarks of kernels, with what these reach of the datasheet; "datasheet": no more
         than that."""
-        fitted = any(each.fitted_on for _, each in self.sourced())
+        fitted = any(each.fitted_on for _, each in self.sourced)
         if fitted or self.calibration_of(precision).scalars:
             return "fitted"
         matmuls = {str(name): each for name, each in (self.device.matmul or {}).items()}.get(precision)
@@ -254,27 +251,32 @@ class Cluster(StrictModel):
         has not."""
         return self.model_dump(exclude={"name"})
 
-    def sourced(self) -> Iterator[tuple[str, Sourced[Any]]]:
-        """Every rate and limit under its key path, as device.memory_total_bytes."""
-        return _sourced(self, "")
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's; the copy has rates of its own."""
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("sourced", None)
+        return copied
+
+    @cached_property
+    def sourced(self) -> Sequence[tuple[str, Sourced[Any]]]:
+        """Every rate and limit under its key path, as device.memory_total_bytes; kept, as roles ask."""
+        return tuple(_sourced(self, ""))
 
     @property
     def tables(self) -> list[str]:
         """The names of the tables of measured rates that count, see :mod:`measure.clusters.rate_tables`."""
-        named = (str(each.value) for path, each in self.sourced() if path.endswith(".table") and each.value)
-        return sorted({*named})
+        return sorted({str(each.value) for at, each in self.sourced if at.endswith(".table") and each.value})
 
     @property
     def inferences(self) -> list[InferredSetting]:
         """What of the cluster was chosen by looking at published numbers."""
-        return [*self.network.inferred_from, *(i for _, each in self.sourced() for i in each.inferred_from)]
+        return [*self.network.inferred_from, *(i for _, each in self.sourced for i in each.inferred_from)]
 
 
 def _sourced(part: Any, path: str) -> Iterator[tuple[str, Sourced[Any]]]:
     """The rates and limits of a part of a cluster file; entries of a list under their number."""
-    if isinstance(part, list):
-        part = {str(number): item for number, item in enumerate(part)}
-    for key, value in part.items() if isinstance(part, dict) else part:
+    items = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else part
+    for key, value in items:
         if isinstance(value, Sourced):
             yield f"{path}{key}", value
         elif isinstance(value, BaseModel | dict | list):
@@ -302,8 +304,7 @@ def cluster_of_content(path: Path, content: bytes) -> Cluster:
     cluster = validate(Cluster, {**declared, "name": path.stem}, str(path))
     for table in cluster.tables:
         check_table(table, str(path))
-    usable = cluster.usable_memory_bytes
-    if usable is not None and usable <= 0:
+    if (usable := cluster.usable_memory_bytes) is not None and usable <= 0:
         raise UserError(f"{path}: device.memory_context_bytes: leaves nothing of memory_total_bytes")
     return cluster
 
@@ -316,8 +317,7 @@ def _resolved(path: Path, content: bytes) -> dict[str, Any]:
     if isinstance(host, dict) and "extends" in host:
         below = _packaged_below(path, host.pop("extends"), "host.extends")
         own["host"] = merge(below.get("host") or {}, host)
-    base = own.pop("extends", None)
-    if base is None:
+    if (base := own.pop("extends", None)) is None:
         return own
     below = _packaged_below(path, base, "extends")
     _drop_words_on_other_values(below, own)

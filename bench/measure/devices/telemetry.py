@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any, Self
 
-import torch
-
 from spbench.bench.measure.devices.nvml import Nvml, NvmlProblem
 
 #: seconds of rest between two samples; one takes 40 ms where PCIe's throughput is read, 20 ms each way
@@ -282,14 +280,3 @@ def reasons(samples: Sequence[dict[str, Any]]) -> list[str]:
     """All that held clocks down in any of the samples, in words."""
     bits = sorted({bit for sample in samples for bit in _bits(sample)})
     return [_REASONS.get(bit, f"reason {bit:#x}") for bit in bits]
-
-
-def telemetry_of(device_index: int | None) -> Telemetry:
-    """Telemetry of a CUDA device of this process; of nothing for None, or where torch has no such device.
-
-    The index is one among CUDA_VISIBLE_DEVICES, in CUDA's order; the management library knows the same GPU by
-    its UUID.
-    """
-    if device_index is None or device_index >= torch.cuda.device_count():
-        return Telemetry(None)
-    return Telemetry(str(torch.cuda.get_device_properties(device_index).uuid))

@@ -34,7 +34,7 @@ from spbench.impls.axes import Place, global_ranks, group_name, unused_axes
 from spbench.impls.backends.planned_step import PlannedStep, planned_sums
 from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic, rank_module
 from spbench.impls.models.model import Model, model_preset
-from spbench.impls.options import set_options
+from spbench.impls.options import Options, set_options
 from spbench.impls.registries import backend_class
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.strategies.nesting import nesting
@@ -90,11 +90,10 @@ def rank_classes(cell: Cell) -> list[RankClass]:
 
 def shares_whole_weights(cell: Cell) -> bool:
     """Whether the ranks of a class update unlike weights."""
-    backend, training = backend_class(cell.training.backend), cell.training
-    if training.step == "inference":
+    if cell.training.step == "inference":
         return False
-    options = set_options(backend.options_type(), training.backend_options, f"backend {backend.name}")
-    return backend.shares_whole_weights(options) and cell.sizes.world > cell.sizes.pp
+    backend = backend_class(cell.training.backend)
+    return backend.shares_whole_weights(backend_options(cell)) and cell.sizes.world > cell.sizes.pp
 
 
 def _heaviest(cell: Cell, ranks: Sequence[int]) -> int:
@@ -245,11 +244,6 @@ def check_sizes(cell: Cell) -> list[RankClass]:
     elif not model.has_weights:
         raise Unsupported(f"{cell.model} has no weights to train", "set training: {step: inference}")
     backend = backend_class(cell.training.backend)
-    if cell.sizes.pp > 1 and not backend.pipelined:
-        raise Unsupported(
-            f"the backend {backend.name} shards a whole model and has no pipeline stages",
-            "use pp 1, or the backend ddp",
-        )
     if not backend.freezes and any(s.kind == "frozen_parameters" for s in _sites(cell, strategy, ONE_STAGE)):
         raise Unsupported(
             f"the backend {backend.name} has trained and frozen weights in one flat tensor",
@@ -257,9 +251,10 @@ def check_sizes(cell: Cell) -> list[RankClass]:
         )
     classes = rank_classes(cell)
     check_schedule(cell)
-    for each in classes if cell.sizes.pp > 1 else ():
-        for stage in composition(cell, Place.of_rank(cell.mesh_sizes, each.first)).stages:
-            _sites(cell, strategy, stage)
+    if cell.sizes.pp > 1:
+        stages = (composition(cell, Place.of_rank(cell.mesh_sizes, each.first)).stages for each in classes)
+        asked = [s.kind for stage in itertools.chain(*stages) for s in _sites(cell, strategy, stage)]
+        backend.check_stages(backend_options(cell), "tied_embedding" in asked)
     return classes
 
 
@@ -298,11 +293,16 @@ def planned_step(cell: Cell, rank: int, asked: Sequence[Site]) -> PlannedStep:
     place, training = Place.of_rank(cell.mesh_sizes, rank), cell.training
     role, around = planned_strategy(cell, place.coordinates), composition(cell, place)
     build = partial(_without_values, model_preset(*cell.model_arguments), role, cell.shape[1], around)
-    backend, sums = backend_class(training.backend), planned_sums(asked, role, cell.sizes.dp)
-    options = set_options(backend.options_type(), training.backend_options, f"backend {backend.name}")
+    sums, options = planned_sums(asked, role, cell.sizes.dp), backend_options(cell)
     precision = PRECISIONS[cell.precision]
     order = partial(passes_of, cell, around)
     return PlannedStep(sums, training.micro_batches, precision, role, around, build, order, options)
+
+
+def backend_options(cell: Cell) -> Options:
+    """The options of a cell's backend."""
+    backend = backend_class(cell.training.backend)
+    return set_options(backend.options_type(), cell.training.backend_options, f"backend {backend.name}")
 
 
 def _without_values(model: Model, strategy: Strategy, seq_len: int, around: Composition) -> nn.Module:

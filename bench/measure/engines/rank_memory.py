@@ -15,7 +15,7 @@ import numpy as np
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.plan import RankClass, plan
+from spbench.bench.measure.engines.plan import RankClass, backend_options, plan
 from spbench.bench.measure.memory.allocator import MIB, CachingAllocator, OutOfMemory, replay, without_retries
 from spbench.bench.measure.memory.allocator_settings import ExpandableSegments, unsplit_from
 from spbench.bench.measure.simulator.costs import node_of
@@ -23,7 +23,6 @@ from spbench.bench.measure.trace.memory import PAGEABLE
 from spbench.bench.measure.trace.memory_log import MemoryLog, Peak
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import EXPANDABLE_SEGMENTS, max_split_size_mb
-from spbench.impls.options import set_options
 from spbench.impls.registries import backends
 
 _GIB = 2**30
@@ -269,11 +268,10 @@ def needs(memory: RankMemory, cell: Cell) -> str:
 
 def _fewer_states(cell: Cell) -> str:
     """What would hold fewer model states: another backend, where replicas and stages allow it."""
-    classes, name = backends(), cell.training.backend
-    here, sizes = classes[name], cell.sizes.by_axis
+    classes, sizes = backends(), cell.sizes.by_axis
+    here = classes[cell.training.backend]
     replicas = prod(n for axis, n in sizes.items() if axis not in ("pp", "tp"))
-    options = set_options(here.options_type(), cell.training.backend_options, name)
-    if replicas > 1 and not getattr(options, "distributed_optimizer", True):
+    if replicas > 1 and not getattr(backend_options(cell), "distributed_optimizer", True):
         return "of which distributed_optimizer shards the optimizer's over replicas"
     able = [each for each in classes.values() if each.searched and (each.pipelined or cell.sizes.pp == 1)]
     most = max(able, key=lambda each: len(each.shares_out or ()))

@@ -50,5 +50,5 @@ def rates_of_step(
 def _fitted_to(cluster: Cluster, precision: str) -> set[tuple[str, str]]:
     """Model and strategy of the cells that scalars and rates of a cluster were fitted to."""
     own = cluster.calibration_of(precision).fitted_on
-    keys = [*own, *(key for _, figure in cluster.sourced() for key in figure.fitted_on)]
+    keys = [*own, *(key for _, figure in cluster.sourced for key in figure.fitted_on)]
     return {(parts[0], parts[1]) for key in keys if len(parts := key.split("/")) > 1}

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.cell_schedule import turns_of
-from spbench.bench.measure.engines.plan import attention_kernel, composition
+from spbench.bench.measure.engines.plan import attention_kernel, backend_options, composition
 from spbench.bench.measure.trace.memory import MemoryMeter
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.setting_values import VARIABLES
@@ -23,7 +23,6 @@ from spbench.impls.kernels.grouped_matmul import GROUPED_STREAMS, GROUPED_WORKSP
 from spbench.impls.kernels.projection import USERBUFFER_STREAMS
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import Model, model_preset
-from spbench.impls.options import set_options
 from spbench.impls.registries import backend_class
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
@@ -75,9 +74,7 @@ def build_training(
         cls: the strategy, instead of the registered one of the cell's name.
         turns: see :func:`record_step`.
     """
-    backend = backend_class(cell.training.backend)
-    options = set_options(backend.options_type(), cell.training.backend_options, f"backend {backend.name}")
-    deferred = backend.starts_on_meta(options)
+    deferred = backend_class(cell.training.backend).starts_on_meta(backend_options(cell))
     before, device = (None, "meta") if deferred else (set_weights, None)
     module, strategy, around = build_module(cell, mesh, before, cls, device)
     attributes = attributes_of(module)

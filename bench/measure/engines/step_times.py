@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from spbench.bench.cell import Cell, Timing
 from spbench.bench.measure.clusters.cluster import Precision, load_cluster
-from spbench.bench.measure.devices.telemetry import telemetry_of
+from spbench.bench.measure.devices.telemetry import Telemetry
 from spbench.bench.measure.engines.deepened_traces import with_layers
 from spbench.bench.measure.engines.rate_classes import by_share, rates_of_step
 from spbench.bench.measure.engines.step_line import StepNumbers
@@ -319,3 +319,14 @@ def _meet(device_type: str, group: dist.ProcessGroup | None) -> None:
         dist.all_reduce(torch.zeros(1, device=device_type), group=group)
     if device_type == "cuda":
         torch.cuda.synchronize()
+
+
+def telemetry_of(device_index: int | None) -> Telemetry:
+    """Telemetry of a CUDA device of this process; of nothing for None, or where torch has no such device.
+
+    The index is one among CUDA_VISIBLE_DEVICES, in CUDA's order; the management library knows the same GPU by
+    its UUID.
+    """
+    if device_index is None or device_index >= torch.cuda.device_count():
+        return Telemetry(None)
+    return Telemetry(str(torch.cuda.get_device_properties(device_index).uuid))

@@ -174,7 +174,7 @@ def _figures(cluster: Cluster) -> Table:
             "value": _shown(figure.value),
             "how": figure.note,
         }
-        for path, figure in cluster.sourced()
+        for path, figure in cluster.sourced
     ]
     return Table(f"The cluster {cluster.name}: {cluster.device.name}", lines)
 

@@ -131,6 +131,7 @@ class DeepSpeedJob:
         if model is not None:
             k.set("model", model[MODEL_PATH], note="the config.json")
             k.ignore("its config.json is given", named)
+            named_model(str(model[MODEL_PATH])).account(k)
             return str(model["model_type"])
         name = k.value(named)
         if not name:

@@ -16,7 +16,7 @@ _TOWER = "text alone is counted; a tower for images{} is left out, with what a j
 #: what the layers of a family have that those here have not: what is missing, what it moves, and why
 _LEFT_OUT = {
     "seed_oss": (
-        "dropout of 0.1 in this model",
+        "dropout, 0.1 in this model as published",
         "memory and time",
         "none is counted, of attention or of what is added to hidden states, with masks of 1 byte an element",
     ),

@@ -120,7 +120,7 @@ def fitted_cells(cell: Cell, field: str) -> set[str]:
     """The keys of the cells whose published numbers decided what the cell's cluster adds to a field."""
     cluster = load_cluster(cell.cluster)
     keys: set[str] = set()
-    for name, sourced in cluster.sourced():
+    for name, sourced in cluster.sourced:
         if field == CAPACITY_FIELD if name in CAPACITIES else field in TIMED:
             keys |= set(sourced.fitted_on)
     if field in TIMED:

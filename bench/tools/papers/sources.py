@@ -14,7 +14,7 @@ from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import read_csv
-from spbench.bench.yaml_files import PublishedNumber, StrictModel, finite, packaged
+from spbench.bench.yaml_files import PublishedNumber, StrictModel, finite, packaged, read_yaml
 
 #: where published files of the package are
 PACKAGES = tuple(f"spbench.results.{folder}" for folder in ("papers", "measured", "field", "experts"))
@@ -168,8 +168,12 @@ def scenarios_of(name: str) -> list[tuple[Paper, list[Scenario]]]:
     named = papers()
     if name not in (*named, ALL):
         raise UserError(f"unknown paper {name!r}{suggestion(name, [*named, ALL])}")
-    loaded = [load_scenario(scenario) for scenario in packaged("spbench.scenarios")]
     wanted = list(named.values()) if name == ALL else [named[name]]
+    loaded = [
+        load_scenario(scenario)
+        for scenario, file in packaged("spbench.scenarios").items()
+        if name == ALL or read_yaml(file).get("paper") in (named[name].name, named[name].source)
+    ]
     answering = [(p, [s for s in loaded if s.document.paper in (p.name, p.source)]) for p in wanted]
     if not any(scenarios for _, scenarios in answering):
         raise UserError(f"no scenario answers to {name} yet")

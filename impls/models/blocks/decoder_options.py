@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar, Literal
 
 from spbench.impls.kernels.cross_entropy import CROSS_ENTROPIES
@@ -25,7 +26,7 @@ FUSIONS = ("masked_softmax", "bias_gelu", "bias_swiglu", "bias_dropout", "rope")
 COMPILED = {"swiglu": "bias_swiglu", "rope": "rope"}
 
 #: what of a layer ``recompute: selective`` can run again
-RECOMPUTE_MODULES = (*("core_attn", "moe_act", "moe", "mlp", "layernorm", "mla_up_proj", "shared_experts"),)
+RECOMPUTE_MODULES = "core_attn", "moe_act", "moe", "mlp", "layernorm", "mla_up_proj", "shared_experts"
 
 _WAYS = {
     "attention_norm": ("hidden", "head"),
@@ -41,6 +42,7 @@ _WAYS = {
     "recompute_method": ("uniform", "block", "interval"),
     "checkpoints": ("device", "host", "save_on_cpu", "pageable"),
 }
+_WORDS = {"recompute_modules": RECOMPUTE_MODULES, "fusions": tuple(COMPILED), "unfused": FUSIONS}
 
 
 @dataclass(frozen=True)
@@ -181,67 +183,65 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             raise ValueError(f"head_dim is at least 1, not {self.head_dim}")
         check_choices(self, _WAYS)
         self.check_documents()
-        object.__setattr__(self, "unfused", tuple(self.unfused))  # a list has no hash
-        object.__setattr__(self, "recompute_modules", tuple(self.recompute_modules))
-        for name in self.recompute_modules:
-            if name not in RECOMPUTE_MODULES:
-                raise ValueError(
-                    f"recompute_modules has words of {', '.join(RECOMPUTE_MODULES)}, not {name!r}"
-                )
-        object.__setattr__(self, "fusions", tuple(self.fusions))
-        for name in self.fusions:
-            if name not in COMPILED:
-                raise ValueError(f"fusions has words of {', '.join(COMPILED)}, not {name!r}")
-        if self.fusions and self.fused:
-            raise ValueError(f"fusions need library: torch; {self.library} has its own, see unfused")
-        if "swiglu" in self.fusions and self.swiglu == "in_place":
-            raise ValueError("swiglu: in_place is a kernel of its own; leave swiglu out of fusions")
-        for name in self.unfused:
-            if name not in FUSIONS:
-                raise ValueError(f"unfused has words of {', '.join(FUSIONS)}, not {name!r}")
-        if self.unfused and not self.fused:
-            raise ValueError("unfused needs a library that fuses; library torch does not, so leave it out")
-        if self.checkpointing and self.recompute != "none":
-            raise ValueError(
-                f"checkpointing is recompute: full; with recompute {self.recompute} leave it out"
-            )
-        if self.recompute_early_stop and not self.recomputes_layers:
-            raise ValueError("recompute_early_stop needs recompute: full; set that, or leave it out")
-        if self.recompute_reentrant and (self.keeps_operators or not self.recomputes_layers):
-            raise ValueError("recompute_reentrant needs recompute: full; set that, or leave it out")
-        if self.recompute_reentrant and self.recompute_early_stop:
-            raise ValueError("a reentrant checkpoint runs whole; leave recompute_early_stop out")
-        if self.checkpoints != "device" and (self.keeps_operators or not self.recomputes_layers):
-            raise ValueError(
-                f"checkpoints: {self.checkpoints} needs recompute: full; set that, or leave it out"
-            )
-        if self.checkpointed_angles < 0 or (self.checkpointed_angles and self.checkpoints != "pageable"):
-            raise ValueError("checkpointed_angles is at least 0, and needs checkpoints: pageable")
+        for name, known in _WORDS.items():
+            words = tuple(getattr(self, name))
+            object.__setattr__(self, name, words)  # a list has no hash
+            for word in words:
+                if word not in known:
+                    raise ValueError(f"{name} has words of {', '.join(known)}, not {word!r}")
         self.check_fp8()
-        if self.separate_projections and self.fused:
-            raise ValueError(f"separate_projections needs library: torch, not {self.library}")
-        if min(self.autotune_flush_kib, self.autotune_copies) < 0:
-            raise ValueError("autotune_flush_kib and autotune_copies are at least 0")
-        if self.cross_entropy != "native" and self.autotune_flush_kib:
-            raise ValueError("autotune_flush_kib needs cross_entropy: native; set that, or leave it out")
-        if self.autotune_copies and not self.autotune_flush_kib:
-            raise ValueError("autotune_copies stand beside autotune_flush_kib; set that too")
-        if self.rope == "each_layer" and self.fused:
-            raise ValueError(f"rope: each_layer needs library: torch, not {self.library}")
-        if self.swiglu == "in_place" and (self.fused or self.keeps_operators):
-            raise ValueError("swiglu: in_place needs library: torch, and not recompute: operators")
-        if self.mlp_tile and self.keeps_operators:
-            raise ValueError("recompute: operators keeps matmuls, and mlp_tile keeps none; leave one out")
-        if self.vocabulary_tile < 0 or (self.vocabulary_tile and (self.loss_tile or self.logits_held)):
-            raise ValueError(
-                "vocabulary_tile is at least 0, and with it loss_tile and logits_held are left out"
-            )
-        if self.logits_held and (self.loss_tile or self.cross_entropy != "plain"):
-            raise ValueError("logits_held needs cross_entropy: plain, and no loss_tile")
+        if problem := next(chain(self._problems_of_layers(), self._problems_of_recomputation()), ""):
+            raise ValueError(problem)
         if self.recompute_layers < 1:
             raise ValueError(f"recompute_layers is at least 1, not {self.recompute_layers}")
         if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
+
+    def _problems_of_recomputation(self) -> Iterator[str]:
+        """What is wrong with options of what runs again, and of where it waits."""
+        whole = self.recomputes_layers and not self.keeps_operators
+        for option, missing in (
+            ("recompute_early_stop", self.recompute_early_stop and not self.recomputes_layers),
+            ("recompute_reentrant", self.recompute_reentrant and not whole),
+            (f"checkpoints: {self.checkpoints}", self.checkpoints != "device" and not whole),
+        ):
+            if missing:
+                yield f"{option} needs recompute: full; set that, or leave it out"
+        if self.checkpointing and self.recompute != "none":
+            yield f"checkpointing is recompute: full; with recompute {self.recompute} leave it out"
+        if self.recompute_reentrant and self.recompute_early_stop:
+            yield "a reentrant checkpoint runs whole; leave recompute_early_stop out"
+        if self.checkpointed_angles < 0 or (self.checkpointed_angles and self.checkpoints != "pageable"):
+            yield "checkpointed_angles is at least 0, and needs checkpoints: pageable"
+        if self.mlp_tile and self.keeps_operators:
+            yield "recompute: operators keeps matmuls, and mlp_tile keeps none; leave one out"
+
+    def _problems_of_layers(self) -> Iterator[str]:
+        """What is wrong with options of the library, its kernels, and the loss."""
+        for option, own in (
+            ("separate_projections", self.separate_projections),
+            ("rope: each_layer", self.rope == "each_layer"),
+        ):
+            if own and self.fused:
+                yield f"{option} needs library: torch, not {self.library}"
+        if self.fusions and self.fused:
+            yield f"fusions need library: torch; {self.library} has its own, see unfused"
+        if "swiglu" in self.fusions and self.swiglu == "in_place":
+            yield "swiglu: in_place is a kernel of its own; leave swiglu out of fusions"
+        if self.unfused and not self.fused:
+            yield "unfused needs a library that fuses; library torch does not, so leave it out"
+        if self.swiglu == "in_place" and (self.fused or self.keeps_operators):
+            yield "swiglu: in_place needs library: torch, and not recompute: operators"
+        if min(self.autotune_flush_kib, self.autotune_copies) < 0:
+            yield "autotune_flush_kib and autotune_copies are at least 0"
+        if self.cross_entropy != "native" and self.autotune_flush_kib:
+            yield "autotune_flush_kib needs cross_entropy: native; set that, or leave it out"
+        if self.autotune_copies and not self.autotune_flush_kib:
+            yield "autotune_copies stand beside autotune_flush_kib; set that too"
+        if self.vocabulary_tile < 0 or (self.vocabulary_tile and (self.loss_tile or self.logits_held)):
+            yield "vocabulary_tile is at least 0, and with it loss_tile and logits_held are left out"
+        if self.logits_held and (self.loss_tile or self.cross_entropy != "plain"):
+            yield "logits_held needs cross_entropy: plain, and no loss_tile"
 
     @property
     def head_size(self) -> int:

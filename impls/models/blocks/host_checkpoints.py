@@ -5,11 +5,7 @@ the computing of that run. The device's copy is given up when the next run begin
 been copied. While backward runs a run of layers again, the input of the run before is fetched, so that one
 input is on the device beside that in use. The last input of a forward stays until something else is kept:
 where backward follows at once it need not be fetched.
-
-No memory is given back while a copy reads or writes it: the computing stream waits for the stream of copies
-before a tensor that was copied is freed or used, and the stream of copies waits for the computing stream
-before it reads what that has made, or writes where that may still read. All waits are for whole streams, as
-at each of them the newest copy is the one that is meant.
+At each wait for the :class:`CopyStream` the newest copy is the one that is meant.
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from spbench.impls.kernels.copy_stream import CopyStream
 from spbench.impls.kernels.host_copies import (
     from_pageable_,
     host_empty_like,
@@ -45,7 +42,7 @@ class _Checkpoint:
     """
 
     def __init__(self, host: Tensor, x: Tensor, before: _Checkpoint | None):
-        self.host, self.device, self.before = host, x.device, before
+        self.host, self.before = host, before
         self.x: Tensor | None = x
 
 
@@ -54,7 +51,7 @@ class HostCheckpoints:
 
     def __init__(self) -> None:
         #: made on the device of the first input
-        self._stream: Any = None
+        self._copies: CopyStream | None = None
         #: the newest of this forward; what is kept belongs to the graph
         self._newest: weakref.ref[_Checkpoint] | None = None
         #: whose tensor on the device is still being copied to the host
@@ -73,45 +70,27 @@ class HostCheckpoints:
     def _keep(self, x: Tensor) -> Tensor | _Checkpoint:
         if not x.numel():  # torch's checkpoint saves an empty tensor beside the inputs
             return x
-        device = torch.get_device_module(x.device)
-        if self._stream is None:
-            self._stream = device.Stream()
-        self._let_go(x.device)
-        kept = _Checkpoint(host_empty_like(x), x, None if self._newest is None else self._newest())
-        self._stream.wait_stream(device.current_stream())
-        with device.stream(self._stream):
-            to_host_(kept.host, x)
+        if self._copies is None:
+            self._copies = CopyStream(x.device)
+        if (left := self._leaving) is not None:
+            self._copies.wait()
+            self._leaving = left.x = None
+        kept = _Checkpoint(self._copies.to_host(x), x, None if self._newest is None else self._newest())
         self._newest, self._leaving = weakref.ref(kept), kept
         return kept
-
-    def _let_go(self, device: torch.device) -> None:
-        """Give up the tensor that was copied to the host last, once it has been."""
-        if (left := self._leaving) is not None:
-            torch.get_device_module(device).current_stream().wait_stream(self._stream)
-            self._leaving = left.x = None
 
     def _back(self, kept: Tensor | _Checkpoint) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        if kept.x is None:
-            self._fetch(kept)
-        x, kept.x = kept.x, None
-        assert x is not None
+        assert self._copies is not None
+        x, kept.x = self._copies.to_device(kept.host) if kept.x is None else kept.x, None
         if kept is self._leaving:
             self._leaving = None
         # it has been copied, here or away: only then may it be read, and its memory be freed
-        torch.get_device_module(x.device).current_stream().wait_stream(self._stream)
-        if kept.before is not None and kept.before.x is None:
-            self._fetch(kept.before)
+        self._copies.wait()
+        if (before := kept.before) is not None and before.x is None:
+            before.x = self._copies.to_device(before.host)
         return x
-
-    def _fetch(self, kept: _Checkpoint) -> None:
-        """Begin to copy a tensor back to the device."""
-        device = torch.get_device_module(kept.device)
-        kept.x = torch.empty(kept.host.shape, dtype=kept.host.dtype, device=kept.device)
-        self._stream.wait_stream(device.current_stream())
-        with device.stream(self._stream):
-            to_device_(kept.x, kept.host)
 
 
 class SavedOnCpu(HostCheckpoints):

@@ -14,7 +14,7 @@ from torch import Tensor
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.simulator.program import KERNEL
-from spbench.impls.models.blocks import host_checkpoints
+from spbench.impls.kernels import copy_stream
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy
@@ -97,43 +97,38 @@ def deaf(stream: str) -> Callable[[Device, pytest.MonkeyPatch], None]:
     return plant
 
 
-def gives_up_at_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensor is freed while it is copied."""
+def without_waits_in(method: str) -> Callable[[Device, pytest.MonkeyPatch], None]:
+    """A tensor is freed while it is copied (``_keep``), or used before it is there (``_back``)."""
 
-    def let_go(self: HostCheckpoints, _: torch.device) -> None:
-        if (left := self._leaving) is not None:
-            self._leaving = left.x = None
+    def plant(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        waiting = getattr(HostCheckpoints, method)
 
-    monkeypatch.setattr(HostCheckpoints, "_let_go", let_go)
+        def without(self: HostCheckpoints, x: Any) -> Any:
+            device.deaf.add("compute")
+            try:
+                return waiting(self, x)
+            finally:
+                device.deaf.discard("compute")
 
+        monkeypatch.setattr(HostCheckpoints, method, without)
 
-def uses_at_once(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is fetched is used before it is there."""
-    back = HostCheckpoints._back
-
-    def without_wait(self: HostCheckpoints, kept: Any) -> Tensor:
-        device.deaf.add("compute")
-        try:
-            return back(self, kept)
-        finally:
-            device.deaf.discard("compute")
-
-    monkeypatch.setattr(HostCheckpoints, "_back", without_wait)
+    return plant
 
 
 def one_buffer(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """All inputs are copied to the same memory of the host."""
-    make, made = host_checkpoints.host_empty_like, []
+    make, made = copy_stream.host_empty_like, []
 
     def once(x: Tensor) -> Tensor:
         made.append(make(x)) if not made else None
         return made[0]
 
-    monkeypatch.setattr(host_checkpoints, "host_empty_like", once)
+    monkeypatch.setattr(copy_stream, "host_empty_like", once)
 
 
 @pytest.mark.parametrize(
-    "plant", [deaf("compute"), deaf("copies"), gives_up_at_once, uses_at_once, one_buffer]
+    "plant",
+    [deaf("compute"), deaf("copies"), without_waits_in("_keep"), without_waits_in("_back"), one_buffer],
 )
 def test_a_wait_that_is_left_out_is_seen(
     plant: Callable[[Device, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

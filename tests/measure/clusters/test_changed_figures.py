@@ -22,7 +22,7 @@ def _kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def values(name: str) -> dict[str, object]:
-    return {path: each.value for path, each in load_cluster(name).sourced()}
+    return {path: each.value for path, each in load_cluster(name).sourced}
 
 
 def test_a_factor_changes_one_figure() -> None:

@@ -6,10 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import pytest
+from click.testing import CliRunner, Result
+
+import spbench.bench.measure.sweep.sweep as sweeping
+from spbench.bench.command_line.cli import cli, main
 from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
+from tests.bench import fakes
 from tests.bench.fakes import GATE, LOG, RUN, SCENARIO
 from tests.bench.processes import until
 
@@ -56,6 +63,14 @@ class Command:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         return self.process
+
+    def again(self, monkeypatch: pytest.MonkeyPatch) -> Result:
+        """The same command in this process, which need not import torch anew."""
+        for name in (RUN, GATE, LOG):
+            monkeypatch.setenv(name, self.environment[name])
+        monkeypatch.chdir(self.folder)
+        monkeypatch.setattr(sweeping, "sweep", of_fakes(self.environment))
+        return CliRunner().invoke(cli, self.arguments)
 
     def begun(self) -> list[tuple[int, str]]:
         """(process, key) of each cell that has begun."""
@@ -106,10 +121,11 @@ def environments() -> Iterator[tuple[int, bytes]]:
             continue
 
 
-if __name__ == "__main__":
-    import spbench.bench.measure.sweep.sweep as module
-    from spbench.bench.command_line.cli import main
-    from tests.bench import fakes
+def of_fakes(environment: Mapping[str, str]) -> Callable[..., Any]:
+    """The sweep, with the measuring function that the environment names."""
+    return functools.partial(sweeping.sweep, run=getattr(fakes, environment[RUN]))
 
-    module.sweep = functools.partial(module.sweep, run=getattr(fakes, os.environ[RUN]))
+
+if __name__ == "__main__":
+    sweeping.sweep = of_fakes(os.environ)  # type: ignore[assignment]
     main()

@@ -16,6 +16,7 @@ from spbench.bench.measure.scenarios.select import Narrowing, declared_cells, na
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.yaml_files import packaged
 from tests.bench.fakes import SCENARIO
+from tests.tools.packaged import packaged_scenario
 
 
 def write(folder: Path, text: str, name: str = "small.yaml") -> str:
@@ -84,7 +85,7 @@ def test_several_lists(tmp_path: Path) -> None:
 
 def test_packaged_scenarios_and_clusters_are_valid() -> None:
     for name in packaged("spbench.scenarios"):
-        assert load_scenario(name).cells
+        assert packaged_scenario(name).cells
     assert load_cluster("piz-daint-p100").usable_memory_bytes == 15430 * 2**20
     assert load_cluster("local").usable_memory_bytes is None
     assert {"local", "piz-daint-p100"} <= set(cluster_names())

@@ -133,7 +133,7 @@ def command(tmp_path: Path) -> Iterator[Command]:
     command.end()
 
 
-def check_that_it_goes_on(command: Command) -> None:
+def check_that_it_goes_on(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interrupted sweep has lost only the running cells, and the same command runs the others."""
     kept = read_rows(command.results)[0]
     assert sorted(row["measurement"]["answer"] for row in kept) == [4000, 8000]
@@ -141,32 +141,33 @@ def check_that_it_goes_on(command: Command) -> None:
         file.write(b'{"key": "half a r')
 
     command.gate.touch()
-    out, err = command.start().communicate(timeout=PATIENCE_S)
-    assert command.process is not None
-    assert command.process.returncode == 0, err
-    assert "5 cells, 2 of them kept from before; running 3" in err
-    assert f"{command.results}:3: not a result row, skipped" in err
+    again = command.again(monkeypatch)
+    assert again.exit_code == 0, again.output
+    assert "5 cells, 2 of them kept from before; running 3" in again.stderr
+    assert f"{command.results}:3: not a result row, skipped" in again.stderr
     rows, problems = read_rows(command.results)
     assert [row["status"] for row in rows] == ["ok"] * 5
     assert len(problems) == 1
     runs = [key for _, key in command.begun()]
     assert all(runs.count(row["key"]) == 1 for row in kept)
-    assert "rsa-max-seqlen-base" in out
+    assert "rsa-max-seqlen-base" in again.stdout
 
 
 @pytest.mark.slow
 @needs_proc
-def test_killed_sweep_loses_only_running_cells_and_resumes(command: Command) -> None:
+def test_killed_sweep_loses_only_running_cells_and_resumes(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     process = command.start()
     command.until_two_are_held_up()
     process.kill()
     process.communicate()
     command.until_processes_are_gone()
-    check_that_it_goes_on(command)
+    check_that_it_goes_on(command, monkeypatch)
 
 
 @needs_proc
-def test_ctrl_c_says_how_to_go_on_and_it_does(command: Command) -> None:
+def test_ctrl_c_says_how_to_go_on_and_it_does(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     process = command.start()
     command.until_two_are_held_up()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes
@@ -178,7 +179,7 @@ def test_ctrl_c_says_how_to_go_on_and_it_does(command: Command) -> None:
     )
     assert "Traceback" not in err
     command.until_processes_are_gone()
-    check_that_it_goes_on(command)
+    check_that_it_goes_on(command, monkeypatch)
 
 
 @pytest.mark.slow

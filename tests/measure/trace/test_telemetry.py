@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.measure.devices.telemetry import telemetry_of
+from spbench.bench.measure.engines.step_times import telemetry_of
 from tests.bench.nvml_library import SCENARIO, UUIDS, built, printed
 
 Rows = dict[str, dict[str, Any]]

@@ -139,7 +139,7 @@ def test_the_file_gives_the_same_cluster(tmp_path: Path) -> None:
         file.write_text(cluster_yaml(cluster, "two\nlines"))
         assert load_cluster(str(file)) == cluster
         assert file.read_text().startswith("# two\n# lines\nabout: ")
-        measured = [figure for _, figure in cluster.sourced() if figure.value]
+        measured = [figure for _, figure in cluster.sourced if figure.value]
         assert {figure.source for figure in measured} == {source}
 
 

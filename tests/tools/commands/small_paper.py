@@ -39,7 +39,9 @@ SMALL = SCENARIO + LOOKED_AT + TABLE
 @pytest.fixture
 def spbench(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
     """As in other tests of commands, where small.yaml is another and the only scenario."""
-    monkeypatch.setattr("spbench.bench.tools.papers.sources.packaged", lambda package: ["small.yaml"])
+    monkeypatch.setattr(
+        "spbench.bench.tools.papers.sources.packaged", lambda package: {"small.yaml": Path("small.yaml")}
+    )
     Path("small.yaml").write_text(SMALL)
     Path("t1.csv").write_text(PUBLISHED)
     made_by(monkeypatch, "abc")

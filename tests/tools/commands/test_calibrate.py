@@ -62,7 +62,7 @@ def measure(command_line: Run, samples: int = 5) -> None:
     assert "\n\nours.yaml\nours.csv\nours.png\nours.svg\nours.pdf\n\n" in out
     cluster = load_cluster("ours.yaml")
     command = f"spbench calibrate --engine distributed --device cpu {' '.join(TINY)}"
-    figures = [figure for path, figure in cluster.sourced() if figure.value and path != "host.scale"]
+    figures = [figure for path, figure in cluster.sourced if figure.value and path != "host.scale"]
     sources = {figure.source.partition(": ")[2] for figure in figures}
     assert sources == {command}
     with Path("ours.csv").open() as file:

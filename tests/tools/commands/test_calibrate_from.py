@@ -35,7 +35,7 @@ def test_all_samples_together(folder: Path, command_line: Run) -> None:
     )
     assert " points, off by " in text.split("extends:")[0]
     cluster = load_cluster("ours.yaml")
-    sources = {figure.source for key, figure in cluster.sourced() if key.startswith("network.collectives")}
+    sources = {figure.source for key, figure in cluster.sourced if key.startswith("network.collectives")}
     assert sources == {"all_gather_perf_2_nodes.log (all_gather_perf of nccl-tests)", "in latency_s"}
 
 

@@ -26,7 +26,7 @@ def lines_of(path: str) -> list[dict[str, str]]:
 def test_one_scenario_of_a_paper_alone(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cells run again; what the files have of the paper's other scenarios stays as it is."""
     Path("other.yaml").write_text(SMALL)
-    both = lambda package: ["other.yaml", "small.yaml"]  # noqa: E731
+    both = lambda package: {name: Path(name) for name in ("other.yaml", "small.yaml")}  # noqa: E731
     monkeypatch.setattr("spbench.bench.tools.papers.sources.packaged", both)
     assert spbench("reproduce", "rsa/small")[0] == 0
     assert [run["scenario"] for run in lines_of("results/reproduction/rsa_runs.csv")] == ["small"]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.setting_values import read_model_file
+from spbench.bench.tools.jobs.job_files import JobFile
 from spbench.impls.models.huggingface.published import near_model
+from tests.tools.jobs.job_inputs import INPUTS, job_of
 from tests.tools.jobs.test_programs import lenient
 
 
@@ -64,7 +67,11 @@ def test_what_a_model_has_that_none_here_has_is_said(tmp_path: Path) -> None:
             "a cap on attention's scores in this model",
             "none is counted: within a flash",
         ),
-        ("ByteDance-Seed/Seed-OSS-36B-Base", "dropout of 0.1 in this model", "masks of 1 byte an element"),
+        (
+            "ByteDance-Seed/Seed-OSS-36B-Base",
+            "dropout, 0.1 in this model as published",
+            "masks of 1 byte an element",
+        ),
     ],
 )
 def test_what_is_left_out_of_a_model_is_said(name: str, missing: str, said: str) -> None:
@@ -73,3 +80,11 @@ def test_what_is_left_out_of_a_model_is_said(name: str, missing: str, said: str)
     (argument,) = [each for each in job.arguments if each.name == "base_model"]
     assert (argument.outcome, argument.missing) == ("approximated", missing)
     assert any(said in each for each in job.warnings if "base_model" in each)
+
+
+def test_what_is_left_out_of_a_file_beside_is_said(tmp_path: Path) -> None:
+    beside = tmp_path / "config.json"
+    beside.write_text(json.dumps(read_model_file("ByteDance-Seed/Seed-OSS-36B-Base")))
+    paths = (*(INPUTS / each for each in ("zero3.json", "trainer.yaml")), beside)
+    deepspeed = job_of("deepspeed", [JobFile(path, path.read_bytes()) for path in paths], 8)
+    assert [each for each in deepspeed.remarks if each.startswith("dropout, 0.1 in this model as published")]

@@ -37,6 +37,7 @@ from spbench.bench.tools.papers.sources import papers, scenarios_of
 from spbench.bench.tools.papers.summary_page import headline_lines
 from spbench.bench.tools.papers.validation import status_lines, trust_lines
 from spbench.bench.yaml_files import read_yaml
+from tests.tools.packaged import scenarios_of_papers
 
 ROOT = Path(__file__).parents[3]
 PAPERS = [*papers()]
@@ -73,7 +74,7 @@ def test_scenarios_name_papers_that_are_known() -> None:
 @cache
 def loaded() -> dict[str, list[Scenario]]:
     """The scenarios of each paper that has any."""
-    return {paper.name: scenarios for paper, scenarios in scenarios_of("all")}
+    return {paper.name: scenarios for paper, scenarios in scenarios_of_papers()}
 
 
 @cache

@@ -1,6 +1,5 @@
 """Roles: what was fitted, what was looked at to choose a setting, and what is left as a prediction."""
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from spbench.bench.tools.papers.answer import answers_of, compare, load_scenario
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.yaml_files import packaged
+from tests.tools.packaged import packaged_scenario
 
 PUBLISHED = """ranks,memory,speed,longest
 1,2,100,512
@@ -148,10 +148,6 @@ def test_the_same_number_has_the_same_source_in_every_variant_and_scenario(tmp_p
 # -- what is committed -----------------------------------------------------------------------------------
 
 
-#: a packaged scenario; all of them take seconds
-packaged_scenario = cache(load_scenario)
-
-
 def packaged_roles(name: str, quantity: str, variant: str | None = None) -> set[str]:
     scenario = packaged_scenario(name)
     found = compare(scenario, declared_cells(scenario, Narrowing(variant=variant)), {})
@@ -177,7 +173,7 @@ def test_the_cells_that_packaged_clusters_were_fitted_on_are_the_calibrated_ones
     """A key that no cell of any scenario has any more would silently make its number a prediction."""
     clusters = [load_cluster(name) for name in cluster_names()]
     fitted = {key for cluster in clusters for c in cluster.calibration.values() for key in c.fitted_on}
-    fitted |= {key for cluster in clusters for _, figure in cluster.sourced() for key in figure.fitted_on}
+    fitted |= {key for cluster in clusters for _, figure in cluster.sourced for key in figure.fitted_on}
     found = set()
     for name in packaged("spbench.scenarios"):
         scenario = packaged_scenario(name)

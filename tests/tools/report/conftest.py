@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser
 
-from spbench.bench.tools.papers.sources import ALL, scenarios_of
 from spbench.bench.tools.report import gathered as gathering
 from spbench.bench.tools.report.build import Site, build
 from spbench.bench.tools.report.gathered import Gathered, gather
+from tests.tools.packaged import scenarios_of_papers
 from tests.tools.report.chromium import DESKTOP, Visit, chromium, visit
 
 ROOT = Path(__file__).parents[3]
@@ -35,7 +35,7 @@ def tab(browser: Browser) -> Iterator[Visit]:
 @pytest.fixture(scope="session", autouse=True)
 def scenarios_loaded_once() -> Iterator[None]:
     """The packaged scenarios are read once, which takes seconds."""
-    papers = scenarios_of(ALL)
+    papers = scenarios_of_papers()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gathering, "scenarios_of", lambda name: papers)
         yield
