@@ -93,7 +93,7 @@ def _trained(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> N
     k.took("Adam, the optimizer that there is", *names)
     if step.foreach.value and optimizer == "adam" and not step.host.value and step.precision.value != "fp16":
         k.set("training.implementation", "foreach", *step.foreach.names, note=step.foreach.note)
-    set_adapters(k, step.lora, fields, experts=step.adapted_experts.value)
+    set_adapters(k, step.lora, fields, step.adapted, experts=step.adapted_experts.value)
     _quantized(k, step, fields)
 
 

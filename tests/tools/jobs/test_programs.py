@@ -75,6 +75,51 @@ def test_adapters_of_a_dense_model_are_those_of_its_linear_layers() -> None:
     assert made("LLaMA-Factory", (dense, experts)).get("model_options.lora_targets") is None
 
 
+@pytest.mark.parametrize(
+    ("asked", "targets"),
+    [
+        ("[q_proj, self_attn.v_proj]", ["q_proj", "v_proj"]),
+        (r"'model\.layers\.\d+\.mlp\.(gate|up|down)_proj'", ["gate_proj", "up_proj", "down_proj"]),
+        ("[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]", None),
+        ("[qkv_proj, lm_head]", ["q_proj", "k_proj", "v_proj"]),
+    ],
+)
+def test_adapters_are_those_of_the_modules_that_a_job_names(asked: str, targets: list[str] | None) -> None:
+    adapted = f"adapter: lora\nlora_r: 4\nlora_target_modules: {asked}\nsample_packing"
+    peft = f"model: {{peft_config: {{r: 4, target_modules: {asked}}}, "
+    for job, change in (("axolotl", ("sample_packing", adapted)), ("ArcticTraining", ("model: {", peft))):
+        settings = made(job, change)
+        assert settings["model_options.lora_rank"] == 4
+        assert settings.get("model_options.lora_targets") == targets
+    every = ("sample_packing", f"lora_target_linear: true\n{adapted}")
+    assert made("axolotl", every).get("model_options.lora_targets") is None
+
+
+def test_names_of_modules_between_commas() -> None:
+    assert made("LLaMA-Factory", ("lora_target: all", "lora_target: q_proj, v_proj"))[
+        "model_options.lora_targets"
+    ] == ["q_proj", "v_proj"]
+
+
+def test_what_is_trained_whole_beside_adapters() -> None:
+    untied = made("LLaMA-Factory", ("lora_target: all", "additional_target: embed_tokens,lm_head"))
+    assert untied["model_options.lora_whole"] == ["embedding", "head"]
+    job = lenient(
+        "axolotl", ("sample_packing", "adapter: lora\nlora_modules_to_save: [norm]\nsample_packing")
+    )
+    (argument,) = [each for each in job.arguments if each.name == "lora_modules_to_save"]
+    assert (argument.outcome, argument.missing) == ("approximated", "training norm whole")
+    tied = lenient(
+        "axolotl",
+        (
+            "NousResearch/Meta-Llama-3-8B",
+            "Qwen/Qwen3-0.6B\nadapter: lora\nlora_modules_to_save: [embed_tokens]",
+        ),
+    )
+    assert tied.cell().model_options["tied"] is False
+    assert any("2 V H bytes too much" in each for each in tied.warnings)
+
+
 def test_adapters_of_linear_attention_are_approximated() -> None:
     job = lenient("LLaMA-Factory", ("Qwen/Qwen3-8B", "Qwen/Qwen3-Next-80B-A3B-Instruct"))
     (argument,) = [each for each in job.arguments if each.name == "lora_rank"]
