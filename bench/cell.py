@@ -288,11 +288,13 @@ class Cell(StrictModel):
         return None if order == sorted(order, key=MESH_AXES.index) else order
 
     @model_validator(mode="after")
-    def _check_positions(self) -> Cell:
+    def _check_together(self) -> Cell:
         if (self.batch or 1) * (self.seq_len or 1) > MOST_POSITIONS:
             raise ValueError(
                 f"batch {self.batch} of {self.seq_len} positions are more than {MOST_POSITIONS} positions"
             )
+        if self.precision != "bf16" and self.training.backend_options.get("exp_avg_dtype") == "bf16":
+            raise ValueError("training.exp_avg_dtype: bf16 needs precision: bf16; leave one out")
         return self
 
     @property

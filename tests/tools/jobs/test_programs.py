@@ -229,7 +229,9 @@ def small() -> ConfigContainer:
     cfg = _pretrain_common()
     cfg.model = AutoBridge.from_hf_pretrained(_MODEL).to_megatron_provider(load_weights=False)
     cfg.model.tensor_model_parallel_size = 4
-    cfg.optimizer.exp_avg_dtype = torch.float32
+    cfg.optimizer.use_precision_aware_optimizer = True
+    cfg.optimizer.exp_avg_dtype = torch.bfloat16
+    cfg.optimizer.exp_avg_sq_dtype = torch.bfloat16
     return cfg
 
 
@@ -249,8 +251,9 @@ def test_a_recipe_of_megatron_bridge_is_read_by_its_name() -> None:
         job = job_of("bridge", [JobFile(path, RECIPES.encode(), part)], 8)
         cell = job.cell()
         assert (cell.sizes.tp, cell.batch, cell.training.micro_batches) == (tp, 32, micro_batches)
+        assert cell.training.backend_options["exp_avg_dtype"] == "bf16"
         assert (cell.seq_len, cell.model_options["layers"], cell.precision) == (4096, 36, "bf16")
-        assert ("line 19: what a branch or loop sets is not known" in job.remarks) == (part == "wide")
+        assert ("line 21: what a branch or loop sets is not known" in job.remarks) == (part == "wide")
     with pytest.raises(UserError, match=r"2 functions make a configuration; name one, as recipes\.py:small"):
         job_of("bridge", [JobFile(path, RECIPES.encode())], 8)
     with pytest.raises(UserError, match=r"no function 'smal'.*did you mean 'small'"):
