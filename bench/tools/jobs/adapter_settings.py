@@ -20,6 +20,7 @@ from spbench.impls.models.blocks.adapter_options import (
     AdapterOptions,
 )
 from spbench.impls.models.huggingface.config import model_from_config
+from spbench.impls.models.model import Model
 
 #: fields of a config.json that show linear attention, whose adapters are not modelled
 LINEAR_ATTENTION = ("linear_num_key_heads", "mamba_num_heads")
@@ -71,7 +72,7 @@ def set_adapters(
     if type(lora.value) is not int or lora.value < 0:
         k.problems.append(f"{' and '.join(map(k.spelled, lora.names))}: no rank of adapters")
         return
-    model = model_from_config(fields) if fields.get("model_type") else None
+    model = _model(fields)
     fields = {**fields, **fields.get("text_config", {})}
     routed = any(map(fields.get, EXPERTS))
     k.set("model_options.lora_rank", lora.value, *lora.names)
@@ -85,7 +86,7 @@ def set_adapters(
         note = "each routed expert has adapters" if "experts" in words else ""
         k.set("model_options.lora_targets", words, *adapted.targets.names, note=note)
     k.took("adapters of all linear layers", *adapted.targets.names)
-    if separate:
+    if separate and not any(each.path == "model_options.separate_projections" for each in k.settings):
         k.set("model_options.separate_projections", True, note="each linear layer has adapters of its own")
     shared, linear = routed and experts == "shared", any(map(fields.get, LINEAR_ATTENTION))
     if lacking := ["experts that share one"] * shared + ["linear attention"] * linear:
@@ -99,6 +100,33 @@ def set_adapters(
         )
         k.stand_in("DoRA", "time and memory", because, *adapted.by_direction.names)
     k.ignore("adapters have no magnitudes", *adapted.by_direction.names)
+
+
+def _model(fields: Mapping[str, Any]) -> Model | None:
+    """The model of a config.json; None where it is not known, or has what none here has, which is said where
+    the scenario is read."""
+    try:
+        return model_from_config(fields)
+    except ValueError:
+        return None
+
+
+def set_frozen_bits(
+    k: Account, quantized: Said, lora: Said, fields: Mapping[str, Any], *, tiles: bool = False
+) -> None:
+    """Set the bits of frozen weights, where their projections can be packed, or say what stands for them;
+    ``tiles``: the MLP is computed in some."""
+    bits, names = quantized.value, quantized.names
+    lacking = any(map(fields.get, ("kv_lora_rank", *LINEAR_ATTENTION))) or tiles
+    if bits in (4, 8) and lora.value and not lacking:
+        k.set("model_options.frozen_bits", bits, *names, note="unpacked for each use")
+    elif bits:
+        because = (
+            f"frozen weights are counted in half precision, about {2 - bits / 8:g} bytes a weight more than "
+            f"in {bits} bits, over the ranks that share them; to unpack them takes no time"
+        )
+        k.stand_in("weights in few bits (QLoRA)", "time and memory", because, *names)
+    k.ignore("weights are not quantized", *names)
 
 
 def _targets(k: Account, targets: Said, adapted: Sequence[str], separate: bool) -> list[str]:

@@ -161,7 +161,7 @@ def _sharding(k: Account) -> Said:
     return Said("fsdp" if freed else "fsdp, kept", names)
 
 
-def _pipeline(k: Account) -> dict[str, Said]:
+def _pipeline(k: Account) -> dict[str, Any]:
     below = next((each for each in _PIPELINES if k.has(f"{each}pp_schedule")), _PIPELINES[0])
     if k.value(csv := f"{below}pp_schedule_csv"):
         k.refuse("a schedule that is written out", csv)
@@ -205,7 +205,11 @@ def _optimizer(k: Account, target: str, half: bool) -> Said:
 
 def _fused(k: Account) -> Said:
     """Which kernels stand for several: the norm's, and those of head and loss without logits."""
-    loss = "loss_fn._target_"
+    loss, own = "loss_fn._target_", "model.use_liger_kernel"
+    if k.value(own):
+        because = "Liger's norms and MLPs of models that Automodel has no layers for are torch's here"
+        k.leave("time and memory", because, own)
+    k.ignore("no kernel is Liger's", own)
     # torch_fp32, the default of its own layers, is compiled (components/models/common/utils.py)
     words = ["norm"] if any(name.startswith("model.backend.") for name in k.given) else []
     if str(k.value(loss)).endswith("FusedLinearCrossEntropy"):

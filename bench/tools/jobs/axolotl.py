@@ -55,6 +55,8 @@ def read(files: JobFiles) -> Job | None:
 
 
 def _step(k: Account) -> TransformersStep:
+    if (k.value("eval_batch_size") or 0) <= k.value("micro_batch_size"):
+        k.ignore("evaluation holds no more than a step of training", "eval_batch_size")
     return TransformersStep(
         model=said(k, "base_model"),
         length=said(k, "sequence_len"),

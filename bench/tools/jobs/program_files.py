@@ -99,7 +99,7 @@ def values_of(files: JobFiles, content: Mapping[str, Any], table: ArgumentTable)
             yield from flat(beside, table.arguments, OF_DEEPSPEED)
 
 
-def deepspeed_of(k: Account, key: str, otherwise: str = "fsdp") -> dict[str, Said]:
+def deepspeed_of(k: Account, key: str, otherwise: str = "fsdp") -> dict[str, Any]:
     """The fields ``sharding``, ``host`` and ``buffer`` of a step from DeepSpeed's configuration.
 
     Args:

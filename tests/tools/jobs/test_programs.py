@@ -120,6 +120,18 @@ def test_what_is_trained_whole_beside_adapters() -> None:
     assert any("2 V H bytes too much" in each for each in tied.warnings)
 
 
+def test_adapters_of_trls_scripts() -> None:
+    kind, files = JOBS["ZeRO-2"]
+    words = "use_peft: true\nlora_r: 8\nload_in_4bit: true\nbf16"
+    job = replace(read(kind, files, {files[-1]: ("bf16", words)}, gpus=8), strict=False)
+    made = {setting.path: setting.value for setting in job.settings}
+    few = ("lora_rank", "lora_targets", "frozen_bits")
+    assert [made[f"model_options.{name}"] for name in few] == [8, ["q_proj", "v_proj"], 4]
+    assert job.cell().model_options["lora_rank"] == 8
+    plain = replace(read(kind, files, {files[-1]: ("bf16", "lora_r: 8\nbf16")}, gpus=8), strict=False)
+    assert not any("lora" in each.path for each in plain.settings)
+
+
 def test_adapters_of_linear_attention_are_approximated() -> None:
     job = lenient("LLaMA-Factory", ("Qwen/Qwen3-8B", "Qwen/Qwen3-Next-80B-A3B-Instruct"))
     (argument,) = [each for each in job.arguments if each.name == "lora_rank"]
