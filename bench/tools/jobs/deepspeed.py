@@ -8,17 +8,14 @@ from typing import Any
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.accelerate_fp8 import by_transformer_engine, set_fp8
 from spbench.bench.tools.jobs.account import key_account
-from spbench.bench.tools.jobs.adapter_settings import set_adapters, set_frozen_bits
 from spbench.bench.tools.jobs.argument_tables import argument_table, flat
 from spbench.bench.tools.jobs.deepspeed_files import MODEL_PATH, sorted_files
-from spbench.bench.tools.jobs.deepspeed_sharding import set_sharding
+from spbench.bench.tools.jobs.deepspeed_sharding import set_sharding, set_trained
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.model_names import named_model
-from spbench.bench.tools.jobs.program_files import given_of
 from spbench.bench.tools.jobs.torchtitan import ROTATIONS
 from spbench.bench.tools.jobs.transformers_kernels import COMPILED, FUSED_BY_COMPILER, SEPARATE
-from spbench.bench.tools.jobs.transformers_step import Adapted, Said, either
 
 #: what the keys of the Trainer and of accelerate begin with, and those of two of its sections
 _TRAINER, _ACCELERATE = "TrainingArguments.", "accelerate."
@@ -89,7 +86,7 @@ class DeepSpeedJob:
         self._precision()
         set_sharding(k, self.contents)
         self._optimizer()
-        self._adapters()
+        set_trained(k, self.fields)
         self._beside()
         return k.job(kind, self.files, k.arguments())
 
@@ -154,22 +151,6 @@ class DeepSpeedJob:
         known.account(k, named)
         self.fields = known.fields
         return str(known.fields["model_type"])
-
-    def _adapters(self) -> None:
-        """Set adapters and frozen weights in few bits, as trl's scripts have them."""
-        k, on = self.keys, f"{_TRAINER}use_peft"
-
-        def of(name: str, otherwise: Any = None) -> Said:
-            key = f"{_TRAINER}{name}"
-            return Said(k.value(key) or otherwise, given_of(k, key))
-
-        rank = Said(k.value(f"{_TRAINER}lora_r") if k.value(on) else 0, given_of(k, on, f"{_TRAINER}lora_r"))
-        # peft's own targets of most models, where none are named (utils/constants.py)
-        targets = of("lora_target_modules", ["q_proj", "v_proj"])
-        set_adapters(k, rank, self.fields, Adapted(targets, of("lora_modules_to_save"), of("use_dora")))
-        in_few = {"load_in_4bit": 4, "load_in_8bit": 8}
-        bits = either(k, {f"{_TRAINER}{name}": bits for name, bits in in_few.items()}, 0)
-        set_frozen_bits(k, bits, rank, self.fields)
 
     def _parallelism(self) -> int | None:
         """Set strategy and sizes; returns how many replicas there are."""
