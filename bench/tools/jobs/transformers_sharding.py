@@ -18,6 +18,7 @@ _BACKENDS = {
     "fsdp": "zero3",
     "fsdp, kept": "zero2",
     "ddp": "ddp",
+    "alone": "unwrapped",
 }
 
 #: bits of a moment, and how many bytes two in float32 have more for a weight
@@ -28,9 +29,13 @@ def set_sharding_of(k: Account, step: TransformersStep, fields: Mapping[str, Any
     """Set the backend, dtypes, what the host holds, and what stands for other optimizers; ``fields``
     are those of the model's config.json."""
     kind, names = step.sharding.value, step.sharding.names
+    if kind == "ddp" and step.half.value and any((s.path, s.value) == ("sizes.dp", 1) for s in k.settings):
+        kind = "alone"
     of_torch = kind.startswith("fsdp")
     whole = kind in ("ddp", "zero1")
-    note = "weights and gradients whole" if whole else "torch's fully_shard, a layer a unit"
+    note = "torch's fully_shard, a layer a unit"
+    if whole or kind == "alone":
+        note = "weights and gradients whole"
     k.set("training.backend", _BACKENDS[kind], *names, note=note)
     if kind == "zero1":
         k.set("training.distributed_optimizer", True, *names, note="masters and moments in parts")

@@ -101,6 +101,15 @@ def test_names_of_modules_between_commas() -> None:
     ] == ["q_proj", "v_proj"]
 
 
+def test_half_precision_on_one_card_has_no_masters_and_no_wrapper() -> None:
+    without = ("deepspeed: examples/deepspeed/ds_z3_config.json\n", "pure_bf16: true\n")
+    for gpus, expected in ((1, ("unwrapped", "weights")), (8, ("ddp", None))):
+        job = lenient("LLaMA-Factory", without, gpus)
+        made = {setting.path: setting.value for setting in job.settings}
+        assert (made["training.backend"], made.get("training.state_dtype")) == expected
+        assert job.cell().sizes.world == gpus
+
+
 def test_what_is_trained_whole_beside_adapters() -> None:
     untied = made("LLaMA-Factory", ("lora_target: all", "additional_target: embed_tokens,lm_head"))
     assert untied["model_options.lora_whole"] == ["embedding", "head"]
