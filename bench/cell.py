@@ -295,6 +295,10 @@ class Cell(StrictModel):
             )
         if self.precision != "bf16" and self.training.backend_options.get("exp_avg_dtype") == "bf16":
             raise ValueError("training.exp_avg_dtype: bf16 needs precision: bf16; leave one out")
+        if self.precision in ("fp32", "fp64") and self.model_options.get("frozen_bits", 16) in (4, 8):
+            raise ValueError(
+                "model_options.frozen_bits: numbers of 16 bits hold packed weights; set precision: bf16"
+            )
         return self
 
     @property

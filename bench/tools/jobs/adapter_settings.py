@@ -117,12 +117,14 @@ def set_frozen_bits(
     """Set the bits of frozen weights, where their projections can be packed, or say what stands for them;
     ``tiles``: the MLP is computed in some."""
     bits, names = quantized.value, quantized.names
-    lacking = any(map(fields.get, ("kv_lora_rank", *LINEAR_ATTENTION))) or tiles
+    precision = next((each.value for each in k.settings if each.path == "precision"), "bf16")
+    lacking = any(map(fields.get, ("kv_lora_rank", *LINEAR_ATTENTION))) or tiles or precision == "fp32"
     if bits in (4, 8) and lora.value and not lacking:
         k.set("model_options.frozen_bits", bits, *names, note="unpacked for each use")
     elif bits:
+        held = 4 if precision == "fp32" else 2
         because = (
-            f"frozen weights are counted in half precision, about {2 - bits / 8:g} bytes a weight more than "
+            f"frozen weights are counted in {precision}, about {held - bits / 8:g} bytes a weight more than "
             f"in {bits} bits, over the ranks that share them; to unpack them takes no time"
         )
         k.stand_in("weights in few bits (QLoRA)", "time and memory", because, *names)
