@@ -288,10 +288,16 @@ class Cell(StrictModel):
         return None if order == sorted(order, key=MESH_AXES.index) else order
 
     @model_validator(mode="after")
-    def _check_positions(self) -> Cell:
+    def _check_together(self) -> Cell:
         if (self.batch or 1) * (self.seq_len or 1) > MOST_POSITIONS:
             raise ValueError(
                 f"batch {self.batch} of {self.seq_len} positions are more than {MOST_POSITIONS} positions"
+            )
+        if self.precision != "bf16" and self.training.backend_options.get("exp_avg_dtype") == "bf16":
+            raise ValueError("training.exp_avg_dtype: bf16 needs precision: bf16; leave one out")
+        if self.precision in ("fp32", "fp64") and self.model_options.get("frozen_bits", 16) in (4, 8):
+            raise ValueError(
+                "model_options.frozen_bits: numbers of 16 bits hold packed weights; set precision: bf16"
             )
         return self
 

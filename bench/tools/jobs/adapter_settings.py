@@ -2,22 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.transformers_step import EXPERTS, Said
-from spbench.impls.models.blocks import adapter_options
+from spbench.bench.tools.jobs.transformers_step import EXPERTS, Adapted, Said
+from spbench.impls.models.blocks.adapter_options import (
+    ALL,
+    CLOSING,
+    LATENT,
+    MLP_CLOSING,
+    OPENING,
+    PROJECTIONS,
+    QKV,
+    AdapterOptions,
+)
+from spbench.impls.models.huggingface.config import model_from_config
+from spbench.impls.models.model import Model
 
 #: fields of a config.json that show linear attention, whose adapters are not modelled
 LINEAR_ATTENTION = ("linear_num_key_heads", "mamba_num_heads")
+#: what programs call all linear layers of a model
+_EVERY = ("all", "all-linear")
+#: other names of modules: those of a matmul that is several projections, and of Megatron-Core's
+_SEVERAL = {
+    **dict.fromkeys(("qkv_proj", "query_key_value", "c_attn", "linear_qkv"), QKV),
+    **dict.fromkeys(("gate_up_proj", "linear_fc1", "fc1", "dense_h_to_4h"), OPENING),
+    **dict.fromkeys(("linear_proj", "dense"), (CLOSING,)),
+    **dict.fromkeys(("linear_fc2", "fc2", "dense_4h_to_h"), (MLP_CLOSING,)),
+}
+_OF_MLP = (*OPENING, MLP_CLOSING)
+#: where a layer has its projections, and experts beside them, in models of text and of text and images
+_LAYERS = ("model.layers.0.", "model.language_model.layers.0.", "language_model.model.layers.0.")
+_EXPERTS = re.compile(r"experts\b(?!.*shared)")
+#: what holds words of the vocabulary, by the names that models have for it
+_TABLES = {
+    **dict.fromkeys(("embed_tokens", "word_embeddings", "wte", "embed_in", "all-embedding"), "embedding"),
+    **dict.fromkeys(("lm_head", "output_layer", "embed_out"), "head"),
+}
 
 
 def set_adapters(
-    k: Account, lora: Said, fields: Mapping[str, Any], *, separate: bool = True, experts: str = "frozen"
+    k: Account,
+    lora: Said,
+    fields: Mapping[str, Any],
+    adapted: Adapted,
+    *,
+    separate: bool = True,
+    experts: str = "frozen",
 ) -> None:
-    """Set the adapters of a job: a rank for all linear layers, but for those of linear attention, which are
-    frozen alone.
+    """Set the adapters of a job: their rank, the linear layers that have one, but for those of linear
+    attention, which are frozen alone, and what is trained whole beside them.
 
     Args:
         lora: the rank; 0: there are no adapters.
@@ -27,21 +64,124 @@ def set_adapters(
         experts: "frozen": routed experts have none, as they are no linear layers in transformers 5; "each"
             has its own; "shared": those of a rank share one, which is not modelled.
     """
+    others = [name for each in (adapted.targets, adapted.whole, adapted.by_direction) for name in each.names]
     if not lora.value:
         k.ignore("all weights are trained", *lora.names)
+        k.ignore("of adapters, which the job has not", *others)
         return
     if type(lora.value) is not int or lora.value < 0:
         k.problems.append(f"{' and '.join(map(k.spelled, lora.names))}: no rank of adapters")
         return
+    model = _model(fields)
     fields = {**fields, **fields.get("text_config", {})}
     routed = any(map(fields.get, EXPERTS))
     k.set("model_options.lora_rank", lora.value, *lora.names)
+    there = model.adapted if isinstance(model, AdapterOptions) else PROJECTIONS
+    words = _targets(k, adapted.targets, there, separate)
     if routed and experts == "each":
-        targets = [adapter_options.ALL, adapter_options.EXPERTS]
-        k.set("model_options.lora_targets", targets, note="each routed expert has adapters")
-    if separate:
+        words = [*words, "experts"]
+    if not words:
+        k.refuse("adapters of none of the projections that have some here", *adapted.targets.names)
+    elif words != [ALL]:
+        note = "each routed expert has adapters" if "experts" in words else ""
+        k.set("model_options.lora_targets", words, *adapted.targets.names, note=note)
+    k.took("adapters of all linear layers", *adapted.targets.names)
+    if separate and not any(each.path == "model_options.separate_projections" for each in k.settings):
         k.set("model_options.separate_projections", True, note="each linear layer has adapters of its own")
     shared, linear = routed and experts == "shared", any(map(fields.get, LINEAR_ATTENTION))
     if lacking := ["experts that share one"] * shared + ["linear attention"] * linear:
         because = "they are frozen here; 16 r (F + H) bytes of each matrix that is adapted are missing"
         k.stand_in(f"adapters (LoRA) of {' and '.join(lacking)}", "time and memory", because, *lora.names)
+    _whole(k, adapted.whole, tied=bool(getattr(model, "tied", False)))
+    if adapted.by_direction.value:
+        because = (
+            "without a magnitude of each row, and without the whole matrix W + B A that each use makes for "
+            "its norms, of 4 F H bytes for a while"
+        )
+        k.stand_in("DoRA", "time and memory", because, *adapted.by_direction.names)
+    k.ignore("adapters have no magnitudes", *adapted.by_direction.names)
+
+
+def _model(fields: Mapping[str, Any]) -> Model | None:
+    """The model of a config.json; None where it is not known, or has what none here has, which is said where
+    the scenario is read."""
+    try:
+        return model_from_config(fields)
+    except ValueError:
+        return None
+
+
+def set_frozen_bits(
+    k: Account, quantized: Said, lora: Said, fields: Mapping[str, Any], *, tiles: bool = False
+) -> None:
+    """Set the bits of frozen weights, where their projections can be packed, or say what stands for them;
+    ``tiles``: the MLP is computed in some."""
+    bits, names = quantized.value, quantized.names
+    precision = next((each.value for each in k.settings if each.path == "precision"), "bf16")
+    lacking = any(map(fields.get, ("kv_lora_rank", *LINEAR_ATTENTION))) or tiles or precision == "fp32"
+    if bits in (4, 8) and lora.value and not lacking:
+        k.set("model_options.frozen_bits", bits, *names, note="unpacked for each use")
+    elif bits:
+        held = 4 if precision == "fp32" else 2
+        because = (
+            f"frozen weights are counted in {precision}, about {held - bits / 8:g} bytes a weight more than "
+            f"in {bits} bits, over the ranks that share them; to unpack them takes no time"
+        )
+        k.stand_in("weights in few bits (QLoRA)", "time and memory", because, *names)
+    k.ignore("weights are not quantized", *names)
+
+
+def _targets(k: Account, targets: Said, adapted: Sequence[str], separate: bool) -> list[str]:
+    """Words of lora_targets, of what the model has; what is none of them is said."""
+    asked = targets.value
+    if asked is None or asked in _EVERY:
+        return [ALL]
+    each = [asked] if isinstance(asked, str) else [str(name) for name in asked]
+    words = set[str]()
+    beyond = list[str]()
+    for name in each:
+        named = {ALL} if name in _EVERY else {*_named(name, whole=isinstance(asked, str))}
+        words |= named
+        beyond += [name] * (not named and not _EXPERTS.search(name))
+    if beyond:
+        because = "they have none here; 16 r (F + H) bytes of each matrix that is adapted are missing"
+        k.stand_in(f"adapters (LoRA) of {', '.join(beyond)}", "memory", because, *targets.names)
+    there = [name for name in adapted if name != "experts"]
+    chosen = [name for name in there if name in words]
+    if not separate:  # what is one matmul has one adapter
+        chosen = [n for n in there if any(n in group and {*group} & words for group in (QKV, OPENING, [n]))]
+    return [ALL] if ALL in words or chosen == there else chosen
+
+
+def _named(name: str, *, whole: bool) -> Iterator[str]:
+    """The projections that a name of modules, or a pattern of ``whole`` paths, is for."""
+    yield from _SEVERAL.get(name.rpartition(".")[2].lstrip("*"), ())
+    for word in (*PROJECTIONS, *LATENT):
+        places = ("mlp.", "mlp.shared_experts.", "mlp.shared_expert.") if word in _OF_MLP else ("self_attn.",)
+        for path in (f"{layer}{place}{word}" for layer in _LAYERS for place in places):
+            if fnmatchcase(path, name) or path.endswith(f".{name}") or (whole and _fits(name, path)):
+                yield word
+
+
+def _fits(pattern: str, path: str) -> bool:
+    """Whether a pattern is for a whole path."""
+    try:
+        return re.fullmatch(pattern, path) is not None
+    except re.error:
+        return False
+
+
+def _whole(k: Account, whole: Said, *, tied: bool) -> None:
+    """Set what is trained whole beside adapters; ``tied``: the head is the embedding until then."""
+    names = [str(name).rpartition(".")[2] for name in whole.value or ()]
+    words = [word for word in ("embedding", "head") if word in map(_TABLES.get, names)]
+    if words:
+        k.set("model_options.lora_whole", words, *whole.names, note="and the frozen ones that it began with")
+    if words and tied:
+        k.set("model_options.tied", False, *whole.names, note="a copy of it is trained")
+        because = "the frozen weights of the vocabulary are counted once more, 2 V H bytes too much"
+        k.stand_in("a tied embedding of which a copy is trained", "memory", because, *whole.names)
+    if beyond := [name for name in names if name not in _TABLES]:
+        because = "it is frozen here, without its gradients and moments"
+        k.stand_in(f"training {', '.join(beyond)} whole", "time and memory", because, *whole.names)
+    k.ignore("nothing is trained whole", *whole.names)

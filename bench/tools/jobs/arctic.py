@@ -8,6 +8,7 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.program_files import (
     OF_DEEPSPEED,
+    adapters_of,
     configuration,
     deepspeed_of,
     given_of,
@@ -63,6 +64,6 @@ def _step(k: Account) -> TransformersStep:
         liger=Said(liger if k.value(kind) == "liger" else "", given_of(k, kind)),
         mlp_tiles=said(k, "tiled_mlp_compute"),
         optimizer=Said("adam" if named in _ADAM else named, given_of(k, optimizer)),
-        lora=Said(8 if k.value("model.peft_config") else 0, given_of(k, "model.peft_config")),
+        **adapters_of(k, "model.peft_config", "r"),
         packed=said(k, "data.pack_samples"),
     )

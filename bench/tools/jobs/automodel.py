@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+from typing import Any
+
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.job import Argument, Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.program_files import configuration, given_of, values_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
-from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
+from spbench.bench.tools.jobs.transformers_step import Adapted, Said, TransformersStep, said
 from spbench.bench.tools.jobs.variables import variables
+from spbench.impls.models.blocks.adapter_options import LATENT, PROJECTIONS
 
 _HALF = {"bf16", "bfloat16", "torch.bfloat16"}
 _KEPT, _EXPERTS_KEPT = "distributed.reshard_after_forward", "distributed.moe.reshard_after_forward"
@@ -87,7 +91,7 @@ def _step(k: Account) -> TransformersStep:
         optimizer=_optimizer(k, optimizer, half),
         foreach=Said(_foreach(k, optimizer), target, "torch's default"),
         lora=Said(k.value("peft.dim") if k.has(_PEFT) else 0, given_of(k, _PEFT, "peft.dim")),
-        adapted_experts=Said("each" if "experts" in str(k.value("peft.target_modules")) else "frozen"),
+        **_adapted(k),
         quantized=Said(
             4 if k.value("quantization.load_in_4bit") else 0, given_of(k, "quantization.load_in_4bit")
         ),
@@ -96,6 +100,25 @@ def _step(k: Account) -> TransformersStep:
         library=Said("transformer-engine" if k.has(_TE_FP8) else "torch", given_of(k, _TE_FP8)),
         compiled=Said(any(map(k.value, compiled)), given_of(k, *compiled)),
     )
+
+
+def _adapted(k: Account) -> dict[str, Any]:
+    """Which modules have adapters (components/_peft/module_matcher.py)."""
+    every, some, others = "peft.match_all_linear", "peft.target_modules", "peft.exclude_modules"
+    named, without = k.value(some) or [], k.value(others) or []
+    named = [named] if isinstance(named, str) else named
+    if without:
+        named = [
+            each for each in (*PROJECTIONS, *LATENT) if not any(fnmatchcase(each, name) for name in without)
+        ]
+    elif k.value(every):
+        named = ["all-linear", "lm_head"]
+    dora = said(k, "peft.use_dora")
+    experts = any(fnmatchcase("model.layers.0.mlp.experts", name) for name in named)
+    return {
+        "adapted": Adapted(Said(named or None, given_of(k, every, some, others)), by_direction=dora),
+        "adapted_experts": Said("each" if experts else "frozen"),
+    }
 
 
 def _deferred(k: Account) -> Said:
@@ -138,7 +161,7 @@ def _sharding(k: Account) -> Said:
     return Said("fsdp" if freed else "fsdp, kept", names)
 
 
-def _pipeline(k: Account) -> dict[str, Said]:
+def _pipeline(k: Account) -> dict[str, Any]:
     below = next((each for each in _PIPELINES if k.has(f"{each}pp_schedule")), _PIPELINES[0])
     if k.value(csv := f"{below}pp_schedule_csv"):
         k.refuse("a schedule that is written out", csv)
@@ -182,7 +205,11 @@ def _optimizer(k: Account, target: str, half: bool) -> Said:
 
 def _fused(k: Account) -> Said:
     """Which kernels stand for several: the norm's, and those of head and loss without logits."""
-    loss = "loss_fn._target_"
+    loss, own = "loss_fn._target_", "model.use_liger_kernel"
+    if k.value(own):
+        because = "Liger's norms and MLPs of models that Automodel has no layers for are torch's here"
+        k.leave("time and memory", because, own)
+    k.ignore("no kernel is Liger's", own)
     # torch_fp32, the default of its own layers, is compiled (components/models/common/utils.py)
     words = ["norm"] if any(name.startswith("model.backend.") for name in k.given) else []
     if str(k.value(loss)).endswith("FusedLinearCrossEntropy"):

@@ -15,7 +15,7 @@ from spbench.bench.tools.jobs.program_files import (
     with_deepspeed,
 )
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
-from spbench.bench.tools.jobs.transformers_step import FSDP_1, Said, TransformersStep, either, said
+from spbench.bench.tools.jobs.transformers_step import FSDP_1, Adapted, Said, TransformersStep, either, said
 
 _ADAMS = {"adam", "adamw", "paged_adamw", "ao_adamw", "flash_adamw"}
 _LIGER = {
@@ -55,6 +55,8 @@ def read(files: JobFiles) -> Job | None:
 
 
 def _step(k: Account) -> TransformersStep:
+    if (k.value("eval_batch_size") or 0) <= k.value("micro_batch_size"):
+        k.ignore("evaluation holds no more than a step of training", "eval_batch_size")
     return TransformersStep(
         model=said(k, "base_model"),
         length=said(k, "sequence_len"),
@@ -78,6 +80,8 @@ def _step(k: Account) -> TransformersStep:
         mlp_tiles=said(k, "tiled_mlp"),
         optimizer=_optimizer(k),
         lora=_lora(k),
+        adapted=_adapted(k),
+        adapted_experts=_adapted_experts(k),
         quantized=_quantized(k),
         packed=said(k, "sample_packing"),
         fp8=_fp8(k),
@@ -194,6 +198,24 @@ def _fp8(k: Account) -> Said:
 def _lora(k: Account) -> Said:
     names = given_of(k, "adapter", "lora_r")
     return Said((k.value("lora_r") or 8) if k.value("adapter") in ("lora", "qlora") else 0, names)
+
+
+def _adapted(k: Account) -> Adapted:
+    """The modules with an adapter, of which all linear ones are more than those that are named
+    (loaders/adapter.py), and those that are trained whole."""
+    every, some = "lora_target_linear", "lora_target_modules"
+    targets = Said(None if k.value(every) else k.value(some), given_of(k, every, some))
+    return Adapted(targets, said(k, "lora_modules_to_save"), said(k, "peft_use_dora"))
+
+
+def _adapted_experts(k: Account) -> Said:
+    """Whether each routed expert has adapters, which peft multiplies out with its weights."""
+    if k.value(name := "lora_target_parameters"):
+        because = "without the sums of weights and adapters that peft makes of all experts of a layer at once"
+        k.stand_in("adapters of tensors of many experts", "time and memory", because, name)
+        return Said("each")
+    k.ignore("no tensor of experts has adapters", name)
+    return Said("frozen")
 
 
 def _quantized(k: Account) -> Said:

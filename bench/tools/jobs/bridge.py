@@ -51,6 +51,8 @@ _SIZES = {
     "num_experts_per_tok": "model.moe_router_topk",
     "moe_intermediate_size": "model.moe_ffn_hidden_size",
 }
+#: of types of numbers: what Megatron-LM calls them
+_DTYPES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
 _LLAMA = {
     "model.normalization": "RMSNorm",
     "model.gated_linear_unit": True,
@@ -188,6 +190,7 @@ def _as_arguments(k: Account, values: Mapping[str, Any], from_config: Mapping[st
     given: dict[str, Given] = {}
 
     def add(argument: str, key: str, *value: object) -> None:
+        value = tuple(_DTYPES.get(str(v), v) for v in value)
         words = [str(int(v) if isinstance(v, float) and v.is_integer() and v > 1 else v) for v in value]
         default = f"config.json ({key})" if key in from_config else f"default of {key}"
         each, problems = given_argument(argument, of_megatron[argument], words)

@@ -10,7 +10,7 @@ from spbench.bench.tools.jobs.accelerate_fp8 import by_transformer_engine, set_f
 from spbench.bench.tools.jobs.account import key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table, flat
 from spbench.bench.tools.jobs.deepspeed_files import MODEL_PATH, sorted_files
-from spbench.bench.tools.jobs.deepspeed_sharding import set_sharding
+from spbench.bench.tools.jobs.deepspeed_sharding import set_sharding, set_trained
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.model_names import named_model
@@ -72,6 +72,8 @@ class DeepSpeedJob:
 
     def __init__(self, contents: Mapping[str, Mapping[str, Any]], files: JobFiles):
         self.contents, self.files = contents, files
+        #: of the model's config.json
+        self.fields: Mapping[str, Any] = {}
         self.keys = key_account(argument_table("deepspeed"), _named(contents), overrides=files.environment)
 
     def job(self, kind: str = "deepspeed") -> Job:
@@ -84,6 +86,7 @@ class DeepSpeedJob:
         self._precision()
         set_sharding(k, self.contents)
         self._optimizer()
+        set_trained(k, self.fields)
         self._beside()
         return k.job(kind, self.files, k.arguments())
 
@@ -130,6 +133,7 @@ class DeepSpeedJob:
         model = self.contents.get("model")
         if model is not None:
             k.set("model", model[MODEL_PATH], note="the config.json")
+            self.fields = {name: value for name, value in model.items() if name != MODEL_PATH}
             k.ignore("its config.json is given", named)
             named_model(str(model[MODEL_PATH])).account(k)
             return str(model["model_type"])
@@ -146,6 +150,7 @@ class DeepSpeedJob:
             return ""
         k.set("model", known.model, named)
         known.account(k, named)
+        self.fields = known.fields
         return str(known.fields["model_type"])
 
     def _parallelism(self) -> int | None:

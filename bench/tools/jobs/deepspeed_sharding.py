@@ -1,4 +1,4 @@
-"""How a DeepSpeed or accelerate job shards weights, gradients and optimizer."""
+"""How a DeepSpeed or accelerate job shards weights, gradients and optimizer, and which weights it trains."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.transformers_step import FSDP_1
+from spbench.bench.tools.jobs.adapter_settings import set_adapters, set_frozen_bits
+from spbench.bench.tools.jobs.program_files import given_of
+from spbench.bench.tools.jobs.transformers_step import FSDP_1, Adapted, Said, either
 
 _ZERO = "zero_optimization"
 _OFFLOADED = ("optimizer", "param")
@@ -152,3 +154,20 @@ def _set_offloading(k: Account, stage: int) -> None:
     if param == "cpu":
         k.set("training.parameters", "host", of_param)
         k.approximate("weights wait on the host in float32, as torch's CPUOffloadPolicy has them")
+
+
+def set_trained(k: Account, fields: Mapping[str, Any]) -> None:
+    """Set adapters and frozen weights in few bits, as trl's scripts have them; ``fields`` are those of the
+    model's config.json."""
+    on, rank = "TrainingArguments.use_peft", "TrainingArguments.lora_r"
+
+    def of(name: str, otherwise: Any = None) -> Said:
+        key = f"TrainingArguments.{name}"
+        return Said(k.value(key) or otherwise, given_of(k, key))
+
+    lora = Said(k.value(rank) if k.value(on) else 0, given_of(k, on, rank))
+    # peft's own targets of most models, where none are named (utils/constants.py)
+    targets = of("lora_target_modules", ["q_proj", "v_proj"])
+    set_adapters(k, lora, fields, Adapted(targets, of("lora_modules_to_save"), of("use_dora")))
+    in_few = {"TrainingArguments.load_in_4bit": 4, "TrainingArguments.load_in_8bit": 8}
+    set_frozen_bits(k, either(k, in_few, 0), lora, fields)

@@ -16,7 +16,7 @@ from spbench.bench.tools.jobs.program_files import (
     with_trainer,
 )
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
-from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
+from spbench.bench.tools.jobs.transformers_step import Adapted, Said, TransformersStep, said
 
 _OLD, _NEW = ("stage", "finetuning_type"), ("model", "cutoff_len")
 
@@ -70,11 +70,18 @@ def _step(k: Account) -> TransformersStep:
         lora=Said(
             k.value("lora_rank") if tuned == "lora" else 0, given_of(k, "finetuning_type", "lora_rank")
         ),
+        adapted=Adapted(_names(k, "lora_target"), _names(k, "additional_target"), said(k, "use_dora")),
         quantized=Said(k.value("quantization_bit") or 0, given_of(k, "quantization_bit")),
         packed=Said(k.value("packing") or k.value("neat_packing"), given_of(k, "packing", "neat_packing")),
         fp8=_fp8(k),
         compiled=said(k, "torch_compile"),
     )
+
+
+def _names(k: Account, name: str) -> Said:
+    """Names of modules, with a comma between them."""
+    names = map(str.strip, (k.value(name) or "").split(","))
+    return Said([*filter(None, names)], given_of(k, name))
 
 
 def _fp8(k: Account) -> Said:
@@ -116,6 +123,7 @@ def _newer_step(k: Account) -> TransformersStep:
         attention=said(k, "flash_attn"),
         liger=Said("norm swiglu" if k.value("kernel_config.name") else "", given_of(k, "kernel_config.name")),
         lora=_newer_lora(k),
+        adapted=Adapted(said(k, "peft_config.target_modules")),
         quantized=Said(quantized, given_of(k, "quant_config.quantization_bit")),
         packed=Said(k.value("batching_strategy") != "normal", given_of(k, "batching_strategy")),
         optimizer=Said(k.value("optim_config.name") or "adam", given_of(k, "optim_config.name")),

@@ -275,7 +275,26 @@ def _set_main_gradients(a: Account) -> None:
         a.ignore("all is in float32", single, half)
 
 
+def _set_moment_dtypes(a: Account) -> None:
+    """Set the dtype of Adam's moments, which the precision-aware optimizer alone takes."""
+    names, aware = ("--exp-avg-dtype", "--exp-avg-sq-dtype"), "--use-precision-aware-optimizer"
+    dtypes = {a.value(name) for name in names}
+    if dtypes != {"fp32"} and not a.has(aware):
+        a.problems += [f"{a.spelled(name)} needs {aware}" for name in names if a.value(name) != "fp32"]
+    if dtypes == {"bf16"} and a.has("--bf16") and not a.has("--optimizer-cpu-offload"):
+        a.set("training.exp_avg_dtype", "bf16", *names)
+    elif dtypes != {"fp32"}:
+        because = (
+            "both are counted in float32, 2 bytes a weight more than in half precision, over the replicas"
+        )
+        a.stand_in(
+            "moments of other precisions than both float32 or bf16", "time and memory", because, *names
+        )
+    a.ignore("float32, as without it", *names)
+
+
 def _set_moments(a: Account, cluster: str | None) -> None:
+    _set_moment_dtypes(a)
     set_workspace(a, cluster)
     if a.has("--fp16"):
         a.ignore("gradients are checked for overflow with a fixed scale too", "--loss-scale")

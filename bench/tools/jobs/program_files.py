@@ -12,7 +12,7 @@ from typing import Any
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, flat
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
-from spbench.bench.tools.jobs.transformers_step import Said
+from spbench.bench.tools.jobs.transformers_step import Adapted, Said
 
 #: what the keys of a DeepSpeed configuration begin with
 OF_DEEPSPEED = "deepspeed."
@@ -99,7 +99,7 @@ def values_of(files: JobFiles, content: Mapping[str, Any], table: ArgumentTable)
             yield from flat(beside, table.arguments, OF_DEEPSPEED)
 
 
-def deepspeed_of(k: Account, key: str, otherwise: str = "fsdp") -> dict[str, Said]:
+def deepspeed_of(k: Account, key: str, otherwise: str = "fsdp") -> dict[str, Any]:
     """The fields ``sharding``, ``host`` and ``buffer`` of a step from DeepSpeed's configuration.
 
     Args:
@@ -147,3 +147,22 @@ def _brought(k: Account, key: str, otherwise: str) -> dict[str, Said]:
         return {"sharding": Said("zero3", (key,))}
     stage, host = known
     return {"sharding": Said(f"zero{stage}", (key,)), "host": Said(host, (key,))}
+
+
+def adapters_of(k: Account, key: str, *ranks: str) -> dict[str, Any]:
+    """The fields of adapters of a step from a section that has them by peft's names.
+
+    Args:
+        key: of the section.
+        ranks: names of the rank, which is 8 where the section has none.
+    """
+    section = k.value(key) or {}
+    rank = next((section[name] for name in ranks if section.get(name)), 8 if section else 0)
+    targets = section.get("target_modules", section.get("lora_modules"))
+    said = (targets, section.get("modules_to_save"), section.get("use_dora"))
+    of_experts = "shared" if section.get("share_expert_lora") else "each"
+    return {
+        "lora": Said(rank, given_of(k, key)),
+        "adapted": Adapted(*(Said(value, given_of(k, key)) for value in said)),
+        "adapted_experts": Said(of_experts if section.get("target_parameters") else "frozen"),
+    }

@@ -14,9 +14,9 @@ from spbench.bench.tools.jobs.program_files import (
     with_deepspeed,
     with_trainer,
 )
-from spbench.bench.tools.jobs.swift_launch import PROCESSES, gpus_of, tuning_of
+from spbench.bench.tools.jobs.swift_launch import PROCESSES, gpus_of, named_modules, tuning_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
-from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
+from spbench.bench.tools.jobs.transformers_step import Adapted, Said, TransformersStep, said
 from spbench.bench.tools.jobs.variables import variables
 
 #: by torch_dtype
@@ -75,6 +75,9 @@ def _step(k: Account, launch: Launch) -> TransformersStep:
             given_of(k, "optim"),
         ),
         lora=Said(k.value("lora_rank") if tuned == "lora" else 0, given_of(k, "tuner_type", "lora_rank")),
+        adapted=Adapted(
+            named_modules(k, "target_modules"), named_modules(k, "modules_to_save"), said(k, "use_dora")
+        ),
         quantized=Said(k.value("quant_bits") or 0, given_of(k, "quant_bits")),
         packed=Said(
             bool(k.value("packing") or k.value("padding_free")), given_of(k, "packing", "padding_free")

@@ -17,8 +17,8 @@ from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.program_files import given_of
-from spbench.bench.tools.jobs.swift_launch import PROCESSES, gpus_of, tuning_of
-from spbench.bench.tools.jobs.transformers_step import Said
+from spbench.bench.tools.jobs.swift_launch import PROCESSES, gpus_of, named_modules, tuning_of
+from spbench.bench.tools.jobs.transformers_step import Adapted, Said
 from spbench.bench.tools.jobs.underscored import as_arguments, outcomes
 from spbench.bench.tools.jobs.variables import variables
 
@@ -89,9 +89,9 @@ def read(files: JobFiles) -> Job | None:
     own.took("the model's sizes", "model")
     own.took("seq_len", "max_length")
     rank = own.value("lora_rank") if own.value("tuner_type") == "lora" else 0
-    set_adapters(
-        own, Said(rank, given_of(own, "tuner_type", "lora_rank")), fields, separate=False, experts="each"
-    )
+    adapted = Adapted(*(named_modules(own, name) for name in ("target_modules", "modules_to_save")))
+    lora = Said(rank, given_of(own, "tuner_type", "lora_rank"))
+    set_adapters(own, lora, fields, adapted, separate=False, experts="each")
     a.problems[:0] = [*problems, *own.problems]
     a.settings += own.settings
     a.remarks += own.remarks

@@ -27,7 +27,10 @@ ATTENTION = {
 #: families of config.json whose models have a layer for each projection
 SEPARATE = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"}
 #: families whose MLPs have no gate, or another activation than SiLU on it
-WITHOUT_SWIGLU = {"gpt_oss", "nemotron_h", "gpt2", "gpt_neox", "bert"}
+WITHOUT_SWIGLU = {
+    *("gpt_oss", "nemotron_h", "gpt2", "gpt_neox", "bert", "phi", "falcon"),
+    *("gemma", "gemma2", "gemma3", "gemma3_text"),
+}
 #: what torch.compile makes one kernel of that keeps fewer tensors: words of model_options.fusions
 FUSED_BY_COMPILER = ("swiglu", "rope")
 COMPILED = "norms, SwiGLU and RoPE of what is compiled are a kernel each; Inductor fuses more"

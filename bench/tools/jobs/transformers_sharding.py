@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.adapter_settings import LINEAR_ATTENTION, set_adapters
+from spbench.bench.tools.jobs.adapter_settings import set_adapters, set_frozen_bits
 from spbench.bench.tools.jobs.transformers_step import TransformersStep
 
 #: by TransformersStep.sharding
@@ -18,6 +18,7 @@ _BACKENDS = {
     "fsdp": "zero3",
     "fsdp, kept": "zero2",
     "ddp": "ddp",
+    "alone": "unwrapped",
 }
 
 #: bits of a moment, and how many bytes two in float32 have more for a weight
@@ -28,9 +29,13 @@ def set_sharding_of(k: Account, step: TransformersStep, fields: Mapping[str, Any
     """Set the backend, dtypes, what the host holds, and what stands for other optimizers; ``fields``
     are those of the model's config.json."""
     kind, names = step.sharding.value, step.sharding.names
+    if kind == "ddp" and step.half.value and any((s.path, s.value) == ("sizes.dp", 1) for s in k.settings):
+        kind = "alone"
     of_torch = kind.startswith("fsdp")
     whole = kind in ("ddp", "zero1")
-    note = "weights and gradients whole" if whole else "torch's fully_shard, a layer a unit"
+    note = "torch's fully_shard, a layer a unit"
+    if whole or kind == "alone":
+        note = "weights and gradients whole"
     k.set("training.backend", _BACKENDS[kind], *names, note=note)
     if kind == "zero1":
         k.set("training.distributed_optimizer", True, *names, note="masters and moments in parts")
@@ -93,20 +98,5 @@ def _trained(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> N
     k.took("Adam, the optimizer that there is", *names)
     if step.foreach.value and optimizer == "adam" and not step.host.value and step.precision.value != "fp16":
         k.set("training.implementation", "foreach", *step.foreach.names, note=step.foreach.note)
-    set_adapters(k, step.lora, fields, experts=step.adapted_experts.value)
-    _quantized(k, step, fields)
-
-
-def _quantized(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
-    """Set the bits of frozen weights, where their projections can be packed, or say what stands for them."""
-    bits, names = step.quantized.value, step.quantized.names
-    lacking = any(map(fields.get, ("kv_lora_rank", *LINEAR_ATTENTION))) or step.mlp_tiles.value
-    if bits in (4, 8) and step.lora.value and not lacking:
-        k.set("model_options.frozen_bits", bits, *names, note="unpacked for each use")
-    elif bits:
-        because = (
-            f"frozen weights are counted in half precision, about {2 - bits / 8:g} bytes a weight more than "
-            f"in {bits} bits, over the ranks that share them; to unpack them takes no time"
-        )
-        k.stand_in("weights in few bits (QLoRA)", "time and memory", because, *names)
-    k.ignore("weights are not quantized", *names)
+    set_adapters(k, step.lora, fields, step.adapted, experts=step.adapted_experts.value)
+    set_frozen_bits(k, step.quantized, step.lora, fields, tiles=bool(step.mlp_tiles.value))

@@ -30,6 +30,21 @@ class Said:
     note: str = ""
 
 
+@dataclass(frozen=True)
+class Adapted:
+    """What a job says of adapters beside their rank.
+
+    Attributes:
+        targets: modules with an adapter: a list of names, or a pattern of whole paths; None: all linear ones.
+        whole: modules that are trained whole, by name.
+        by_direction: DoRA (arXiv 2402.09353).
+    """
+
+    targets: Said = Said(None)
+    whole: Said = Said(())
+    by_direction: Said = Said(False)
+
+
 @dataclass(kw_only=True)
 class TransformersStep:
     """What a job says of its step.
@@ -111,6 +126,7 @@ class TransformersStep:
     optimizer: Said = Said("adam")
     foreach: Said = Said(False)
     lora: Said = Said(0)
+    adapted: Adapted = Adapted()
     adapted_experts: Said = Said("frozen")
     quantized: Said = Said(0)
     fp8: Said = Said("")

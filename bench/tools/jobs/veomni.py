@@ -6,7 +6,7 @@ from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.program_files import configuration, given_of
+from spbench.bench.tools.jobs.program_files import adapters_of, configuration, given_of
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
 from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
 
@@ -67,12 +67,5 @@ def _step(k: Account) -> TransformersStep:
         liger=Said("norm swiglu loss", (), "VeOmni's default kernels are Liger's"),
         packed=said(k, f"{_TRAIN}dyn_bsz"),
         optimizer=Said("adam" if "adamw" in str(optimizer[0]) else optimizer[0], given_of(k, optimizer[1])),
-        lora=_adapters(k),
+        **adapters_of(k, "model.lora_config", "rank", "r"),
     )
-
-
-def _adapters(k: Account) -> Said:
-    """The rank of adapters, which is 8 where their section has none."""
-    section = k.value("model.lora_config") or {}
-    rank = next((section[name] for name in ("rank", "r") if section.get(name)), 8 if section else 0)
-    return Said(rank, given_of(k, "model.lora_config"))

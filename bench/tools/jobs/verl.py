@@ -12,7 +12,7 @@ from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.launch import launched
 from spbench.bench.tools.jobs.program_files import given_of, script_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
-from spbench.bench.tools.jobs.transformers_step import FSDP_1, Said, TransformersStep, said
+from spbench.bench.tools.jobs.transformers_step import FSDP_1, Adapted, Said, TransformersStep, said
 from spbench.bench.tools.jobs.variables import variables
 
 _PROGRAMS = re.compile(r"verl\.trainer\.(fsdp_)?sft_trainer(_engine)?")
@@ -70,6 +70,7 @@ def _step(k: Account, gpus: int | None) -> TransformersStep:
         ),
         packed=Said(bool(k.value(use)), given_of(k, use, dynamic)),
         lora=said(k, "model.lora_rank"),
+        adapted=Adapted(said(k, "model.target_modules")),
         **fields,
     )
 

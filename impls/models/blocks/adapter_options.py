@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from spbench.impls.composition import Stage
 from spbench.impls.kernels.packed_weights import HOLDER
 from spbench.impls.strategies.base import Site
 
@@ -24,6 +25,8 @@ LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 EXPERTS = "experts"
 #: what peft calls every linear layer; in transformers and here routed experts are none, but tensors of many
 ALL = "all-linear"
+#: by the words of what may be trained whole, the sites that ask a strategy for it
+WHOLE = {"embedding": "embedding", "head": "vocabulary_logits"}
 _WORDS, _OF_ATTENTION = (*PROJECTIONS, *LATENT, EXPERTS), (*QKV, CLOSING, *LATENT)
 
 
@@ -57,6 +60,8 @@ class AdapterOptions:
             and of :data:`LATENT`; "all-linear": all of these that the model has; "experts": those of each
             routed expert, see :class:`ExpertAdapters`. With separate_projections each has its own; else those
             of one matmul share one, as in Megatron-Bridge.
+        lora_whole: what is trained whole beside adapters, "embedding" and "head". The frozen tensor that it
+            was copied from is held too, as by peft's modules_to_save.
         frozen_bits: of the weights of projections beside adapters: 4 (QLoRA) or 8, which each use unpacks
             (:mod:`spbench.impls.kernels.packed_weights`); 16: they have the model's dtype. Routed experts,
             the embedding and the head have that in any case: they are no linear layers, or are skipped.
@@ -65,16 +70,23 @@ class AdapterOptions:
     lora_rank: int = 0
     lora_alpha: float = 16.0
     lora_targets: Sequence[str] = (ALL,)
+    lora_whole: Sequence[str] = ()
     frozen_bits: int = HOLDER
 
     def check_adapters(self: Any) -> None:
         """Raise ValueError for options of adapters that do not fit each other, or the model."""
-        object.__setattr__(self, "lora_targets", tuple(self.lora_targets))  # a list has no hash
+        for name in ("lora_targets", "lora_whole"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # a list has no hash
         for name in self.lora_targets:
             if name not in (*_WORDS, ALL):
                 raise ValueError(f"lora_targets has words of {', '.join((*_WORDS, ALL))}, not {name!r}")
         if self.frozen_bits not in (4, 8, HOLDER) or (self.packs and not self.lora_rank):
             raise ValueError("frozen_bits is 4, 8 or 16, and below 16 needs lora_rank")
+        if not {*self.lora_whole} <= {*WHOLE} or (self.lora_whole and (self.tied or not self.lora_rank)):
+            raise ValueError(
+                f"lora_whole has words of {', '.join(WHOLE)}, and needs lora_rank and a head of its own "
+                "(tied: false)"
+            )
         if self.lora_rank < 0 or self.lora_alpha <= 0:
             raise ValueError("lora_rank is at least 0, and lora_alpha is above 0")
         if not self.lora_rank:
@@ -145,14 +157,18 @@ class AdapterOptions:
             experts = {"stacked_experts": True, "lora_targets": (ALL, EXPERTS)} if self.experts else {}
             return [{"lora_rank": 4, "recompute": "full", **experts}] if targets else []
         apart = {"separate_projections": True, "lora_targets": ("q_proj", "v_proj", "up_proj", "down_proj")}
+        whole = {"lora_whole": ("head", "embedding"), "tied": False}
         return [
             {"lora_rank": 4, "recompute": "full", "recompute_early_stop": True, "tied": True},
-            {"lora_rank": 3, **({} if self.biases else apart), "mlp_tile": 7, "loss_tile": 7},
+            {"lora_rank": 3, **({} if self.biases else apart), "mlp_tile": 7, "loss_tile": 7, **whole},
         ]
 
 
 def frozen(
-    sites: Iterable[Site], trained: Mapping[str, int] | None = None, spared: Mapping[str, int] = {}
+    sites: Iterable[Site],
+    trained: Mapping[str, int] | None = None,
+    spared: Mapping[str, int] = {},
+    whole: Sequence[str] = (),
 ) -> Iterator[Site]:
     """What sites are where their weights are frozen: no gradient of a weight is summed, or needs the input of
     its projection.
@@ -160,8 +176,9 @@ def frozen(
     Args:
         trained: of sites of a whole model, the counts of its adapters' parameters; None: of layers alone.
         spared: of the counts of its parameters, elements that packing saves.
+        whole: words of :data:`WHOLE` that are trained, beside a frozen tensor each.
     """
-    around = ("embedding", "vocabulary_logits")
+    around = tuple(site for word, site in WHOLE.items() if word not in whole)
     weighted = ("linear_in", "linear_out", "grouped_query_linear_in") if trained is None else around
     for site in sites:
         if site.kind in weighted:
@@ -198,8 +215,10 @@ def adapter_sites(model: DecoderModel, layer: int, batch: int, seq_len: int, aga
             yield Site("linear_out", 1, {**rank, "F": features, **closes, **tiles}, again)
 
 
-def adapter_parameters(model: DecoderModel, layers: Sequence[int]) -> dict[str, int]:
-    """Counts of the parameters of some layers' adapters, as :meth:`DecoderModel.parameters` has them."""
+def trained_parameters(model: DecoderModel, rows: int, stage: Stage) -> dict[str, int]:
+    """Counts of the parameters of a stage that are trained, adapters and what is trained whole, as
+    :meth:`DecoderModel.parameters` has them."""
+    layers = stage.layers(model.layers)
     counts: Counter[str] = Counter()
     for layer in layers:
         for name, (inputs, outputs, is_split) in model.mixing(layer).latents(model).items():
@@ -217,8 +236,11 @@ def adapter_parameters(model: DecoderModel, layers: Sequence[int]) -> dict[str, 
             counts["mlp"] += split * in_mlp
             counts["key_value"] += of_block["key_value"]
             counts["whole"] += of_block["whole"]
-    elements = counts["split"] + counts["whole"] + counts["experts"]
-    dims = {"elements": elements, "split": counts["split"], "vocabulary": 0, "mlp": counts["mlp"]}
+    tables = (stage.first and "embedding" in model.lora_whole) + (stage.last and "head" in model.lora_whole)
+    vocabulary = tables * rows * model.hidden
+    split = counts["split"] + vocabulary
+    elements = split + counts["whole"] + counts["experts"]
+    dims = {"elements": elements, "split": split, "vocabulary": vocabulary, "mlp": counts["mlp"]}
     if counts["experts"]:
         dims["experts"] = counts["experts"]
     if model.kv_heads is not None and counts["key_value"]:

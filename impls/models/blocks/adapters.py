@@ -96,6 +96,8 @@ def freeze(module: nn.Module, model: DecoderOptions) -> None:
         return
     adapters = [m for m in module.modules() if isinstance(m, Adapters)]
     trained = {p for adapter in adapters for p in adapter.parameters()}
+    whole = {"embedding": "embedding.weight", "head": "head"}
+    trained |= {p for name, p in module.named_parameters() if name in map(whole.get, model.lora_whole)}
     for parameter in module.parameters():
         parameter.requires_grad_(parameter in trained)
 

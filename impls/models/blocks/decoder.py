@@ -27,10 +27,10 @@ from spbench.impls.dispatchers.dispatcher import ExpertCall
 from spbench.impls.layout import SiteKind
 from spbench.impls.models.blocks.adapter_options import (
     MLP_CLOSING,
-    adapter_parameters,
     adapter_sites,
     frozen,
     spared_by_packing,
+    trained_parameters,
 )
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderLayer
 from spbench.impls.models.blocks.decoder_module import Decoder
@@ -279,7 +279,8 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         sites += self.scale_sites(len(layers), len(predictions))
         if not self.lora_rank:
             return sites
-        return [*frozen(sites, adapter_parameters(self, layers), spared_by_packing(self, layers))]
+        trained = trained_parameters(self, rows, stage)
+        return [*frozen(sites, trained, spared_by_packing(self, layers), self.lora_whole)]
 
     def _layer_sites(self, layer: int, batch: int, seq_len: int, again: bool, spared: bool) -> Iterator[Site]:
         """What a layer asks of a strategy for one batch; the other arguments are those of

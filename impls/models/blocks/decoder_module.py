@@ -56,6 +56,14 @@ class Decoder(nn.Module):
             self.norm = make_norm(model)
             if not model.tied:
                 self.head = strategy.vocabulary_parameter(rows, model.hidden)
+        #: what is trained whole was copied from these, which nothing computes with
+        self.originals = nn.ParameterDict(
+            {
+                name: strategy.vocabulary_parameter(rows, model.hidden)
+                for name in model.lora_whole
+                if hasattr(self, name)
+            }
+        )
         self.scaling = model.delayed_scaling(self.blocks, strategy)
         freeze(self, model)
         self.on_host = checkpoints_on_host(model.checkpoints, model.checkpointed_angles * seq_len)

@@ -42,6 +42,7 @@ def test_each_stage_of_zero_holds_less() -> None:
 #: moments 8, float32 gradients where they are kept 4
 HELD: dict[str, Callable[[int], tuple[float, float]]] = {
     "legacy_ddp": lambda n: (2, 4 + 8),
+    "unwrapped": lambda n: (2, 4 + 8),
     "ddp": lambda n: (2, 4 + 8 + 4),
     "zero1": lambda n: (2, (4 + 8 + 4) / n),
     "zero2": lambda n: (4 / n, 8 / n),

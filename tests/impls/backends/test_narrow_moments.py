@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spbench.bench.cell import Cell
 from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.narrow_moments import NarrowMoments
 from spbench.impls.backends.optimizer import PRECISIONS
@@ -49,3 +50,11 @@ def test_moments_have_two_bytes_and_are_rounded() -> None:
 def test_options_that_cannot_be(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="exp_avg_dtype: bf16 needs update: adam"):
         MegatronOptions(exp_avg_dtype="bf16", **options)  # type: ignore[arg-type]
+
+
+def test_a_precision_whose_moments_stay_as_they_are_is_refused() -> None:
+    training = {"backend": "megatron", "exp_avg_dtype": "bf16"}
+    asked = {"model": "gpt-tiny", "strategy": "single", "batch": 1, "seq_len": 8, "training": training}
+    assert Cell.model_validate({**asked, "precision": "bf16"}).precision == "bf16"
+    with pytest.raises(ValueError, match="exp_avg_dtype: bf16 needs precision: bf16"):
+        Cell.model_validate({**asked, "precision": "fp32"})

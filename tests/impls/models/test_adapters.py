@@ -186,6 +186,7 @@ def test_faults_in_adapters_of_experts_are_red(
 # -- sizes, bytes and memory -----------------------------------------------------------------------------
 
 OPTIONS = {"lora_rank": RANK, "tied": True}
+WHOLE = {"lora_rank": RANK, "lora_whole": ["embedding", "head"]}
 #: weights that are not trained are in no bucket
 OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
@@ -197,6 +198,7 @@ OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overl
         slow({"dp": 2}, {"backend": "zero3"}),
         slow({"tp": 2}, {"backend": "megatron"}),
         ({"dp": 2}, {"backend": "megatron", **OVERLAPPED}),
+        ({"pp": 2, "tp": 2}, {"micro_batches": 2, "backend": "zero3"}),
         ({"dp": 2, "ep": 2}, {"backend": "zero3"}),
     ],
 )
@@ -206,6 +208,8 @@ def test_real_ranks_send_what_virtual_ones_do(
     strategy = "megatron_sp" if "tp" in sizes else "single"
     cell = {"model": MODEL, "strategy": strategy, "sizes": sizes, "batch": 4, "seq_len": 24}
     both = {"model_options": OPTIONS, "training": training}
+    if {"pp", "tp"} <= sizes.keys():
+        both |= {"model_options": WHOLE, "strategy_options": {"vocabulary": "split"}}
     if "ep" in sizes:
         both |= {"model": "moe-tiny", "model_options": {**ALL, "stacked_experts": True, "routing": "even"}}
     assert_real_ranks_send_the_same(pool, Cell.model_validate(cell | both))
@@ -227,12 +231,26 @@ def test_a_rank_holds_states_of_adapters_alone() -> None:
     assert (few["gradients"], whole["gradients"]) == (rounded(sum(trained)), rounded(sum(frozen)))
 
 
+def test_what_is_trained_whole_has_a_gradient_and_a_frozen_copy() -> None:
+    model = adapted(**WHOLE)
+    module = model.build(Strategy(), 24)
+    tables = {"embedding.weight": True, "head": True, "originals.embedding": False, "originals.head": False}
+    held = {name: p.requires_grad for name, p in module.named_parameters() if p.shape[0] == model.vocabulary}
+    assert held == tables
+    with torch.device("cpu"):
+        loss = module(model.inputs(2, 24, torch.Generator().manual_seed(0)))["loss"]
+    loss.backward()
+    assert all((p.grad is not None) == p.requires_grad for p in module.parameters())
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"lora_targets": ["query"]}, "lora_targets has words of q_proj"),
         ({"lora_targets": ["q_proj"]}, "name all or none of them, or set separate_projections"),
         ({"lora_targets": []}, "names no projection"),
+        ({"lora_whole": ["head"], "tied": True}, "needs lora_rank and a head of its own"),
+        ({"lora_whole": ["norm"]}, "lora_whole has words of embedding, head"),
         ({"lora_targets": ["experts"]}, "this model has no experts for adapters; name some of q_proj, "),
         ({"recompute": "operators"}, "neither mtp_layers nor recompute: operators"),
     ],

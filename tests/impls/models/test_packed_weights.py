@@ -104,10 +104,19 @@ def test_backends_gather_what_is_packed(pool: RankPool, backend: str) -> None:
 
 
 def test_real_ranks_send_what_virtual_ones_do(pool: RankPool) -> None:
-    cell = {"model": MODEL, "strategy": "single", "sizes": {"dp": 2}, "batch": 4, "seq_len": 24}
+    cell = {
+        "model": MODEL,
+        "strategy": "single",
+        "sizes": {"dp": 2},
+        "batch": 4,
+        "seq_len": 24,
+        "precision": "bf16",
+    }
     options = {"lora_rank": 4, "frozen_bits": 4, **SIZES}
     cell |= {"model_options": options, "training": {"backend": "zero3"}}
     assert_real_ranks_send_the_same(pool, Cell.model_validate(cell))
+    with pytest.raises(ValueError, match="numbers of 16 bits hold packed weights; set precision"):
+        Cell.model_validate({**cell, "precision": "fp32"})  # where they would take twice the bytes
 
 
 def _of_the_other_rank(self: Any, honest: Any, strategy: Strategy, *sizes: Any) -> nn.Module:

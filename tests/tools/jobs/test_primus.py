@@ -68,10 +68,12 @@ def test_eight_bits_are_by_delayed_scaling_unless_a_model_has_experts() -> None:
     )
 
 
-def test_gradients_in_bfloat16_are_mapped_and_moments_are_named() -> None:
+def test_gradients_and_moments_in_bfloat16_are_mapped() -> None:
     keys = ("use_precision_aware_optimizer: true", "main_grads_dtype: bf16", "exp_avg_dtype: bf16")
+    both = made(primus(_MODEL, *keys, "exp_avg_sq_dtype: bf16"))
+    assert (both["accumulate_allreduce_grads_in_fp32"], both["exp_avg_dtype"]) == (False, "bf16")
     job = primus(_MODEL, *keys)
-    assert made(job)["accumulate_allreduce_grads_in_fp32"] is False
+    assert "exp_avg_dtype" not in made(job)
     outcomes = {each.name: each.outcome for each in job.arguments}
     assert (outcomes["main_grads_dtype"], outcomes["exp_avg_dtype"]) == ("mapped", "approximated")
     with pytest.raises(UserError, match="needs --use-precision-aware-optimizer"):

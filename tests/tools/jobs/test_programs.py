@@ -75,6 +75,72 @@ def test_adapters_of_a_dense_model_are_those_of_its_linear_layers() -> None:
     assert made("LLaMA-Factory", (dense, experts)).get("model_options.lora_targets") is None
 
 
+@pytest.mark.parametrize(
+    ("asked", "targets"),
+    [
+        ("[q_proj, self_attn.v_proj]", ["q_proj", "v_proj"]),
+        (r"'model\.layers\.\d+\.mlp\.(gate|up|down)_proj'", ["gate_proj", "up_proj", "down_proj"]),
+        ("[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]", None),
+        ("[qkv_proj, lm_head]", ["q_proj", "k_proj", "v_proj"]),
+    ],
+)
+def test_adapters_are_those_of_the_modules_that_a_job_names(asked: str, targets: list[str] | None) -> None:
+    adapted = f"adapter: lora\nlora_r: 4\nlora_target_modules: {asked}\nsample_packing"
+    peft = f"model: {{peft_config: {{r: 4, target_modules: {asked}}}, "
+    for job, change in (("axolotl", ("sample_packing", adapted)), ("ArcticTraining", ("model: {", peft))):
+        settings = made(job, change)
+        assert settings["model_options.lora_rank"] == 4
+        assert settings.get("model_options.lora_targets") == targets
+    every = ("sample_packing", f"lora_target_linear: true\n{adapted}")
+    assert made("axolotl", every).get("model_options.lora_targets") is None
+
+
+def test_names_of_modules_between_commas() -> None:
+    assert made("LLaMA-Factory", ("lora_target: all", "lora_target: q_proj, v_proj"))[
+        "model_options.lora_targets"
+    ] == ["q_proj", "v_proj"]
+
+
+def test_half_precision_on_one_card_has_no_masters_and_no_wrapper() -> None:
+    without = ("deepspeed: examples/deepspeed/ds_z3_config.json\n", "pure_bf16: true\n")
+    for gpus, expected in ((1, ("unwrapped", "weights")), (8, ("ddp", None))):
+        job = lenient("LLaMA-Factory", without, gpus)
+        made = {setting.path: setting.value for setting in job.settings}
+        assert (made["training.backend"], made.get("training.state_dtype")) == expected
+        assert job.cell().sizes.world == gpus
+
+
+def test_what_is_trained_whole_beside_adapters() -> None:
+    untied = made("LLaMA-Factory", ("lora_target: all", "additional_target: embed_tokens,lm_head"))
+    assert untied["model_options.lora_whole"] == ["embedding", "head"]
+    job = lenient(
+        "axolotl", ("sample_packing", "adapter: lora\nlora_modules_to_save: [norm]\nsample_packing")
+    )
+    (argument,) = [each for each in job.arguments if each.name == "lora_modules_to_save"]
+    assert (argument.outcome, argument.missing) == ("approximated", "training norm whole")
+    tied = lenient(
+        "axolotl",
+        (
+            "NousResearch/Meta-Llama-3-8B",
+            "Qwen/Qwen3-0.6B\nadapter: lora\nlora_modules_to_save: [embed_tokens]",
+        ),
+    )
+    assert tied.cell().model_options["tied"] is False
+    assert any("2 V H bytes too much" in each for each in tied.warnings)
+
+
+def test_adapters_of_trls_scripts() -> None:
+    kind, files = JOBS["ZeRO-2"]
+    words = "use_peft: true\nlora_r: 8\nload_in_4bit: true\nbf16"
+    job = replace(read(kind, files, {files[-1]: ("bf16", words)}, gpus=8), strict=False)
+    made = {setting.path: setting.value for setting in job.settings}
+    few = ("lora_rank", "lora_targets", "frozen_bits")
+    assert [made[f"model_options.{name}"] for name in few] == [8, ["q_proj", "v_proj"], 4]
+    assert job.cell().model_options["lora_rank"] == 8
+    plain = replace(read(kind, files, {files[-1]: ("bf16", "lora_r: 8\nbf16")}, gpus=8), strict=False)
+    assert not any("lora" in each.path for each in plain.settings)
+
+
 def test_adapters_of_linear_attention_are_approximated() -> None:
     job = lenient("LLaMA-Factory", ("Qwen/Qwen3-8B", "Qwen/Qwen3-Next-80B-A3B-Instruct"))
     (argument,) = [each for each in job.arguments if each.name == "lora_rank"]
@@ -184,7 +250,9 @@ def small() -> ConfigContainer:
     cfg = _pretrain_common()
     cfg.model = AutoBridge.from_hf_pretrained(_MODEL).to_megatron_provider(load_weights=False)
     cfg.model.tensor_model_parallel_size = 4
-    cfg.optimizer.exp_avg_dtype = torch.float32
+    cfg.optimizer.use_precision_aware_optimizer = True
+    cfg.optimizer.exp_avg_dtype = torch.bfloat16
+    cfg.optimizer.exp_avg_sq_dtype = torch.bfloat16
     return cfg
 
 
@@ -204,8 +272,9 @@ def test_a_recipe_of_megatron_bridge_is_read_by_its_name() -> None:
         job = job_of("bridge", [JobFile(path, RECIPES.encode(), part)], 8)
         cell = job.cell()
         assert (cell.sizes.tp, cell.batch, cell.training.micro_batches) == (tp, 32, micro_batches)
+        assert cell.training.backend_options["exp_avg_dtype"] == "bf16"
         assert (cell.seq_len, cell.model_options["layers"], cell.precision) == (4096, 36, "bf16")
-        assert ("line 19: what a branch or loop sets is not known" in job.remarks) == (part == "wide")
+        assert ("line 21: what a branch or loop sets is not known" in job.remarks) == (part == "wide")
     with pytest.raises(UserError, match=r"2 functions make a configuration; name one, as recipes\.py:small"):
         job_of("bridge", [JobFile(path, RECIPES.encode())], 8)
     with pytest.raises(UserError, match=r"no function 'smal'.*did you mean 'small'"):
