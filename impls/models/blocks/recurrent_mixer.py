@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from spbench.impls.attended import Attended
 from spbench.impls.kernels.decay import state_dtype
-from spbench.impls.kernels.recurrence import Rule, sequential, timed
+from spbench.impls.kernels.recurrence import Rule, sequential
 from spbench.impls.kernels.short_convolution import plain_short_convolution, short_convolution
 from spbench.impls.models.blocks.adapter_options import Adaptable
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
@@ -207,10 +207,9 @@ class RecurrentMixer(nn.Module, ABC):
         return self.of_recurrence(q, k, v, gates.to(state_dtype(gates.dtype)), *by_head)
 
 
-def time_kernels(module: nn.Module, nbytes: int) -> None:
-    """Have the kernels of a module's recurrences be timed before their first calls, beside a buffer
-    (:func:`timed`)."""
+def change_rules(module: nn.Module, change: Callable[[type[Rule]], type[Rule]]) -> None:
+    """Give a module's recurrences other rules, those that were one another's stay so."""
     mixers = [each for each in module.modules() if isinstance(each, RecurrentMixer)]
-    rules = {each.rule: timed(each.rule, nbytes) for each in mixers}
+    rules = {each.rule: change(each.rule) for each in mixers}
     for each in mixers:
         each.rule = rules[each.rule]
