@@ -152,7 +152,7 @@ class RecurrentMixer(nn.Module, ABC):
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         q, k, v, gate, *gates = self.project(x)
-        by_heads = *self._of_heads(q, k, v, dim=-1), torch.stack(gates, -1)
+        by_heads = [*self._of_heads(q, k, v, dim=-1), torch.stack(gates, -1)]
         del q, k, v, gates
         weights = (
             *self._of_heads(*self.convolutions, dim=0),
@@ -162,7 +162,6 @@ class RecurrentMixer(nn.Module, ABC):
             *self.by_head(),
         )
         o = self.strategy.mix_by_heads(partial(self._mixed, places.attended), by_heads, weights)
-        del by_heads
         return self.out.project(self.normalised(o, gate.unflatten(-1, o.shape[-2:])))
 
     def _of_heads(self, *of_qkv: Tensor, dim: int) -> Iterator[Tensor]:
@@ -172,9 +171,10 @@ class RecurrentMixer(nn.Module, ABC):
             yield x.unflatten(dim, (-1, size))
 
     def _mixed(
-        self, attended: Attended, strategy: Strategy, by_heads: Sequence[Tensor], weights: Sequence[Tensor]
+        self, attended: Attended, strategy: Strategy, by_heads: list[Tensor], weights: Sequence[Tensor]
     ) -> Tensor:
         *inputs, gates = by_heads
+        by_heads.clear()  # whoever handed them over holds them no longer: each dies at its convolution
         starts = strategy.document_starts(attended, gates.shape[1])
         biases, by_head = (weights[3:6], weights[6:]) if self.kind.biased else ([None] * 3, weights[3:])
         # the last positions of all channels, in one message
@@ -185,25 +185,32 @@ class RecurrentMixer(nn.Module, ABC):
         parts = [None] * 3 if before is None else before.split(widths, -1)
         run = sequential if self.kind.way == "sequential" else strategy.gated_recurrence
         run = partial(run, self.rule, starts=starts)
-        make = partial(self._made, starts)
-        sources = *inputs, *weights[:3], *biases, *parts, gates, *by_head
+        beside = *weights[:3], *biases, *parts
         if self.kind.makes_again:
-            return run(*sources, make=make)
-        made = make(*sources)
-        del inputs, sources
+            return run(*inputs, *beside, gates, *by_head, make=partial(self._made, starts))
+        for i in range(3):
+            inputs[i] = self._convolved(starts, inputs[i], *beside[i::3])
+        made = self._with_gates(*inputs, gates, *by_head)
+        del inputs, gates
         return run(*made)
 
     def _made(self, starts: Sequence[int], *sources: Tensor) -> Sequence[Tensor]:
         """What the recurrence takes, of queries, keys and values before their convolutions, the weights,
         biases and rows before of these, the projections of the gates, and weights by head."""
+        inputs = (self._convolved(starts, *sources[i:12:3]) for i in range(3))
+        return self._with_gates(*inputs, *sources[12:])
+
+    def _convolved(
+        self, starts: Sequence[int], x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None
+    ) -> Tensor:
+        """x [B, L, heads, size] of queries, keys or values, convolved."""
         convolve = plain_short_convolution if self.kind.way == "sequential" else short_convolution
-        gates, *by_head = sources[12:]
-        q, k, v = (
-            convolve(
-                x.flatten(2), w.flatten(0, 1), None if bias is None else bias.flatten(), part, starts
-            ).view(x.shape)
-            for x, w, bias, part in (sources[i:12:3] for i in range(3))
-        )
+        bias = None if bias is None else bias.flatten()
+        return convolve(x.flatten(2), weight.flatten(0, 1), bias, before, starts).view(x.shape)
+
+    def _with_gates(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
+    ) -> Sequence[Tensor]:
         return self.of_recurrence(q, k, v, gates.to(state_dtype(gates.dtype)), *by_head)
 
 
