@@ -1,8 +1,10 @@
 """Tokens into the order of their experts, and back.
 
-"plain": torch's operators, as Megatron-LM without --moe-permute-fusion. "fused": one operator each way that
-keeps a map of rows alone, as TransformerEngine's (pytorch/permutation.py): int32 [T, 2 E + 1] for tokens,
-int32 [R] for chunks. How many rows there are is known on the host.
+"plain": torch's operators, as Megatron-LM without --moe-permute-fusion. "deterministic": the same with its
+--deterministic-mode, whose sum of a token's rows is an index_add, of which autograd keeps the rows (unpermute
+of its moe_utils.py, since October 2025). "fused": one operator each way that keeps a map of rows alone, as
+TransformerEngine's (pytorch/permutation.py): int32 [T, 2 E + 1] for tokens, int32 [R] for chunks. How many
+rows there are is known on the host.
 
 Letters: T tokens, E experts, R rows (a token has one for each of its experts), H hidden.
 """
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PERMUTATIONS = ("plain", "fused")
+PERMUTATIONS = ("plain", "deterministic", "fused")
 
 
 @torch.library.custom_op("spbench::permute_rows", mutates_args=())
@@ -134,6 +136,8 @@ def unpermute(rows: Tensor, places: Tensor, tokens: int, way: str) -> Tensor:
     """The sum [T, H] of each token's rows [R, H]; ``places`` is of :func:`permute`."""
     if way == "fused":
         return _Unpermute.apply(rows, places)
+    if way == "deterministic":
+        return rows.new_zeros(tokens, rows.shape[1]).index_add_(0, places, rows)
     return rows.new_zeros(tokens, rows.shape[1]).scatter_add(0, places[:, None].expand_as(rows), rows)
 
 

@@ -188,9 +188,13 @@ class _GatedRecurrence(torch.autograd.Function):
     def backward(ctx: Any, d_o: Tensor) -> tuple[Any, ...]:
         saved, d_final = ctx.saved_tensors, None  # once: checkpointing unpacks them
         sources, (initial, *kept) = saved[: ctx.sources], saved[ctx.sources :]
-        again = None if ctx.make is None else _MadeAgain(ctx.make, sources)
+        again, room = None if ctx.make is None else _MadeAgain(ctx.make, sources), None
         *inputs, skip = _with_skip(sources if again is None else again.inputs)
         d_o = d_o.contiguous()
+        if again is not None:
+            # of the gradients of what was projected, which such kernels make first
+            projected = (x for x in sources if x is not None and x.shape[:2] == d_o.shape[:2])
+            room = [torch.empty_like(x) for x in projected]
         run = ctx.rule.backward(*inputs, ctx.starts, initial, d_o, *kept)
         if ctx.passing is not None:
             d_final = ctx.passing.state(ctx.rule, run.carry, partial(_empty_state, *inputs), -1)
@@ -198,6 +202,7 @@ class _GatedRecurrence(torch.autograd.Function):
         if skip is not None:
             gradients[2].addcmul_(skip.unsqueeze(-1), d_o)
             gradients = *gradients, torch.linalg.vecdot(d_o, inputs[2]).sum((0, 1))
+        del run, room
         return None, None, None, None, *(gradients if again is None else again.back(gradients))
 
 

@@ -11,6 +11,7 @@ those of :mod:`spbench.impls.kernels.recurrence`, with C blocks.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from spbench.impls.kernels import state_space_operators as operators
@@ -35,6 +36,9 @@ class _Forward(Forward):
 
 
 class _Backward(Backward):
+    #: of the card (:func:`on_processors`)
+    processors = 0
+
     def __init__(
         self,
         q: Tensor,
@@ -47,6 +51,8 @@ class _Backward(Backward):
         d_o: Tensor,
     ):
         self.q, self.k, self.v, self.b, self.d_o, self.starts = q, k, v, b, d_o, starts
+        # of the gradients, which mamba_ssm makes first
+        self.room = [torch.empty_like(x) for x in (q, k, v)]
         self.sums, self.scores = operators.summed(g), operators.scores(q, k)
         own = operators.block_states(k, v, self.sums, b, starts)
         self.before = operators.passed(own, self.sums, initial, v, False, starts)
@@ -59,8 +65,19 @@ class _Backward(Backward):
     def inputs(self, d_final: Tensor | None) -> InputGradients:
         d_after = operators.passed(self.d_before, self.sums, d_final, self.v, True, self.starts)
         del self.d_before
-        groups = self.q.shape[2]
-        d_scores = operators.score_gradients(self.v, self.d_o, self.sums, self.b, groups, self.starts)
+        count = operators.shares(self.v.shape[2], self.q.shape[2], self._blocks, self.processors)
+        of_keys, of_writing = operators.key_gradients(
+            self.k, self.v, self.sums, self.b, d_after, count, self.starts
+        )
+        of_keys = of_keys.sum(1)
+        of_queries, of_reading = operators.query_gradients(
+            self.q, self.sums, self.d_o, self.before, count, self.starts
+        )
+        of_queries = of_queries.sum(1)
+        d_scores = operators.score_gradients(
+            self.v, self.d_o, self.sums, self.b, self.q.shape[2], count, self.starts
+        ).sum(1)
+        del self.room
         d_q, d_k, d_v, d_sums, d_b = operators.input_gradients(
             self.q,
             self.k,
@@ -72,9 +89,15 @@ class _Backward(Backward):
             d_scores,
             self.before,
             d_after,
+            [of_queries, of_reading, of_keys, of_writing],
             self.starts,
         )
         return d_q, d_k, d_v, operators.summed(d_sums, True), d_b
+
+    @property
+    def _blocks(self) -> int:
+        """Of all sequences."""
+        return len(self.v) * self.before.shape[2]
 
 
 class StateSpace(Rule):
@@ -87,3 +110,11 @@ class StateSpace(Rule):
         """S_t [B, Z, D, A] of S_(t-1), with k [B, Z, D], v [B, Z, A], and g and b [B, Z] of position t."""
         written = k.unsqueeze(-1) * (b.unsqueeze(-1) * v).unsqueeze(-2)
         return g.exp()[..., None, None] * state + written
+
+
+def on_processors(rule: type[Rule], count: int) -> type[Rule]:
+    """The rule on a card of that many multiprocessors, over which backward of this one spreads heads."""
+    if not issubclass(rule, StateSpace):
+        return rule
+    backward = type("_BackwardOnProcessors", (_Backward,), {"processors": count})
+    return type(f"{rule.__name__}OnProcessors", (rule,), {"backward": backward})

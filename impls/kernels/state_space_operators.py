@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -104,14 +106,53 @@ def output_state_gradients(q: Tensor, d_o: Tensor, sums: Tensor, starts: Sequenc
     return (_decay(sums, starts).from_start * queries).mT @ d_outputs
 
 
+def shares(heads: int, groups: int, blocks: int, processors: int) -> int:
+    """The shares into which backward's kernels divide a group's heads, so that each of a card's
+    multiprocessors has some (nsplits of mamba_ssm's ssd_chunk_state.py and ssd_chunk_scan.py); ``blocks``: of
+    all sequences. Without a card, one."""
+    of_group = heads // groups
+    together = max(min(math.ceil(blocks * heads / processors), of_group), 1) if processors else of_group
+    return math.ceil(of_group / together)
+
+
+def _shared_out(x: Tensor, groups: int, count: int) -> Tensor:
+    """Sums [B, shares, G, ...] of each share of a group's heads, of [B, Z, ...]."""
+    x = x.unflatten(1, (groups, -1))
+    together = math.ceil(x.shape[2] / count)
+    x = F.pad(x, (*(0, 0) * (x.ndim - 3), 0, count * together - x.shape[2]))
+    return x.unflatten(2, (count, together)).sum(3).transpose(1, 2).contiguous()
+
+
 @torch.library.custom_op("spbench::state_space_score_gradients", mutates_args=())
 def score_gradients(
-    v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int, starts: Sequence[int]
+    v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int, count: int, starts: Sequence[int]
 ) -> Tensor:
-    """The gradient of the products [B, G, C, block, block]."""
+    """The gradient of the products by shares of heads [B, shares, G, C, block, block]."""
     values, d_outputs, strength = _split(v.shape[2], v, d_o, b)
     d_pairs = d_outputs @ values.mT * _decay(sums, starts).between() * strength.unsqueeze(-2)
-    return d_pairs.unflatten(1, (groups, -1)).sum(2)
+    return _shared_out(d_pairs, groups, count)
+
+
+@torch.library.custom_op("spbench::state_space_key_gradients", mutates_args=())
+def key_gradients(
+    k: Tensor, v: Tensor, sums: Tensor, b: Tensor, d_states: Tensor, count: int, starts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Of the gradient of the state after a block, that of keys by shares of heads, in the states' dtype [B,
+    shares, G, C, block, D], and what it has to do with each position, without b [B, Z, C, block]."""
+    keys, values, strength = _split(v.shape[2], k, v, b)
+    d_written = _decay(sums, starts).to_end * (values @ d_states.to(values.dtype).mT)
+    of_keys = _shared_out(strength.unsqueeze(-1) * d_written, k.shape[2], count)
+    return of_keys, (keys * d_written).sum(-1)
+
+
+@torch.library.custom_op("spbench::state_space_query_gradients", mutates_args=())
+def query_gradients(
+    q: Tensor, sums: Tensor, d_o: Tensor, states: Tensor, count: int, starts: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The same of queries, of the states before blocks."""
+    queries, d_outputs = _split(d_o.shape[2], q, d_o)
+    d_read = _decay(sums, starts).from_start * (d_outputs @ states.to(d_outputs.dtype).mT)
+    return _shared_out(d_read, q.shape[2], count), (queries * d_read).sum(-1)
 
 
 @torch.library.custom_op("spbench::state_space_input_gradients", mutates_args=())
@@ -126,28 +167,29 @@ def input_gradients(
     d_scores: Tensor,
     states: Tensor,
     d_states: Tensor,
+    of_states: Sequence[Tensor],
     starts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, of the sums of g, and of b."""
+    """Gradients of q, k, v, of the sums of g, and of b; ``of_states``: what :func:`query_gradients` and then
+    :func:`key_gradients` make, summed over shares."""
     heads = v.shape[2]
-    queries, keys, values, strength, d_outputs = _split(heads, q, k, v, b, d_o)
+    keys, values, strength, d_outputs = _split(heads, k, v, b, d_o)
+    d_read, of_reading, d_written, of_writing = of_states
     decay, products = _decay(sums, starts), _for_heads(scores, heads)
     between, before, d_after = decay.between(), states.to(products.dtype), d_states.to(products.dtype)
     # without b: what a block's pairs do, and what a position's key does by way of the state after it
-    pairs, d_written = d_outputs @ values.mT * products * between, decay.to_end * (values @ d_after.mT)
-    d_read, of_writing = decay.from_start * (d_outputs @ before.mT), (keys * d_written).sum(-1)
+    pairs = d_outputs @ values.mT * products * between
     d_b = pairs.sum(-2) + of_writing
-    d_sums = (queries * d_read).sum(-1) + (pairs @ strength.unsqueeze(-1)).squeeze(-1) - strength * d_b
+    d_sums = of_reading + (pairs @ strength.unsqueeze(-1)).squeeze(-1) - strength * d_b
     of_ends = (strength * of_writing).sum(-1) + (decay.across * before * d_after).sum((-1, -2))
     decay.add_at_ends(d_sums, of_ends)
     d_v = (products * between).mT @ d_outputs + decay.to_end * keys @ d_after
-    strong = strength.unsqueeze(-1)
     # products are of a group of heads, so their gradients come once
     q_once, k_once = _split(q.shape[2], q, k)
     return (
-        _together(d_read, q) + _together(d_scores @ k_once, q),
-        _together(strong * d_written, k) + _together(d_scores.mT @ q_once, k),
-        _together(strong * d_v, v),
+        _together(d_read + d_scores @ k_once, q),
+        _together(d_written + d_scores.mT @ q_once, k),
+        _together(strength.unsqueeze(-1) * d_v, v),
         _together(d_sums, sums),
         _together(d_b, b),
     )
@@ -189,9 +231,26 @@ def _(scores: Tensor, q: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 
 @score_gradients.register_fake
-def _(v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int, *_: Any) -> Tensor:
+def _(v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int, count: int, *_: Any) -> Tensor:
     block = _block(v)
-    return sums.new_empty(len(v), groups, -(-v.shape[1] // block), block, block)
+    return sums.new_empty(len(v), count, groups, -(-v.shape[1] // block), block, block)
+
+
+def _of_shares(x: Tensor, sums: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    block = _block(x)
+    blocks = -(-x.shape[1] // block)
+    of_shares = sums.new_empty(len(x), count, x.shape[2], blocks, block, x.shape[-1])
+    return of_shares, sums.new_empty(len(x), sums.shape[2], blocks, block)
+
+
+@key_gradients.register_fake
+def _(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, d_states: Tensor, count: int, *_: Any) -> Any:
+    return _of_shares(k, sums, count)
+
+
+@query_gradients.register_fake
+def _(q: Tensor, sums: Tensor, d_o: Tensor, states: Tensor, count: int, *_: Any) -> Any:
+    return _of_shares(q, sums, count)
 
 
 @input_gradients.register_fake
@@ -214,6 +273,16 @@ def _state_flops(q: Shape, v: Shape, *_: Any, **__: Any) -> int:
     return 2 * batch * length * heads * q[-1] * a
 
 
+@register_flop_formula(OPS.state_space_key_gradients)
+def _key_flops(k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    return _state_flops(k, v)
+
+
+@register_flop_formula(OPS.state_space_query_gradients)
+def _query_flops(q: Shape, sums: Shape, d_o: Shape, *_: Any, **__: Any) -> int:
+    return _state_flops(q, d_o)
+
+
 @register_flop_formula(OPS.state_space_output)
 def _output_flops(scores: Shape, q: Shape, v: Shape, *_: Any, **__: Any) -> int:
     batch, length, heads, a = v
@@ -231,7 +300,7 @@ def _score_gradient_flops(v: Shape, *_: Any, **__: Any) -> int:
 def _input_gradient_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
     batch, length, heads, a = v
     block, d = min(BLOCK, length), q[-1]
-    # of heads: d_v within the block and by way of the state, d_q and d_k by way of it, d_o v^T once more for
-    # the decay (_chunk_scan_bwd_ddAcs_stable); of groups: d_q and d_k from the products
-    of_heads = heads * (a * (block // 2 + 3 * d) + a * block // 2)
+    # of heads: d_v within the block and by way of the state, d_o v^T once more for the decay
+    # (_chunk_scan_bwd_ddAcs_stable); of groups: d_q and d_k from the products
+    of_heads = heads * (a * (block // 2 + d) + a * block // 2)
     return 2 * batch * length * (of_heads + 2 * q[2] * block * d)

@@ -12,18 +12,21 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from torch import nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.kernels.recurrence import timed
+from spbench.impls.kernels.state_space import on_processors
 from spbench.impls.models.blocks.decoder import TINY_SIZES
 from spbench.impls.models.blocks.experts import MixtureOfExperts
 from spbench.impls.models.blocks.feed_forward import FeedForward, Mlp
 from spbench.impls.models.blocks.gated_deltanet import GatedDeltaNet
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.mamba2 import Mamba2
-from spbench.impls.models.blocks.recurrent_mixer import WAYS, RecurrentLayer, time_kernels
+from spbench.impls.models.blocks.recurrent_mixer import WAYS, RecurrentLayer, change_rules
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.tnl import decay_rates
@@ -61,7 +64,9 @@ class HybridModel(CausalTransformerModel):
         convolution: W of these.
         recurrence: how these are computed, one of :data:`WAYS`.
         autotune_states_kib: of the buffer that Triton writes to while it times a recurrence's kernels before
-            their first call; see :func:`time_kernels`. 0: it did so before.
+            their first call; see :func:`timed`. 0: it did so before.
+        state_processors: multiprocessors of the card, over which backward of Mamba-2 spreads the heads of a
+            group, with a sum for each share of them. 0: one sum.
     """
 
     pattern: str = "S"
@@ -74,6 +79,7 @@ class HybridModel(CausalTransformerModel):
     convolution: int = 4
     recurrence: str = "chunked"
     autotune_states_kib: int = 0
+    state_processors: int = 0
 
     plain_options: ClassVar[Mapping[str, Any]] = {
         **CausalTransformerModel.plain_options,
@@ -103,8 +109,9 @@ class HybridModel(CausalTransformerModel):
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
         module = super().build(strategy, seq_len, stage)
+        change_rules(module, partial(on_processors, count=self.state_processors))
         if self.autotune_states_kib:
-            time_kernels(module, self.autotune_states_kib * 2**10)
+            change_rules(module, partial(timed, nbytes=self.autotune_states_kib * 2**10))
         return module
 
     @property

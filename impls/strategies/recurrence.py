@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from spbench.impls.strategies.base import Strategy
 
 #: of a strategy, tensors [B, L, heads, ...] and weights [heads, ...]: a result [B, L, Z, A]
-Mix = Callable[["Strategy", Sequence[Tensor], Sequence[Tensor]], Tensor]
+Mix = Callable[["Strategy", list[Tensor], Sequence[Tensor]], Tensor]
 
 
 class RecurrenceHooks:
@@ -31,13 +31,13 @@ class RecurrenceHooks:
     rank has all positions, for the heads of its own projections."""
 
     @left_within
-    def mix_by_heads(self, mix: Mix, by_heads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    def mix_by_heads(self, mix: Mix, by_heads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
         """``mix`` applied to this rank's positions of all heads of its projections -> [B, L or a part, Z, A],
         where heads do not meet in ``mix``. ``mix`` asks the strategy that it receives for the hooks where
         positions meet.
 
         Args:
-            by_heads: [B, L or a part, Z or G, any size] each.
+            by_heads: [B, L or a part, Z or G, any size] each; emptied, so that each may die at its last use.
             weights: [Z or G, ...] each.
         """
         return mix(self, by_heads, weights)  # type: ignore[arg-type]

@@ -48,13 +48,14 @@ class SwappedHeads(Strategy):
             ):
                 yield Traffic(phase, purpose, "all_to_all", count * site.count, positions * features)
 
-    def mix_by_heads(self, mix: Mix, by_heads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    def mix_by_heads(self, mix: Mix, by_heads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
         if self.size == 1:
             return super().mix_by_heads(mix, by_heads, weights)
         heads = max(x.shape[HEADS] for x in by_heads)
         swapped = [
             all_to_all(self._for_ranks(x, HEADS, heads), HEADS, POSITIONS, self.group) for x in by_heads
         ]
+        by_heads.clear()
         own = [self._for_ranks(w, 0, heads).chunk(self.size)[self.rank] for w in weights]
         y = super().mix_by_heads(mix, swapped, own)
         return all_to_all(y, POSITIONS, HEADS, self.group)[:, :, :heads]

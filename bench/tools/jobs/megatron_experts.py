@@ -6,6 +6,7 @@ import ast
 import re
 
 from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.megatron_kernels import runs_before
 
 _EXPERTS, _LATENT, _PREDICTED = "--num-experts", "--multi-latent-attention", "--mtp-num-layers"
 _AUX, _AUX_WEIGHT = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff"
@@ -16,6 +17,9 @@ _CAPACITY, _PADDED = "--moe-expert-capacity-factor", "--moe-pad-expert-input-to-
 _OVERLAPS = ("--overlap-moe-expert-parallel-comm", "--overlap-dispatch-backward-with-experts-wgrad")
 _LATENT_SCALES = "--rotary-scaling-factor", "--mscale", "--mscale-all-dim"
 _LATENT_SIZES = ("--q-lora-rank", "--kv-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim")
+#: the release beside which Megatron-LM's --deterministic-mode sums a token's rows by an index_add (unpermute
+#: of its moe_utils.py, since 56818f9e of October 2025)
+ADDED_BY_INDEX = (25, 9)
 #: sizes of a layer's experts by the ranks of a stage
 EXPERT_RANKS, EXPERT_PARTS = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 #: arguments that a job without experts may have
@@ -178,8 +182,7 @@ def _set_dispatch(a: Account) -> None:
         "grouped" if a.has("--moe-grouped-gemm") else "sequential",
         "--moe-grouped-gemm",
     )
-    fused = a.has("--moe-permute-fusion")
-    a.set("model_options.permutation", "fused" if fused else "plain", "--moe-permute-fusion")
+    _set_permutation(a)
     if a.value(_CAPACITY) is not None:
         a.map(_CAPACITY)
         a.map_given(_PADDED)
@@ -192,6 +195,15 @@ def _set_dispatch(a: Account) -> None:
         a.set("model_options.expert_weighting", "input", "--moe-apply-probs-on-input")
     beside = "dispatch and combine run beside other micro-batches, or gradients of experts' weights"
     a.leave("time", beside, *_OVERLAPS)
+
+
+def _set_permutation(a: Account) -> None:
+    names = ["--moe-permute-fusion"]
+    deterministic = a.has("--deterministic-mode") and not runs_before(a, ADDED_BY_INDEX)
+    if deterministic and not a.has(*names):
+        names.append("--deterministic-mode")
+    way = "fused" if a.has("--moe-permute-fusion") else "deterministic" if deterministic else "plain"
+    a.set("model_options.permutation", way, *names)
 
 
 def expert_sizes(a: Account, tensor: int, gpus: int | None, stages: int) -> None:

@@ -96,6 +96,13 @@ def set_autotuning(a: Account, cluster: str | None) -> None:
         a.set("model_options.autotune_copies", copies, CONTAINER, note="of what its kernels overwrite")
 
 
+def set_state_processors(a: Account, cluster: str | None) -> None:
+    """Set the multiprocessors over which backward of Mamba-2 spreads heads."""
+    device = _device(cluster)
+    if "M" in pattern_of(a) and device is not None and (count := device.multiprocessors.value):
+        a.set("model_options.state_processors", count, note=f"multiprocessors of {device.name}")
+
+
 def set_attention(a: Account, local: bool, cluster: str | None) -> None:
     """Set heads, the kernel of attention, fused operators, and the mask of the data loader."""
     if a.has("--group-query-attention"):

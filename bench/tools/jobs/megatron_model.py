@@ -17,6 +17,7 @@ from spbench.bench.tools.jobs.megatron_kernels import (
     runs_before,
     set_attention,
     set_autotuning,
+    set_state_processors,
 )
 from spbench.bench.tools.jobs.megatron_windows import set_gate, set_sink, set_windows, windows_of
 from spbench.impls.models.huggingface.published import published_model
@@ -54,6 +55,7 @@ def set_model(a: Account, *, bert: bool, cluster: str | None) -> None:
     set_windows(a, windows)
     set_sink(a)
     set_attention(a, local, cluster)
+    set_state_processors(a, cluster)
     _set_loss(a, cluster)
     _set_recomputation(a)
 

@@ -186,6 +186,7 @@ def _experts(model: CausalTransformerModel) -> Iterator[_Row]:
     kind = "sinkhorn" if model.router == "sinkhorn" else kinds[model.aux_loss]
     yield "--moe-router-load-balancing-type", kind, "model_options.aux_loss"
     yield "--moe-aux-loss-coeff", model.aux_weight, "model_options.aux_weight"
+    yield "--deterministic-mode", model.permutation == "deterministic", "model_options.permutation"
     if model.dispatcher == "hybrid_ep":
         yield "--moe-token-dispatcher-type", "flex", "model_options.dispatcher"
         yield "--moe-flex-dispatcher-backend", "hybridep", "model_options.dispatcher"

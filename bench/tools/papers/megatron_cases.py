@@ -9,7 +9,7 @@ Nothing here is chosen by looking at golden values but what :data:`_ROLES` says.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -29,25 +29,28 @@ from spbench.bench.tools.jobs.megatron_kernels import CONTAINER
 from spbench.bench.tools.papers.answer import document_model
 from spbench.bench.tools.papers.comparison import write_csv
 from spbench.bench.tools.papers.execution import RanScenario
+from spbench.bench.tools.papers.golden_departures import (
+    GOLDEN_FILES,
+    GPUS,
+    MEMORY,
+    RESUMED,
+    departures,
+    machine_of,
+    varies_by,
+)
 from spbench.bench.tools.papers.sources import published_file
 from spbench.bench.units import percent, shown_share
 
 #: arguments of `spbench reproduce`, and files of what is predicted: of GPT and BERT; of experts and hybrids
 CASES, EXPERT_CASES = "megatron_cases", "megatron_moe_cases"
-#: when each golden value was recorded, and in which container; those of cases with experts are taken to be as
-#: old as the latest of dev or lts
+#: when each golden value was recorded, and in which container
 _RECORDED_FILE = "megatron_cases_recorded.csv"
-GOLDEN_FILES = ("megatron_lm_goldens.csv", "megatron_lm_goldens_more.csv", "megatron_moe_goldens.csv")
-
-#: quantities of memory that golden values have
-MEMORY = ("peak_first", "peak_last", "allocated_last")
 #: columns of megatron_cases.csv; golden, gpu: with _2nd for the run that goes on from a checkpoint;
 #: container: of PyTorch; bytes of the last rank at the first and at a later step, seconds
 PREDICTIONS = ("case", "golden", "gpu", "container", *MEMORY, "step_time_s", "refusal")
 #: columns of megatron_cases_errors.csv; error: predicted / measured - 1; departs: why a golden value may not
 #: be that of the case's arguments, or "" (:func:`departures`)
 ERRORS = ("case", "golden", "quantity", "measured", "predicted", "error", "role", "departs")
-_RESUMED = "_2nd"
 _ROLES = {
     "bert": "inferred",
     # how many tensors the compiler copies in which release, and that a second run finds its kernels timed
@@ -57,9 +60,15 @@ _ROLES = {
     "hybrid": "inferred",  # what a Mamba layer keeps, and that Triton times its kernels
     "gpt3_weekly_mcore_tp2_pp2_current_scaling_native_fp8": "inferred",  # workspaces of userbuffers
     "gpt3_mcore_te_tp2_pp2_ep4_etp1_mtp_resume_torch_dist_fp8": "inferred",  # casts that are kept
+    # which states of the code keep the rows that an index_add sums
+    "gpt3_mcore_te_tp2_pp1_te_8experts": "inferred",
+    "gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts": "inferred",
+    "gpt3_mcore_te_tp2_pp1_frozen_resume_torch_dist_te_8experts": "inferred",
+    "gpt3_mcore_tp2_pp2_ep2": "inferred",
+    "gpt3_mcore_tp2_cp2_pp2_ep2": "inferred",
+    "gpt3_moe_mcore_te": "inferred",
 }
 
-_GPUS = ("a100", "h100", "gb200")
 #: GPUs that a case runs on, and those of one node of GB200
 _NODE, _SMALL_NODE = 8, 4
 #: GPUs of a case, by the start of its name, where they are not 8: 15B on 32 nodes (results/measured/README.md
@@ -146,12 +155,11 @@ def cases(*names: str) -> list[GoldenCase]:
     it has."""
     recorded = published_file(_RECORDED_FILE).rows
     of_golden = {(row["case"], row["golden"]): row for row in recorded}
-    latest = {row["golden"][:3]: row for row in sorted(recorded, key=lambda row: row["date"])}
     rows = [row for name in names or (CASES, EXPERT_CASES) for row in published_file(f"{name}.csv").rows]
     listed = []
     for row in rows:
         for golden in row["goldens"].split():
-            then = of_golden.get((row["case"], golden), {**latest[golden[:3]], "args": ""})
+            then = of_golden[row["case"], golden]
             changed = json.loads(then["args"] or "{}")
             arguments = {**json.loads(row["args"]), **changed, **_words_of(row["case"])}
             if (words := WORDS.get(arguments.get("vocab-file", ""))) is not None:
@@ -173,7 +181,7 @@ def predicted_cases(run: Callable[[Scenario], RanScenario], output: Path, name: 
     all_cases = cases(name)
     ran = run(scenario_of(all_cases))
     lines = list(predictions(all_cases, {row["key"]: row for row in ran.known}))
-    varying = {c.case for c in all_cases if isinstance(c.cell, Cell) and varies_by_routing(c.cell)}
+    varying = {c.case: varies_by(c.cell) for c in all_cases if isinstance(c.cell, Cell)}
     compared = list(errors(lines, varying))
     files = [
         write_csv(DataFrame(rows, columns=list(columns), dtype=object), output / f"{file}.csv")
@@ -189,12 +197,6 @@ def predicted_cases(run: Callable[[Scenario], RanScenario], output: Path, name: 
     tables = [table, *([Table("Errors by why a golden value departs", kinds)] if left_out else [])]
     content = {"predictions": lines, "errors": compared, "summary": sizes, "departures": kinds}
     return Output([text, *tables], content, lines, PREDICTIONS, files=files, code=int(ran.failed()))
-
-
-def machine_of(golden: str) -> tuple[str, bool]:
-    """The kind of machine of a golden value, A100 where its name has none, and whether the run went on from
-    a checkpoint."""
-    return next((gpu for gpu in _GPUS if gpu in golden), "a100"), golden.endswith(_RESUMED)
 
 
 def scenario_of(all_cases: Sequence[GoldenCase]) -> Scenario:
@@ -213,7 +215,7 @@ def predictions(
         line: dict[str, Any] = {
             "case": case.case,
             "golden": case.golden,
-            "gpu": f"{gpu}{_RESUMED * resumed}",
+            "gpu": f"{gpu}{RESUMED * resumed}",
             "container": case.container,
         }
         if isinstance(case.cell, str):
@@ -239,54 +241,13 @@ def _predicted(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def varies_by_routing(cell: Cell) -> bool:
-    """Whether the rows that a rank's experts get depend on what the router has learned: experts are spread
-    over ranks, and neither is a capacity filled up nor are tokens forced to be even."""
-    options = dict(cell.model_options)
-    spread = cell.sizes.by_axis.get("ep", 1) > 1
-    filled = options.get("capacity") is not None and bool(options.get("capacity_padded"))
-    return bool(options.get("experts")) and spread and not filled and "routing" not in options
-
-
-def departures(varying: Collection[str]) -> dict[tuple[str, str], str]:
-    """Why golden values may not be those of a case's arguments in this release, by case and golden value, as
-    the values themselves show: "as CASE GOLDEN" where those of lts are all those of another case or of dev,
-    "release" where the first peak of lts is further than 5% from each of dev, "checkpoint" where a run that
-    went on from one has its largest peak before its first step ends, and "routing" for the cases that are
-    ``varying``."""
-    found: dict[tuple[str, str], str] = {}
-    before: dict[tuple[str, ...], tuple[str, str]] = {}
-    rows = [row for file in GOLDEN_FILES for row in published_file(file).rows]
-    of_dev: dict[str, list[float]] = {}
-    for row in rows:
-        if row["golden"].startswith("dev") and row["peak_first"] and not machine_of(row["golden"])[1]:
-            of_dev.setdefault(row["case"], []).append(float(row["peak_first"]))
-    for row in rows:
-        place, first = (row["case"], row["golden"]), row["peak_first"]
-        values = tuple(row[quantity] for quantity in MEMORY)
-        other = before.setdefault(values, place) if all(values) else place
-        another = other[0] != place[0] or other[1][:3] != place[1][:3]
-        if place[1].startswith("lts") and another:
-            found[place] = f"as {' '.join(other)}"
-        elif place[1].startswith("lts") and first and _far(float(first), of_dev.get(place[0], [])):
-            found[place] = "release"
-        elif place[1].endswith(_RESUMED) and first == row["peak_last"]:
-            found[place] = "checkpoint"
-        elif place[0] in varying:
-            found[place] = "routing"
-    return found
-
-
-def _far(value: float, others: Sequence[float]) -> bool:
-    """Whether a value is further than 5% from each of some others."""
-    return bool(others) and all(abs(value / each - 1) > 0.05 for each in others)
-
-
-def errors(lines: Sequence[Mapping[str, Any]], varying: Collection[str] = ()) -> Iterator[dict[str, Any]]:
+def errors(
+    lines: Sequence[Mapping[str, Any]], varying: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Any]]:
     """A line of :data:`ERRORS` for each golden value of memory that there is a prediction of; ``varying``:
-    the cases that :func:`varies_by_routing`."""
+    by case, what :func:`varies_by` says."""
     by_golden = {(line["case"], line["golden"]): line for line in lines}
-    departs = departures(varying)
+    departs = departures(varying or {})
     for file in GOLDEN_FILES:
         for row in published_file(file).rows:
             line = by_golden.get((row["case"], row["golden"]))
@@ -311,7 +272,7 @@ def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     errors = DataFrame(found, columns=list(ERRORS))
     errors["size"] = errors["error"].abs()
     errors["gpu"] = [machine_of(golden)[0] for golden in errors["golden"]]
-    for quantity, gpu in product(MEMORY, ("all", *_GPUS)):
+    for quantity, gpu in product(MEMORY, ("all", *GPUS)):
         some = errors[(errors["quantity"] == quantity) & ((errors["gpu"] == gpu) | (gpu == "all"))]
         if len(some):
             sizes = some["size"]

@@ -65,7 +65,7 @@ class ExpertOptions:
         experts_matmul: "grouped": a rank's experts in one call; "sequential": one after another.
         stacked_experts: a rank's experts are one parameter, as in torchtitan's GroupedExperts, and not each a
             parameter, as in Megatron-LM's TEGroupedMLP.
-        permutation: "plain" or "fused"; see :mod:`spbench.impls.kernels.permutation`.
+        permutation: one of :data:`PERMUTATIONS`; see :mod:`spbench.impls.kernels.permutation`.
     """
 
     experts: int = 0

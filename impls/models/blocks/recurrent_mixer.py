@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from spbench.impls.attended import Attended
 from spbench.impls.kernels.decay import state_dtype
-from spbench.impls.kernels.recurrence import Rule, sequential, timed
+from spbench.impls.kernels.recurrence import Rule, sequential
 from spbench.impls.kernels.short_convolution import plain_short_convolution, short_convolution
 from spbench.impls.models.blocks.adapter_options import Adaptable
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
@@ -152,7 +152,7 @@ class RecurrentMixer(nn.Module, ABC):
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         q, k, v, gate, *gates = self.project(x)
-        by_heads = *self._of_heads(q, k, v, dim=-1), torch.stack(gates, -1)
+        by_heads = [*self._of_heads(q, k, v, dim=-1), torch.stack(gates, -1)]
         del q, k, v, gates
         weights = (
             *self._of_heads(*self.convolutions, dim=0),
@@ -162,7 +162,6 @@ class RecurrentMixer(nn.Module, ABC):
             *self.by_head(),
         )
         o = self.strategy.mix_by_heads(partial(self._mixed, places.attended), by_heads, weights)
-        del by_heads
         return self.out.project(self.normalised(o, gate.unflatten(-1, o.shape[-2:])))
 
     def _of_heads(self, *of_qkv: Tensor, dim: int) -> Iterator[Tensor]:
@@ -172,9 +171,10 @@ class RecurrentMixer(nn.Module, ABC):
             yield x.unflatten(dim, (-1, size))
 
     def _mixed(
-        self, attended: Attended, strategy: Strategy, by_heads: Sequence[Tensor], weights: Sequence[Tensor]
+        self, attended: Attended, strategy: Strategy, by_heads: list[Tensor], weights: Sequence[Tensor]
     ) -> Tensor:
         *inputs, gates = by_heads
+        by_heads.clear()  # whoever handed them over holds them no longer: each dies at its convolution
         starts = strategy.document_starts(attended, gates.shape[1])
         biases, by_head = (weights[3:6], weights[6:]) if self.kind.biased else ([None] * 3, weights[3:])
         # the last positions of all channels, in one message
@@ -185,32 +185,38 @@ class RecurrentMixer(nn.Module, ABC):
         parts = [None] * 3 if before is None else before.split(widths, -1)
         run = sequential if self.kind.way == "sequential" else strategy.gated_recurrence
         run = partial(run, self.rule, starts=starts)
-        make = partial(self._made, starts)
-        sources = *inputs, *weights[:3], *biases, *parts, gates, *by_head
+        beside = *weights[:3], *biases, *parts
         if self.kind.makes_again:
-            return run(*sources, make=make)
-        made = make(*sources)
-        del inputs, sources
+            return run(*inputs, *beside, gates, *by_head, make=partial(self._made, starts))
+        for i in range(3):
+            inputs[i] = self._convolved(starts, inputs[i], *beside[i::3])
+        made = self._with_gates(*inputs, gates, *by_head)
+        del inputs, gates
         return run(*made)
 
     def _made(self, starts: Sequence[int], *sources: Tensor) -> Sequence[Tensor]:
         """What the recurrence takes, of queries, keys and values before their convolutions, the weights,
         biases and rows before of these, the projections of the gates, and weights by head."""
+        inputs = (self._convolved(starts, *sources[i:12:3]) for i in range(3))
+        return self._with_gates(*inputs, *sources[12:])
+
+    def _convolved(
+        self, starts: Sequence[int], x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None
+    ) -> Tensor:
+        """x [B, L, heads, size] of queries, keys or values, convolved."""
         convolve = plain_short_convolution if self.kind.way == "sequential" else short_convolution
-        gates, *by_head = sources[12:]
-        q, k, v = (
-            convolve(
-                x.flatten(2), w.flatten(0, 1), None if bias is None else bias.flatten(), part, starts
-            ).view(x.shape)
-            for x, w, bias, part in (sources[i:12:3] for i in range(3))
-        )
+        bias = None if bias is None else bias.flatten()
+        return convolve(x.flatten(2), weight.flatten(0, 1), bias, before, starts).view(x.shape)
+
+    def _with_gates(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
+    ) -> Sequence[Tensor]:
         return self.of_recurrence(q, k, v, gates.to(state_dtype(gates.dtype)), *by_head)
 
 
-def time_kernels(module: nn.Module, nbytes: int) -> None:
-    """Have the kernels of a module's recurrences be timed before their first calls, beside a buffer
-    (:func:`timed`)."""
+def change_rules(module: nn.Module, change: Callable[[type[Rule]], type[Rule]]) -> None:
+    """Give a module's recurrences other rules, those that were one another's stay so."""
     mixers = [each for each in module.modules() if isinstance(each, RecurrentMixer)]
-    rules = {each.rule: timed(each.rule, nbytes) for each in mixers}
+    rules = {each.rule: change(each.rule) for each in mixers}
     for each in mixers:
         each.rule = rules[each.rule]

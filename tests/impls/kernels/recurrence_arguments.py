@@ -60,8 +60,10 @@ def _kernels(tensor: Callable[..., Tensor], state: torch.dtype) -> dict[str, tup
         "state_space_passed": (states, sums, first, v, False, STARTS),
         "state_space_output": (scores, q, v, sums, b, passed, STARTS),
         "state_space_output_state_gradients": (q, d_o, sums, STARTS),
-        "state_space_score_gradients": (v, d_o, sums, b, G, STARTS),
-        "state_space_input_gradients": (q, k, v, sums, b, d_o, scores, scores, passed, passed, STARTS),
+        "state_space_score_gradients": (v, d_o, sums, b, G, 2, STARTS),
+        "state_space_key_gradients": (k, v, sums, b, passed, 2, STARTS),
+        "state_space_query_gradients": (q, sums, d_o, passed, 2, STARTS),
+        "state_space_input_gradients": _input_gradients(q, k, v, sums, b, d_o, scores, passed),
         "gated_delta_inverse": (k, sums, b, STARTS),
         "gated_delta_wy": (k, v, sums, b, inverse, STARTS),
         "gated_delta_states": (k, w, u, sums, first, STARTS),
@@ -73,3 +75,12 @@ def _kernels(tensor: Callable[..., Tensor], state: torch.dtype) -> dict[str, tup
         "gated_delta_read_gradients": (q, k, written, sums, before, d_o, written, before, STARTS),
         "gated_delta_wy_gradients": (k, v, sums, b, inverse, w, u, STARTS),
     }
+
+
+def _input_gradients(
+    q: Tensor, k: Tensor, v: Tensor, sums: Tensor, b: Tensor, d_o: Tensor, scores: Tensor, passed: Tensor
+) -> tuple[Any, ...]:
+    of_keys, of_writing = OPS.state_space_key_gradients(k, v, sums, b, passed, 1, STARTS)
+    of_queries, of_reading = OPS.state_space_query_gradients(q, sums, d_o, passed, 1, STARTS)
+    of_states = [of_queries.sum(1), of_reading, of_keys.sum(1), of_writing]
+    return q, k, v, sums, b, d_o, scores, scores, passed, passed, of_states, STARTS

@@ -18,6 +18,7 @@ from spbench.impls.kernels.packed_weights import initial_scales
 from tests.impls.kernels.made import bits, made
 from tests.impls.kernels.recurrence_arguments import recurrence_arguments
 
+import_module("spbench.impls.backends.narrow_moments")  # which has an operator of its own
 for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
     if not module.name.endswith("_triton"):  # these are no operators, and triton is not everywhere
         import_module(module.name)

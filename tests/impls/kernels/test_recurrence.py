@@ -22,10 +22,11 @@ from spbench.impls.kernels.recurrence import Rule, StatePassing, gated_recurrenc
 from spbench.impls.kernels.recurrence_blocks import block_sums
 from spbench.impls.kernels.rms_norm import rms_norm
 from spbench.impls.kernels.short_convolution import plain_short_convolution, short_convolution
-from spbench.impls.kernels.state_space import StateSpace
+from spbench.impls.kernels.state_space import StateSpace, on_processors
 from tests.impls.kernels.made import assert_same, bytes_kept, made
 
-RULES = [GatedDelta, StateSpace]
+#: the last divides a group's two heads into two shares
+RULES = [GatedDelta, StateSpace, on_processors(StateSpace, 1000)]
 
 
 def inputs(length: int) -> list[Tensor]:
@@ -148,6 +149,33 @@ def test_what_backward_makes_again_is_not_kept(rule: type[Rule]) -> None:
     made_again = bytes_kept(partial(ours, *sources))
     assert made_again == bytes_kept(partial(gated_recurrence, rule, *sources))
     assert made_again < bytes_kept(lambda: gated_recurrence(rule, *make(*sources)))
+
+
+def test_shares_of_heads_fill_a_cards_multiprocessors() -> None:
+    """Of 4 sequences of 1024 positions in blocks of 128, as Megatron-Core's MambaMixer has them: nsplits."""
+    of_card = partial(state_space_operators.shares, blocks=4 * 8)
+    assert of_card(4, 1, processors=132) == 4  # ceil(128 / 132) = 1 head at a time
+    assert of_card(4, 1, processors=108) == 2
+    assert of_card(16, 4, processors=132) == 1  # ceil(512 / 132) = 4, the whole group
+    assert of_card(6, 1, processors=96) == 3
+    assert of_card(4, 1, processors=0) == 1
+
+
+def test_backward_holds_the_sums_of_each_share() -> None:
+    """Of keys, a gradient [B, L, G, D] in the states' dtype for each share, and their sum."""
+    shapes: list[tuple[int, ...]] = []
+
+    class Sums(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.ops.spbench.state_space_key_gradients.default:
+                shapes.append(tuple(result[0].shape))
+            return result
+
+    for rule in RULES[1:]:
+        with Sums():
+            gated_recurrence(rule, *inputs(8)).sum().backward()
+    assert shapes == [(2, 1, 2, 2, 4, 3), (2, 2, 2, 2, 4, 3)]
 
 
 def test_kernels_are_timed_before_their_first_call() -> None:

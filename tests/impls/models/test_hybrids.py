@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from spbench.impls.axes import Place
 from spbench.impls.models.blocks.gated_deltanet import GatedDeltaNet
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.mamba2 import Mamba2
+from spbench.impls.models.blocks.recurrent_mixer import RecurrentMixer
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.hybrid import HybridModel
 from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.nesting import nesting
 
 KINDS = {GatedDeltaNet: "G", LinearAttention: "L", Mamba2: "M", SoftmaxAttention: "S"}
 
@@ -61,3 +68,30 @@ def test_softmax_layers_alone_have_a_gate() -> None:
 def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model_preset("gated-deltanet-tiny", options)
+
+
+def test_inputs_of_convolutions_die_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where backward does not need them, as in a layer that is recomputed, gates are made without them."""
+    module = model_preset("gated-deltanet-tiny").build(nesting("single").configured(Place.of_rank({}, 0)), 16)
+    mixer = next(each for each in module.modules() if isinstance(each, RecurrentMixer))
+    projected: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def noted(_: Any, __: Any, outputs: list[Tensor]) -> None:
+        projected.extend(weakref.ref(x) for x in outputs[:3])
+
+    def of_recurrence(*given: Tensor) -> Any:
+        alive.append(sum(each() is not None for each in projected))
+        return type(mixer).of_recurrence(mixer, *given)
+
+    mixer.project.register_forward_hook(noted)
+    monkeypatch.setattr(mixer, "of_recurrence", of_recurrence)
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    gc.disable()
+    try:
+        with torch.no_grad():
+            module({"tokens": tokens, "labels": tokens, "loss_weights": torch.ones(1, 16)})
+    finally:
+        gc.enable()
+    assert len(projected) == 3
+    assert alive == [0]

@@ -33,6 +33,7 @@ HARMLESS = {
     "autotune_copies": "of a compiler that the plain loss does not call",
     "autotune_flush_kib": "of a compiler that the plain loss does not call",
     "autotune_states_kib": "of a buffer beside kernels, that nothing reads",
+    "state_processors": "into how many sums backward divides one, which a test of the kernels compares",
     "recompute_method": "of recomputation, which is off",
     "recompute_layers": "of recomputation, which is off",
     "checkpointed_angles": "of checkpoints, which are off",

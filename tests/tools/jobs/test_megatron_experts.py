@@ -88,6 +88,8 @@ def test_a_pattern_that_is_none_is_refused_in_a_line(pattern: str) -> None:
         (EXPERTS, "model_options.experts_matmul", "sequential"),
         (f"{EXPERTS} --moe-grouped-gemm", "model_options.experts_matmul", "grouped"),
         (f"{EXPERTS} --moe-permute-fusion", "model_options.permutation", "fused"),
+        (f"{EXPERTS} --deterministic-mode", "model_options.permutation", "deterministic"),
+        (f"{EXPERTS} --deterministic-mode --moe-permute-fusion", "model_options.permutation", "fused"),
         (f"{EXPERTS} --moe-ffn-hidden-size 96", "model_options.expert_inner", 96),
         (f"{EXPERTS} --moe-shared-expert-intermediate-size 64", "model_options.shared_inner", 64),
         (

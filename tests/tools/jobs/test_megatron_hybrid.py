@@ -39,6 +39,8 @@ def sizes_of(arguments: str) -> str:
         (hybrid("M-M*-"), "model_options.state_heads", 8),  # 2 x 256 / 64
         (hybrid("M-M*-"), "model_options.autotune_states_kib", 2**18),
         (hybrid("M-M*-", "--deterministic-mode"), "model_options.autotune_states_kib", None),
+        (hybrid("M-M*-"), "model_options.state_processors", 108),
+        (hybrid("*-*-"), "model_options.state_processors", None),
         (hybrid("M-M*-", "--mamba-num-heads 4"), "model_options.state_heads", 4),
         (hybrid("M-M*-", "--mamba-state-dim 64"), "model_options.key_size", 64),
         (hybrid("M-M*-"), "model_options.kv_heads", 8),

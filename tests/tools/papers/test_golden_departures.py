@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from pathlib import Path
 
 from spbench.bench.cell import Cell
+from spbench.bench.tools.papers.golden_departures import departures, varies_by
 from spbench.bench.tools.papers.megatron_cases import (
     ERRORS,
     EXPERT_CASES,
     GoldenCase,
     by_departure,
     cases,
-    departures,
-    varies_by_routing,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -29,14 +29,18 @@ def test_most_cases_with_experts_are_imported_and_vary_by_routing() -> None:
     imported = [case for case in found.values() if isinstance(case.cell, Cell)]
     assert len(found) == 66
     assert len(imported) >= 50
-    varying = {case.case for case in imported if varies_by_routing(case.cell)}
-    assert 40 < len(varying) < len(imported)
-    assert not any("hybrid" in case for case in varying)
+    varying = {case.case: varies_by(case.cell) for case in imported}
+    kinds = Counter(varying.values())
+    assert min(kinds["sinkhorn"], kinds["routing"]) > 10
+    alone = {"hybrid", "te_2experts", "instances_1node"}  # without experts, or with all on each rank
+    assert {case for case, kind in varying.items() if not kind} == {
+        case for case in varying if any(name in case for name in alone)
+    }
 
 
 def test_each_departure_is_one_that_the_values_show() -> None:
     moe = "gpt3_mcore_te_tp2_pp1_"
-    found = departures({f"{moe}te_8experts_etp1_ep4"})
+    found = departures({f"{moe}te_8experts_etp1_ep4": "routing"})
     frozen = f"{moe}frozen_resume_torch_dist_te_8experts2parallel_dist_optimizer"
     several = f"{moe}resume_torch_dist_te_8experts2parallel_multi_dist_optimizer_instances"
     assert found[several, "lts_dgx_a100"] == f"as {frozen} lts_dgx_a100"
@@ -44,6 +48,9 @@ def test_each_departure_is_one_that_the_values_show() -> None:
     assert found[several, "dev_dgx_h100_2nd"] == "checkpoint"
     assert found[f"{moe}te_8experts_etp1_ep4", "dev_dgx_h100"] == "routing"
     assert (several, "dev_dgx_h100") not in found
+    hybrid = "hybrid_mr_mcore_te_tp2_pp1_cp4_dgx_a100_1N8G"
+    assert found[hybrid, "dev_dgx_a100"] == "machine"
+    assert "machine" not in {why for place, why in found.items() if place[0] != hybrid}
 
 
 def test_errors_of_the_committed_cases_are_those_of_the_page() -> None:
