@@ -32,11 +32,13 @@ class Tiling:
             / hidden, rounded up.
         backward_at_once: the gradient of a tile is made when its forward has run, and not in backward, which
             would run that again.
+        precise: gradients of weights are summed over tiles in at least float32, and rounded once.
     """
 
     longest: int = 0
     share: int = 0
     backward_at_once: bool = False
+    precise: bool = False
 
     def lengths(self, tokens: int) -> list[int]:
         """The lengths of the tiles, one after another, of ``tokens`` that a rank has."""

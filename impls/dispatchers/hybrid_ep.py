@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, ExpertCall
 from spbench.impls.dispatchers.node_deduplicated import NodeDeduplicated, Places
-from spbench.impls.kernels.permutation import permute
+from spbench.impls.kernels.permutation import permute, sent_rows
 from spbench.impls.row_collectives import all_gather_rows, all_to_all_rows, gather_flags
 from spbench.impls.traffic import Traffic
 
@@ -43,27 +43,20 @@ class HybridEP(NodeDeduplicated):
         with self.sending():
             if (between := lengths.between) is not None:
                 meets = chosen.unflatten(1, (self.nodes, -1)).any(2)
-                rows, _, sent = permute(
-                    x, weights[:, : self.nodes], meets, sum(between.sent), self.permutation
-                )
                 token, node = self._rows_of(meets, sum(between.sent))
                 of_node = weights.unflatten(1, (self.nodes, -1))[token, node]
-                places.append(Places(sent, len(x)))
-                x = all_to_all_rows(rows, between.sent, between.received, self.between)
+                places.append(Places(token, len(x)))
+                x = all_to_all_rows(sent_rows(x, token), between.sent, between.received, self.between)
                 weights = all_to_all_rows(of_node, between.sent, between.received, self.between)
                 chosen = self._arrived(
                     of_peers[:, self.local].unflatten(2, (self.nodes, -1))[:, :, self.node], len(x)
                 )
             meets = chosen.unflatten(1, (self.on_node, -1)).any(2)
-            rows, _, sent = permute(
-                x, weights[:, : self.on_node], meets, sum(lengths.within.sent), self.permutation
-            )
             token, _ = self._rows_of(meets, sum(lengths.within.sent))
-            places.append(Places(sent, len(x)))
-            x = all_to_all_rows(rows, lengths.within.sent, lengths.within.received, self.within)
-            weights = all_to_all_rows(
-                weights[token], lengths.within.sent, lengths.within.received, self.within
-            )
+            places.append(Places(token, len(x)))
+            hop = lengths.within
+            x = all_to_all_rows(sent_rows(x, token), hop.sent, hop.received, self.within)
+            weights = all_to_all_rows(weights[token], hop.sent, hop.received, self.within)
         first = self.local * self.held
         weights = weights[:, first : first + self.held]
         chosen = self._arrived(of_peers[..., self.mine].transpose(0, 1), len(x))

@@ -4,8 +4,9 @@
 An all-to-all between nodes takes a token to the rank of the same number on each node that it meets. An
 all-to-all within the node takes it on to the ranks whose experts it meets, with its weights of these. Where
 all ranks that share experts are on one node, there is the second alone. A rank copies the rows to its experts
-and sums what they return before it goes back. The kernels of DeepEP do both at once, and overlap them; here
-they are two collectives.
+and sums what they return before it goes back. Rows are sent from where they lie, and summed as they come
+back (:func:`sent_rows`). The kernels of DeepEP do both hops at once, and overlap them; here they are two
+collectives.
 
 DeepEP sends the k indices and weights of each row; here both the choices and the weights of all experts of a
 node or rank go with it.
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from spbench.impls.axes import Place
 from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher, ExpertCall
-from spbench.impls.kernels.permutation import permute, unpermute
+from spbench.impls.kernels.permutation import permute, sent_rows, summed_rows, unpermute
 from spbench.impls.row_collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from spbench.impls.traffic import Traffic
 
@@ -37,7 +38,7 @@ class _Hop(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where the rows of that many tokens are; see :func:`permute`."""
+    """The token of each row, of that many tokens."""
 
     rows: Tensor
     tokens: int
@@ -121,19 +122,18 @@ class NodeDeduplicated(Dispatcher):
         """Rows x [T, H] to each of ``parts`` ranks whose experts they meet, with the weights [T, E] and the
         choices [T, E] of these alone; and what the way back needs."""
         meets = chosen.unflatten(1, (parts, -1)).any(2)
-        rows, _, places = permute(x, weights[:, :parts], meets, sum(hop.sent), self.permutation)
         token, part = self._rows_of(meets, sum(hop.sent))
         of_part = weights.unflatten(1, (parts, -1))[token, part]
         choices = chosen.unflatten(1, (parts, -1))[token, part]
         return (
-            all_to_all_rows(rows, hop.sent, hop.received, group),
+            all_to_all_rows(sent_rows(x, token), hop.sent, hop.received, group),
             all_to_all_rows(of_part, hop.sent, hop.received, group),
             all_to_all_rows(choices, hop.sent, hop.received, group),
-            Places(places, len(x)),
+            Places(token, len(x)),
         )
 
     def _rows_of(self, meets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """The token and the part of each row, in the order of :func:`permute`."""
+        """The token and the part of each row, by part, and within one in the order of the tokens."""
         order = meets.mT.reshape(-1).argsort(descending=True, stable=True)[:rows]
         return order % len(meets), torch.div(order, len(meets), rounding_mode="floor")
 
@@ -148,12 +148,12 @@ class NodeDeduplicated(Dispatcher):
             rows = all_to_all_rows(rows, lengths.within.received, lengths.within.sent, self.within)
             if lengths.between is None:
                 return rows
-            rows = unpermute(rows, places[1].rows, places[1].tokens, self.permutation)
+            rows = summed_rows(rows, *places[1])
             return all_to_all_rows(rows, lengths.between.received, lengths.between.sent, self.between)
 
     def to_tokens(self, rows: Tensor, state: Any) -> Tensor:
         _, places, _ = state
-        return unpermute(rows, places[0].rows, places[0].tokens, self.permutation)
+        return summed_rows(rows, *places[0])
 
     def traffic(
         self, call: ExpertCall, hidden: int, tokens: int, counts: Counts, width: int

@@ -1,5 +1,8 @@
 """Tokens into the order of their experts, and back.
 
+Rows on their way between ranks are read where they lie, and summed as they arrive, by the kernel that sends
+them (:data:`WITHIN_TRANSFERS`).
+
 "plain": torch's operators, as Megatron-LM without --moe-permute-fusion. "deterministic": the same with its
 --deterministic-mode, whose sum of a token's rows is an index_add, of which autograd keeps the rows (unpermute
 of its moe_utils.py, since October 2025). "fused": one operator each way that keeps a map of rows alone, as
@@ -18,6 +21,50 @@ import torch
 from torch import Tensor
 
 PERMUTATIONS = ("plain", "deterministic", "fused")
+
+#: operators that are a part of a transfer, and take no time beside it: DeepEP's kernels read each token's row
+#: where it lies, once for each rank, and sum what comes back as it arrives (deepseek-ai/DeepEP 567632d,
+#: csrc/kernels/intranode.cu: dispatch, combine)
+WITHIN_TRANSFERS = ("sent_rows", "summed_rows")
+
+
+@torch.library.custom_op("spbench::sent_rows", mutates_args=())
+def sent_rows(x: Tensor, token: Tensor) -> Tensor:
+    """The rows [R, H] that are sent of tokens x [T, H], by the token [R] of each."""
+    return x[token]
+
+
+@sent_rows.register_fake
+def _(x: Tensor, token: Tensor) -> Tensor:
+    return x.new_empty(len(token), x.shape[1])
+
+
+@torch.library.custom_op("spbench::summed_rows", mutates_args=())
+def summed_rows(rows: Tensor, token: Tensor, tokens: int) -> Tensor:
+    """The sum [T, H] of each token's rows [R, H], which come back to the token [R] of each."""
+    return rows.new_zeros(tokens, rows.shape[1]).index_add_(0, token, rows)
+
+
+@summed_rows.register_fake
+def _(rows: Tensor, token: Tensor, tokens: int) -> Tensor:
+    return rows.new_empty(tokens, rows.shape[1])
+
+
+def _keep_token(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.tokens = len(inputs[0])
+
+
+def _sent_back(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None]:
+    return summed_rows(d_rows, *ctx.saved_tensors, ctx.tokens), None
+
+
+def _sent_again(ctx: Any, d_x: Tensor) -> tuple[Tensor, None, None]:
+    return sent_rows(d_x, *ctx.saved_tensors), None, None
+
+
+sent_rows.register_autograd(_sent_back, setup_context=_keep_token)
+summed_rows.register_autograd(_sent_again, setup_context=_keep_token)
 
 
 @torch.library.custom_op("spbench::permute_rows", mutates_args=())

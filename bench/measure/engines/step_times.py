@@ -40,7 +40,7 @@ from spbench.impls.strategies.nesting import nesting
 #: FLOPs of a step over those of its forward: backward has two matmuls for each
 _OF_FORWARD = {"training": 3, "inference": 1}
 #: options of models that cut the same matmuls into pieces, which a single device would trace one by one
-_PIECES = ("mlp_tile", "loss_tile")
+_PIECES = ("mlp_tile", "loss_tile", "tiling")
 #: what sums of that many numbers can be off by
 _ROUNDING = 1e-9
 

@@ -32,6 +32,7 @@ from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
 from spbench.impls.kernels.host_copies import MAKES_ON_HOST, OVER_HOST_LINK
 from spbench.impls.kernels.host_reads import READ_BY_HOST
 from spbench.impls.kernels.host_updates import ON_HOST_CORES
+from spbench.impls.kernels.permutation import WITHIN_TRANSFERS
 from spbench.impls.kernels.ranged_attention import Size
 
 _OTHER, _FP8 = PRECISION_NAMES.index("other"), PRECISION_NAMES.index("fp8")
@@ -56,11 +57,11 @@ MATMULS = {
     "fp8_accumulate_mm_": 1,
     "te_fp8_accumulate_mm_": 1,
 }
-#: operators that move no data, beside views: they make room, or pass a tensor on
+#: operators that move no data of their own, beside views: they make room, pass a tensor on, or are sent
 _FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted",
     "_unsafe_view", "lift_fresh", "detach", "detach_", "alias", "resize_", "set_", "_local_scalar_dense",
-    *MAKES_ON_HOST,
+    *MAKES_ON_HOST, *WITHIN_TRANSFERS,
 }  # fmt: skip
 #: operators that write their first argument and do not read it
 _OVERWRITING = {

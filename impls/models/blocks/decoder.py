@@ -136,6 +136,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "checkpoints": "device",
         "mlp_tile": 0,
         "loss_tile": 0,
+        "tiling": "alst",
         "vocabulary_tile": 0,
         "dispatcher": "all_gather",
         "shared_overlap": False,
@@ -182,15 +183,15 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         """How head and loss are computed."""
         if self.loss_tile == "liger":
             return Tiling(share=-(-self.vocabulary // self.hidden), backward_at_once=True)
-        return Tiling(self.loss_tile, backward_at_once=bool(self.loss_tile))
+        return Tiling(self.loss_tile, backward_at_once=bool(self.loss_tile) and self.tiling != "fpdt")
 
     def variants(self) -> list[Mapping[str, Any]]:
         return [*self._dense_variants(), *self.expert_variants()]
 
     def _dense_variants(self) -> list[Mapping[str, Any]]:
         recompute = {"recompute", "recompute_early_stop", "recompute_reentrant", "checkpoints"}
-        others = {"checkpointing", "unfused"} | recompute
-        plain = {k: v for k, v in self.plain_options.items() if k not in others | {"mlp_tile", "loss_tile"}}
+        others = {"checkpointing", "unfused", "mlp_tile", "loss_tile", "tiling"} | recompute
+        plain = {k: v for k, v in self.plain_options.items() if k not in others}
         # only strategies that split heads refuse 3 over 2 or 4 ranks; all ranks hold one of keys and values
         one = {"kv_heads": 1} if self.grouped else {}
         as_hugging_face = {"rms_norm": "rounded", "attention_views": True, "rope": "each_layer"}
@@ -202,6 +203,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
             | {"mlp_tile": 7, "loss_tile": 7}
             | one,
             plain | {"heads": 3, "vocabulary_tile": 40} | one,
+            {"tiling": "fpdt", "mlp_tile": 7, "loss_tile": 7} | one,
             {"tied": True, "cross_entropy": "fused", "mlp_tile": 10, "loss_tile": "liger"} | as_hugging_face,
             # of 1 to 3 ranks' length, cut by ranks' edges, not divisible by twice the ranks
             {"documents": (7, 1, 11, 5), "fusions": ("swiglu", "rope")} | one,

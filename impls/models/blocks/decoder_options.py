@@ -40,6 +40,7 @@ _WAYS = {
     "fp8": ("none", *RECIPES),
     "recompute": ("none", "selective", "operators", "full"),
     "recompute_method": ("uniform", "block", "interval"),
+    "tiling": ("alst", "fpdt"),
     "checkpoints": ("device", "host", "save_on_cpu", "pageable"),
 }
 _WORDS = {"recompute_modules": RECOMPUTE_MODULES, "fusions": tuple(COMPILED), "unfused": FUSIONS}
@@ -119,6 +120,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
         loss_tile: head and loss are computed in tiles of at most that many tokens of a rank, gradients with
             them; "liger": of the length that Liger's fused linear cross entropy chooses. 0: at once. See
             :func:`loss_in_tiles`.
+        tiling: "alst", or "fpdt": gradients of weights are summed over tiles in float32, and the tiles of the
+            loss run again in backward, as DeepSpeed's FPDT has it (sequence/fpdt_layer.py).
         vocabulary_tile: head and loss are computed in tiles of that many rows of the vocabulary, each made
             again in backward, as prime-rl's; see :func:`token_losses`. 0: at once.
         logits_held: logits in float32, made from those of half precision, live until the next micro-batch's
@@ -164,6 +167,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
     checkpointing: bool = False
     mlp_tile: int = 0
     loss_tile: int | Literal["liger"] = 0
+    tiling: str = "alst"
     vocabulary_tile: int = 0
     logits_held: bool = False
     positions_read: bool = False
@@ -242,6 +246,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             yield "vocabulary_tile is at least 0, and with it loss_tile and logits_held are left out"
         if self.logits_held and (self.loss_tile or self.cross_entropy != "plain"):
             yield "logits_held needs cross_entropy: plain, and no loss_tile"
+        if self.tiling == "fpdt" and (self.loss_tile == "liger" or not (self.mlp_tile or self.loss_tile)):
+            yield "tiling: fpdt needs mlp_tile or loss_tile, and not loss_tile: liger"
 
     @property
     def head_size(self) -> int:
@@ -289,7 +295,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
     @property
     def mlp_tiling(self) -> Tiling:
         """How the MLP is computed."""
-        return Tiling(self.mlp_tile)
+        return Tiling(self.mlp_tile, precise=self.tiling == "fpdt")
 
     @property
     def fused(self) -> bool:

@@ -1,5 +1,6 @@
 """Sequence tiles of an MLP, and of head and loss (ALST, arXiv 2506.13996; DeepSpeed's TiledMLP and
-TiledFusedLogitsLoss of runtime/sequence_parallel/ulysses_sp.py).
+TiledFusedLogitsLoss of runtime/sequence_parallel/ulysses_sp.py; FPDT_FFN and FPDT_LogitsLoss of
+sequence/fpdt_layer.py).
 
 To autograd all tiles together are one function of its input and of the weights. So each weight gets one
 gradient, whole, and what backends do when a gradient is there (a bucket, a reduce-scatter) is done once.
@@ -16,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.host_copies import from_pageable_, pageable_empty_like, to_pageable_
 from spbench.impls.keyed_steps import keyed_steps
+from spbench.impls.rings import wait_for_device
 from spbench.impls.tiles import Tiling
 
 #: of a tile [1, n, H]
@@ -48,15 +52,17 @@ def in_tiles(run: Run, weights: Sequence[Tensor], x: Tensor, tiling: Tiling) -> 
     """
     tokens = x.reshape(1, -1, x.shape[-1])
     lengths = tiling.lengths(tokens.shape[1])
-    result: Tensor = _Tiles.apply(run, lengths, tokens, *weights)
+    result: Tensor = _Tiles.apply(run, lengths, tiling.precise, tokens, *weights)
     return result.view(x.shape)
 
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Run, lengths: Sequence[int], x: Tensor, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, run: Run, lengths: Sequence[int], precise: bool, x: Tensor, *weights: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.run, ctx.lengths, ctx.weights = run, lengths, weights
+        ctx.run, ctx.lengths, ctx.precise, ctx.weights = run, lengths, precise, weights
         y = torch.empty_like(x)
         for tile in _each(lengths):
             y[:, tile].copy_(run(x[:, tile]))
@@ -65,10 +71,10 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        d_x, sums = torch.empty_like(x), WeightGradients(ctx.weights)
+        d_x, sums = torch.empty_like(x), WeightGradients(ctx.weights, precise=ctx.precise)
         for tile in _each(ctx.lengths):
             d_x[:, tile].copy_(_gradients(ctx.run, x[:, tile], ctx.weights, d_y[:, tile], sums))
-        return None, None, d_x, *sums.sums
+        return None, None, None, d_x, *sums.whole()
 
 
 def _gradients(
@@ -98,10 +104,10 @@ def _each(lengths: Sequence[int], losses: list[Tensor] | None = None) -> Iterato
 
 
 class WeightGradients:
-    """The sums over tiles of gradients of weights."""
+    """The sums over tiles of gradients of weights, in their dtype or, ``precise``, in at least float32."""
 
-    def __init__(self, weights: Sequence[Tensor]):
-        self.weights = weights
+    def __init__(self, weights: Sequence[Tensor], *, precise: bool = False):
+        self.weights, self.precise = weights, precise
         self.sums: list[Tensor | None] = [None] * len(weights)
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
@@ -109,11 +115,18 @@ class WeightGradients:
         for i, (weight, gradient) in enumerate(zip(self.weights, gradients, strict=True)):
             if gradient is None:
                 continue
-            so_far = self.sums[i]
+            so_far, elsewhere = self.sums[i], getattr(weight, "main_grad", None) is not None
+            if so_far is None and self.precise and not elsewhere:
+                so_far = self.sums[i] = torch.zeros_like(gradient, dtype=state_dtype(gradient.dtype))
             if so_far is None:
                 self.sums[i] = gradient
-            elif getattr(weight, "main_grad", None) is None:  # else products have added it there
+            elif not elsewhere:  # else products have added it there
                 so_far.add_(gradient)
+
+    def whole(self) -> list[Tensor | None]:
+        """The sums over all tiles, in the dtypes of the weights."""
+        each = zip(self.weights, self.sums, strict=True)
+        return [None if total is None else total.to(weight.dtype) for weight, total in each]
 
 
 def loss_in_tiles(
@@ -124,12 +137,14 @@ def loss_in_tiles(
 
     Forward makes the gradients of x and of the head's weight too, which backward scales by that of the sum.
     (So does Liger's fused linear cross entropy.) Nothing runs twice; the gradient of the head's weight exists
-    from forward on. Under a loss scale it is scaled later than elsewhere, after it was rounded.
+    from forward on. Under a loss scale it is scaled later than elsewhere, after it was rounded. Without
+    ``backward_at_once`` backward runs each tile again, from an x that waited in pageable memory of the host.
     """
     lengths = tiling.lengths(labels.numel())
     tokens = x.reshape(1, -1, x.shape[-1])
     flat = (each.reshape(1, -1) for each in (labels, loss_weights))
-    loss, token_loss = _LossTiles.apply(run, lengths, torch.is_grad_enabled(), tokens, weight, *flat)
+    tiles = _LossTiles if tiling.backward_at_once else _LossTilesAgain
+    loss, token_loss = tiles.apply(run, lengths, torch.is_grad_enabled(), tokens, weight, *flat)
     return loss, token_loss.view(labels.shape)
 
 
@@ -168,6 +183,48 @@ class _LossTiles(torch.autograd.Function):
         of_weights = None if token_loss is None else token_loss * d_loss
         d_head = None if d_weight is None else d_weight.mul_(d_loss)
         return None, None, None, d_x.mul_(d_loss), d_head, None, of_weights
+
+
+class _LossTilesAgain(torch.autograd.Function):
+    """As :class:`_LossTiles`, where gradients are made in backward (FPDT_LogitsLoss)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        run: RunLoss,
+        lengths: Sequence[int],
+        learns: bool,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        loss_weights: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        losses: list[Tensor] = []
+        for tile in _each(lengths, losses):
+            losses.append(run(x[:, tile], weight, labels[:, tile]))
+        token_loss = torch.cat(losses, 1)
+        ctx.mark_non_differentiable(token_loss)
+        if learns:
+            to_pageable_(host := pageable_empty_like(x), x)
+            wait_for_device(x)
+            ctx.save_for_backward(host, weight, labels, loss_weights, token_loss)
+            ctx.run, ctx.lengths = run, lengths
+        return (token_loss * loss_weights).sum(), token_loss
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        host, weight, labels, loss_weights, token_loss = ctx.saved_tensors
+        leaf = weight.detach().requires_grad_(ctx.needs_input_grad[4])
+        sums, scaled = WeightGradients([leaf], precise=True), loss_weights * d_loss
+        d_x = torch.empty(host.shape, dtype=host.dtype, device=d_loss.device)
+        for tile in _each(ctx.lengths):
+            from_pageable_(x := torch.empty_like(d_x[:, tile]), host[:, tile])
+            wait_for_device(x)
+            given = x, leaf, labels[:, tile], scaled[:, tile]
+            d_x[:, tile].copy_(_loss_gradients(ctx.run, *given, sums, []))
+            del x, given
+        of_weights = token_loss * d_loss if ctx.needs_input_grad[-1] else None
+        return None, None, None, d_x, *sums.whole(), None, of_weights
 
 
 def _loss_gradients(

@@ -22,6 +22,7 @@ import_module("spbench.impls.backends.narrow_moments")  # which has an operator 
 for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
     if not module.name.endswith("_triton"):  # these are no operators, and triton is not everywhere
         import_module(module.name)
+import_module("spbench.impls.backends.narrow_moments")  # an operator outside the kernels
 
 HALF = [torch.float16, torch.bfloat16]
 OPS = torch.ops.spbench
@@ -196,6 +197,8 @@ def _of_experts(x: Tensor, y: Tensor, square: Tensor) -> dict[str, tuple[Any, ..
         "permute_rows_backward": (permuted, d_weights, row_of),
         "unpermute_rows": (permuted, row_of),
         "unpermute_rows_backward": (y, row_of, 4),
+        "sent_rows": (x, order),
+        "summed_rows": (x, order, 4),
         "sort_rows": (x, row_weights, [1, 2], [1, 0]),
         "sort_rows_backward": (y, row_weights, order),
         "te_mm_to": (x, y.mT, torch.float64),

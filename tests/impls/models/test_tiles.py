@@ -70,7 +70,7 @@ def test_within_another_strategy(pool: RankPool) -> None:
     assert_green(pool, Case(strategy, model, "model"), strategy.meshes(4)[0])
 
 
-@pytest.mark.parametrize("recompute", [{}, FULL, {**FULL, "recompute_early_stop": True}])
+@pytest.mark.parametrize("recompute", [{}, FULL, {**FULL, "recompute_early_stop": True}, {"tiling": "fpdt"}])
 @pytest.mark.parametrize("strategy", ["tensor_parallel", "megatron_sp"])
 def test_bytes_are_those_of_the_closed_form(strategy: str, recompute: dict[str, Any]) -> None:
     split = {"vocabulary": "split"} if strategy == "megatron_sp" else {}
@@ -102,6 +102,20 @@ def test_an_mlp_runs_three_times_where_its_layer_is_recomputed_and_a_loss_once()
     assert again["silu"] == 2 * 4 * 3
     loss = kernels(trace(model_options={"layers": 2, "loss_tile": 4}))
     assert loss["mm"] == plain["mm"] + 3 * 3
+    fpdt = kernels(trace(model_options={"layers": 2, "loss_tile": 4, "tiling": "fpdt"}))
+    assert fpdt["mm"] == loss["mm"] + 4
+    assert (fpdt["to_pageable_"], fpdt["from_pageable_"]) == (1, 4)
+
+
+def test_fpdt_s_sums_over_tiles_are_rounded_once() -> None:
+    """257 gradients of bfloat16, of which each but the first is lost in a sum of that precision."""
+    weight, sums = torch.zeros(1, dtype=torch.bfloat16), []
+    for precise in (False, True):
+        gradients = tiles.WeightGradients([weight], precise=precise)
+        for each in (1.0, *[2.0**-9] * 256):
+            gradients.add([weight.new_full((1,), each)])
+        sums += [total.item() for total in gradients.whole() if total is not None]
+    assert sums == [1.0, 1.5]
 
 
 def test_gradients_with_dropout_are_those_without_tiles() -> None:
@@ -127,6 +141,8 @@ def test_one_tile_s_intermediate_results_exist_at_once() -> None:
 def test_no_product_is_kept_of_a_tile() -> None:
     with pytest.raises(ValueError, match="recompute: operators keeps matmuls, and mlp_tile keeps none"):
         model_preset(GROUPED, {"recompute": "operators", "mlp_tile": 4})
+    with pytest.raises(ValueError, match="tiling: fpdt needs mlp_tile or loss_tile"):
+        model_preset(GROUPED, {"tiling": "fpdt"})
 
 
 def test_inference_makes_no_gradient() -> None:
@@ -183,9 +199,9 @@ def gradient_of_the_last_tile_alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def tiles_in_the_wrong_order(patch: pytest.MonkeyPatch) -> None:
-    def forward(ctx: Any, run: Any, lengths: Any, x: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, run: Any, lengths: Any, precise: bool, x: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.run, ctx.lengths, ctx.weights = run, lengths, weights
+        ctx.run, ctx.lengths, ctx.precise, ctx.weights = run, lengths, precise, weights
         return torch.cat([run(tile) for tile in x.split(lengths, 1)][::-1], 1)
 
     patch.setattr(tiles._Tiles, "forward", staticmethod(forward))
@@ -200,8 +216,10 @@ def tiles_in_the_wrong_order(patch: pytest.MonkeyPatch) -> None:
         (tiles_in_the_wrong_order, "output hidden"),
     ],
 )
-def test_a_planted_fault_is_red(pool: RankPool, plant: Any, tensor: str) -> None:
-    row = row_with(pool, plant, Case(strategies()["single"], model_preset(GROUPED, TILES), "model"))
+@pytest.mark.parametrize("tiling", ["alst", "fpdt"])
+def test_a_planted_fault_is_red(pool: RankPool, plant: Any, tensor: str, tiling: str) -> None:
+    model = model_preset(GROUPED, TILES | {"tiling": tiling})
+    row = row_with(pool, plant, Case(strategies()["single"], model, "model"))
     assert row.status == "RED"
     assert tensor in row.tensor + row.verdict, row
 

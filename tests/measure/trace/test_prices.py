@@ -16,9 +16,12 @@ from spbench.bench.measure.trace.operator_prices import _softmax_shape, price_of
 from spbench.bench.measure.trace.recorder import FastRecorder
 from spbench.bench.measure.trace.torch_internals import FakeTensorMode, check_internals
 from spbench.impls.attended import Range, Ranges
+from spbench.impls.kernels.permutation import WITHIN_TRANSFERS
 from spbench.impls.kernels.ranged_attention import Size
 from tests.measure.engines.short_cut_cells import cell
 from tests.measure.trace.same_traces import differences
+
+ROWS = (*WITHIN_TRANSFERS, "permute_rows")
 
 
 @torch.library.custom_op("price_test::mix", mutates_args=())
@@ -78,6 +81,11 @@ def test_the_row_says_so_and_a_kept_trace_too(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_a_price_is_known_by_table_formula_or_tag(operator: torch._ops.OpOverload, known: bool) -> None:
     assert price_of(operator).known == known
+
+
+def test_rows_on_their_way_take_no_time_of_their_own() -> None:
+    free = {name: price_of(getattr(torch.ops.spbench, name).default).free for name in ROWS}
+    assert free == {"sent_rows": True, "summed_rows": True, "permute_rows": False}
 
 
 def test_torchs_inside_is_as_it_is_known_to_be() -> None:
