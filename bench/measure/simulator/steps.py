@@ -27,7 +27,8 @@ class Steps:
 
     Attributes:
         all_ranks: global ranks that run it, in ascending order.
-        ranks: those of them that are simulated, the first of ``all_ranks``.
+        simulated: which of these are simulated, in ascending order.
+        ranks: those.
         at: the program's event of each step; steps are what is not a kernel of the compute stream.
         kinds, streams, partners: of each step; a wait's partner is the step that it waits for.
         nbytes: bytes of each step's payload.
@@ -37,7 +38,8 @@ class Steps:
 
     program: Program
     all_ranks: np.ndarray
-    ranks: np.ndarray
+    simulated: np.ndarray
+    ranks: np.ndarray = field(init=False)
     at: np.ndarray = field(init=False)
     kinds: list[int] = field(init=False)
     streams: list[int] = field(init=False)
@@ -46,7 +48,7 @@ class Steps:
     at_once: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        program = self.program
+        program, self.ranks = self.program, self.all_ranks[self.simulated]
         self.at = np.flatnonzero((program.kind != KERNEL) | (program.stream != COMPUTE_STREAM))
         step_of = np.full(len(program), -1)
         step_of[self.at] = np.arange(len(self.at))
