@@ -62,7 +62,7 @@ class HostClock:
         assert host is not None
         self.latency, self.work = host.seconds("launch_latency_s"), work
         self._begun = host.seconds("step_s")
-        self.now = np.full(len(steps.ranks), self._begun)
+        self.now, self._larger = np.full(len(steps.ranks), self._begun), steps.larger
         on_compute = (program.kind == KERNEL) & (program.stream == COMPUTE_STREAM)
         joins = (program.host[:, _JOINS] > 0) | (on_compute & host.synchronous)
         cut = np.append(joins, True)
@@ -108,19 +108,19 @@ class HostClock:
     ) -> tuple[np.ndarray, np.ndarray]:
         """The compute stream's clock and the host's of some ranks when they have come to a step and the host
         has dispatched it, from those after the step before."""
-        first, end = self._first_of[step], self._first_of[step + 1]
+        first, end, larger = self._first_of[step], self._first_of[step + 1], self._larger
         begin, rows = self._blocks.get(step // _BLOCK) or self._block(step // _BLOCK)
         for joins, kernels_s, host_s, through_s, noted, behind in rows[first - begin : end - begin]:
             if joins:
-                host = np.maximum(host, stream)
+                host = larger(host, stream)
             if through_s != _NO_KERNEL:  # else the stream stays where it is
-                stream = np.maximum(stream + kernels_s, host + through_s)
+                stream = larger(stream + kernels_s, host + through_s)
             if host_s:
                 host = host + host_s
             if noted >= 0:
                 self._done[noted, who] = stream
             if behind >= 0:
-                host = np.maximum(host, self._done[behind, who])
+                host = larger(host, self._done[behind, who])
         return stream, host
 
     def _block(self, number: int) -> tuple[int, list[tuple[Any, ...]]]:

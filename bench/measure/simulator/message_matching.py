@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.program import COLLECTIVE, RECV, SEND, Group, Program
+from spbench.bench.measure.simulator.program import COLLECTIVE, RECV, SEND, Group, Mesh, Program
 from spbench.bench.measure.simulator.steps import Meeting, Steps
 
 
@@ -62,8 +62,9 @@ class World:
     Args:
         programs: each distinct one.
         program_of: for each rank of the world, the index of its program (see :func:`owners`).
-        shift: only ranks below it are simulated; rank r does what rank r % shift does (see
-            :func:`smallest_shift`). The size of the world: all are simulated.
+        shifts: only ranks whose coordinate along each axis of the mesh is below its shift are simulated;
+            those that are a multiple of it further do the same (see :func:`smallest_shifts`). The mesh: all
+            are simulated.
 
     Attributes:
         size: ranks of the world, simulated or not.
@@ -78,16 +79,17 @@ class World:
         ValueError: two halves disagree about the bytes.
     """
 
-    def __init__(self, programs: Sequence[Program], program_of: np.ndarray, shift: int):
+    def __init__(self, programs: Sequence[Program], program_of: np.ndarray, shifts: Mesh):
         self.size, self.program_of = len(program_of), program_of
-        self.stands_for = np.arange(self.size) % shift
+        mesh, every = programs[0].mesh, np.arange(self.size)
+        coordinates = zip(np.unravel_index(every, mesh), shifts, strict=True)
+        self.stands_for = np.ravel_multi_index(tuple(c % shift for c, shift in coordinates), mesh)
         self.steps = []
-        places = np.zeros(shift, dtype=np.int64)
+        places = np.zeros(self.size, dtype=np.int64)
         for number, program in enumerate(programs):
             ranks = np.flatnonzero(program_of == number)
-            simulated = ranks[ranks < shift]
-            places[simulated] = np.arange(len(simulated))
-            self.steps.append(Steps(program, ranks, simulated))
+            self.steps.append(Steps(program, ranks, np.flatnonzero(self.stands_for[ranks] == ranks)))
+            places[self.steps[-1].ranks] = np.arange(len(self.steps[-1].ranks))
         self.place_of = places[self.stands_for]
         posts = [_posts(steps) for steps in self.steps]
         self.meetings = [
@@ -106,7 +108,7 @@ class World:
         by = steps.program.peers[peer]
         own = posts[number][kind, by]
         back = tuple(-d % n for d, n in zip(by, steps.program.mesh, strict=True))
-        ranks = steps.peers(peer)[: len(steps.ranks)]
+        ranks = steps.peers(peer)[steps.simulated]
         programs = self.program_of[ranks]
         for q in np.unique(programs).tolist():
             mine = np.flatnonzero(programs == q)
@@ -176,9 +178,8 @@ class Channels:
             latency, per_byte = self._costs.transfers(
                 steps.all_ranks.tolist(), steps.peers(peer).tolist(), at_once
             )
-            simulated = slice(len(steps.ranks))
             free = self._free.setdefault((number, peer), np.zeros(len(steps.ranks)))
-            self._found[key] = Channel(latency[simulated], nbytes * per_byte[simulated], free)
+            self._found[key] = Channel(latency[steps.simulated], nbytes * per_byte[steps.simulated], free)
         return self._found[key]
 
 
@@ -206,13 +207,13 @@ class ProcessGroups:
         found: dict[tuple[tuple[int, int], ...], int] = {}
         simulated: list[int] = []
         number_of = np.zeros(len(first), dtype=np.int64)
-        for one in np.unique(of[: len(steps.ranks)]).tolist():
+        for one in np.unique(of[steps.simulated]).tolist():
             stand = np.unique(world.stands_for[members[first[one]]])
             places = tuple(zip(world.program_of[stand].tolist(), world.place_of[stand].tolist(), strict=True))
             number_of[one] = found.setdefault(places, len(found))
             if len(found) > len(simulated):
                 simulated.append(one)
-        self.of, self.simulated = number_of[of[: len(steps.ranks)]], np.array(simulated)
+        self.of, self.simulated = number_of[of[steps.simulated]], np.array(simulated)
         self.everywhere = [
             [(p, np.array([place for q, place in places if q == p])) for p in sorted({q for q, _ in places})]
             for places in found

@@ -2,11 +2,12 @@
 
 Ranks that do the same at the same times are simulated once (folding), where the world has a symmetry.
 
-Let every rank r take the place of rank r + p, the last p those of the first. If each then finds in its new
-place the program, peers, process groups, node and part of a node that it had, only under other numbers, all
-ranks that are a multiple of p apart have equal times: these are sums and maxima of the same costs. So p of
-them are enough to simulate. What a transfer or collective costs depends on all that share a network card or
-the way out of a part; costs are therefore those of the whole world.
+Let every rank take the place of the one p further along an axis of the mesh, the last p those of the first.
+If each then finds in its new place the program, process groups, node and part of a node that it had, only
+under other numbers, all ranks that are a multiple of p apart along the axis have equal times: these are sums
+and maxima of the same costs. So the first p along each axis are enough to simulate; peers, which are so far
+away along axes, follow. What a transfer or collective costs depends on all that share a network card or the
+way out of a part; costs are therefore those of the whole world.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from spbench.bench.measure.simulator.costs import Costs, node_of
 from spbench.bench.measure.simulator.crossings import crossings_of
 from spbench.bench.measure.simulator.message_matching import World, owners
 from spbench.bench.measure.simulator.needed_rates import check_rates
-from spbench.bench.measure.simulator.program import Group, Program, shifted_ranks
+from spbench.bench.measure.simulator.program import Group, Mesh, Program, shifted_ranks
 from spbench.bench.measure.simulator.simulation import Simulation
 from spbench.bench.measure.simulator.timeline import Timeline
 
@@ -57,8 +58,8 @@ class Simulator:
     ):
         program_of = owners(programs, ranks_of)
         check_rates(cluster, precision, len(program_of))
-        shift = smallest_shift(programs, program_of, cluster) if fold else len(program_of)
-        self.world = World(programs, program_of, shift)
+        shifts = smallest_shifts(programs, program_of, cluster) if fold else programs[0].mesh
+        self.world = World(programs, program_of, shifts)
         self.cluster, self.precision, self.parameters = cluster, precision, parameters
         self.attention, self.unlike_axis = attention, unlike_axis
 
@@ -74,43 +75,48 @@ class Simulator:
         return Simulation(self.world, costs, self.unlike_axis).timeline()
 
 
-def smallest_shift(programs: Sequence[Program], program_of: np.ndarray, cluster: Cluster) -> int:
-    """The smallest p of which the world is a multiple, such that ranks r, r + p, r + 2p, ... have equal
-    times; the size of the world if there is none below it.
+def smallest_shifts(programs: Sequence[Program], program_of: np.ndarray, cluster: Cluster) -> Mesh:
+    """Along each axis of the mesh the smallest p, a divisor of its ranks, such that ranks p apart have equal
+    times; all of its ranks if there is none below them.
 
     Args:
         programs: each distinct one.
         program_of: for each rank of the world, the index of its program.
         cluster: whose nodes the ranks fill in order.
     """
-    world = len(program_of)
-    ranks = np.arange(world)
+    mesh, ranks = programs[0].mesh, np.arange(len(program_of))
     nodes = [node_of(ranks, cluster), *(ranks // each.devices for each in crossings_of(cluster))]
-    shifts = (p for p in range(1, world) if world % p == 0)
-    return next((p for p in shifts if is_symmetric(programs, program_of, nodes, p)), world)
+
+    def smallest(axis: int) -> int:
+        for p in (p for p in range(1, mesh[axis]) if mesh[axis] % p == 0):
+            by = [p * (each == axis) for each in range(len(mesh))]
+            if is_symmetric(programs, program_of, nodes, shifted_ranks(ranks, by, mesh)):
+                return p
+        return mesh[axis]
+
+    return tuple(map(smallest, range(len(mesh))))
 
 
 def is_symmetric(
-    programs: Sequence[Program], program_of: np.ndarray, nodes: Sequence[np.ndarray], p: int
+    programs: Sequence[Program], program_of: np.ndarray, nodes: Sequence[np.ndarray], image: np.ndarray
 ) -> bool:
-    """Whether the shift of all ranks by p, round the world, maps programs, nodes, peers and groups onto
-    themselves.
+    """Whether a shift of all ranks along an axis of the mesh maps programs, nodes and groups onto themselves.
 
     Args:
         program_of: of each rank of the world.
         nodes: of each rank of the world, its node, and each part of that which it is in.
+        image: of each rank of the world, the one that it takes the place of.
     """
-    image = np.roll(np.arange(len(program_of)), -p)
     same = np.array_equal(program_of[image], program_of)
-    if not (same and all(keeps_nodes(each, image) for each in nodes)):
-        return False
-    for number, program in enumerate(programs):
-        ranks = np.flatnonzero(program_of == number)
-        if not all(keeps_peers(by, program, ranks, image) for by in program.peers):
-            return False
-        if not all(keeps_groups(group, program, ranks, image) for group in program.groups):
-            return False
-    return True
+    return (
+        same
+        and all(keeps_nodes(each, image) for each in nodes)
+        and all(
+            keeps_groups(group, program, np.flatnonzero(program_of == number), image)
+            for number, program in enumerate(programs)
+            for group in program.groups
+        )
+    )
 
 
 def keeps_nodes(nodes: np.ndarray, image: np.ndarray) -> bool:
@@ -121,12 +127,6 @@ def keeps_nodes(nodes: np.ndarray, image: np.ndarray) -> bool:
         image: of each rank of the world, another or the same; a permutation.
     """
     return len(np.unique(np.stack([nodes, nodes[image]]), axis=1).T) == len(np.unique(nodes))
-
-
-def keeps_peers(by: tuple[int, ...], program: Program, ranks: np.ndarray, image: np.ndarray) -> bool:
-    """Whether the image of the peer that far away is, for each of the ranks, the peer of its image."""
-    mesh = program.mesh
-    return np.array_equal(image[shifted_ranks(ranks, by, mesh)], shifted_ranks(image[ranks], by, mesh))
 
 
 def keeps_groups(group: Group, program: Program, ranks: np.ndarray, image: np.ndarray) -> bool:

@@ -74,8 +74,7 @@ class Simulation(SimulationState):
         steps, before, host = self.steps[number], self.before[number], self.hosts[number]
         kinds, streams = steps.kinds, steps.streams
         reached, clocks = self.reached[number], self.clocks[number]
-        everyone = len(who) == len(steps.ranks)
-        index = slice(None) if everyone else who
+        index, larger = steps.index(who), steps.larger
         now = clocks[COMPUTE_STREAM, index]
         if host is not None:
             launching = host.now[index]
@@ -97,7 +96,7 @@ class Simulation(SimulationState):
                 now, launching = host.reach(at, now, launching, index)
                 here = now if stream == COMPUTE_STREAM else clocks[stream, index]
                 if kind not in (WAIT, RECORD):
-                    here = np.maximum(here, launching + host.latency)
+                    here = larger(here, launching + host.latency)
             reached[at, index] = here
             if kind == WAIT:
                 leaves = self._wait(number, at, who, here)
@@ -123,16 +122,16 @@ class Simulation(SimulationState):
         """When some ranks leave a wait that they reach at the times ``here``; None: not all of them can yet,
         and they are set apart."""
         steps, end = self.steps[number], self.end[number]
-        index = slice(None) if len(who) == len(steps.ranks) else who
+        index = steps.index(who)
         partner = steps.partners[at]
         ends = end[partner][index]
         if self.ended[number][partner] < len(steps.ranks) and (late := np.isnan(ends)).any():
-            self._part(number, at, who, late)
+            self._part(number, at, who, np.atleast_1d(late))
             return None
         if lost := self.losses[number][at]:
             lasted = sum(end[each][index] - self.start[number][each][index] for each in lost)
             here = here + self.costs.overlap_loss * lasted
-        self.left[number][at, index] = here = np.maximum(here, ends)
+        self.left[number][at, index] = here = steps.larger(here, ends)
         return here
 
     def _post(self, number: int, at: int, who: np.ndarray, here: np.ndarray) -> None:
@@ -141,7 +140,7 @@ class Simulation(SimulationState):
         steps = self.steps[number]
         everyone, kind = len(who) == len(steps.ranks), steps.kinds[at]
         if kind in (KERNEL, RECORD):
-            index = slice(None) if everyone else who
+            index = steps.index(who)
             self.start[number][at, index] = here
             self.end[number][at, index] = here = here + self.taken[number][at]
             self.ended[number][at] += len(who)

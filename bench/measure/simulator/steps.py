@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +29,8 @@ class Steps:
 
     Attributes:
         all_ranks: global ranks that run it, in ascending order.
-        ranks: those of them that are simulated, the first of ``all_ranks``.
+        simulated: which of these are simulated, in ascending order.
+        ranks: those.
         at: the program's event of each step; steps are what is not a kernel of the compute stream.
         kinds, streams, partners: of each step; a wait's partner is the step that it waits for.
         nbytes: bytes of each step's payload.
@@ -37,7 +40,8 @@ class Steps:
 
     program: Program
     all_ranks: np.ndarray
-    ranks: np.ndarray
+    simulated: np.ndarray
+    ranks: np.ndarray = field(init=False)
     at: np.ndarray = field(init=False)
     kinds: list[int] = field(init=False)
     streams: list[int] = field(init=False)
@@ -46,7 +50,7 @@ class Steps:
     at_once: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        program = self.program
+        program, self.ranks = self.program, self.all_ranks[self.simulated]
         self.at = np.flatnonzero((program.kind != KERNEL) | (program.stream != COMPUTE_STREAM))
         step_of = np.full(len(program), -1)
         step_of[self.at] = np.arange(len(self.at))
@@ -61,6 +65,18 @@ class Steps:
 
     def __len__(self) -> int:
         return len(self.kinds)
+
+    def index(self, who: np.ndarray) -> Any:
+        """The index of some simulated ranks in an array that has an entry of each. Of a single one it is its
+        place: arithmetic on numbers takes less time than on arrays of one."""
+        if len(self.ranks) == 1:
+            return 0
+        return slice(None) if len(who) == len(self.ranks) else who
+
+    @cached_property
+    def larger(self) -> Callable[[Any, Any], Any]:
+        """The larger of two times of simulated ranks, as :meth:`index` takes them from arrays."""
+        return max if len(self.ranks) == 1 else np.maximum
 
     @cached_property
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -264,17 +264,28 @@ class _Program:
         """The sets that fit if switches take off somewhat more together than apart."""
         priced = sorted((self.seconds + self._least_cost(taken), taken) for taken in sets)
         for seconds, taken in priced:
-            if np.all(self.saved[:, [*taken]].sum(axis=1) * _MORE_TOGETHER >= self.excess):
+            saved, _ = self._beside_each_other(taken)
+            if np.all(saved.sum(axis=1) * _MORE_TOGETHER >= self.excess):
                 yield seconds, [self.changes[at] for at in taken]
 
     def _least_cost(self, taken: Sequence[int]) -> float:
-        """What switches cost together; the largest of them where two share a setting, of which one of a share
-        of the layers may leave that share."""
-        costs, shares = self.costs[[*taken]], self.shares[[*taken]]
+        """What switches cost together; the largest of them where two share a setting."""
+        _, costs = self._beside_each_other(taken)
         settings = [{*self.changes[at].settings} - {MODULES, RECOMPUTE} for at in taken]
         shared = sum(map(len, settings)) > len(set[str]().union(*settings))
-        left = np.where(shares < 1, 1.0, shares.min())
-        return float((costs * left).max() if shared else costs.sum())
+        return float(costs.max() if shared else costs.sum())
+
+    def _beside_each_other(self, taken: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """What each of several switches takes off each phase, and costs; beside one of a share of the layers
+        without the recomputation of all layers, which that one takes the place of."""
+        saved, costs, shares = self.saved[:, [*taken]], self.costs[[*taken]], self.shares[[*taken]]
+        some = int(shares.argmin())
+        if (share := shares[some]) < 1:
+            recompute = [self.changes[at].settings.get(RECOMPUTE) for at in taken]
+            of_all = [value == "full" and at != some for at, value in enumerate(recompute)]
+            saved -= np.outer(saved[:, some] / share, of_all)
+            costs -= costs[some] / share * np.array(of_all)
+        return saved, costs
 
 
 def settings_of_plan(plan: BudgetPlan) -> Mapping[str, object]:

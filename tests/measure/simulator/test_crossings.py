@@ -12,7 +12,7 @@ from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.message_matching import owners
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
-from spbench.bench.measure.simulator.simulate import Simulator, smallest_shift
+from spbench.bench.measure.simulator.simulate import Simulator, smallest_shifts
 from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.substitutes import transfer_substitutes
 from tests.measure.simulator.step_programs import cluster, everyone, ring
@@ -68,8 +68,8 @@ def test_a_world_is_not_folded_over_a_crossing() -> None:
     """All ranks of a ring do the same, yet the send between sockets takes longer than the others."""
     on = node(crossings=[crossing(4, 0.1)])
     programs, ranks = [ring(8, 1.0, 1.0, overlap=False)], [range(8)]
-    assert smallest_shift(programs, owners(programs, ranks), node()) == 1
-    assert smallest_shift(programs, owners(programs, ranks), on) == 4
+    assert smallest_shifts(programs, owners(programs, ranks), node()) == (1, 1, 1, 1)
+    assert smallest_shifts(programs, owners(programs, ranks), on) == (1, 1, 1, 4)
     folded, whole = (Simulator(programs, ranks, on, fold=fold)().step_time_s for fold in (True, False))
     assert folded == whole > Simulator(programs, ranks, node())().step_time_s
 

@@ -12,9 +12,9 @@ from spbench.bench.measure.clusters.cluster import Calibration
 from spbench.bench.measure.simulator import message_matching
 from spbench.bench.measure.simulator import simulate as simulation
 from spbench.bench.measure.simulator.message_matching import owners
-from spbench.bench.measure.simulator.program import Group, Program
+from spbench.bench.measure.simulator.program import Group, Mesh, Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
-from spbench.bench.measure.simulator.simulate import smallest_shift
+from spbench.bench.measure.simulator.simulate import smallest_shifts
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.simulator.trace_export import trace_events
 from tests.measure.simulator.step_programs import cluster, one_f_one_b, ring
@@ -32,37 +32,40 @@ def assert_equal(folded: Timeline, whole: Timeline) -> None:
 
 
 def times(
-    programs: Sequence[Program], ranks_of: Sequence[Sequence[int]], nodes_of: int, shift: int | None = None
+    programs: Sequence[Program], ranks_of: Sequence[Sequence[int]], nodes_of: int, shifts: Mesh = ()
 ) -> Timeline:
-    """The timeline of a world on nodes of that many ranks, between which it is slow; whole, or folded by a
-    shift whatever that does to it."""
+    """The timeline of a world on nodes of that many ranks, between which it is slow; whole, or folded by
+    shifts whatever they do to it."""
     program_of = owners(programs, ranks_of)
     on = cluster(bandwidth=0.1, devices=nodes_of)
-    world = simulation.World(programs, program_of, shift or len(program_of))
+    world = simulation.World(programs, program_of, shifts or programs[0].mesh)
     return simulation.Simulation(world, simulation.Costs(on, Calibration())).timeline()
 
 
-def shift_of(programs: Sequence[Program], ranks_of: Sequence[Sequence[int]], nodes_of: int) -> int:
-    return smallest_shift(programs, owners(programs, ranks_of), cluster(devices=nodes_of))
+def shifts_of(programs: Sequence[Program], ranks_of: Sequence[Sequence[int]], nodes_of: int) -> Mesh:
+    return smallest_shifts(programs, owners(programs, ranks_of), cluster(devices=nodes_of))
 
 
 def test_nodes_that_break_are_refused() -> None:
     """The last node of 20 ranks on nodes of 8 has half as many as the others; a shift by 4 breaks them."""
     world = [ring(20, 1, 1, overlap=False)], [range(20)]
-    assert shift_of(*world, 8) == 20
-    assert times(*world, 8, shift=4).step_time_s < times(*world, 8).step_time_s
-    assert shift_of(*world, 4) == 4
-    assert_equal(times(*world, 4, shift=4), times(*world, 4))
+    assert shifts_of(*world, 8) == (1, 1, 1, 20)
+    assert times(*world, 8, (1, 1, 1, 4)).step_time_s < times(*world, 8).step_time_s
+    assert shifts_of(*world, 4) == (1, 1, 1, 4)
+    assert_equal(times(*world, 4, (1, 1, 1, 4)), times(*world, 4))
 
 
-def test_nodes_smaller_than_the_shift_are_kept() -> None:
-    """Where a shift by one node does not keep the pipeline stages, one by several does."""
+@pytest.mark.parametrize("outer", [True, False])
+def test_replicas_and_ranks_of_a_stage_are_folded(outer: bool) -> None:
+    """Pipeline stages stay apart, whether replicas of it are around its stages or within them."""
     programs, ranks = one_f_one_b(4, 3, 1.0, 2.0, nbytes=0.5, width=2)
-    assert shift_of(programs, ranks, 2) == 8
-    replicas = [dataclasses.replace(p, mesh=(3, *p.mesh[1:])) for p in programs]
-    ranks_of = [[r + 8 * replica for replica in range(3) for r in members] for members in ranks]
-    assert shift_of(replicas, ranks_of, 2) == 8
-    assert_equal(times(replicas, ranks_of, 2, shift=8), times(replicas, ranks_of, 2))
+    assert shifts_of(programs, ranks, 2) == (1, 4, 1, 1)
+    mesh = (3, 4, 1, 2) if outer else (1, 4, 3, 2)
+    replicas = [dataclasses.replace(p, mesh=mesh) for p in programs]
+    stages = np.unravel_index(np.arange(24), mesh)[1]
+    ranks_of = [np.flatnonzero(stages == stage).tolist() for stage in range(4)]
+    assert shifts_of(replicas, ranks_of, 2) == (1, 4, 1, 1)
+    assert_equal(times(replicas, ranks_of, 2, (1, 4, 1, 1)), times(replicas, ranks_of, 2))
 
 
 def posts_of(mesh: tuple[int, ...], compute: float, post: Callable[[ProgramBuilder], list[int]]) -> Program:
@@ -79,22 +82,20 @@ def sends_round(b: ProgramBuilder) -> list[int]:
     return [b.send(1, (0, 0, 0, 1)), b.recv(1, (0, 0, 0, -1))]
 
 
-def sums_up(b: ProgramBuilder) -> list[int]:
-    return [b.collective("all_reduce", 1, Group((3,), ((0,), (1,), (2,))))]
+def sums_up_in_pairs(b: ProgramBuilder) -> list[int]:
+    return [b.collective("all_reduce", 1, Group((3,), ((0,), (1,)), (2,)))]
 
 
-@pytest.mark.parametrize("post", [sends_round, sums_up])
-def test_peers_and_groups_that_are_not_mapped_are_refused(
-    post: Callable[[ProgramBuilder], list[int]],
-) -> None:
-    """Rings, or groups, of three ranks on nodes of four: a shift by four keeps programs and nodes, and maps
-    ranks 0, 1, 2 onto 4, 5, 6, which are of two rings."""
-    mesh, heavy = (4, 1, 1, 3), [0, 4, 8]
-    programs = [posts_of(mesh, compute, post) for compute in (5, 1)]
-    ranks_of = [heavy, [r for r in range(12) if r not in heavy]]
-    assert shift_of(programs, ranks_of, 4) == 12
-    forced, whole = times(programs, ranks_of, 4, shift=4), times(programs, ranks_of, 4)
-    assert not np.array_equal(forced.by_rank["bubble"], whole.by_rank["bubble"])
+def test_groups_that_are_not_mapped_are_refused() -> None:
+    """Groups of two ranks: a shift by three keeps programs, and maps ranks 0 and 1 onto 3 and 4, which are of
+    two groups."""
+    heavy = [0, 3, 6, 9]
+    programs = [posts_of((1, 1, 1, 12), compute, sums_up_in_pairs) for compute in (5, 1)]
+    world = programs, [heavy, [r for r in range(12) if r not in heavy]], 1
+    assert shifts_of(*world) == (1, 1, 1, 6)
+    assert_equal(times(*world, (1, 1, 1, 6)), times(*world))
+    forced, whole = (list(times(*world, p).events(4)) for p in ((1, 1, 1, 3), ()))
+    assert forced != whole  # two that compute little wait for none that computes more
 
 
 def test_one_simulated_rank_adds_up_as_many_do() -> None:
@@ -108,8 +109,8 @@ def test_one_simulated_rank_adds_up_as_many_do() -> None:
         for work in works:
             b.wait(work)
     world = [b.program()], [range(4)]
-    assert shift_of(*world, 4) == 1
-    assert_equal(times(*world, 4, shift=1), times(*world, 4))
+    assert shifts_of(*world, 4) == (1, 1, 1, 1)
+    assert_equal(times(*world, 4, (1, 1, 1, 1)), times(*world, 4))
 
 
 def ring_of_pipelines() -> tuple[list[Program], list[list[int]]]:
@@ -147,8 +148,8 @@ def test_transfers_of_all_ranks_at_once_are_those_of_some(
 
 def test_programs_that_are_not_mapped_are_refused() -> None:
     programs = [posts_of((1, 1, 1, 4), compute, sends_round) for compute in (5, 1)]
-    assert shift_of(programs, [[0, 2], [1, 3]], 4) == 2
-    assert shift_of(programs, [[0, 1], [2, 3]], 4) == 4
+    assert shifts_of(programs, [[0, 2], [1, 3]], 4) == (1, 1, 1, 2)
+    assert shifts_of(programs, [[0, 1], [2, 3]], 4) == (1, 1, 1, 4)
 
 
 def test_groups_of_chosen_members_are_kept() -> None:
@@ -160,8 +161,8 @@ def test_groups_of_chosen_members_are_kept() -> None:
     mesh = (4, 3, 1, 1)
     programs = [posts_of(mesh, 2, ties), posts_of(mesh, 9, lambda _: []), posts_of(mesh, 1, ties)]
     ranks_of = [list(range(stage, 12, 3)) for stage in range(3)]
-    assert shift_of(programs, ranks_of, 3) == 3
-    assert_equal(times(programs, ranks_of, 3, shift=3), times(programs, ranks_of, 3))
+    assert shifts_of(programs, ranks_of, 3) == (1, 3, 1, 1)
+    assert_equal(times(programs, ranks_of, 3, (1, 3, 1, 1)), times(programs, ranks_of, 3))
 
 
 @pytest.mark.parametrize(

@@ -29,16 +29,24 @@ from tests.tools.advise.questions import small_cards
 from tests.tools.commands.conftest import Run
 from tests.tools.fit.test_fit import longer
 
-MODEL = Cell(model="causal-transformer-tiny", strategy="single", batch=2, seq_len=64, cluster="dgx-h100")
+MODEL = Cell(
+    model="causal-transformer-tiny",
+    model_options={"layers": 8},
+    strategy="single",
+    batch=2,
+    seq_len=64,
+    cluster="dgx-h100",
+)
 PHASES = ("forward", "backward", "optimizer")
 
 
 class Landscape:
     """Memory and time by the settings of a cell, in place of traces: what each setting takes off each phase
-    and adds to the step, the savings of two together up to 20% more or less than their sum."""
+    and adds to the step, the savings of two together up to 20% more or less than their sum; those of
+    recomputation of some layers ``of_some`` times their share of that of all."""
 
-    def __init__(self, seed: int):
-        self.seed, self.traced, self.jobs = seed, 0, 2
+    def __init__(self, seed: int, of_some: float = 1.0):
+        self.seed, self.of_some, self.traced, self.jobs = seed, of_some, 0, 2
 
     def drawn(self, *names: object) -> random.Random:
         return random.Random(repr((self.seed, *names)))
@@ -50,13 +58,17 @@ class Landscape:
             yield task, Outcome("ok", "", measurement=self.measured(task.cell))
 
     def measured(self, cell: Cell) -> dict[str, Any]:
-        on = sorted(f"{n}={v}" for n, v in {**cell.model_options, **cell.training.backend_options}.items())
-        bend = 1 + self.drawn(*on).uniform(-0.2, 0.2) * (len(on) > 1)
-        model = cast(Any, model_preset(*cell.model_arguments))
-        share = {"recompute=full": 1.0}  # a share of the layers does that share of it
+        options = {**cell.model_options, **cell.training.backend_options}.items()
+        # of selective recomputation each module by itself
+        values = ((n, v) for n, some in options for v in (some if isinstance(some, list) else [some]))
+        on = sorted(f"{n}={v}" for n, v in values if n != "layers" and v != "selective")
+        model, share = cast(Any, model_preset(*cell.model_arguments)), {"recompute=full": 1.0}
         if model.recompute_method == "block":
             on = [each for each in on if "recompute_" not in each]
             share["recompute=full"] = model.recompute_layers / model.layers
+        bend = 1 + self.drawn(*on, share).uniform(-0.2, 0.2) * (len(on) > 1)
+        if on == ["recompute=full"] and share != {"recompute=full": 1.0}:
+            bend = self.of_some
         peaks = []
         for phase in PHASES:
             saved = sum(share.get(each, 1) * self.drawn(phase, each).uniform(0, 0.2) for each in on)
@@ -90,11 +102,8 @@ class Landscape:
         return Verdict(cell, self.measured(cell), change)
 
 
-@pytest.mark.parametrize("seed", range(16))
-def test_no_single_switch_and_no_pair_that_fits_costs_less(seed: int) -> None:
-    land = Landscape(seed)
-    plan = plan_budget(MODEL, int(0.62 * GIB), cast(Asking, land))
-    each = switches(MODEL)
+def assert_none_that_fits_costs_less(land: Landscape, budget: int, each: Sequence[Change]) -> None:
+    plan = plan_budget(MODEL, budget, cast(Asking, land))
     pairs = filter(None, map(together, itertools.combinations(each, 2)))
     fitting = [v for v in map(land.verdict, [*each, *pairs]) if plan.fits(v)]
     best = min((v.step_s or 0.0 for v in fitting), default=None)
@@ -103,6 +112,26 @@ def test_no_single_switch_and_no_pair_that_fits_costs_less(seed: int) -> None:
         assert plan.chosen is not None
         assert plan.fits(plan.chosen)
         assert (plan.chosen.step_s or 0.0) <= best
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_no_single_switch_and_no_pair_that_fits_costs_less(seed: int) -> None:
+    assert_none_that_fits_costs_less(Landscape(seed), int(0.62 * GIB), switches(MODEL))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_some_layers_are_tried_where_they_may_be_enough(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, where they take off more than their share, and with a switch that computes all layers again,
+    whose place they take."""
+    kept = {f"model_options.{name}" for name in ("recompute", "recompute_method", "recompute_layers")}
+    of_layers = [c for c in switches(MODEL) if {*c.settings} <= {*kept, "model_options.checkpoints"}]
+    monkeypatch.setattr(under_budget, "switches", lambda cell: of_layers)
+    for of_some, last in ((1.4, "model_options.recompute"), (1.0, "model_options.checkpoints")):
+        land = Landscape(seed, of_some)
+        least = next(land.verdict(c) for c in of_layers if [*c.settings][-1] == last).memory.total_bytes
+        more = land.verdict(Change({}, "")).memory.total_bytes - least
+        for part in (0.15, 0.3, 0.45):
+            assert_none_that_fits_costs_less(land, int(least + part * more), of_layers)
 
 
 def test_what_fits_needs_no_switch_and_what_cannot_has_none() -> None:
