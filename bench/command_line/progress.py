@@ -84,6 +84,11 @@ class Progress:
         if self._bar and self._task is not None:
             self._bar.update(self._task, description=text)
 
+    def keep(self, text: str) -> None:
+        """Print lines that stay, above the progress, for a person at a terminal."""
+        if self._bar:
+            self._bar.console.print(for_stream(text, sys.stderr), soft_wrap=True, markup=False)
+
     def at(self, text: str, share: float) -> None:
         """Say what is being done, and the share of the task that is behind, of 1."""
         self.now(text)

@@ -46,7 +46,7 @@ def _asking(command: Function) -> Function:
 @click.command("fit")
 @click.argument("subject", nargs=-1, required=True, metavar="SUBJECT...")
 @_asking
-@click.option("--suggest", is_flag=True, help="Show changes that take less memory, where it fits too.")
+@click.option("--suggest", is_flag=True, help="Try more changes, where it fits too.")
 @click.option("--longest", is_flag=True, help="Find the longest length and the largest micro-batch that fit.")
 @click.option("--budget", type=Bytes(), help="Choose the switches that need no more at the least cost.")
 @figure_option("Draw memory over the steps, by kind, into this file (.png, .pdf or .svg).")

@@ -56,7 +56,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     sections: list[Table | str] = []
     details: list[Table | str] = []
     program = answer.subject.job
-    sections.append("\n".join([str(fullest), fullest.peak(program), _first_change(answer)]))
+    sections.append("\n".join([*_verdict_lines(answer), _first_change(answer)]))
     sections.append(taken_line(fullest.cell, answer.subject.said))
     if len(answer.verdicts) + len(answer.others) > 1:
         sections += [f"the fullest: {fullest.cell.key}", _cells_table(answer)]
@@ -92,6 +92,11 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     }
     code = int(must_fit and not answer.fits)
     return Output(sections, content, cells, (), answer.subject.remarks, files, code, details)
+
+
+def _verdict_lines(answer: Fitting) -> list[str]:
+    """Whether the fullest fits, by how much, and where the peak is."""
+    return [str(answer.fullest), answer.fullest.peak(answer.subject.job)]
 
 
 # -- what is there -------------------------------------------------------------------------------------------
@@ -278,5 +283,9 @@ def fit(
     if kind_of(subject) == "model":
         ask_for({"--cluster NAME": cluster, "--seq-len N": settings.get("seq_len")}, subject[0])
     with Progress() as progress:
-        answer = fitting(subject, asked, progress.at, jobs, suggest, longest, budget)
+
+        def verdict_first(answer: Fitting) -> None:
+            progress.keep("\n".join(_verdict_lines(answer)))
+
+        answer = fitting(subject, asked, progress.at, jobs, suggest, longest, budget, verdict_first)
     return report(answer, answer.written(figure, snapshot), must_fit)

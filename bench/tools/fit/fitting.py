@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from spbench.bench.tools.fit.anatomy import examine, plain, trace_stage
 from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.asking import Asking, Say, Task, within
 from spbench.bench.tools.fit.fit_verdict import Verdict
-from spbench.bench.tools.fit.proofs import Largest, Proofs, largest, prove
+from spbench.bench.tools.fit.proofs import ENOUGH, MOST, Largest, Proofs, largest, prove
 from spbench.bench.tools.fit.snapshot import write_snapshot
 from spbench.bench.tools.fit.subject import Subject, advise_command, subject
 from spbench.bench.tools.fit.under_budget import BudgetPlan, plan_budget
@@ -81,6 +81,7 @@ def fitting(
     suggest: bool,
     longest: bool,
     budget_bytes: int | None = None,
+    examined_first: Callable[[Fitting], None] = lambda answer: None,
 ) -> Fitting:
     """Examine the cells that words stand for.
 
@@ -88,9 +89,11 @@ def fitting(
         words, asked: as of :func:`subject`.
         say: takes what is done, and the share that is behind.
         jobs: workers; None: one a usable core.
-        suggest: try changes also where the fullest fits.
+        suggest: try changes also where the fullest fits, and more of them.
         longest: search for the largest sizes.
         budget_bytes: that the fullest rank may need; switches for it are chosen, in place of changes.
+
+        examined_first: takes the verdicts, before what would help is looked for, if it is.
 
     Raises:
         UserError: the words stand for nothing, or no cell can run.
@@ -103,12 +106,14 @@ def fitting(
         if not verdicts:
             cell, reason = others[0]
             raise UserError(f"{cell.key}: {reason}")
-        fullest = Fitting(about, verdicts).fullest
-        proofs = sizes = plan = None
+        answer = Fitting(about, verdicts, others)
+        fullest, proofs, sizes, plan = answer.fullest, None, None, None
+        if suggest or longest or budget_bytes is not None or not fullest.fits:
+            examined_first(answer)
         if budget_bytes is not None:
             plan = plan_budget(fullest.cell, budget_bytes, asking, within(say, _EXAMINED, 1))
         elif suggest or not fullest.fits:
-            proofs = prove(fullest.cell, fullest.memory.total_bytes, asking, within(say, _EXAMINED, 1))
+            proofs = prove(fullest, asking, MOST if suggest else ENOUGH, within(say, _EXAMINED, 1))
         if longest:
             behind = _EXAMINED if proofs is None else 1.0
             say("looking for the longest length and the largest micro-batch", behind)

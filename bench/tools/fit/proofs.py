@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import changed, written
-from spbench.bench.tools.fit.anatomy import attempt
+from spbench.bench.tools.fit.anatomy import Anatomy, attempt
 from spbench.bench.tools.fit.asking import Asking, Say, Task, unheard, within
 from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.suggestions import Change, both, pairs, single_changes
 
 #: share of the time that single changes take, roughly, where pairs follow
 _SINGLE = 0.7
-#: changes that are proved at the most
-MOST = 10
-#: pairs of changes that are run at the most, and so many that fit are enough
-MOST_PAIRS, ENOUGH_PAIRS = 12, 3
+#: changes that are proved at the most, and so many that fit are enough unless more are asked for
+MOST, ENOUGH = 10, 3
+#: pairs of changes that are run at the most
+MOST_PAIRS = 12
+#: kinds of memory that no switch of the model takes off
+_STATES = ("parameters", "gradients", "optimizer_state")
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,7 @@ class Proofs:
     """What became of the changes of a cell.
 
     Attributes:
-        fitting: those that fit and take less than the cell does, the shortest step first, other jobs last; at
-            most :data:`MOST`.
+        fitting: those that fit and take less than the cell does, the shortest step first, other jobs last.
         tried, pairs_tried: how many single ones were run, and how many of two together.
         closest: of those that do not fit, the one that needs least; None: each fits, or cannot be run.
     """
@@ -40,7 +41,7 @@ class Proofs:
 
 
 class Prover:
-    """Tries changes of a cell, until :data:`MOST` fit.
+    """Tries changes of a cell, until enough fit.
 
     Args:
         cell: as it is.
@@ -84,23 +85,28 @@ class Prover:
         return tried
 
 
-def prove(cell: Cell, total_bytes: int, asking: Asking, say: Say = unheard) -> Proofs:
+def prove(before: Verdict, asking: Asking, most: int = MOST, say: Say = unheard) -> Proofs:
     """Try the single changes of a cell, the likely cheapest first. Where none is enough that leaves the job
     what it is, the pairs of them that may be are tried; where strategies were tried and none is, the pairs
-    with a strategy.
+    with a strategy. What cannot fit, by what it leaves of the peak, is tried only for the sake of pairs.
 
     Args:
-        total_bytes, asking: as of :class:`Prover`.
+        before: the cell as it is.
+        asking: as of :class:`Prover`.
+        most: so many single changes that fit are enough.
         say: takes each change that was tried, and the share that is behind.
     """
-    changes, prover = single_changes(cell), Prover(cell, total_bytes, asking)
-    tried, pairs_tried = prover.attempt(changes, MOST, within(say, 0, _SINGLE)), 0
+    changes, prover = single_changes(before.cell), Prover(before.cell, before.memory.total_bytes, asking)
+    usable = before.measurement["usable_memory_bytes"]
+    enough = [change for change in changes if left_bytes(change, before.anatomy) <= usable]
+    tried, pairs_tried = prover.attempt(enough, most, within(say, 0, _SINGLE)), 0
     alone = [change for each in prover.fitting if (change := each.change) and not change.other_job]
     divided = [each for each in prover.missed if each.change and each.change.divides]
     dividing = bool(divided) and not any(change.divides for change in alone)
     if dividing or not alone:
+        tried += prover.attempt([each for each in changes if each not in enough], most, unheard)
         promising = [*_promising_pairs(changes, prover, dividing=bool(alone))]
-        pairs_tried = prover.attempt(promising, ENOUGH_PAIRS, within(say, _SINGLE, 1))
+        pairs_tried = prover.attempt(promising, ENOUGH, within(say, _SINGLE, 1))
 
     def order(each: Verdict) -> tuple[bool, float, int]:
         """Other jobs last, and before them what cannot be timed, as without a link to the hosts."""
@@ -109,6 +115,13 @@ def prove(cell: Cell, total_bytes: int, asking: Asking, say: Say = unheard) -> P
 
     closest = min(prover.missed, key=lambda each: each.memory.total_bytes, default=None)
     return Proofs(sorted(prover.fitting, key=order)[:MOST], tried, closest, pairs_tried)
+
+
+def left_bytes(change: Change, anatomy: Anatomy) -> int:
+    """What a change surely leaves of a cell's largest moment, which its step has too: the states of training,
+    if all that it changes is how the model computes."""
+    of_model = all(name.startswith("model_options.") for name in change.settings)
+    return sum(anatomy.held.get(kind, 0) for kind in _STATES) if of_model else 0
 
 
 def _promising_pairs(changes: Iterable[Change], prover: Prover, dividing: bool) -> Iterator[Change]:
@@ -136,7 +149,7 @@ def _promising_pairs(changes: Iterable[Change], prover: Prover, dividing: bool) 
     wanted = proofs[0].memory.card_bytes / prover.total_bytes if proofs else 0.0
     likely = [change for share, change in shares if share <= wanted]
     nearest = [change for _, change in sorted(shares, key=lambda pair: pair[0])]
-    yield from likely[:MOST_PAIRS] or nearest[:ENOUGH_PAIRS]
+    yield from likely[:MOST_PAIRS] or nearest[:ENOUGH]
 
 
 @dataclass(frozen=True)

@@ -46,10 +46,10 @@ class Change:
 def single_changes(cell: Cell) -> list[Change]:
     """The changes to try, those that cost least first as far as is known without a trace."""
     return [
-        *savings_of(cell),
         *_of_step(cell),
-        *_of_strategies(cell),
         *_of_experts(cell),
+        *savings_of(cell),
+        *_of_strategies(cell),
         *part_on_host(cell),
         *_of_sizes(cell),
         *_of_job(cell),

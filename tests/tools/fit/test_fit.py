@@ -132,7 +132,7 @@ def test_a_job_that_does_not_fit_gets_changes_that_hold(
     if not every:
         request.getfixturevalue("few_changes")
     cluster = small_cards(tmp_path, 100)
-    code, out, _ = fit(*longer(cluster), "--must-fit", "--format", "json")
+    code, out, _ = fit(*longer(cluster), "--suggest", "--must-fit", "--format", "json")
     assert code == 1
     content = json.loads(out)
     assert content["fits"] is False

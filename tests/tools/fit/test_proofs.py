@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Outcome
+from spbench.bench.tools.fit.anatomy import ANATOMY, anatomy, plain
 from spbench.bench.tools.fit.asking import Task
-from spbench.bench.tools.fit.proofs import ENOUGH_PAIRS, MOST_PAIRS, Proofs, prove
+from spbench.bench.tools.fit.fit_verdict import Verdict
+from spbench.bench.tools.fit.proofs import ENOUGH, MOST, MOST_PAIRS, Proofs, prove
 from spbench.bench.tools.fit.suggestions import both, pairs, single_changes
 from tests.tools.fit.test_suggestions import cell
 
@@ -35,10 +39,15 @@ class Made:
             yield task, Outcome("ok" if needed <= USABLE else "oom", measurement=measured)
 
 
-def proved(needs: Callable[[Cell], float]) -> tuple[Proofs, Made]:
+def proved(needs: Callable[[Cell], float], states: int = 2**30, most: int = MOST) -> tuple[Proofs, Made]:
     asked = cell(sizes={"dp": 8, "sp": 1}, strategy="single", training={"backend": "ddp"}, cluster="l40s")
+    taken_apart = replace(
+        anatomy(MemoryLog([states], [1])), held={"optimizer_state": states}, least_usable_bytes=NOW
+    )
+    meters = {ANATOMY: plain(taken_apart)}
+    before = Verdict(asked, {"usable_memory_bytes": USABLE, "step_time_s": 1.0, "meters": meters})
     asking: Any = Made(needs)
-    return prove(asked, NOW, asking), asking
+    return prove(before, asking, most), asking
 
 
 def settings_of(found: Proofs) -> list[Mapping[str, Any]]:
@@ -73,6 +82,25 @@ def test_where_a_single_change_is_enough_no_pair_is() -> None:
     assert {each["strategy"] for each in settings_of(found)} == {"ulysses"}
 
 
+def test_as_many_as_are_asked_for_are_enough() -> None:
+    found, asking = proved(lambda each: NOW * 0.3, most=ENOUGH)
+    assert len(found.fitting) == found.tried == asking.asked == ENOUGH
+
+
+def test_switches_of_the_model_are_not_tried_where_its_states_alone_are_too_large() -> None:
+    def needs(each: Cell) -> float:
+        return NOW * (0.3 if each.strategy == "ulysses" else 0.9)
+
+    found, asking = proved(needs, states=USABLE + 1)
+    whole, asking_of_all = proved(needs, states=USABLE)
+    assert settings_of(found) == settings_of(whole) != []
+    assert asking.asked < asking_of_all.asked
+    # where pairs follow, it must be known what each takes off
+    found, asking = proved(shares(0.6, 0.5), states=USABLE + 1)
+    assert found.fitting
+    assert asking.asked == proved(shares(0.6, 0.5))[1].asked
+
+
 def test_where_no_strategy_is_enough_alone_pairs_with_one_are_tried() -> None:
     def needs(each: Cell) -> float:
         return (
@@ -89,7 +117,7 @@ def test_where_no_strategy_is_enough_alone_pairs_with_one_are_tried() -> None:
 def test_where_no_pair_can_be_enough_the_few_nearest_are_tried() -> None:
     found, _ = proved(shares(0.9, 0.8))
     assert not found.fitting
-    assert found.pairs_tried <= ENOUGH_PAIRS
+    assert found.pairs_tried <= ENOUGH
     assert found.closest is not None
     assert found.closest.memory.total_bytes == round(NOW * 0.9 * 0.8)
 

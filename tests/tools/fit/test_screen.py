@@ -9,6 +9,7 @@ import pytest
 
 from spbench.bench.command_line import options
 from spbench.bench.command_line.output import Output, View
+from spbench.bench.command_line.progress import Progress
 from tests.slow import slow
 from tests.terminal import faults_of, screen_of
 from tests.tools.commands.conftest import Run
@@ -24,6 +25,23 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Output]:
     forms = SimpleNamespace(load=lambda form: lambda output, out, err: found.append(output))
     monkeypatch.setattr(options, "FORMS", forms)
     return found
+
+
+def test_the_verdict_comes_before_changes_are_tried(
+    fit: Run,
+    card: Callable[[int], str],
+    few_changes: None,
+    shown: list[Output],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Progress, "keep", lambda self, text: said.append(text))
+    monkeypatch.setattr(Progress, "at", lambda self, text, share: said.append(text))
+    assert fit(*TINY, "--cluster", card(30), "--seq-len", "1K")[0] == 0
+    verdict = "\n".join(str(shown[0].sections[0]).splitlines()[:2])
+    assert verdict.startswith("fits: no")
+    assert any("recompute" in text for text in said[said.index(verdict) :])
+    assert not any("recompute" in text for text in said[: said.index(verdict)])
 
 
 @pytest.mark.parametrize(
