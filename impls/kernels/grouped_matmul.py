@@ -85,9 +85,16 @@ _TORCH = _products("")
 _ENGINE = _products("te_")
 
 
-def _by_torch(x: Tensor) -> bool:
-    """Whether torch has one kernel for all experts' matmuls of such rows on this GPU."""
+#: bytes of which a row of each matrix of ``_grouped_mm`` is a multiple
+_ROW_BYTES = 16
+
+
+def _by_torch(x: Tensor, other: int) -> bool:
+    """Whether torch has one kernel for all experts' matmuls of such rows, and ``other`` features, on this
+    GPU."""
     if x.dtype != torch.bfloat16 or x.numel() == 0:
+        return False
+    if any(features * x.element_size() % _ROW_BYTES for features in (x.shape[1], other)):
         return False
     return torch.cuda.get_device_capability(x.device) >= (9, 0)
 
@@ -111,7 +118,7 @@ def _stacked_mm(x: Tensor, weights: Tensor, rows: Sequence[int]) -> Tensor:
 
 @_stacked_mm.register_kernel("cuda")
 def _(x: Tensor, weights: Tensor, rows: Sequence[int]) -> Tensor:
-    if _by_torch(x):
+    if _by_torch(x, weights.shape[-1]):
         return torch._grouped_mm(x, weights, offs=_ends(rows, x))
     return _multiply(x, weights, rows)
 
@@ -128,7 +135,7 @@ def _stacked_mm_weights(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
 
 @_stacked_mm_weights.register_kernel("cuda")
 def _(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
-    if _by_torch(x):
+    if _by_torch(x, d_y.shape[1]):
         return torch._grouped_mm(d_y.mT, x, offs=_ends(rows, x))
     return _stacked_weight_gradients(d_y, x, rows)
 

@@ -12,7 +12,9 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -145,10 +147,17 @@ def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
     of_model: Strategy = _OneDevice(strategy.vocabulary_parts)
     reference = strategy.on_one_device() if isinstance(strategy, AsPublished) else of_model
 
-    def on_one_device(dtype: torch.dtype, strategy: Strategy = reference, of: Case = plain) -> VerifiedRun:
-        return _on_one_device(pickle.dumps((of, strategy, dtype, mesh.device_type, watch)))
+    def on_one_device(
+        dtype: torch.dtype,
+        strategy: Strategy = reference,
+        of: Case = plain,
+        given: Mapping[str, np.ndarray] = MappingProxyType({}),
+    ) -> VerifiedRun:
+        return _on_one_device(pickle.dumps((of, strategy, dtype, mesh.device_type, watch, {**given})))
 
     truth = on_one_device(torch.float64)
+    # in half precision a token between two experts goes to either, by its rounding
+    given = truth.choices if case.torch_dtype in (torch.float16, torch.bfloat16) else {}
     shapes = {name: x.shape for name, x in truth.outputs.items()}
     recorder = Recorder(mesh)
     recorder.meters = [recorder.communication]
@@ -161,11 +170,12 @@ def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
         device=mesh.device_type,
         recorder=recorder,
         watch=watch,
+        given=given,
     )
     noisy = None
     if model.rounding or case.torch_dtype is not torch.float64:
         rounded = replace(plain, model=with_options(plain.model, model.rounding))
-        noisy = on_one_device(case.torch_dtype, of=rounded)
+        noisy = on_one_device(case.torch_dtype, of=rounded, given=given)
     departures = {}
     if reference is not of_model:
         wanted, own = share_of(on_one_device(torch.float64, of_model), checked), share_of(truth, checked)
@@ -208,5 +218,5 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
 def _on_one_device(pickled: bytes) -> VerifiedRun:
     """The run of a case on one device, of the pickled arguments: most strategies are verified on the same
     models, one after another. Nobody writes to what it holds."""
-    case, strategy, dtype, device, watch = pickle.loads(pickled)
-    return VerifiedRun(case, strategy, dtype, device=device, watch=watch)
+    case, strategy, dtype, device, watch, given = pickle.loads(pickled)
+    return VerifiedRun(case, strategy, dtype, device=device, watch=watch, given=given)

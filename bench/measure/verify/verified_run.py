@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +25,9 @@ from spbench.impls.backends.backend import BackendSettings
 from spbench.impls.backends.meta_device import WholeParameters, attributes_of
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition
+from spbench.impls.dispatchers.sent_tokens import positions_of
 from spbench.impls.layout import is_expert
+from spbench.impls.models.blocks.router import Router
 from spbench.impls.models.model import Model
 from spbench.impls.options import set_options
 from spbench.impls.registries import DEFAULT_BACKEND, backend_class
@@ -84,6 +88,10 @@ class VerifiedRun:
         device: where all tensors are; values are drawn on the CPU, the same for every device.
         recorder: sees what is communicated.
         watch: whether what goes through the sites of attention is kept, in ``sites``.
+        given: experts of all tokens by router, the ``choices`` of a run of one device; empty: routers choose.
+
+    Attributes:
+        choices: the experts of all tokens [B, L, k] by router, of one device whose routers choose.
     """
 
     def __init__(
@@ -97,6 +105,7 @@ class VerifiedRun:
         device: str,
         recorder: Recorder | None = None,
         watch: bool = False,
+        given: Mapping[str, np.ndarray] = MappingProxyType({}),
     ):
         self.strategy, self.part, self.device = strategy, case.model.parts()[case.part], device
         cls = backend_class(case.backend)
@@ -117,6 +126,11 @@ class VerifiedRun:
             weights = WholeParameters(self.module, parts, attributes, partial(build, "cpu"))
             _set_weights(case, weights, [part.values for part in parts.values()])
         self.backend.zero()
+        self.choices: dict[str, np.ndarray] = {}
+        for name, module in self.module.named_modules():
+            if isinstance(module, Router):
+                choose = partial(self._noted, name, case.batch, module.choose)
+                module.choose = self._given(given[name]) if given else choose  # type: ignore[method-assign]
         whole = self.part.inputs(case.batch, case.seq_len, torch.Generator().manual_seed(case.seed))
         self.inputs = {name: self._input(name, x, case.torch_dtype, dtype) for name, x in whole.items()}
 
@@ -168,6 +182,18 @@ class VerifiedRun:
         full = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.torch_dtype)
         return self.strategy.shard(full.to(self.device), self.part.output_dims[name])
 
+    def _noted(self, name: str, batch: int, choose: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
+        """What a router chooses, of tokens in samples one after another."""
+        experts = choose(scores)
+        self.choices[name] = experts.unflatten(0, (batch, -1)).cpu().numpy()
+        return experts
+
+    def _given(self, experts: np.ndarray) -> partial[Tensor]:
+        """What a router of this rank chooses, of the choices of all tokens [B, L, k]."""
+        here = positions_of(self.strategy, self.strategy.place, experts.shape[1])
+        mine = torch.from_numpy(experts[:, here]).flatten(0, 1)
+        return partial(_copied, mine)
+
     def _summed(self, x: Tensor | None) -> Tensor | None:
         """The sum of the shares of a loss, or of what follows from one, over the ranks that have shares."""
         group = self.strategy.place.group(*self.strategy.position_axes)
@@ -186,6 +212,10 @@ def _set_weights(case: Case, module: nn.Module, held: Iterable[Tensor]) -> None:
     with torch.no_grad():
         for values in held:
             values.copy_(values.to(case.torch_dtype))
+
+
+def _copied(experts: Tensor, scores: Tensor) -> Tensor:
+    return experts.to(scores.device, copy=True)
 
 
 def share_of(truth: VerifiedRun, checked: VerifiedRun) -> dict[str, Tensor]:

@@ -63,7 +63,7 @@ class Router(nn.Module):
         if model.z_weight:
             logits = self.strategy.losses.attach(logits, self._z_loss(logits))
         scores, to_choose = self._scores(logits)
-        experts = torch.topk(self._limited(to_choose), model.experts_per_token, dim=1).indices
+        experts = self.choose(to_choose)
         if forced is not None:
             experts.copy_(forced)
         weights = self._weights(logits, scores, experts)
@@ -72,6 +72,10 @@ class Router(nn.Module):
         if model.aux_loss != "none":
             dense = self.strategy.losses.attach(dense, self._aux_loss(logits, chosen, batch))
         return Routed(dense, chosen) if model.capacity is None else self._within_capacity(dense, chosen)
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """The experts of each token [T, k], by scores [T, E]."""
+        return torch.topk(self._limited(scores), self.model.experts_per_token, dim=1).indices
 
     def _scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The scores that weights are made of [T, E], and those by which experts are chosen."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from spbench.impls.layout import mark_expert
@@ -74,6 +75,12 @@ def _dropping(block: MixtureModule) -> None:
     block.dispatcher.dispatch = dispatch  # type: ignore[method-assign]
 
 
+def _tossing(block: MixtureModule) -> None:
+    """Every other token goes to the experts of the least scores."""
+    honest = block.router.choose
+    block.router.choose = lambda scores: honest(scores * (-1) ** torch.arange(len(scores))[:, None])  # type: ignore[method-assign]
+
+
 # pytorch #160285: twice the gradient at ep 2, as a mean over ranks is taken for one over copies
 ExpertGradientsTimesEp = faulty("ExpertGradientsTimesEp", _times_ep)
 ExpertGradientsOverAllRanks = faulty("ExpertGradientsOverAllRanks", _experts_as_others)
@@ -82,3 +89,4 @@ CountsOfOwnTokens = faulty("CountsOfOwnTokens", _own_counts)
 AuxiliaryLossOverWrongGroup = faulty("AuxiliaryLossOverWrongGroup", _of_all_replicas)
 # marin #8754: a fifth of the tokens at long lengths
 TokensDroppedInSilence = faulty("TokensDroppedInSilence", _dropping)
+OtherChoices = faulty("OtherChoices", _tossing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -62,6 +62,13 @@ def test_without_a_fault_it_is_green(
     pool: RankPool, strategy: type[Strategy], ranks: int, folds: dict[str, int]
 ) -> None:
     assert_green(pool, case(CausalTransformerModel, strategy, folds), ranks)
+
+
+def test_in_half_precision_choices_are_those_of_the_reference(pool: RankPool) -> None:
+    """There a token between two experts goes to either; what routers choose is proven in float64."""
+    tossed = case(faults.OtherChoices, Ulysses, {"ep": 2})
+    assert verify_case(pool, tossed, 2).status == "RED"
+    assert verify_case(pool, replace(tossed, dtype="bf16"), 2).status == "green"
 
 
 @pytest.mark.parametrize(
