@@ -159,7 +159,8 @@ def test_what_is_fitted_to_step_times_is_no_source() -> None:
 def test_what_meters_made_is_no_garbage_to_look_for_in_timed_steps() -> None:
     frozen: list[int] = []
     found = Measurement(status="ok")
-    add_timed_steps(found, 0, lambda: frozen.append(gc.get_freeze_count()), Timing(warmup=1, samples=2), "cpu")
+    timing = Timing(warmup=1, samples=2)
+    add_timed_steps(found, 0, lambda: frozen.append(gc.get_freeze_count()), timing, "cpu")
     assert len(found.step_time_samples_s) == 2
     assert min(frozen) > 0
     assert gc.get_freeze_count() == 0
