@@ -107,6 +107,21 @@ def test_an_mlp_runs_three_times_where_its_layer_is_recomputed_and_a_loss_once()
     assert (fpdt["to_pageable_"], fpdt["from_pageable_"]) == (1, 4)
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_loss_in_tiles_heeds_the_gradient_of_its_sum(at_once: bool) -> None:
+    def each(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy((x @ weight.mT).mT, labels, reduction="none")
+
+    torch.manual_seed(0)
+    x, weight = (
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((1, 7, 4), (5, 4))
+    )
+    labels, of_tokens = torch.randint(5, (1, 7)), torch.rand(1, 7, dtype=torch.float64)
+    plain = torch.autograd.grad(3 * (each(x, weight, labels) * of_tokens).sum(), (x, weight))
+    tiled, _ = tiles.loss_in_tiles(each, weight, x, labels, of_tokens, Tiling(3, backward_at_once=at_once))
+    torch.testing.assert_close(torch.autograd.grad(3 * tiled, (x, weight)), plain)
+
+
 def test_fpdt_s_sums_over_tiles_are_rounded_once() -> None:
     """257 gradients of bfloat16, of which each but the first is lost in a sum of that precision."""
     weight, sums = torch.zeros(1, dtype=torch.bfloat16), []
