@@ -26,7 +26,7 @@ from spbench.impls.kernels.state_space import StateSpace, on_processors
 from tests.impls.kernels.made import assert_same, bytes_kept, made
 
 #: the last divides a group's two heads into two shares
-RULES = [GatedDelta, StateSpace, on_processors(StateSpace, 1000)]
+RULES: list[type[Rule]] = [GatedDelta, StateSpace, on_processors(StateSpace, 1000)]
 
 
 def inputs(length: int) -> list[Tensor]:
