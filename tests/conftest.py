@@ -65,7 +65,7 @@ LONGEST = (
     "impls/kernels/test_fakes.py",
     "impls/strategies/test_gated_recurrence.py",
     "measure/sweep/test_digest.py",
-    "impls/kernels/test_linear_attention_triton.py",
+    "impls/kernels/test_triton.py",
     "impls/models/test_tiles.py",
     "tools/commands/test_cli.py",
     "measure/engines/test_nested_steps.py",

@@ -6,6 +6,7 @@ Nothing here imports torch, pandas or rich.
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,11 +18,13 @@ from spbench.bench.units import gib
 
 #: between columns
 GAP = "  "
+#: between a number and its unit, where no line ends
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]i?B|[mu]?s|tokens)\b)")
 
 
 def wrapped(text: str, width: int, indent: str = "", further: str | None = None) -> list[str]:
     """A text's lines, those that are longer than the width broken between words; a word that is longer stays
-    whole.
+    whole, as do a number and its unit.
 
     Args:
         indent: before the first line of each of the text's.
@@ -32,14 +35,14 @@ def wrapped(text: str, width: int, indent: str = "", further: str | None = None)
     for line in text.splitlines():
         deeper = _hanging(line, width) if further is None else further
         lines += textwrap.wrap(
-            line,
+            _BEFORE_UNIT.sub("\x1f", line),
             width,
             initial_indent=indent,
             subsequent_indent=indent + deeper,
             break_long_words=False,
             break_on_hyphens=False,
         ) or [""]
-    return lines
+    return [line.replace("\x1f", " ") for line in lines]
 
 
 def _hanging(line: str, width: int) -> str:

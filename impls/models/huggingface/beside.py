@@ -38,22 +38,7 @@ class PhiConfig(RotaryConfig):
     tie_word_embeddings: bool = False
 
     def model(self) -> CausalTransformerModel:
-        heads = self.num_attention_heads
-        return CausalTransformerModel(
-            **_LAYERS,
-            biases=True,
-            mlp="gelu",
-            layers=self.num_hidden_layers,
-            hidden=self.hidden_size,
-            heads=heads,
-            kv_heads=None if self.num_key_value_heads == heads else self.num_key_value_heads,
-            inner=self.intermediate_size,
-            vocabulary=self.vocab_size,
-            tied=self.tie_word_embeddings,
-            norm_epsilon=self.layer_norm_eps,
-            rotary_base=self.rope_theta,
-            rotary_share=self.partial_rotary_factor,
-        )
+        return CausalTransformerModel(**self.options(), **_LAYERS, biases=True, mlp="gelu")
 
 
 class FalconConfig(RotaryConfig):
@@ -83,16 +68,5 @@ class FalconConfig(RotaryConfig):
     tie_word_embeddings: bool = True
 
     def model(self) -> CausalTransformerModel:
-        return CausalTransformerModel(
-            **_LAYERS,
-            mlp="erf_gelu",
-            layers=self.num_hidden_layers,
-            hidden=self.hidden_size,
-            heads=self.num_attention_heads,
-            kv_heads=1,
-            inner=self.ffn_hidden_size or 4 * self.hidden_size,
-            vocabulary=self.vocab_size,
-            tied=self.tie_word_embeddings,
-            norm_epsilon=self.layer_norm_epsilon,
-            rotary_base=self.rope_theta,
-        )
+        inner = self.ffn_hidden_size or 4 * self.hidden_size
+        return CausalTransformerModel(**self.options(), **_LAYERS, mlp="erf_gelu", kv_heads=1, inner=inner)

@@ -74,14 +74,7 @@ class DeepseekV2Config(RotaryConfig):
             why = f"latent attention has as many as num_attention_heads, {heads}"
             raise not_covered("num_key_value_heads", self.num_key_value_heads, why)
         return CausalTransformerModel(
-            layers=self.num_hidden_layers,
-            hidden=self.hidden_size,
-            heads=heads,
-            inner=self.intermediate_size,
-            vocabulary=self.vocab_size,
-            tied=self.tie_word_embeddings,
-            norm_epsilon=self.rms_norm_eps,
-            rotary_base=self.rope_theta,
+            **self.options() | {"rotary_share": 1.0},  # all of the part that RoPE is for
             kv_lora_rank=self.kv_lora_rank,
             q_lora_rank=self.q_lora_rank,
             qk_nope_head_dim=self.qk_nope_head_dim,

@@ -47,18 +47,10 @@ class GptNeoxConfig(RotaryConfig):
 
     def model(self) -> CausalTransformerModel:
         return CausalTransformerModel(
-            layers=self.num_hidden_layers,
-            hidden=self.hidden_size,
-            heads=self.num_attention_heads,
-            inner=self.intermediate_size,
-            vocabulary=self.vocab_size,
-            tied=self.tie_word_embeddings,
+            **self.options(),
             norm="layer",
-            norm_epsilon=self.layer_norm_eps,
             mlp=mlp_of("hidden_act", self.hidden_act),
             biases=True,
-            rotary_base=self.rope_theta,
-            rotary_share=self.partial_rotary_factor,
             parallel_residual=self.use_parallel_residual,
             dropout=self.hidden_dropout,
             attention_dropout=self.attention_dropout,

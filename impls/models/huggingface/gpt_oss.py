@@ -51,21 +51,11 @@ class GptOssConfig(RotaryConfig):
     tie_word_embeddings: bool = False
 
     def model(self) -> CausalTransformerModel:
-        heads, layers = self.num_attention_heads, self.num_hidden_layers
         if self.partial_rotary_factor != 1:
             raise not_covered("partial_rotary_factor", self.partial_rotary_factor, "it must be 1")
         every = CausalTransformerModel(
-            layers=layers,
-            hidden=self.hidden_size,
-            heads=heads,
-            kv_heads=None if self.num_key_value_heads == heads else self.num_key_value_heads,
-            head_dim=None if self.head_dim == self.hidden_size / heads else self.head_dim,
-            inner=self.intermediate_size,
+            **self.options(),
             mlp="clamped_swiglu",
-            vocabulary=self.vocab_size,
-            tied=self.tie_word_embeddings,
-            norm_epsilon=self.rms_norm_eps,
-            rotary_base=self.rope_theta,
             sinks=True,
             biases=True,
             experts=self.num_local_experts,
@@ -75,4 +65,5 @@ class GptOssConfig(RotaryConfig):
             router_linear_bias=True,
             **balanced(self.router_aux_loss_coef),
         )
-        return windowed(every, letters_of(self.layer_types, layers, "WS"), self.sliding_window)
+        letters = letters_of(self.layer_types, self.num_hidden_layers, "WS")
+        return windowed(every, letters, self.sliding_window)

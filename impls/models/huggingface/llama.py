@@ -19,6 +19,21 @@ from spbench.impls.models.hybrid import HybridModel
 #: kinds of scaling that change angles alone, neither shapes nor costs; the angles here stay unscaled
 ANGLES_ALONE = ("default", "linear", "dynamic", "llama3", "yarn")
 
+#: which option of a decoder each field is, by the names that most families have for it
+_OPTION_OF = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "inner",
+    "vocab_size": "vocabulary",
+    "tie_word_embeddings": "tied",
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), "norm_epsilon"),
+    "rope_theta": "rotary_base",
+    "partial_rotary_factor": "rotary_share",
+}
+
 
 class RotaryConfig(Config):
     """The fields of a family with RoPE.
@@ -30,6 +45,15 @@ class RotaryConfig(Config):
 
     rope_theta: PositiveFloat = 10_000.0
     partial_rotary_factor: PositiveFloat = 1.0
+
+    def options(self) -> dict[str, Any]:
+        """The options of a decoder that the fields say; None for a number or size of heads that follows from
+        others."""
+        fields = type(self).model_fields
+        said = {option: getattr(self, field) for field, option in _OPTION_OF.items() if field in fields}
+        heads = said["heads"]
+        follow = {"kv_heads": heads, "head_dim": said["hidden"] / heads}
+        return said | {name: None for name, value in follow.items() if said.get(name) == value}
 
     @model_validator(mode="before")
     @classmethod
@@ -73,22 +97,7 @@ class LlamaConfig(RotaryConfig):
     tie_word_embeddings: bool = False
 
     def model(self) -> CausalTransformerModel:
-        heads = self.num_attention_heads
-        kv_heads = self.num_key_value_heads
-        options: dict[str, Any] = {
-            "layers": self.num_hidden_layers,
-            "hidden": self.hidden_size,
-            "heads": heads,
-            "kv_heads": None if kv_heads == heads else kv_heads,
-            "head_dim": None if self.head_dim == self.hidden_size / heads else self.head_dim,
-            "inner": self.intermediate_size,
-            "vocabulary": self.vocab_size,
-            "tied": self.tie_word_embeddings,
-            "norm_epsilon": self.rms_norm_eps,
-            "rotary_base": self.rope_theta,
-            "rotary_share": self.partial_rotary_factor,
-        }
-        return CausalTransformerModel(**options | self.family_options())
+        return CausalTransformerModel(**self.options() | self.family_options())
 
     def family_options(self) -> dict[str, Any]:
         """What a family's layers have beside Llama's."""

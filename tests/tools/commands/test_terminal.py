@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spbench.bench.command_line.output import Output, Table, View
+from spbench.bench.command_line.output import Output, Table, View, wrapped
 from tests.terminal import faults, faults_of, screen_of, words_of
 
 NAMES = ("ulysses+ring_attention", "tensor_parallel", "all_gather_kv")
@@ -52,6 +52,11 @@ def test_the_check_finds_what_it_is_for() -> None:
     ]
     assert faults(screen_of(Output([TABLE]), 120), 80, words)[0].startswith("past the edge: ")
     assert faults("GPUs\n" * 5, 80, words, most_lines=4) == ["5 lines, at most 4 are wanted"]
+
+
+def test_a_number_stays_with_its_unit() -> None:
+    lines = wrapped("an exchange of +1.45 GiB in 0.06 s, of 8 ranks", 20)
+    assert lines == ["an exchange of", "+1.45 GiB in 0.06 s,", "of 8 ranks"]
 
 
 def test_columns_have_room_in_the_order_of_their_importance() -> None:

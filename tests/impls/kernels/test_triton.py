@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spbench.bench.measure.verify.judged import relative_errors
 from spbench.impls.kernels import linear_attention as plain
+from spbench.impls.kernels import softmax
 from tests.impls.kernels.test_linear_attention import made
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -150,6 +151,57 @@ def test_kernels_are_the_plain_operators(
     for tensor, error in ours.items():
         # a sum of products may be rounded once more (to bfloat16) on its way to the next product
         assert error < 2 * theirs[tensor] + 1e-7, tensor
+
+
+# -- masked softmax -------------------------------------------------------------------------------------
+
+SCALE = 0.3
+#: B, Z, queries, keys
+SHAPE = (2, 3, 7, 7)
+#: rounding of results to the precision, and of sums in float32
+LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3}
+
+
+def softmax_results(
+    operator: str, dtype: torch.dtype, precision: torch.dtype, masked: bool, causal: bool
+) -> Tensor:
+    """The probabilities, or the gradient of the scores, of values that dtype can hold."""
+    from spbench.impls.kernels import softmax_triton
+
+    by_kernel = dtype == precision
+    scores, gradient = (made(*SHAPE, seed=seed, dtype=dtype).to(precision) for seed in (0, 1))
+    scores = scores.transpose(1, 2).contiguous().transpose(1, 2)  # rows of a head are not adjacent
+    hidden = torch.arange(SHAPE[3]).expand(SHAPE[0], 1, 1, -1) % 3 == 0
+    mask = hidden if masked else None
+    plain = softmax._in_steps(scores.double(), mask, SCALE, causal).to(precision)
+    if operator == "forward":
+        return (
+            softmax_triton.masked_softmax(scores, mask, SCALE, causal, softmax.MASKED_SCORE)
+            if by_kernel
+            else plain
+        )
+    run = softmax_triton.masked_softmax_backward_ if by_kernel else softmax._gradient_in_steps
+    run(gradient, plain.contiguous(), SCALE)
+    return gradient
+
+
+def softmax_error(operator: str, dtype: torch.dtype, masked: bool, causal: bool) -> float:
+    exact, ours = (
+        softmax_results(operator, dtype, precision, masked, causal) for precision in (torch.float64, dtype)
+    )
+    return relative_errors({"x": exact}, {"x": ours})["x"]
+
+
+def test_masked_softmax_is_that_of_its_steps(interpreter: ProcessPoolExecutor) -> None:
+    cases = [
+        (operator, dtype, masked, causal)
+        for operator in ("forward", "backward")
+        for dtype in LIMITS
+        for masked, causal in ((False, False), (True, False), (False, True))
+    ]
+    found = {case: interpreter.submit(softmax_error, *case) for case in cases}
+    wrong = {case: task.result() for case, task in found.items() if not task.result() <= LIMITS[case[1]]}
+    assert not wrong
 
 
 # -- types: the interpreter accepts kernels that the compiler does not ------------------------------------
