@@ -67,6 +67,9 @@ _ROLES = {
     "gpt3_mcore_tp2_pp2_ep2": "inferred",
     "gpt3_mcore_tp2_cp2_pp2_ep2": "inferred",
     "gpt3_moe_mcore_te": "inferred",
+    # containers and arguments of the time, read after errors were seen
+    "deepseekv3_proxy": "inferred",
+    "gpt3_mcore_te_tp2_pp1_te_a2a_ovlp": "inferred",
 }
 
 #: GPUs that a case runs on, and those of one node of GB200
