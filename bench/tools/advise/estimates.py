@@ -129,6 +129,7 @@ class Estimates:
         #: by layers: the cell, its model, and the model's sites by parts of the vocabulary
         self._shallow: dict[int, tuple[Cell, Model, dict[int, list[Site]]]] = {}
         self._of_backends: dict[tuple[Way, int, int, Fold | None], np.ndarray] = {}
+        self._dispatched: dict[tuple[Fold, int, int, int, float], float] = {}
         #: seconds of one call of a collective
         self.seconds = CollectivePrices(cell).seconds
 
@@ -216,11 +217,16 @@ class Estimates:
         """Seconds in which rows of so many bytes go to experts and back, and their gradients."""
         if layout.fold is None or not nbytes:
             return 0.0
+        # folded axes have the same groups whatever the axes that divide a sample
+        key = (layout.fold, layout.dp, layout.pp, layout.way.ranks, nbytes)
+        if (known := self._dispatched.get(key)) is not None:
+            return known
         ep, etp = layout.fold
         to_each = self.seconds("all_to_all", float(f"{nbytes:.2g}"), ("ep",), layout.sizes) if ep > 1 else 0.0
         gathered = float(f"{nbytes * etp:.2g}")
         of_parts = self.seconds("all_gather", gathered, ("etp",), layout.sizes) if etp > 1 else 0.0
-        return 4 * (to_each + of_parts)
+        seconds = self._dispatched[key] = 4 * (to_each + of_parts)
+        return seconds
 
     def _expert_elements(self, layout: Layout, way: WayFigures) -> tuple[float, int]:
         """(elements of routed experts that a rank has, replicas that have the same ones)."""

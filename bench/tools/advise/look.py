@@ -99,7 +99,7 @@ def look(cell: Cell, depth: Depth, kernels: Sequence[str] = ()) -> Measurement:
     begun = time.process_time()
     if depth == "few_layers":
         cell = _with_one_leading(cell)
-    layers, leading, depths = _fewest_layers(cell), leading_runs(cell), _depths(cell)
+    layers, leading, depths = _fewest_layers(cell), _leading(cell), _depths(cell)
     # of hardly more layers than both depths together one trace of all takes no longer, and is exact
     if depth != "few_layers" or layers <= sum(depths) + 2 * leading:
         planned, more = plan(cell), 0.0
@@ -146,6 +146,13 @@ def _step(
 def _fewest_layers(cell: Cell) -> int:
     """Layers of the stage that has fewest, counted as by :func:`stage_layers`."""
     return min(cell.training.stage_layers or [stage_layers(cell)[0]])
+
+
+def _leading(cell: Cell) -> int:
+    """Layers, counted likewise, that the stage with fewest must have more, so that the first stage has one of
+    those that repeat beside its first ones: none, where it has as many more itself."""
+    stages = cell.training.stage_layers or (0,)
+    return max(0, leading_runs(cell) - (stages[0] - min(stages)))
 
 
 def _depths(cell: Cell) -> tuple[int, int]:

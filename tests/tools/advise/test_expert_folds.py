@@ -232,9 +232,10 @@ def test_the_folding_of_the_fastest_layout_is_said() -> None:
         assert not said or found.endswith("over ranks of several axes; none without it that was traced fits")
 
 
-def test_few_layers_of_unequal_stages(kept_traces: None) -> None:
-    training = {"backend": "megatron", "stage_layers": [6, 5], "micro_batches": 4}
-    cell = deep(11, 0).model_copy(
+@pytest.mark.parametrize(("stages", "dense"), [([6, 5], 0), ([7, 6], 1), ([6, 7], 1)])
+def test_few_layers_of_unequal_stages(stages: list[int], dense: int, kept_traces: None) -> None:
+    training = {"backend": "megatron", "stage_layers": stages, "micro_batches": 4}
+    cell = deep(sum(stages), dense).model_copy(
         update={"sizes": Sizes(pp=2), "batch": 4, "training": TrainingOptions.model_validate(training)}
     )
     few, exact = (look(cell, depth) for depth in ("few_layers", "all_layers"))
