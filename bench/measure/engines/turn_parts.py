@@ -107,21 +107,27 @@ class TurnParts:
         begins = np.cumsum([0, *(self.first[part + 1] - self.first[part] for part in likes)])
         like = np.concatenate([self.entries(part) for part in likes])
         targets, pieces = np.flatnonzero(self.listed.targets[like]), []
+        of_parts = {part: self._references(part) for part in {*likes}}
         for (step, turn), part in zip(keys, likes, strict=True):
-            refers = self.listed.references[self.entries(part)]
-            numbers = self._numbers[refers[refers >= 0]]
-            owners = np.searchsorted(self.first[1:], numbers, side="right")
-            for owner in np.unique(owners).tolist():
+            refers, of_owners = of_parts[part]
+            pieces.append(refers.copy())
+            for owner, own, within in of_owners:
                 key = self._referred(owner, self.keys[part], (step, turn), turns)
                 if key not in place_of:
                     raise NotAlike(f"there is no turn {key}")
                 there, copied = place_of[key], likes[place_of[key]]
-                own = owners == owner
-                within = numbers[own] - self.first[owner]
-                numbers[own] = begins[there] + self._within(owner, copied, within)
-            pieces.append(refers.copy())
-            pieces[-1][refers >= 0] = targets[numbers]
+                pieces[-1][own] = targets[begins[there] + self._within(owner, copied, within)]
         return like, np.concatenate(pieces)
+
+    def _references(self, part: int) -> tuple[np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]]:
+        """What the entries of a part refer to; and of each part that they refer to which entries do, and to
+        which of what may be referred to in it."""
+        refers = self.listed.references[self.entries(part)]
+        entries = np.flatnonzero(refers >= 0)
+        numbers = self._numbers[refers[entries]]
+        owners = np.searchsorted(self.first[1:], numbers, side="right")
+        apart = ((owner, owners == owner) for owner in np.unique(owners).tolist())
+        return refers, [(owner, entries[own], numbers[own] - self.first[owner]) for owner, own in apart]
 
     def _within(self, owner: int, copied: int, within: np.ndarray) -> np.ndarray:
         """The places in a part of what is at these places in another, among what may be referred to in each:

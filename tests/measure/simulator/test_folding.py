@@ -68,6 +68,20 @@ def test_replicas_and_ranks_of_a_stage_are_folded(outer: bool) -> None:
     assert_equal(times(replicas, ranks_of, 2, (1, 4, 1, 1)), times(replicas, ranks_of, 2))
 
 
+def test_ranks_that_are_simulated_need_not_be_the_first() -> None:
+    """A ring of three pairs on nodes of four ranks: those of a pair do the same, pairs do not."""
+    b = ProgramBuilder((3, 1, 1, 2))
+    b.phase("forward")
+    for _ in range(3):
+        b.send(2, (1, 0, 0, 0))
+        b.wait(b.recv(2, (-1, 0, 0, 0)))
+        b.kernel("mm", flops=1)
+        b.wait(b.collective("all_reduce", 1, Group((3,), ((0,), (1,)))))
+    world = [b.program()], [range(6)], 4
+    assert shifts_of(*world) == (3, 1, 1, 1)
+    assert_equal(times(*world, (3, 1, 1, 1)), times(*world))
+
+
 def posts_of(mesh: tuple[int, ...], compute: float, post: Callable[[ProgramBuilder], list[int]]) -> Program:
     """A program that computes, communicates and waits."""
     b = ProgramBuilder(mesh)
