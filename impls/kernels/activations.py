@@ -209,41 +209,66 @@ def swiglu(y: Tensor, bias: Tensor | None = None) -> Tensor:
     return _SwiGLU.apply(y, bias)
 
 
+#: of gpt-oss's SwiGLU: the largest input, and what sigmoid's is multiplied by
+CLAMP, SLOPE = 7.0, 1.702
+
+
+def _clamped_gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of :func:`clamped_product` with regard to both inputs."""
+    below, share = gate.clamp(max=CLAMP), (SLOPE * gate.clamp(max=CLAMP)).sigmoid()
+    d_gate = gradient * (up.clamp(-CLAMP, CLAMP) + 1) * share * (1 + SLOPE * below * (1 - share))
+    return d_gate * (gate <= CLAMP), gradient * below * share * (up.abs() <= CLAMP)
+
+
+def clamped_product(gate: Tensor, up: Tensor) -> Tensor:
+    """g sigmoid(1.702 g) (u + 1) of gate and up, both clamped at 7 (modeling_gpt_oss.py of transformers)."""
+    gate = gate.clamp(max=CLAMP)
+    return gate * (SLOPE * gate).sigmoid() * (up.clamp(-CLAMP, CLAMP) + 1)
+
+
 @torch.library.custom_op("spbench::weighted_swiglu", mutates_args=())
-def _weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
+def _weighted_swiglu(y: Tensor, weights: Tensor, clamped: bool) -> Tensor:
     gate, up = y.unbind(-2)
-    return (F.silu(gate) * up * weights[:, None]).to(y.dtype).contiguous()
+    product = clamped_product(gate, up) if clamped else F.silu(gate) * up
+    return (product * weights[:, None]).to(y.dtype).contiguous()
 
 
 @_weighted_swiglu.register_fake
-def _(y: Tensor, weights: Tensor) -> Tensor:
+def _(y: Tensor, weights: Tensor, clamped: bool) -> Tensor:
     return y.new_empty(y.shape[0], y.shape[2])
 
 
 @torch.library.custom_op("spbench::weighted_swiglu_backward", mutates_args=())
-def _weighted_swiglu_backward(gradient: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _weighted_swiglu_backward(
+    gradient: Tensor, y: Tensor, weights: Tensor, clamped: bool
+) -> tuple[Tensor, Tensor]:
     gate, up = y.unbind(-2)
-    d_weights = (gradient * (F.silu(gate) * up)).sum(-1).to(weights.dtype)
-    weighted = gradient * weights[:, None]
-    return torch.stack(_silu_gradients(weighted, gate, up), -2).to(y.dtype).contiguous(), d_weights
+    product = clamped_product(gate, up) if clamped else F.silu(gate) * up
+    d_weights = (gradient * product).sum(-1).to(weights.dtype)
+    gradients = _clamped_gradients if clamped else _silu_gradients
+    both = gradients(gradient * weights[:, None], gate, up)
+    return torch.stack(both, -2).to(y.dtype).contiguous(), d_weights
 
 
 @_weighted_swiglu_backward.register_fake
-def _(gradient: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _(gradient: Tensor, y: Tensor, weights: Tensor, clamped: bool) -> tuple[Tensor, Tensor]:
     return torch.empty_like(y), torch.empty_like(weights)
 
 
 class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, weights: Tensor, clamped: bool) -> Tensor:
         ctx.save_for_backward(y, weights)
-        return _weighted_swiglu(y, weights)
+        ctx.clamped = clamped
+        return _weighted_swiglu(y, weights, clamped)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return _weighted_swiglu_backward(gradient, *ctx.saved_tensors)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return *_weighted_swiglu_backward(gradient, *ctx.saved_tensors, ctx.clamped), None
 
 
-def weighted_swiglu(y: Tensor, weights: Tensor) -> Tensor:
-    """silu(gate) * up * weight, of gate and up side by side as y [R, 2, F] and weights [R] -> [R, F]."""
-    return _WeightedSwiGLU.apply(y, weights)
+def weighted_swiglu(y: Tensor, weights: Tensor, *, clamped: bool = False) -> Tensor:
+    """silu(gate) * up * weight, of gate and up side by side as y [R, 2, F] and weights [R] -> [R, F];
+    ``clamped``: :func:`clamped_product` of both, as NeMo Automodel compiles gpt-oss's experts
+    (components/moe/experts.py, quick_geglu_deepep)."""
+    return _WeightedSwiGLU.apply(y, weights, clamped)

@@ -78,9 +78,11 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
         k.set("model_options.fp8", step.fp8.value, *step.fp8.names, note=step.fp8.note)
     k.ignore("no layer is converted to matmuls in eight bits", *step.fp8.names)
     words = str(step.fused.value).split()
-    if "permutation" in words and any(map(fields.get, EXPERTS)):
+    routed = any(map(fields.get, EXPERTS))
+    if "permutation" in words and routed:
         k.set("model_options.permutation", "fused", *step.fused.names)
-    own = [name for name in FUSED_BY_COMPILER if name in words and (name != "swiglu" or gated)]
+    # the clamped SwiGLU of gpt-oss's experts too
+    own = [name for name in FUSED_BY_COMPILER if name in words and (name != "swiglu" or gated or routed)]
     if own and step.library.value == "torch" and not step.compiled.value:
         k.set("model_options.fusions", own, *step.fused.names)
     k.took("kernels of their own", *step.fused.names)

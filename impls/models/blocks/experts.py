@@ -265,9 +265,11 @@ class MixtureModule(nn.Module):
     def _activated(self, y: Tensor, weights: Tensor | None) -> Tensor:
         """[R, 1 or 2, F] -> [R, F], times the weights [R]."""
         model = self.model
-        fused = model.gated_mlp and model.activation == "silu" and model.fuses("bias_swiglu")
+        # torch.compile alone: libraries' kernel for gpt-oss is not modelled
+        clamped = model.activation == "clamped_silu" and not model.fused
+        fused = model.gated_mlp and (model.activation == "silu" or clamped) and model.fuses("bias_swiglu")
         if fused and weights is not None:
-            return weighted_swiglu(y, weights)
+            return weighted_swiglu(y, weights, clamped=clamped)
         gate, *factors = y.unbind(-2)
         y = ACTIVATIONS[model.activation](gate)
         if factors:

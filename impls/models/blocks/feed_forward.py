@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.impls.kernels.activations import bias_gelu, silu_times, squared_relu, swiglu, swiglu_in_place
+from spbench.impls.kernels.activations import (
+    CLAMP,
+    SLOPE,
+    bias_gelu,
+    silu_times,
+    squared_relu,
+    swiglu,
+    swiglu_in_place,
+)
 from spbench.impls.models.blocks.adapter_options import MLP_CLOSING
 from spbench.impls.models.blocks.adapters import ClosingAdapter, OpeningAdapters
 from spbench.impls.models.blocks.tiles import WeightsOf, in_tiles
@@ -106,12 +114,12 @@ def _unchanged(x: Tensor) -> Tensor:
 
 def _clamped_silu(x: Tensor) -> Tensor:
     """x sigmoid(1.702 x) of x up to 7, as gpt-oss has it (modeling_gpt_oss.py of transformers)."""
-    x = x.clamp(max=7.0)
-    return x * (1.702 * x).sigmoid()
+    x = x.clamp(max=CLAMP)
+    return x * (SLOPE * x).sigmoid()
 
 
 def _clamped_plus_one(x: Tensor) -> Tensor:
-    return x.clamp(-7.0, 7.0) + 1
+    return x.clamp(-CLAMP, CLAMP) + 1
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

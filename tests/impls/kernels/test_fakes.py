@@ -202,8 +202,8 @@ def _of_experts(x: Tensor, y: Tensor, square: Tensor) -> dict[str, tuple[Any, ..
         "sort_rows": (x, row_weights, [1, 2], [1, 0]),
         "sort_rows_backward": (y, row_weights, order),
         "te_mm_to": (x, y.mT, torch.float64),
-        "weighted_swiglu": (pairs, row_weights),
-        "weighted_swiglu_backward": (x, pairs, row_weights),
+        "weighted_swiglu": (pairs, row_weights, False),
+        "weighted_swiglu_backward": (x, pairs, row_weights, True),
     }
     arguments["stacked_mm"] = (x, square, rows)
     for few in (4, 8):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.impls.collectives import ReusedBuffer
-from spbench.impls.kernels.activations import squared_relu, swiglu, swiglu_in_place
+from spbench.impls.kernels.activations import squared_relu, swiglu, swiglu_in_place, weighted_swiglu
 from spbench.impls.kernels.cross_entropy import compiled_cross_entropy, cross_entropy_in_place
 from spbench.impls.kernels.dropout_attention import dropout_flash_attention
 from spbench.impls.kernels.flash_attention import causal_flash_attention
@@ -22,6 +22,7 @@ from spbench.impls.kernels.projection import (
 )
 from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angles
 from spbench.impls.kernels.softmax import softmax_of_scores
+from spbench.impls.models.blocks.feed_forward import ACTIVATIONS, FACTORS
 from tests.impls.kernels.made import assert_same, bytes_kept, made
 
 
@@ -36,6 +37,19 @@ def test_swiglu_with_a_bias() -> None:
     plain = lambda y, bias: F.silu(y[..., 0, :] + bias[0]) * (y[..., 1, :] + bias[1])  # noqa: E731
     assert_same(swiglu, plain, y, bias)
     assert bytes_kept(lambda: swiglu(y, bias)) == y.nbytes + bias.nbytes
+
+
+def test_clamped_swiglu_times_weights() -> None:
+    y = (torch.randn(5, 2, 6, dtype=torch.float64) * 6).requires_grad_()  # some beyond 7
+    weights = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    assert (y.abs() > 7).any()
+    gate, up = y.unbind(-2)
+    product = ACTIVATIONS["clamped_silu"](gate) * FACTORS["clamped_silu"](up) * weights[:, None]
+    gradient = torch.randn_like(product)
+    expected = torch.autograd.grad(product, (y, weights), gradient)
+    ours = weighted_swiglu(y, weights, clamped=True)
+    torch.testing.assert_close(ours, product)
+    torch.testing.assert_close(torch.autograd.grad(ours, (y, weights), gradient), expected)
 
 
 def test_swiglu_in_place() -> None:

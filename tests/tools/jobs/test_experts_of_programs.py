@@ -230,3 +230,10 @@ def test_stages_as_automodel_counts_them() -> None:
     assert [stages_of(61, 2, 4, True, rounded) for rounded in ("down", "up", "")] == [28, 32, 31]
     assert [stages_of(32, None, 4, several, "") for several in (False, True)] == [4, 8]
     assert layers_of(4, 6) == [2, 2, 1, 1]
+
+
+def test_the_experts_of_gpt_oss_have_a_kernel_of_their_own_where_others_have() -> None:
+    text = TEXTS["automodel"].replace("Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b")
+    for experts, fusions in (("gmm", ["swiglu"]), ("torch", None)):
+        settings = job("automodel", "rms_norm: te", f"experts: {experts}", text).settings
+        assert next((s.value for s in settings if s.path == "model_options.fusions"), None) == fusions
