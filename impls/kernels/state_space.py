@@ -96,7 +96,7 @@ class _Backward(Backward):
 
     @property
     def _blocks(self) -> int:
-        """Of all sequences."""
+        """How many blocks all sequences have."""
         return len(self.v) * self.before.shape[2]
 
 

@@ -137,8 +137,8 @@ def score_gradients(
 def key_gradients(
     k: Tensor, v: Tensor, sums: Tensor, b: Tensor, d_states: Tensor, count: int, starts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Of the gradient of the state after a block, that of keys by shares of heads, in the states' dtype [B,
-    shares, G, C, block, D], and what it has to do with each position, without b [B, Z, C, block]."""
+    """Keys' gradients by that of the state after a block, by shares of heads and in the states' dtype [B,
+    shares, G, C, block, D], and each position's share in it, without b [B, Z, C, block]."""
     keys, values, strength = _split(v.shape[2], k, v, b)
     d_written = _decay(sums, starts).to_end * (values @ d_states.to(values.dtype).mT)
     of_keys = _shared_out(strength.unsqueeze(-1) * d_written, k.shape[2], count)
@@ -149,7 +149,7 @@ def key_gradients(
 def query_gradients(
     q: Tensor, sums: Tensor, d_o: Tensor, states: Tensor, count: int, starts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """The same of queries, of the states before blocks."""
+    """The same for queries, by the states before blocks."""
     queries, d_outputs = _split(d_o.shape[2], q, d_o)
     d_read = _decay(sums, starts).from_start * (d_outputs @ states.to(d_outputs.dtype).mT)
     return _shared_out(d_read, q.shape[2], count), (queries * d_read).sum(-1)
