@@ -2,7 +2,8 @@
 steps and in set-up.
 
 Around collectives real ranks make and drop a few more tensors (2 to 3% more births and deaths). One of them
-can live at the peak: Gloo sums what it reduce-scatters in a copy of it, which virtual ranks make here too."""
+can live at the peak: Gloo sums what it reduce-scatters in a copy of it, but for activations in half precision,
+and virtual ranks make one here too."""
 
 from __future__ import annotations
 
@@ -187,6 +188,11 @@ def as_gloo_does(output: Tensor, input: Tensor, **how: Any) -> Any:
     return _reduce_scatter(output, input, **how)
 
 
+def without_copies_of_halves(output: Tensor, input: Tensor, **how: Any) -> Any:
+    run = as_gloo_does if input.dtype == torch.float32 else _reduce_scatter
+    return run(output, input, **how)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     every = not slow_ones_are_left_out(metafunc.config)
     metafunc.parametrize("cell", [*combinations(every=every)])
@@ -194,7 +200,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_real_peak_is_the_virtual_one(pool: RankPool, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they send is the same, too, and what the closed forms say."""
-    monkeypatch.setattr(collectives, "_reduce_scatter_into", as_gloo_does)
+    monkeypatch.setattr(collectives, "_reduce_scatter_into", without_copies_of_halves)
     monkeypatch.setattr(dist, _reduce_scatter.__name__, as_gloo_does)  # which torch's fully_shard calls
     virtually = [seen(tracing.trace(cell, rank)) for rank in range(cell.sizes.world)]
     peaks = [found.peak for found in virtually]
