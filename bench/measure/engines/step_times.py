@@ -208,6 +208,19 @@ def can_time(cell: Cell) -> bool:
 _STATISTICS = ("num_alloc_retries", "num_ooms", "inactive_split_bytes.all.peak")
 
 
+@contextmanager
+def _meters_left_alone() -> Iterator[None]:
+    """Have Python's search for cycles pass over all that there is: a program has no meters, and to look at
+    the million objects of a recorded step took half the host's time of a small one."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@_meters_left_alone()
 def add_timed_steps(
     metered: Measurement, rank: int, step: Callable[[], Any], timing: Timing, device_type: str
 ) -> Measurement:
@@ -221,28 +234,6 @@ def add_timed_steps(
     on_gpu = device_type == "cuda"
     entry: dict[str, Any] = {"rank": rank, "host": platform.node()}
     entry["device"] = torch.cuda.get_device_name() if on_gpu else device_type
-    with _meters_left_alone():
-        _time(metered, entry, step, timing, device_type)
-    metered.ranks = [entry]
-    return metered
-
-
-@contextmanager
-def _meters_left_alone() -> Iterator[None]:
-    """Have Python's search for cycles pass over all that there is: a program has no meters, and to look at
-    the million objects of a recorded step took half the host's time of a small one."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def _time(
-    metered: Measurement, entry: dict[str, Any], step: Callable[[], Any], timing: Timing, device_type: str
-) -> None:
-    on_gpu = device_type == "cuda"
     for _ in range(timing.warmup):
         step()
     if on_gpu:
@@ -260,6 +251,8 @@ def _time(
         metered.reserved_memory_bytes = entry["reserved_memory_bytes"] = torch.cuda.max_memory_reserved()
         entry |= {name: statistics.get(name, 0) for name in _STATISTICS}
         entry["telemetry"] = telemetry.summary(timing.samples)
+    metered.ranks = [entry]
+    return metered
 
 
 def remark(ranks: Sequence[Mapping[str, Any]]) -> str:
