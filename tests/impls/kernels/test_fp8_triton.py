@@ -1,9 +1,7 @@
 """The Triton casts to eight bits: by Triton's interpreter on the CPU, number for number as without."""
 
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
-from multiprocessing import get_context
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from spbench.impls.kernels import fp8_casts
 from spbench.impls.kernels.fp8_casts import E4M3, E5M2, WHOLE
+from tests.impls.kernels.made import made
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -25,26 +24,14 @@ CASES = [
 ]
 
 
-def representable(dtype: torch.dtype, by_rows: bool) -> Tensor:
-    """Numbers [r, c] of the format times a power of two, that of each row if ``by_rows``, with its largest
-    number in each row and column; rounding is the GPU's, as Triton's interpreter does not carry."""
-    rows, columns = SHAPE
-    normal = torch.randint(8, 0x70, SHAPE, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    x = normal.view(dtype).float() * torch.where(torch.arange(columns) % 3 == 0, -1, 1)
-    x[torch.arange(columns) % rows, torch.arange(columns)] = torch.finfo(dtype).max
-    scale = torch.exp2(torch.arange(rows) % 5 - 2.0)[:, None] if by_rows else torch.tensor(0.25)
-    return (x * scale).to(torch.bfloat16)
-
-
 def differences(
     tile: tuple[int, int], dtype: torch.dtype, transposed: bool, power_of_two: bool
 ) -> tuple[float, float, int]:
     """How much data and scales differ from the plain cast's, and how many numbers are not 0."""
     from spbench.impls.kernels import fp8_triton
 
-    x = representable(dtype, by_rows=tile == ROWS)
-    if tile == ROWS:
-        x[3] = 0  # its scale is that of the smallest magnitude
+    x = made(*SHAPE, seed=0, dtype=torch.bfloat16).detach() * torch.logspace(-3, 3, SHAPE[1]).bfloat16()
+    x[3] = 0  # its scale is that of the smallest magnitude
     # a view whose rows are not adjacent
     view = x.mT.contiguous().mT if transposed else x
     data, scale = fp8_casts._cast(view, None, dtype, tile, torch.float32 if power_of_two else None)
@@ -61,16 +48,6 @@ def differences(
         float((of_ours.double() - of_exact).abs().max()),
         int(exact.count_nonzero()),
     )
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process of its own: whether kernels are interpreted is settled when Triton is imported."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            process.submit(int).result()  # it starts now
-        yield process
 
 
 def test_casts_number_for_number(interpreter: ProcessPoolExecutor) -> None:

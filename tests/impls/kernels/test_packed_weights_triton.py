@@ -1,10 +1,8 @@
 """The Triton copy of packed weights: by Triton's interpreter on the CPU, and on a GPU."""
 
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from math import ceil
-from multiprocessing import get_context
 
 import pytest
 import torch
@@ -36,16 +34,6 @@ def difference(bits: int, device: str) -> float:
         levels = packed_weights._levels(torch.device("cpu"))
         ours = packed_weights_triton.unpacked(packed, levels, wide, narrow, bits, 64, 256)
     return float((ours.double() - exact).abs().max() / exact.abs().max())
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process of its own: whether kernels are interpreted is settled when Triton is imported."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            process.submit(int).result()  # it starts now
-        yield process
 
 
 @pytest.mark.parametrize("bits", [4, 8])

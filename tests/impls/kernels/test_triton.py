@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -42,31 +41,6 @@ CASES = {
     "one position": Case(1, 4, 4, 256, (0.5, 1000.0), True),
     "blocks of one": Case(3, 4, 6, 1, (0.5, 0.0), False),
 }
-
-
-def _interpret() -> None:
-    """Make a process interpret kernels as a GPU runs them, each new tensor full of NaN.
-
-    Triton 3.9's interpreter multiplies the bits of bfloat16 operands, and rounds to bfloat16 towards zero.
-    """
-    torch.use_deterministic_algorithms(True)
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    dot, convert = interpreter.InterpreterBuilder.create_dot, interpreter._convert_float
-
-    def dot_of_values(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
-        return dot(self, a, b, *rest)
-
-    def to_nearest(x: Any, source: Any, target: Any, rounding: Any) -> Any:
-        if source == tl.float32 and target == tl.bfloat16:
-            values = torch.from_numpy(np.ascontiguousarray(x, np.float32).reshape(-1))
-            return values.bfloat16().view(torch.int16).numpy().view(np.uint16).reshape(x.shape)
-        return convert(x, source, target, rounding)
-
-    interpreter.InterpreterBuilder.create_dot = dot_of_values
-    interpreter._convert_float = to_nearest
 
 
 def _among_nans(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -114,16 +88,6 @@ def errors(name: str, dtype: torch.dtype) -> tuple[dict[str, float], dict[str, f
         n: (x.shape, x.dtype, x.stride()) for n, x in theirs.items()
     }
     return relative_errors(exact, ours), relative_errors(exact, theirs)
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process of its own: whether kernels are interpreted is settled when Triton is imported."""
-    with ProcessPoolExecutor(1, get_context("spawn"), _interpret) as process:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            process.submit(int).result()  # it starts now
-        yield process
 
 
 #: the precision in which each case is of every run

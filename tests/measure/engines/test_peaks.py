@@ -2,8 +2,8 @@
 steps and in set-up.
 
 Around collectives real ranks make and drop a few more tensors (2 to 3% more births and deaths). One of them
-can live at the peak: Gloo sums what it reduce-scatters in a copy of it, but for activations in half precision,
-and virtual ranks make one here too."""
+can live at the peak: Gloo sums what it reduce-scatters in a copy of it, but for activations in half
+precision, and virtual ranks make one here too."""
 
 from __future__ import annotations
 
