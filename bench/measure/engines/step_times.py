@@ -9,12 +9,10 @@ Linear attention and recurrences are counted as the single device computes them,
 
 from __future__ import annotations
 
-import gc
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -208,19 +206,6 @@ def can_time(cell: Cell) -> bool:
 _STATISTICS = ("num_alloc_retries", "num_ooms", "inactive_split_bytes.all.peak")
 
 
-@contextmanager
-def _meters_left_alone() -> Iterator[None]:
-    """Have Python's search for cycles pass over all that there is: a program has no meters, and to look at
-    the million objects of a recorded step took half the host's time of a small one."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-@_meters_left_alone()
 def add_timed_steps(
     metered: Measurement, rank: int, step: Callable[[], Any], timing: Timing, device_type: str
 ) -> Measurement:

@@ -7,7 +7,6 @@ The clock of real ranks: samples of the slowest rank, the same on all, in second
 
 from __future__ import annotations
 
-import gc
 import time
 
 import pytest
@@ -154,13 +153,3 @@ def test_what_is_fitted_to_step_times_is_no_source() -> None:
     fitted = {"value": 0.7, "source": "a paper", "fitted_on": ["a cell"]}
     assert with_figures(compute_efficiency=fitted).rates_of("fp32") == "fitted"
     assert load_cluster("a100-lasp").rates_of("bf16") == "fitted"
-
-
-def test_what_meters_made_is_no_garbage_to_look_for_in_timed_steps() -> None:
-    frozen: list[int] = []
-    found = Measurement(status="ok")
-    timing = Timing(warmup=1, samples=2)
-    add_timed_steps(found, 0, lambda: frozen.append(gc.get_freeze_count()), timing, "cpu")
-    assert len(found.step_time_samples_s) == 2
-    assert min(frozen) > 0
-    assert gc.get_freeze_count() == 0
