@@ -220,10 +220,20 @@ def _clamped_gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tens
     return d_gate * (gate <= CLAMP), gradient * below * share * (up.abs() <= CLAMP)
 
 
+def clamped_silu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x) of x up to 7, as gpt-oss has it (modeling_gpt_oss.py of transformers)."""
+    x = x.clamp(max=CLAMP)
+    return x * (SLOPE * x).sigmoid()
+
+
+def clamped_plus_one(x: Tensor) -> Tensor:
+    """What the clamped SiLU of the gate is multiplied by there."""
+    return x.clamp(-CLAMP, CLAMP) + 1
+
+
 def clamped_product(gate: Tensor, up: Tensor) -> Tensor:
-    """g sigmoid(1.702 g) (u + 1) of gate and up, both clamped at 7 (modeling_gpt_oss.py of transformers)."""
-    gate = gate.clamp(max=CLAMP)
-    return gate * (SLOPE * gate).sigmoid() * (up.clamp(-CLAMP, CLAMP) + 1)
+    """Both, as one: g sigmoid(1.702 g) (u + 1) of gate and up, clamped at 7."""
+    return clamped_silu(gate) * clamped_plus_one(up)
 
 
 @torch.library.custom_op("spbench::weighted_swiglu", mutates_args=())

@@ -9,7 +9,8 @@ Each cast is one kernel, as TransformerEngine and a compiled torchao have it: it
 precision once and writes it in eight bits, by rows, transposed, or both; the matmuls of Hopper take operands
 whose summed dim is contiguous alone, so that backward needs the transposed copies. The largest magnitude of a
 whole matrix takes a kernel before that. Casts by rows and by one scale, and their matmuls, run so on a GPU
-with eight-bit matmuls. All else, and a CPU, multiplies what the casts stand for, in float32.
+with eight-bit matmuls, whose sums are the card's fast ones; libraries have these in forward alone. All else,
+and a CPU, multiplies what the casts stand for, in float32.
 
 Formats: e4m3 has 3 bits of fraction and numbers up to 448, e5m2 has 2 and numbers up to 57344 (arXiv
 2209.05433). A scale that is a power of two is rounded up, so that nothing overflows.

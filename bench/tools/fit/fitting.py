@@ -92,7 +92,6 @@ def fitting(
         suggest: try changes also where the fullest fits, and more of them.
         longest: search for the largest sizes.
         budget_bytes: that the fullest rank may need; switches for it are chosen, in place of changes.
-
         examined_first: takes the verdicts, before what would help is looked for, if it is.
 
     Raises:

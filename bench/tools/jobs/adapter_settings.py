@@ -72,6 +72,9 @@ def set_adapters(
     if type(lora.value) is not int or lora.value < 0:
         k.problems.append(f"{' and '.join(map(k.spelled, lora.names))}: no rank of adapters")
         return
+    named = [_are_names(k, each) for each in (adapted.targets, adapted.whole)]
+    if not all(named):
+        return
     model = _model(fields)
     fields = {**fields, **fields.get("text_config", {})}
     routed = any(map(fields.get, EXPERTS))
@@ -131,12 +134,26 @@ def set_frozen_bits(
     k.ignore("weights are not quantized", *names)
 
 
+def _are_names(k: Account, modules: Said) -> bool:
+    """Whether a job names modules there; a problem of the job where it does not."""
+    if isinstance(modules.value, str | Sequence | None):
+        return True
+    given = " and ".join(map(k.spelled, modules.names))
+    k.problems.append(f"{given}: {modules.value!r} is no name of modules and no list of these")
+    return False
+
+
+def _names(value: str | Sequence[Any] | None) -> list[str]:
+    """The names of modules that a job gives as one or as a list."""
+    return [value] if isinstance(value, str) else [str(name) for name in value or ()]
+
+
 def _targets(k: Account, targets: Said, adapted: Sequence[str], separate: bool) -> list[str]:
     """Words of lora_targets, of what the model has; what is none of them is said."""
     asked = targets.value
     if asked is None or asked in _EVERY:
         return [ALL]
-    each = [asked] if isinstance(asked, str) else [str(name) for name in asked]
+    each = _names(asked)
     words = set[str]()
     beyond = list[str]()
     for name in each:
@@ -173,7 +190,7 @@ def _fits(pattern: str, path: str) -> bool:
 
 def _whole(k: Account, whole: Said, *, tied: bool) -> None:
     """Set what is trained whole beside adapters; ``tied``: the head is the embedding until then."""
-    names = [str(name).rpartition(".")[2] for name in whole.value or ()]
+    names = [name.rpartition(".")[2] for name in _names(whole.value)]
     words = [word for word in ("embedding", "head") if word in map(_TABLES.get, names)]
     if words:
         k.set("model_options.lora_whole", words, *whole.names, note="and the frozen ones that it began with")

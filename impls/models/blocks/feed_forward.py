@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.kernels.activations import (
-    CLAMP,
-    SLOPE,
     bias_gelu,
+    clamped_plus_one,
+    clamped_silu,
     silu_times,
     squared_relu,
     swiglu,
@@ -112,16 +112,6 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
-def _clamped_silu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x) of x up to 7, as gpt-oss has it (modeling_gpt_oss.py of transformers)."""
-    x = x.clamp(max=CLAMP)
-    return x * (SLOPE * x).sigmoid()
-
-
-def _clamped_plus_one(x: Tensor) -> Tensor:
-    return x.clamp(-CLAMP, CLAMP) + 1
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": _unchanged,
     "silu": F.silu,
@@ -129,10 +119,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh_gelu": _tanh_gelu,
     "relu": F.relu,
     "squared_relu": squared_relu,
-    "clamped_silu": _clamped_silu,
+    "clamped_silu": clamped_silu,
 }
 #: what the second projection of a gated MLP goes through, by the activation of the first
-FACTORS: dict[str, Callable[[Tensor], Tensor]] = {"clamped_silu": _clamped_plus_one}
+FACTORS: dict[str, Callable[[Tensor], Tensor]] = {"clamped_silu": clamped_plus_one}
 
 
 class MlpModule(nn.Module):

@@ -95,6 +95,15 @@ def test_adapters_are_those_of_the_modules_that_a_job_names(asked: str, targets:
     assert made("axolotl", every).get("model_options.lora_targets") is None
 
 
+@pytest.mark.parametrize("field", ["target_modules", "modules_to_save"])
+def test_a_section_that_names_no_modules(field: str) -> None:
+    for named, problem in (("7", ["7 is no name of modules and no list of these"]), ("lm_head", [])):
+        job = lenient("ArcticTraining", ("model: {", f"model: {{peft_config: {{r: 4, {field}: {named}}}, "))
+        assert [each.rpartition(": ")[2] for each in job.problems] == problem
+        whole = [s.value for s in job.settings if s.path == "model_options.lora_whole"]
+        assert whole == ([["head"]] if (field, named) == ("modules_to_save", "lm_head") else [])
+
+
 def test_names_of_modules_between_commas() -> None:
     assert made("LLaMA-Factory", ("lora_target: all", "lora_target: q_proj, v_proj"))[
         "model_options.lora_targets"
