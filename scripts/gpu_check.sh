@@ -9,7 +9,10 @@
 # Triton kernels, right and how far from the roofline. 6 calibrate: this machine's rates.
 #
 # Writes results/gpu/DATE-GPU (or FOLDER), to be committed, with a summary.md; a part that fails or runs out of its time
-# is said there, and makes the exit code 1. PARTS="doctor verify" runs these alone. DEVICE=cpu SCENARIO=my.yaml
+# is said there, and makes the exit code 1. PARTS="doctor verify" runs these alone. Others run only if they are named
+# there: third, more and first (the ranks of one_gpu_third.yaml, one_gpu_more.yaml and one_gpu.yaml, each predicted before
+# in results/gpu), experts (verify of models with experts), copies (to and from the host), unaligned (matmuls), host
+# (small steps by operator, a large one by layer) and rates (kernels by shape). DEVICE=cpu SCENARIO=my.yaml
 # MODELS=bert-tiny tries the script without a GPU.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -17,6 +20,7 @@ cd "$(dirname "$0")/.."
 device=${DEVICE:-cuda}
 scenario=${SCENARIO:-gpu_check}
 models=${MODELS:-bert-tiny,causal-transformer-tiny-gqa,tnl-tiny,st-dit-tiny}
+parts=${PARTS:-doctor verify memory ranks kernels calibrate}
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())') || exit 2
 if [ "$device" = cuda ] && [ "$gpus" -eq 0 ]; then
     echo "gpu_check: torch sees no GPU here; spbench doctor says why" >&2
@@ -40,7 +44,7 @@ mkdir -p "$out"
 part() {
     local part=$1 limit=$2 begin code
     shift 2
-    [[ " ${PARTS:-$part} " == *" $part "* ]] || return 0
+    [[ " $parts " == *" $part "* ]] || return 0
     begin=$(date +%s)
     echo "== $part: $*" >&2
     timeout --signal=INT --kill-after=10 "$limit" "$@" >"$out/$part.txt" 2>"$out/$part.log"
@@ -60,9 +64,16 @@ verify() {
     for model in "${pids[@]}"; do
         wait "$model" || code=$?
     done
+    awk 'FNR > 1 || NR == 1' "$out"/verify-*.csv
+    rm "$out"/verify-*.csv
     return $code
 }
 export -f verify
+
+# the scenario of one of these parts
+played() {
+    [ "$1" = first ] && echo one_gpu || echo "one_gpu_$1"
+}
 export device models out
 
 part doctor 30 python -m spbench doctor
@@ -70,10 +81,6 @@ part verify 200 bash -c verify &
 part memory 200 python -m spbench run --scenario "$scenario" "${cluster[@]}" --device "$device" \
     --output "$out/memory" --timeout 60 --format csv
 wait
-if compgen -G "$out/verify-*.csv" >/dev/null; then
-    awk 'FNR > 1 || NR == 1' "$out"/verify-*.csv >"$out/verify.txt"
-    rm "$out"/verify-*.csv
-fi
 if [ "$gpus" -gt 1 ]; then
     part ranks 80 python -m spbench run --scenario "$scenario" --engine distributed --device "$device" \
         --world-size "$gpus" --output "$out/ranks" --timeout 60 --format csv
@@ -81,5 +88,14 @@ fi
 if [ "$device" = cuda ]; then
     part kernels 150 python scripts/check_kernels_on_gpu.py --output "$out"
 fi
+for scenario in third more first; do
+    part $scenario 330 python -m spbench run --scenario "$(played $scenario)" "${cluster[@]}" --engine emulated \
+        --device "$device" --output "$out/$scenario" --timeout 60 --format csv
+done
+part copies 75 python scripts/host_copies.py "$out" --device "$device"
+part unaligned 60 python scripts/kernel_rates.py "$out" --kind "unaligned matmul"
+part host 90 python scripts/host_time.py "$out" --device "$device"
+part experts 150 bash -c 'models=moe-tiny,mla-tiny,causal-transformer-tiny-gqa && verify'
+part rates 100 python scripts/kernel_rates.py "$out"
 part calibrate 80 python -m spbench calibrate --engine emulated --device "$device" --output "$out/machine.yaml"
 python scripts/gpu_summary.py "$out"

@@ -127,6 +127,29 @@ def matmuls() -> Iterator[Point]:
                     yield Point("matmul", f"scaled_mm {recipe}", shape, scaled, dtype="fp8", flops=flops)
 
 
+#: rows, features in and out, of which some are no multiple of 8: rows of bf16 that are not aligned to 16 bytes
+UNALIGNED = (
+    *((8192, 4096, n) for n in (100352, 100278, 100280, 100276, 100277)),
+    *((8192, 4096, n) for n in (14336, 14332, 14330, 14329)),
+    *((8192, k, 4096) for k in (14332, 14330, 14329)),
+    *((n, 4096, 4096) for n in (8192, 8188, 8190, 8191)),
+    *((8192, 1600, n) for n in (50304, 50257)),
+)
+
+
+def unaligned() -> Iterator[Point]:
+    for m, k, n in UNALIGNED:
+        x, w, d_y = partial(normal, m, k), partial(normal, n, k), partial(normal, m, n)
+        calls = {
+            "forward": prepared(F.linear, x, w),
+            "gradient of inputs": prepared(torch.matmul, d_y, w),
+            "gradient of weights": prepared(lambda d_y, x: d_y.mT @ x, d_y, x),
+        }
+        for direction, make in calls.items():
+            shape = f"[{m}, {k}] x [{k}, {n}]"
+            yield Point("unaligned matmul", "cublas", shape, make, direction, flops=2.0 * m * k * n)
+
+
 #: experts of a rank, hidden, inner of one expert
 EXPERTS = {
     "mixtral-8x7b": (8, 4096, 14336),
@@ -252,5 +275,5 @@ def host() -> Iterator[Point]:
 
 def points() -> Iterator[Point]:
     """All of them, those first that take least time."""
-    for kind in (host, moves, grouped, attention, matmuls):
+    for kind in (host, moves, unaligned, grouped, attention, matmuls):
         yield from kind()

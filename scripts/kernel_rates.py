@@ -1,9 +1,10 @@
 """What kernels, copies and calls take on the GPU at hand, by shape.
 
-    python scripts/kernel_rates.py FOLDER [--seconds S]
+    python scripts/kernel_rates.py FOLDER [--seconds S] [--kind KIND]
 
 Writes kernel_rates.csv: a line for each call of kernel_calls.py, with the median, least and most seconds,
-FLOP/s, byte/s, and what it allocates. After S seconds (120) no further call begins. Of a shape that torch
+FLOP/s, byte/s, and what it allocates. After S seconds (120) no further call begins; KIND: of that kind alone,
+into its own file. Of a shape that torch
 refuses, the error is written. Exit code 2: no GPU.
 """
 
@@ -70,16 +71,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--kind", default="", help="such as 'unaligned matmul'")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device here: nothing was measured", file=sys.stderr)
         return 2
     arguments.folder.mkdir(parents=True, exist_ok=True)
     end, left_out = time.monotonic() + arguments.seconds, 0
-    with (arguments.folder / "kernel_rates.csv").open("w", newline="", encoding="utf-8") as file:
+    name = f"{arguments.kind.replace(' ', '_') or 'kernel_rates'}.csv"
+    with (arguments.folder / name).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        for point in points():
+        for point in (p for p in points() if arguments.kind in ("", p.kind)):
             if time.monotonic() > end:
                 left_out += 1
                 continue

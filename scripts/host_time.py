@@ -1,0 +1,167 @@
+"""Where a step's host time goes by operator, and a decoder's memory by layer, on one GPU that plays a rank.
+
+    python scripts/host_time.py FOLDER [--scenario NAME] [--models A,B] [--seconds S] [--device cpu]
+
+Cells are those of one_gpu_more.yaml (or NAME) of these models (bert-large, causal-transformer-1b and
+deepseek-v3). Writes host_steps.csv: seconds of a step (median of 10 after 3) by the host until the last
+kernel is launched, and until it has ended. host_operators.csv: of a step under torch.profiler, calls of each
+operator, microseconds of the host in it and in what it calls, and of the device. layer_memory.csv: bytes
+allocated after each layer's forward, and the peak within it. What fails is a line with an error.
+After S seconds (120) no further cell begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.emulated import BACKEND, _metered
+from spbench.bench.measure.scenarios.scenario import load_scenario
+
+WARMUP, SAMPLES, LONGEST = 3, 10, 60
+FILES: Mapping[str, Sequence[str]] = {
+    "host_steps": ("model", "seq_len", "host_s", "step_s", "least_s", "most_s", "error"),
+    "host_operators": ("model", "seq_len", "operator", "calls", "host_self_us", "host_us", "device_us"),
+    "layer_memory": ("model", "seq_len", "layer", "before_bytes", "after_bytes", "peak_bytes"),
+}
+
+
+@contextmanager
+def writers(folder: Path) -> Iterator[Mapping[str, Callable[[Mapping[str, Any]], None]]]:
+    """By file, what adds a line to it."""
+    with ExitStack() as stack:
+        add: dict[str, Callable[[Mapping[str, Any]], None]] = {}
+        for name, columns in FILES.items():
+            file = stack.enter_context((folder / f"{name}.csv").open("w", newline="", encoding="utf-8"))
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+
+            def added(line: Mapping[str, Any], writer: Any = writer, file: Any = file) -> None:
+                writer.writerow(line)
+                file.flush()
+
+            add[name] = added
+        yield add
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def step_times(step: Callable[[], Any], device: str) -> dict[str, str]:
+    host, whole = [], []
+    for number in range(WARMUP + SAMPLES):
+        wait(device)
+        begin = time.perf_counter()
+        step()
+        launched = time.perf_counter()
+        wait(device)
+        if number >= WARMUP:
+            host.append(launched - begin)
+            whole.append(time.perf_counter() - begin)
+    numbers = {
+        "host_s": statistics.median(host), "step_s": statistics.median(whole),
+        "least_s": min(whole), "most_s": max(whole),
+    }  # fmt: skip
+    return {name: f"{x:.5g}" for name, x in numbers.items()}
+
+
+def operators(step: Callable[[], Any], device: str) -> Iterator[dict[str, Any]]:
+    """Of one step, those in which the host is longest."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with profile(activities=activities) as profiler:
+        step()
+        wait(device)
+    events = sorted(profiler.key_averages(), key=lambda e: -e.self_cpu_time_total)
+    for event in events[:LONGEST]:
+        yield {
+            "operator": event.key, "calls": event.count, "host_self_us": f"{event.self_cpu_time_total:.0f}",
+            "host_us": f"{event.cpu_time_total:.0f}", "device_us": f"{event.self_device_time_total:.0f}",
+        }  # fmt: skip
+
+
+def layer_memory(module: nn.Module, step: Callable[[], Any]) -> list[dict[str, Any]]:
+    """Bytes on the GPU around each layer's forward, and in a step."""
+    seen: list[dict[str, Any]] = []
+    handles = []
+    blocks: Any = getattr(module, "blocks", {})
+    for name in blocks:
+
+        def before(*_: Any, name: str = name) -> None:
+            torch.cuda.reset_peak_memory_stats()
+            seen.append({"layer": name, "before_bytes": torch.cuda.memory_allocated()})
+
+        def after(*_: Any) -> None:
+            seen[-1]["after_bytes"] = torch.cuda.memory_allocated()
+            seen[-1]["peak_bytes"] = torch.cuda.max_memory_allocated()
+
+        handles += [blocks[name].register_forward_pre_hook(before), blocks[name].register_forward_hook(after)]
+    step()
+    torch.cuda.synchronize()
+    for handle in handles:
+        handle.remove()
+    seen.append({"layer": "after the last layer", "peak_bytes": torch.cuda.max_memory_allocated()})
+    return seen
+
+
+def measure(cell: Cell, add: Mapping[str, Callable[[Mapping[str, Any]], None]], device: str) -> None:
+    named = {"model": cell.model, "seq_len": cell.seq_len}
+    try:
+        with tracing.fake_mesh(cell.mesh_sizes, 0, device, BACKEND) as mesh:
+            _, training, inputs = _metered(cell, mesh)
+
+            def step() -> None:
+                training.step(inputs)
+
+            times = step_times(step, device)
+            for line in operators(step, device):
+                add["host_operators"](named | line)
+            if device == "cuda":
+                for line in layer_memory(training.module, step):
+                    add["layer_memory"](named | line)
+            add["host_steps"](named | times)
+    except Exception as error:  # the next cell may fit
+        add["host_steps"](named | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:160]})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--scenario", default="one_gpu_more")
+    parser.add_argument("--models", default="bert-large,causal-transformer-1b,deepseek-v3")
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    asked = parser.parse_args()
+    if asked.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device here: nothing was measured", file=sys.stderr)
+        return 2
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + asked.seconds
+    models = asked.models.split(",")
+    cells = [e for of in load_scenario(asked.scenario).cells.values() for e in of if e.model in models]
+    with writers(asked.folder) as add:
+        for cell in cells:
+            if time.monotonic() < end:
+                played = cell.model_copy(update={"engine": "emulated", "device": asked.device})
+                measure(played, add, asked.device)
+                if asked.device == "cuda":
+                    torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
