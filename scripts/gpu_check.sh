@@ -64,11 +64,16 @@ verify() {
     for model in "${pids[@]}"; do
         wait "$model" || code=$?
     done
-    awk 'FNR > 1 || NR == 1' "$out"/verify-*.csv
-    rm "$out"/verify-*.csv
     return $code
 }
 export -f verify
+
+# collected PART: the verdicts of all models, also of those that ran out of time
+collected() {
+    compgen -G "$out/verify-*.csv" >/dev/null || return 0
+    awk 'FNR > 1 || NR == 1' "$out"/verify-*.csv >"$out/$1.txt"
+    rm "$out"/verify-*.csv
+}
 
 # the scenario of one of these parts
 played() {
@@ -81,6 +86,7 @@ part verify 200 bash -c verify &
 part memory 200 python -m spbench run --scenario "$scenario" "${cluster[@]}" --device "$device" \
     --output "$out/memory" --timeout 60 --format csv
 wait
+collected verify
 if [ "$gpus" -gt 1 ]; then
     part ranks 80 python -m spbench run --scenario "$scenario" --engine distributed --device "$device" \
         --world-size "$gpus" --output "$out/ranks" --timeout 60 --format csv
@@ -96,6 +102,7 @@ part copies 75 python scripts/host_copies.py "$out" --device "$device"
 part unaligned 60 python scripts/kernel_rates.py "$out" --kind "unaligned matmul"
 part host 90 python scripts/host_time.py "$out" --device "$device"
 part experts 150 bash -c 'models=moe-tiny,mla-tiny,causal-transformer-tiny-gqa && verify'
+collected experts
 part rates 100 python scripts/kernel_rates.py "$out"
 part calibrate 80 python -m spbench calibrate --engine emulated --device "$device" --output "$out/machine.yaml"
 python scripts/gpu_summary.py "$out"
