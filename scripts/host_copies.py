@@ -3,9 +3,9 @@
     python scripts/host_copies.py FOLDER [--seconds S] [--largest BYTES] [--device cpu]
 
 Writes host_copies.csv, a line for each copy: ``memory`` is pinned, pageable that is allocated for each copy
-(``new``, as ``tensor.to("cpu")`` has it: its pages are faulted in by the copy), or pageable that is used again
-(``again``). With the device "host" a copy is the host's own, by one process or by eight at once, of which each
-has one thread; its pages are as the system sets them (``new``), advised to be huge (``new, huge``) or not to be
+(``new``, as ``tensor.to("cpu")`` has it: the copy faults its pages in), or pageable that is used again
+(``again``). With the device "host" a copy is the host's own, by one process or by eight at once, each with
+one thread; its pages are as the system sets them (``new``), advised to be huge (``new, huge``) or small
 (``new, small``). ``setting`` is that of transparent huge pages. Seconds are the median over copies, with the
 least and the most; of eight processes over all of them. After S seconds (60) no further line begins.
 """
@@ -122,8 +122,8 @@ def lines(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for nbytes in sizes:
         for direction, memory, copy in device_copies(asked.device, nbytes):
             yield {
-                "device": asked.device, "direction": direction, "memory": memory, "processes": 1, "bytes": nbytes,
-                "samples": lambda copy=copy: [timed(copy, wait) for _ in range(COPIES)],
+                "device": asked.device, "direction": direction, "memory": memory, "processes": 1,
+                "bytes": nbytes, "samples": lambda copy=copy: [timed(copy, wait) for _ in range(COPIES)],
             }  # fmt: skip
     for nbytes in (n for n in sizes[::2] if n <= LARGEST_OF_HOST):
         for count in PROCESSES:

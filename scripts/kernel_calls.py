@@ -127,7 +127,7 @@ def matmuls() -> Iterator[Point]:
                     yield Point("matmul", f"scaled_mm {recipe}", shape, scaled, dtype="fp8", flops=flops)
 
 
-#: rows, features in and out, of which some are no multiple of 8: rows of bf16 that are not aligned to 16 bytes
+#: rows, features in and out, of which some are no multiple of 8: rows that are not aligned to 16 bytes
 UNALIGNED = (
     *((8192, 4096, n) for n in (100352, 100278, 100280, 100276, 100277)),
     *((8192, 4096, n) for n in (14336, 14332, 14330, 14329)),

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from spbench.impls.backends.optimizer import Optimizer, Precision
+from spbench.impls.kernels.operator import operator
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@torch.library.custom_op("spbench::_fused_adamw_narrow_", mutates_args={"weights", "means", "squares"})
+@operator("spbench::_fused_adamw_narrow_", mutates_args={"weights", "means", "squares"})
 def _update(
     weights: Sequence[Tensor],
     gradients: Sequence[Tensor],

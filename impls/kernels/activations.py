@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spbench.impls.kernels.operator import operator
 
-@torch.library.custom_op("spbench::silu_times", mutates_args=())
+
+@operator("spbench::silu_times")
 def _silu_times(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
@@ -36,7 +38,7 @@ def _silu_gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     return d_gate, F.silu(gate).mul_(gradient)
 
 
-@torch.library.custom_op("spbench::silu_times_backward_", mutates_args={"gate", "up"})
+@operator("spbench::silu_times_backward_", mutates_args={"gate", "up"})
 def _silu_times_backward_(gradient: Tensor, gate: Tensor, up: Tensor) -> None:
     """Makes of both projections the gradients with regard to them."""
     d_gate, d_up = _silu_gradients(gradient, gate, up)
@@ -62,7 +64,7 @@ def swiglu_in_place(gate: Tensor, up: Tensor) -> Tensor:
     return _SwiGLUInPlace.apply(gate, up)
 
 
-@torch.library.custom_op("spbench::silu_times_backward", mutates_args=())
+@operator("spbench::silu_times_backward")
 def _silu_times_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return _silu_gradients(gradient, gate, up)
 
@@ -88,7 +90,7 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     return _SiLUTimes.apply(gate, up)
 
 
-@torch.library.custom_op("spbench::squared_relu", mutates_args=())
+@operator("spbench::squared_relu")
 def _squared_relu(x: Tensor) -> Tensor:
     return torch.relu(x).square_()
 
@@ -98,7 +100,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("spbench::squared_relu_backward", mutates_args=())
+@operator("spbench::squared_relu_backward")
 def _squared_relu_backward(gradient: Tensor, x: Tensor) -> Tensor:
     return torch.relu(x).mul_(2).mul_(gradient)
 
@@ -124,7 +126,7 @@ def squared_relu(x: Tensor) -> Tensor:
     return _SquaredReLU.apply(x)
 
 
-@torch.library.custom_op("spbench::bias_gelu", mutates_args=())
+@operator("spbench::bias_gelu")
 def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return torch.ops.aten.gelu_(x + bias, approximate="tanh")
 
@@ -134,7 +136,7 @@ def _(x: Tensor, bias: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("spbench::bias_gelu_backward", mutates_args=())
+@operator("spbench::bias_gelu_backward")
 def _bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor) -> Tensor:
     d_x = x + bias
     return torch.ops.aten.gelu_backward.grad_input(gradient, d_x, approximate="tanh", grad_input=d_x)
@@ -169,7 +171,7 @@ def _gate_and_up(y: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
     return (y if bias is None else y + bias).unbind(-2)
 
 
-@torch.library.custom_op("spbench::swiglu", mutates_args=())
+@operator("spbench::swiglu")
 def _swiglu(y: Tensor, bias: Tensor | None) -> Tensor:
     gate, up = _gate_and_up(y, bias)
     return F.silu(gate).mul_(up).contiguous()
@@ -180,7 +182,7 @@ def _(y: Tensor, bias: Tensor | None) -> Tensor:
     return y.new_empty(*y.shape[:-2], y.shape[-1])
 
 
-@torch.library.custom_op("spbench::swiglu_backward", mutates_args=())
+@operator("spbench::swiglu_backward")
 def _swiglu_backward(gradient: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
     gate, up = _gate_and_up(y, bias)
     return torch.stack(_silu_gradients(gradient, gate, up), -2).contiguous()
@@ -236,7 +238,7 @@ def clamped_product(gate: Tensor, up: Tensor) -> Tensor:
     return clamped_silu(gate) * clamped_plus_one(up)
 
 
-@torch.library.custom_op("spbench::weighted_swiglu", mutates_args=())
+@operator("spbench::weighted_swiglu")
 def _weighted_swiglu(y: Tensor, weights: Tensor, clamped: bool) -> Tensor:
     gate, up = y.unbind(-2)
     product = clamped_product(gate, up) if clamped else F.silu(gate) * up
@@ -248,7 +250,7 @@ def _(y: Tensor, weights: Tensor, clamped: bool) -> Tensor:
     return y.new_empty(y.shape[0], y.shape[2])
 
 
-@torch.library.custom_op("spbench::weighted_swiglu_backward", mutates_args=())
+@operator("spbench::weighted_swiglu_backward")
 def _weighted_swiglu_backward(
     gradient: Tensor, y: Tensor, weights: Tensor, clamped: bool
 ) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spbench.impls.collectives import all_gather_flat, all_reduce
+from spbench.impls.kernels.operator import operator
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -136,7 +137,7 @@ def compiled_cross_entropy(
     return loss
 
 
-@torch.library.custom_op("spbench::cross_entropy_gradient_", mutates_args={"logits"})
+@operator("spbench::cross_entropy_gradient_", mutates_args={"logits"})
 def _gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, first: int) -> Tensor:
     """Loss [B, L] from the ``statistics`` [N, 3, B, L] of all parts of the vocabulary (largest logit, sum of
     exponentials, the label's logit or 0); makes of the logits [B, L, V/N], in place, its gradient with regard
@@ -156,7 +157,7 @@ def _(logits: Tensor, statistics: Tensor, labels: Tensor, first: int) -> Tensor:
     return statistics.new_empty(labels.shape)
 
 
-@torch.library.custom_op("spbench::cross_entropy_statistics", mutates_args=())
+@operator("spbench::cross_entropy_statistics")
 def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
     """[3, B, L] of one part of the vocabulary, in at least float32; see :func:`_gradient_`."""
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -183,7 +184,7 @@ def _hit(labels: Tensor, first: int, part: int) -> tuple[Tensor, Tensor]:
     return hit, (labels - first) * hit
 
 
-@torch.library.custom_op("spbench::cross_entropy_scale_", mutates_args={"d_logits"})
+@operator("spbench::cross_entropy_scale_", mutates_args={"d_logits"})
 def _scale_(d_logits: Tensor, gradient: Tensor) -> None:
     """Multiply the gradient of each position's loss [B, L, V/N], in place, by what the loss is used with
     [B, L]."""

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from spbench.impls.axes import ALONE, Place
+from spbench.impls.kernels.operator import operator
 
 
-@torch.library.custom_op("spbench::masked_scale", mutates_args=())
+@operator("spbench::masked_scale")
 def masked_scale(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """x where mask, times scale; zero elsewhere."""
     return (x * mask).mul_(scale)
@@ -48,7 +49,7 @@ def masked_dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
     return _MaskedDropout.apply(x, mask, 1 / (1 - p))
 
 
-@torch.library.custom_op("spbench::bias_dropout_add", mutates_args=())
+@operator("spbench::bias_dropout_add")
 def _bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, mask: Tensor, scale: float) -> Tensor:
     return (x + bias).mul_(mask).mul_(scale).add_(residual)
 

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
+from spbench.impls.kernels.operator import operator
 
 
 def _mask(scores: Tensor, p: float, seed: int) -> Tensor:
@@ -36,7 +37,7 @@ def _scores(q: Tensor, keys: Tensor) -> Tensor:
     return scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), -torch.inf)
 
 
-@torch.library.custom_op("spbench::dropout_flash_attention", mutates_args=())
+@operator("spbench::dropout_flash_attention")
 def _forward(q: Tensor, k: Tensor, v: Tensor, p: float, seed: int) -> tuple[Tensor, Tensor]:
     keys, values = _whole_heads(q, k, v)
     scores = _scores(q, keys)
@@ -52,7 +53,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, p: float, seed: int) -> tuple[Tensor, Ten
     return o, q.new_empty(batch, heads, length, dtype=state_dtype(q.dtype))
 
 
-@torch.library.custom_op("spbench::dropout_flash_attention_backward", mutates_args=())
+@operator("spbench::dropout_flash_attention_backward")
 def _backward(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, p: float, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:

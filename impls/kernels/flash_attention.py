@@ -23,6 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.kernels.kept_results import kept
+from spbench.impls.kernels.operator import Operator
 
 
 def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
@@ -256,20 +257,14 @@ def fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tupl
     return d_q, d_k, d_v
 
 
-#: not torch.library.custom_op: a call of its operators costs 50 us more, at every step of a ring
-_LIBRARY = torch.library.Library("spbench", "FRAGMENT")
-
-
 def operator(schema: str, any_device: Callable[..., Any], fake: Callable[..., Any], **devices: Any) -> Any:
-    """Define the operator of that schema, with a kernel for all devices and those of some. No result may be
-    an argument. It has no gradient: call it inside autograd functions."""
-    _LIBRARY.define(schema)
-    name = schema.partition("(")[0]
-    _LIBRARY.impl(name, any_device, "CompositeExplicitAutograd")
+    """The operator of that schema, with a kernel for all devices and those of some."""
+    name, arguments, results = schema.partition("(")
+    made = Operator(name, any_device, arguments + results)
     for device, kernel in devices.items():
-        _LIBRARY.impl(name, kernel, device)
-    torch.library.register_fake(f"spbench::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.spbench, name).default
+        made.register_kernel(device)(kernel)
+    made.register_fake(fake)
+    return made
 
 
 #: (q, k, v, scale, causal) -> (o [B, Z, M, A] of q's dtype, lse [B, Z, M])

@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from spbench.impls.kernels.operator import operator
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: scales that are powers of two alone, in one byte (Open Compute Project, Microscaling Formats 1.0)
 E8M0 = torch.float8_e8m0fnu
@@ -119,7 +121,7 @@ def _kernels(x: Tensor, tile: Sequence[int], scales: torch.dtype | None) -> Any:
     return import_module("spbench.impls.kernels.fp8_triton")
 
 
-@torch.library.custom_op("spbench::fp8_amax", mutates_args=())
+@operator("spbench::fp8_amax")
 def fp8_amax(x: Tensor) -> Tensor:
     """The largest magnitude of x, [] in float32, or float64 where x has that."""
     return x.abs().amax().to(torch.promote_types(x.dtype, torch.float32))
@@ -136,7 +138,7 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-@torch.library.custom_op("spbench::fp8_cast", mutates_args=())
+@operator("spbench::fp8_cast")
 def fp8_cast(
     x: Tensor,
     largest: Tensor | None,
@@ -183,7 +185,7 @@ def _(
     return x.new_empty(shape, dtype=dtype), scale
 
 
-@torch.library.custom_op("spbench::fp8_cast_both", mutates_args=())
+@operator("spbench::fp8_cast_both")
 def fp8_cast_both(
     x: Tensor, largest: Tensor | None, dtype: torch.dtype, tile: Sequence[int], scales: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -220,7 +222,7 @@ def _(
     )
 
 
-@torch.library.custom_op("spbench::fp8_transpose", mutates_args=())
+@operator("spbench::fp8_transpose")
 def fp8_transpose(data: Tensor) -> Tensor:
     """data^T [c, r] of data [r, c] in eight bits, contiguous."""
     return data.mT.contiguous()
@@ -231,7 +233,7 @@ def _(data: Tensor) -> Tensor:
     return data.new_empty(data.shape[1], data.shape[0])
 
 
-@torch.library.custom_op("spbench::fp8_recast", mutates_args=())
+@operator("spbench::fp8_recast")
 def fp8_recast(
     data: Tensor, scale: Tensor, tile: Sequence[int], scales: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
@@ -280,7 +282,7 @@ def _multiply(
 def _products(prefix: str) -> tuple[object, object]:
     """The matmuls of one library: a result in ``dtype``, and one that is added to a buffer."""
 
-    @torch.library.custom_op(f"spbench::{prefix}fp8_mm", mutates_args=())
+    @operator(f"spbench::{prefix}fp8_mm")
     def fp8_mm(
         a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
@@ -299,7 +301,7 @@ def _products(prefix: str) -> tuple[object, object]:
     ) -> Tensor:
         return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
-    @torch.library.custom_op(f"spbench::{prefix}fp8_accumulate_mm_", mutates_args={"into"})
+    @operator(f"spbench::{prefix}fp8_accumulate_mm_", mutates_args={"into"})
     def fp8_accumulate_mm_(
         into: Tensor, a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int]
     ) -> None:

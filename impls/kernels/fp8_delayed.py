@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.collectives import all_reduce
+from spbench.impls.kernels.operator import operator
 
 #: places of a matmul's matrices in the lists of forward (True) and backward, and how many it has there
 _PLACES = {"input": (True, 0), "weight": (True, 1), "gradient": (False, 0)}
@@ -38,7 +39,7 @@ def _note(x: Tensor, largest: Tensor) -> None:
     largest.copy_(torch.maximum(largest, x.abs().amax().to(largest.dtype)))
 
 
-@torch.library.custom_op("spbench::fp8_cast_delayed_", mutates_args={"largest"})
+@operator("spbench::fp8_cast_delayed_", mutates_args={"largest"})
 def fp8_cast_delayed_(
     x: Tensor, scale: Tensor, largest: Tensor, dtype: torch.dtype, transposed: bool
 ) -> tuple[Tensor, Tensor]:
@@ -56,7 +57,7 @@ def _(
     return x.new_empty(shape, dtype=dtype), scale.new_empty(1, 1)
 
 
-@torch.library.custom_op("spbench::fp8_cast_both_delayed_", mutates_args={"largest"})
+@operator("spbench::fp8_cast_both_delayed_", mutates_args={"largest"})
 def fp8_cast_both_delayed_(
     x: Tensor, scale: Tensor, largest: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,7 +74,7 @@ def _(x: Tensor, scale: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Te
     return data, transposed, scale.new_empty(1, 1)
 
 
-@torch.library.custom_op("spbench::fp8_update_scales_", mutates_args={"history", "scales"})
+@operator("spbench::fp8_update_scales_", mutates_args={"history", "scales"})
 def fp8_update_scales_(history: Tensor, scales: Tensor, largest_number: float) -> None:
     """Set scales [n] so that the largest magnitudes of a history [h, n] become the format's largest number,
     and make room for the next in its first row. A matrix that has only had zeros keeps its scale."""

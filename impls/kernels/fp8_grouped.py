@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from spbench.impls.kernels.fp8_casts import E4M3, Tile, _cast, _counts_as, _multiply, _scales_shape
 from spbench.impls.kernels.fp8_projection import Fp8Recipe, cast_weight
+from spbench.impls.kernels.operator import operator
 from spbench.impls.kernels.projection import added_to_main_grad, matrix
 
 
@@ -29,7 +30,7 @@ def _scale_counts(rows: Sequence[int], columns: int, tile: Sequence[int]) -> tup
     return forward, [math.prod(_scales_shape((columns, r), tile)) for r in rows]
 
 
-@torch.library.custom_op("spbench::fp8_amax_rows", mutates_args=())
+@operator("spbench::fp8_amax_rows")
 def fp8_amax_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     """The largest magnitude of each expert's rows of x, [n] in float32 or float64; 0 of none."""
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -43,7 +44,7 @@ def _(x: Tensor, rows: Sequence[int]) -> Tensor:
     return x.new_empty(len(rows), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-@torch.library.custom_op("spbench::fp8_cast_rows", mutates_args=())
+@operator("spbench::fp8_cast_rows")
 def fp8_cast_rows(
     x: Tensor,
     rows: Sequence[int],
@@ -95,7 +96,7 @@ def _turned(
     ]
 
 
-@torch.library.custom_op("spbench::te_fp8_grouped_mm", mutates_args=())
+@operator("spbench::te_fp8_grouped_mm")
 def te_fp8_grouped_mm(
     a: Tensor,
     b: Sequence[Tensor],
@@ -127,7 +128,7 @@ def _(
     return a.new_empty(a.shape[0], b[0].shape[1], dtype=dtype)
 
 
-@torch.library.custom_op("spbench::te_fp8_grouped_mm_weights", mutates_args=())
+@operator("spbench::te_fp8_grouped_mm_weights")
 def te_fp8_grouped_mm_weights(
     d_y: Tensor,
     x: Tensor,
@@ -157,7 +158,7 @@ def _(
     return [x.new_empty(d_y.shape[1], x.shape[1], dtype=dtype) for _ in rows]
 
 
-@torch.library.custom_op("spbench::te_fp8_grouped_accumulate_mm_", mutates_args={"into"})
+@operator("spbench::te_fp8_grouped_accumulate_mm_", mutates_args={"into"})
 def te_fp8_grouped_accumulate_mm_(
     into: Sequence[Tensor],
     d_y: Tensor,

@@ -18,10 +18,11 @@ from spbench.impls.kernels.gated_delta_operators import (
     scale,
     split,
 )
+from spbench.impls.kernels.operator import operator
 from spbench.impls.kernels.recurrence_blocks import BlockDecay
 
 
-@torch.library.custom_op("spbench::gated_delta_own_gradients", mutates_args=())
+@operator("spbench::gated_delta_own_gradients")
 def own_gradients(q: Tensor, k: Tensor, d_o: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
     """What reaches V' from the outputs of its own block [B, L, Z, A]."""
     blocks = blocks_of(q, starts)
@@ -30,7 +31,7 @@ def own_gradients(q: Tensor, k: Tensor, d_o: Tensor, sums: Tensor, starts: Seque
     return blocks.back(products.mT @ d_outputs, d_o)
 
 
-@torch.library.custom_op("spbench::gated_delta_state_gradients", mutates_args=())
+@operator("spbench::gated_delta_state_gradients")
 def state_gradients(
     q: Tensor,
     k: Tensor,
@@ -56,7 +57,7 @@ def state_gradients(
     return torch.stack(after[::-1], 2).to(q.dtype), blocks.back(torch.stack(whole[::-1], 2), d_written)
 
 
-@torch.library.custom_op("spbench::gated_delta_gradient_carry", mutates_args=())
+@operator("spbench::gated_delta_gradient_carry")
 def gradient_carry(
     q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, d_written: Tensor, starts: Sequence[int]
 ) -> Tensor:
@@ -76,7 +77,7 @@ def gradient_carry(
     return both.flatten(2)
 
 
-@torch.library.custom_op("spbench::gated_delta_read_gradients", mutates_args=())
+@operator("spbench::gated_delta_read_gradients")
 def read_gradients(
     q: Tensor,
     k: Tensor,
@@ -108,7 +109,7 @@ def read_gradients(
     )
 
 
-@torch.library.custom_op("spbench::gated_delta_wy_gradients", mutates_args=())
+@operator("spbench::gated_delta_wy_gradients")
 def wy_gradients(
     k: Tensor,
     v: Tensor,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from spbench.impls.kernels.operator import operator
 from spbench.impls.kernels.recurrence_blocks import BlockDecay, Blocks
 
 #: positions in a block, as in fla
@@ -43,7 +44,7 @@ def _overlaps(keys: Tensor, strength: Tensor, decay: BlockDecay) -> Tensor:
     return (strength.unsqueeze(-1) * (keys @ keys.mT) * decay.between()).tril(-1)
 
 
-@torch.library.custom_op("spbench::gated_delta_inverse", mutates_args=())
+@operator("spbench::gated_delta_inverse")
 def inverse(k: Tensor, sums: Tensor, b: Tensor, starts: Sequence[int]) -> Tensor:
     """T [B, L, Z, block], of each position its row."""
     blocks = blocks_of(k, starts)
@@ -56,7 +57,7 @@ def inverse(k: Tensor, sums: Tensor, b: Tensor, starts: Sequence[int]) -> Tensor
     return blocks.back(inverse, _rows(k, sums))
 
 
-@torch.library.custom_op("spbench::gated_delta_wy", mutates_args=())
+@operator("spbench::gated_delta_wy")
 def wy(
     k: Tensor, v: Tensor, sums: Tensor, b: Tensor, inverse: Tensor, starts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -68,7 +69,7 @@ def wy(
     return blocks.back(w, of_heads(k, v)), blocks.back(u, v)
 
 
-@torch.library.custom_op("spbench::gated_delta_states", mutates_args=())
+@operator("spbench::gated_delta_states")
 def states(
     k: Tensor, w: Tensor, u: Tensor, sums: Tensor, initial: Tensor | None, starts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -84,7 +85,7 @@ def states(
     return torch.stack(before, 2).to(k.dtype), blocks.back(torch.stack(written, 2), u)
 
 
-@torch.library.custom_op("spbench::gated_delta_carry", mutates_args=())
+@operator("spbench::gated_delta_carry")
 def carry(k: Tensor, w: Tensor, u: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
     """The map of all blocks [B, Z, D (A + D)]: M and U of the rows of a state lie side by side."""
     blocks = blocks_of(k, starts)
@@ -99,7 +100,7 @@ def carry(k: Tensor, w: Tensor, u: Tensor, sums: Tensor, starts: Sequence[int]) 
     return both.flatten(2)
 
 
-@torch.library.custom_op("spbench::gated_delta_output", mutates_args=())
+@operator("spbench::gated_delta_output")
 def output(
     q: Tensor, k: Tensor, written: Tensor, sums: Tensor, states: Tensor, starts: Sequence[int]
 ) -> Tensor:

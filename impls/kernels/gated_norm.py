@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.operator import operator
 
 
 def plain_gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
@@ -28,7 +29,7 @@ def plain_gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_firs
     return (u if gate_first else u * gate).to(x.dtype)
 
 
-@torch.library.custom_op("spbench::gated_norm", mutates_args=())
+@operator("spbench::gated_norm")
 def _gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> tuple[Tensor, Tensor]:
     dtype = state_dtype(x.dtype)
     u = x.to(dtype) * F.silu(z.to(dtype)) if gate_first else x.to(dtype)
@@ -36,7 +37,7 @@ def _gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bo
     return plain_gated_norm(x, z, weight, eps, gate_first).contiguous(), rstd.contiguous()
 
 
-@torch.library.custom_op("spbench::gated_norm_backward", mutates_args=())
+@operator("spbench::gated_norm_backward")
 def _gated_norm_backward(
     d_y: Tensor, x: Tensor, z: Tensor, weight: Tensor, rstd: Tensor, gate_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from spbench.impls.kernels.operator import operator
 
-@torch.library.custom_op("spbench::sum_of_squares", mutates_args=())
+
+@operator("spbench::sum_of_squares")
 def sum_of_squares(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     """The sum [] of the squares of all elements, each times its tensor's share, in at least float32."""
     total = _zero(tensors)

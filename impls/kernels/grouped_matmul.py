@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.kernels.operator import operator
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, library_of, matrix
 
 #: what TransformerEngine's grouped matmuls work in: as many workspaces of its matmuls as it has streams for
@@ -58,7 +59,7 @@ def _accumulate(into: Sequence[Tensor] | Tensor, d_y: Tensor, x: Tensor, rows: S
 def _products(prefix: str) -> tuple[Any, Any, Any]:
     """The operators of one library: rows times weights, weights' gradients, and these added to buffers."""
 
-    @torch.library.custom_op(f"spbench::{prefix}grouped_mm", mutates_args=())
+    @operator(f"spbench::{prefix}grouped_mm")
     def grouped_mm(x: Tensor, weights: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         return _multiply(x, weights, rows)
 
@@ -66,7 +67,7 @@ def _products(prefix: str) -> tuple[Any, Any, Any]:
     def _(x: Tensor, weights: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         return x.new_empty(x.shape[0], weights[0].shape[1])
 
-    @torch.library.custom_op(f"spbench::{prefix}grouped_mm_weights", mutates_args=())
+    @operator(f"spbench::{prefix}grouped_mm_weights")
     def grouped_mm_weights(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> list[Tensor]:
         return _weight_gradients(d_y, x, rows)
 
@@ -74,7 +75,7 @@ def _products(prefix: str) -> tuple[Any, Any, Any]:
     def _(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> list[Tensor]:
         return [x.new_empty(d_y.shape[1], x.shape[1]) for _ in rows]
 
-    @torch.library.custom_op(f"spbench::{prefix}grouped_accumulate_mm_", mutates_args={"into"})
+    @operator(f"spbench::{prefix}grouped_accumulate_mm_", mutates_args={"into"})
     def grouped_accumulate_mm_(into: Sequence[Tensor], d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
         _accumulate(into, d_y, x, rows)
 
@@ -111,7 +112,7 @@ def _stacked_weight_gradients(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Te
     return gradients
 
 
-@torch.library.custom_op("spbench::stacked_mm", mutates_args=())
+@operator("spbench::stacked_mm")
 def _stacked_mm(x: Tensor, weights: Tensor, rows: Sequence[int]) -> Tensor:
     return _multiply(x, weights, rows)
 
@@ -128,7 +129,7 @@ def _(x: Tensor, weights: Tensor, rows: Sequence[int]) -> Tensor:
     return x.new_empty(x.shape[0], weights.shape[-1])
 
 
-@torch.library.custom_op("spbench::stacked_mm_weights", mutates_args=())
+@operator("spbench::stacked_mm_weights")
 def _stacked_mm_weights(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
     return _stacked_weight_gradients(d_y, x, rows)
 
@@ -145,7 +146,7 @@ def _(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
     return x.new_empty(len(rows), d_y.shape[1], x.shape[1])
 
 
-@torch.library.custom_op("spbench::stacked_accumulate_mm_", mutates_args={"into"})
+@operator("spbench::stacked_accumulate_mm_", mutates_args={"into"})
 def _stacked_accumulate_mm_(into: Tensor, d_y: Tensor, x: Tensor, rows: Sequence[int]) -> None:
     _accumulate(into, d_y, x, rows)
 
@@ -233,7 +234,7 @@ def grouped_project(x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[i
     return result
 
 
-@torch.library.custom_op("spbench::grouped_bias", mutates_args=())
+@operator("spbench::grouped_bias")
 def _grouped_bias(y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None) -> Tensor:
     added = torch.cat([bias.expand(n, -1) for bias, n in zip(biases, rows, strict=True)])
     return y + (added if weights is None else added * weights.to(y.dtype)[:, None])
@@ -244,7 +245,7 @@ def _(y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor 
     return torch.empty_like(y)
 
 
-@torch.library.custom_op("spbench::grouped_bias_backward", mutates_args=())
+@operator("spbench::grouped_bias_backward")
 def _grouped_bias_backward(
     d_y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None
 ) -> tuple[list[Tensor], Tensor]:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from spbench.impls.kernels.operator import operator
+
 #: names of the operators that make tensors in the host's memory that is not pinned, and in any of it
 MAKES_PAGEABLE = ("pageable_zeros", "pageable_empty_like")
 MAKES_ON_HOST = ("host_empty_like", "host_zeros", *MAKES_PAGEABLE)
@@ -22,7 +24,7 @@ TO_PAGEABLE, FROM_PAGEABLE = "to_pageable_", "from_pageable_"
 OVER_HOST_LINK = ("to_host_", "to_device_", TO_PAGEABLE, FROM_PAGEABLE)
 
 
-@torch.library.custom_op("spbench::host_empty_like", mutates_args=())
+@operator("spbench::host_empty_like")
 def host_empty_like(x: Tensor) -> Tensor:
     """Room for a tensor of the device in the host's memory: of the shape and dtype of x."""
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.device.type != "cpu")
@@ -33,7 +35,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
 
-@torch.library.custom_op("spbench::host_zeros", mutates_args=())
+@operator("spbench::host_zeros")
 def host_zeros(device: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros in pinned memory of the host; ``device``: any tensor of the device that will copy them."""
     return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=device.device.type != "cpu")
@@ -44,7 +46,7 @@ def _(device: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device="cpu")
 
 
-@torch.library.custom_op("spbench::pageable_zeros", mutates_args=())
+@operator("spbench::pageable_zeros")
 def pageable_zeros(device: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros in memory of the host that is not pinned."""
     return torch.zeros(shape, dtype=dtype, device="cpu")
@@ -55,7 +57,7 @@ def _(device: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device="cpu")
 
 
-@torch.library.custom_op("spbench::pageable_empty_like", mutates_args=())
+@operator("spbench::pageable_empty_like")
 def pageable_empty_like(x: Tensor) -> Tensor:
     """As :func:`host_empty_like`, in memory that is not pinned."""
     return torch.empty(x.shape, dtype=x.dtype, device="cpu")
@@ -66,26 +68,26 @@ def _(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
 
-@torch.library.custom_op("spbench::to_host_", mutates_args=("host",))
+@operator("spbench::to_host_", mutates_args=("host",))
 def to_host_(host: Tensor, x: Tensor) -> None:
     """Copy x of the device into the host's memory; the current stream does it, and the host goes on."""
     host.copy_(x, non_blocking=True)
 
 
-@torch.library.custom_op("spbench::to_device_", mutates_args=("x",))
+@operator("spbench::to_device_", mutates_args=("x",))
 def to_device_(x: Tensor, host: Tensor) -> None:
     """Copy what the host's memory holds into x of the device, as :func:`to_host_` does the other way."""
     x.copy_(host, non_blocking=True)
 
 
-@torch.library.custom_op(f"spbench::{TO_PAGEABLE}", mutates_args=("host",))
+@operator(f"spbench::{TO_PAGEABLE}", mutates_args=("host",))
 def to_pageable_(host: Tensor, x: Tensor) -> None:
     """Copy x of the device into memory of the host that is not pinned, as ``tensor.to("cpu")`` does; the
     host waits."""
     host.copy_(x)
 
 
-@torch.library.custom_op(f"spbench::{FROM_PAGEABLE}", mutates_args=("x",))
+@operator(f"spbench::{FROM_PAGEABLE}", mutates_args=("x",))
 def from_pageable_(x: Tensor, host: Tensor) -> None:
     """Copy what memory of the host that is not pinned holds into x of the device; the host waits."""
     x.copy_(host)

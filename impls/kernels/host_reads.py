@@ -8,11 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spbench.impls.kernels.operator import operator
+
 #: names of the operators that are such loops
 READ_BY_HOST = ("samples_begun", "read_by_host")
 
 
-@torch.library.custom_op("spbench::samples_begun", mutates_args=())
+@operator("spbench::samples_begun")
 def samples_begun(positions: Tensor) -> Tensor:
     """How many samples are packed in a sequence, by its positions [L] in int64, each read by the host:
     get_response_lengths of prime-rl, January 2026 (src/prime_rl/trainer/utils.py)."""
@@ -28,7 +30,7 @@ def _(positions: Tensor) -> Tensor:
     return positions.new_empty(())
 
 
-@torch.library.custom_op("spbench::read_by_host", mutates_args=())
+@operator("spbench::read_by_host")
 def read_by_host(x: Tensor) -> Tensor:
     """The value of a tensor of one element in int64, which the host reads, as a branch of Python does; again
     as a tensor."""

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from spbench.impls.kernels.operator import operator
+
 #: names of these operators
 ON_HOST_CORES = ("host_adamw_", "host_copy_", "host_add_", "host_unscale_")
 #: of torch's AdamW
 _BETAS, _EPS = (0.9, 0.999), 1e-8
 
 
-@torch.library.custom_op(
-    "spbench::host_adamw_", mutates_args=("weights", "first_moments", "second_moments", "steps")
-)
+@operator("spbench::host_adamw_", mutates_args=("weights", "first_moments", "second_moments", "steps"))
 def host_adamw_(
     weights: Sequence[Tensor],
     gradients: Sequence[Tensor],
@@ -58,19 +58,19 @@ def host_adamw_(
         torch._foreach_sub_(list(steps), [found_inf] * len(steps))
 
 
-@torch.library.custom_op("spbench::host_copy_", mutates_args=("to",))
+@operator("spbench::host_copy_", mutates_args=("to",))
 def host_copy_(to: Tensor, x: Tensor) -> None:
     """Copy x, rounded to the dtype of ``to``."""
     to.copy_(x)
 
 
-@torch.library.custom_op("spbench::host_add_", mutates_args=("to",))
+@operator("spbench::host_add_", mutates_args=("to",))
 def host_add_(to: Tensor, x: Tensor) -> None:
     """Add x to another tensor."""
     to.add_(x)
 
 
-@torch.library.custom_op("spbench::host_unscale_", mutates_args=("gradients", "found_inf"))
+@operator("spbench::host_unscale_", mutates_args=("gradients", "found_inf"))
 def host_unscale_(gradients: Sequence[Tensor], found_inf: Tensor, scale: Tensor) -> None:
     """Divide gradients by the scale of the loss; ``found_inf``, a scalar, becomes 1 where one is not
     finite."""

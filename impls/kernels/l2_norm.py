@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.operator import operator
 
 EPS = 1e-6
 
@@ -22,13 +23,13 @@ def plain_l2_norm(x: Tensor) -> Tensor:
     return (precise * (precise.square().sum(-1, keepdim=True) + EPS).rsqrt()).to(x.dtype)
 
 
-@torch.library.custom_op("spbench::l2_norm", mutates_args=())
+@operator("spbench::l2_norm")
 def _l2_norm(x: Tensor) -> tuple[Tensor, Tensor]:
     rstd = (x.to(state_dtype(x.dtype)).square().sum(-1, keepdim=True) + EPS).rsqrt()
     return (x * rstd).to(x.dtype).contiguous(), rstd.contiguous()
 
 
-@torch.library.custom_op("spbench::l2_norm_backward", mutates_args=())
+@operator("spbench::l2_norm_backward")
 def _l2_norm_backward(d_y: Tensor, y: Tensor, rstd: Tensor) -> Tensor:
     normal, d_y = y.to(rstd.dtype), d_y.to(rstd.dtype)
     return (rstd * (d_y - normal * (d_y * normal).sum(-1, keepdim=True))).to(y.dtype).contiguous()

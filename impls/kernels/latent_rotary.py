@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spbench.impls.kernels.operator import operator
 from spbench.impls.kernels.rotary import rotated
 
 
@@ -23,7 +24,7 @@ def _turned(x: Tensor, angles: Tensor, inverse: bool) -> Tensor:
     return rotated(x, cos, -sin if inverse else sin)
 
 
-@torch.library.custom_op("spbench::rotary_", mutates_args={"x"})
+@operator("spbench::rotary_", mutates_args={"x"})
 def _rotary_(x: Tensor, angles: Tensor, inverse: bool) -> None:
     x.copy_(_turned(x.transpose(1, 2), angles, inverse).transpose(1, 2))
 
@@ -52,7 +53,7 @@ def turned_queries(q: Tensor, angles: Tensor, heads: int) -> Tensor:
     return result
 
 
-@torch.library.custom_op("spbench::latent_keys_values", mutates_args=())
+@operator("spbench::latent_keys_values")
 def _keys_values(kv: Tensor, shared: Tensor, angles: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
     keys, values = kv.unflatten(-1, (heads, -1)).split([size, kv.shape[-1] // heads - size], -1)
     turned = _turned(shared, angles, False).unsqueeze(2).expand(-1, -1, heads, -1)
@@ -66,7 +67,7 @@ def _(kv: Tensor, shared: Tensor, angles: Tensor, heads: int, size: int) -> tupl
     return k, kv.new_empty(batch, length, heads, features // heads - size)
 
 
-@torch.library.custom_op("spbench::latent_keys_values_backward", mutates_args=())
+@operator("spbench::latent_keys_values_backward")
 def _keys_values_backward(d_k: Tensor, d_v: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     shared = angles.shape[-1]
     d_kv = torch.cat((d_k[..., :-shared], d_v), -1).flatten(-2)

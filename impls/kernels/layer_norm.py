@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.kernels.operator import operator
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
-@torch.library.custom_op("spbench::layer_norm", mutates_args=())
+@operator("spbench::layer_norm")
 def _layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,7 +33,7 @@ def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tupl
     return x.new_empty(x.shape), mean, torch.empty_like(mean)  # contiguous, whatever x is
 
 
-@torch.library.custom_op("spbench::layer_norm_backward", mutates_args=())
+@operator("spbench::layer_norm_backward")
 def _layer_norm_backward(
     gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:

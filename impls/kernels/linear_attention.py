@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from spbench.impls.kernels.decay import decay_mask, decay_powers, positions, state_dtype
+from spbench.impls.kernels.operator import Operator, operator
 
 #: positions in a block: the fused parallel kernel of LASP's authors keeps a float32 state per 256 positions
 BLOCK = 256
@@ -142,9 +143,9 @@ def plain_input_gradients(
     return blocks.join(d_q, q), blocks.join(d_k, k), blocks.join(d_v, v)
 
 
-def _operator(plain: Callable[..., Any], in_triton: str) -> torch.library.CustomOpDef:
+def _operator(plain: Callable[..., Any], in_triton: str) -> Operator:
     """The operator spbench::linear_attention_<in_triton>: plain torch, and Triton where that can be."""
-    operator = torch.library.custom_op(f"spbench::linear_attention_{in_triton}", mutates_args=())(plain)
+    made = operator(f"spbench::linear_attention_{in_triton}")(plain)
 
     def on_gpu(*arguments: Any) -> Any:
         if find_spec("triton") is None or arguments[0].dtype is torch.float64:
@@ -152,8 +153,8 @@ def _operator(plain: Callable[..., Any], in_triton: str) -> torch.library.Custom
         # not before: Triton is not on every machine
         return getattr(import_module("spbench.impls.kernels.linear_attention_triton"), in_triton)(*arguments)
 
-    operator.register_kernel("cuda")(on_gpu)
-    return operator
+    made.register_kernel("cuda")(on_gpu)
+    return made
 
 
 linear_attention_states = _operator(plain_states, "states")

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op, infer_schema
+from torch.library import infer_schema
 from torch.utils.flop_counter import register_flop_formula
 
 from spbench.impls.attended import Attended, Interval
 from spbench.impls.kernels import linear_attention as each
 from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.operator import operator
 
 OPS = torch.ops.spbench
 
@@ -102,7 +103,7 @@ def _operator(of_documents: Callable[..., Any], name: str) -> Any:
         return of_documents(plain_form if plain else fused, lengths, *arguments)
 
     schema = infer_schema(plain_form, mutates_args=()).replace(") ->", ", SymInt[] lengths, bool plain) ->")
-    return custom_op(f"spbench::packed_linear_attention_{name}", run, mutates_args=(), schema=schema)
+    return operator(f"spbench::packed_linear_attention_{name}", schema=schema)(run)
 
 
 packed_states = _operator(_at_boundaries, "states")

@@ -22,6 +22,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.kernels.operator import operator
+
 #: the codes of four bits, quantiles of a normal distribution (QLoRA, appendix E)
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -61,7 +63,7 @@ def _scales(scales: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     return scales[:wide].view(torch.float32), scales[wide:]
 
 
-@torch.library.custom_op("spbench::unpack_weight", mutates_args=())
+@operator("spbench::unpack_weight")
 def unpack_weight(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
     """A weight [..., H] of packed numbers [..., H bits / 16]."""
     return _unpacked(packed, scales, bits)

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spbench.impls.kernels.operator import operator
+
 PERMUTATIONS = ("plain", "deterministic", "fused")
 
 #: operators that are a part of a transfer, and take no time beside it: DeepEP's kernels read each token's row
@@ -67,7 +69,7 @@ sent_rows.register_autograd(_sent_back, setup_context=_keep_token)
 summed_rows.register_autograd(_sent_again, setup_context=_keep_token)
 
 
-@torch.library.custom_op("spbench::permute_rows", mutates_args=())
+@operator("spbench::permute_rows")
 def _permute_rows(x: Tensor, weights: Tensor, chosen: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens, experts = chosen.shape
     flat = chosen.mT.reshape(-1).nonzero()[:rows, 0]
@@ -91,7 +93,7 @@ def _places(row_of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return token, expert, row_of[token, expert].long()
 
 
-@torch.library.custom_op("spbench::permute_rows_backward", mutates_args=())
+@operator("spbench::permute_rows_backward")
 def _permute_rows_backward(d_rows: Tensor, d_weights: Tensor, row_of: Tensor) -> tuple[Tensor, Tensor]:
     token, expert, row = _places(row_of)
     tokens, width = row_of.shape
@@ -107,7 +109,7 @@ def _(d_rows: Tensor, d_weights: Tensor, row_of: Tensor) -> tuple[Tensor, Tensor
     return d_rows.new_empty(tokens, d_rows.shape[1]), d_weights.new_empty(tokens, (width - 1) // 2)
 
 
-@torch.library.custom_op("spbench::unpermute_rows", mutates_args=())
+@operator("spbench::unpermute_rows")
 def _unpermute_rows(rows: Tensor, row_of: Tensor) -> Tensor:
     token, _, row = _places(row_of)
     return rows.new_zeros(row_of.shape[0], rows.shape[1]).index_add_(0, token, rows[row])
@@ -118,7 +120,7 @@ def _(rows: Tensor, row_of: Tensor) -> Tensor:
     return rows.new_empty(row_of.shape[0], rows.shape[1])
 
 
-@torch.library.custom_op("spbench::unpermute_rows_backward", mutates_args=())
+@operator("spbench::unpermute_rows_backward")
 def _unpermute_rows_backward(d_y: Tensor, row_of: Tensor, rows: int) -> Tensor:
     token, _, row = _places(row_of)
     d_rows = d_y.new_zeros(rows, d_y.shape[1])
@@ -198,7 +200,7 @@ def _chunks(x: Tensor, sizes: Sequence[int], order: Sequence[int]) -> list[Tenso
     return [parts[i] for i in order]
 
 
-@torch.library.custom_op("spbench::sort_rows", mutates_args=())
+@operator("spbench::sort_rows")
 def _sort_rows(
     x: Tensor, weights: Tensor, sizes: Sequence[int], order: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -213,7 +215,7 @@ def _(
     return x.new_empty(x.shape), torch.empty_like(weights), x.new_empty(len(x), dtype=torch.int32)
 
 
-@torch.library.custom_op("spbench::sort_rows_backward", mutates_args=())
+@operator("spbench::sort_rows_backward")
 def _sort_rows_backward(d_y: Tensor, d_weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     d_x, d_w = torch.empty_like(d_y), torch.empty_like(d_weights)
     d_x[rows.long()] = d_y

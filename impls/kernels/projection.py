@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spbench.impls.kernels.operator import operator
 from spbench.impls.kernels.packed_weights import packed_of
 
 #: the operators that torch runs through cuBLAS handles of its own, whose workspaces its allocator holds
@@ -34,7 +35,7 @@ TRANSFORMER_ENGINE_PRODUCTS = frozenset(
 USERBUFFER_STREAMS = 3
 
 
-@torch.library.custom_op("spbench::te_mm", mutates_args=())
+@operator("spbench::te_mm")
 def te_mm(a: Tensor, b: Tensor) -> Tensor:
     """a [..., k] times b [k, n] -> [..., n]."""
     return torch.matmul(a, b).contiguous()
@@ -45,7 +46,7 @@ def _(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[1])
 
 
-@torch.library.custom_op("spbench::te_mm_to", mutates_args=())
+@operator("spbench::te_mm_to")
 def te_mm_to(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a [m, k] times b [k, n] -> [m, n] in ``dtype``, without a copy of either in it."""
     return torch.matmul(a.to(dtype), b.to(dtype)).contiguous()
@@ -60,19 +61,19 @@ def _accumulate(into: Tensor, a: Tensor, b: Tensor) -> None:
     into.addmm_(a.to(into.dtype), b.to(into.dtype))
 
 
-@torch.library.custom_op("spbench::accumulate_mm_", mutates_args={"into"})
+@operator("spbench::accumulate_mm_", mutates_args={"into"})
 def accumulate_mm_(into: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a [m, k] times b [k, n] to ``into`` [m, n], in the precision of ``into``."""
     _accumulate(into, a, b)
 
 
-@torch.library.custom_op("spbench::te_accumulate_mm_", mutates_args={"into"})
+@operator("spbench::te_accumulate_mm_", mutates_args={"into"})
 def te_accumulate_mm_(into: Tensor, a: Tensor, b: Tensor) -> None:
     """As :func:`accumulate_mm_`, by TransformerEngine."""
     _accumulate(into, a, b)
 
 
-@torch.library.custom_op("spbench::strided_bmm", mutates_args=())
+@operator("spbench::strided_bmm")
 def _strided_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.matmul(a, b).mul_(scale).contiguous()
 

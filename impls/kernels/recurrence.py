@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.operator import operator
 
 #: gradients of q, k, v, g and b
 InputGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -124,7 +125,7 @@ def timed(rule: type[Rule], nbytes: int) -> type[Rule]:
     return type(f"Timed{rule.__name__}", (rule,), kernels)
 
 
-@torch.library.custom_op("spbench::recurrence_merged", mutates_args=())
+@operator("spbench::recurrence_merged")
 def _merged(
     carries: Tensor, size: list[int], order: list[int], scalar: bool, initial: Tensor | None
 ) -> Tensor:

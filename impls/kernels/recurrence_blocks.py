@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.operator import operator
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Blocks:
         return self.of(begins, 1).squeeze(0).squeeze(0).cumsum(-1)
 
 
-@torch.library.custom_op("spbench::recurrence_sums", mutates_args=())
+@operator("spbench::recurrence_sums")
 def block_sums(g: Tensor, block: int, from_end: bool, starts: Sequence[int]) -> Tensor:
     """The sums [B, L, Z] of g [B, L, Z] over each block from its start up to each position; ``from_end``:
     from each position to its end, which gives the gradient of g from that of these sums. Blocks begin anew at

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spbench.impls.kernels.operator import operator
+
 EPS = 1e-6
 
 
@@ -39,7 +41,7 @@ def _normalized(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, T
     return (y if weight is None else y * weight).to(x.dtype).contiguous(), rstd.contiguous()
 
 
-@torch.library.custom_op("spbench::rms_norm", mutates_args=())
+@operator("spbench::rms_norm")
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     return _normalized(x, weight, eps)
 
@@ -73,7 +75,7 @@ def _gradients(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None)
     return d_x.to(x.dtype).contiguous(), d_weight
 
 
-@torch.library.custom_op("spbench::rms_norm_backward", mutates_args=())
+@operator("spbench::rms_norm_backward")
 def _rms_norm_backward(
     gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:

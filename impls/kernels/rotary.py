@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spbench.impls.kernels.operator import operator
+
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The pairs (i, i + A/2) of x [..., L, A] turned by cos, sin [L, A/2], by torch's own operators."""
@@ -26,7 +28,7 @@ def rotated_by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-@torch.library.custom_op("spbench::rotary", mutates_args=())
+@operator("spbench::rotary")
 def _rotary(x: Tensor, angles: Tensor, inverse: bool) -> Tensor:
     half = angles[..., : angles.shape[-1] // 2]
     cos, sin = half.cos().to(x.dtype), half.sin().to(x.dtype)

@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spbench.impls.kernels.operator import operator
+
 
 def plain_short_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, starts: Sequence[int] = ()
@@ -56,14 +58,14 @@ def _sums(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Sequence[int])
     return sums if bias is None else sums + bias
 
 
-@torch.library.custom_op("spbench::short_convolution", mutates_args=())
+@operator("spbench::short_convolution")
 def _convolved(
     x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, starts: Sequence[int]
 ) -> Tensor:
     return F.silu(_sums(_with_before(x, weight, before), weight, bias, starts)).contiguous()
 
 
-@torch.library.custom_op("spbench::short_convolution_backward", mutates_args=())
+@operator("spbench::short_convolution_backward")
 def _convolved_backward(
     d_y: Tensor,
     x: Tensor,

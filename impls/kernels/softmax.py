@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spbench.impls.kernels.operator import operator
+
 #: what a masked score becomes; Megatron-LM's and BERT's value, finite so that a row with no key stays finite
 MASKED_SCORE = -10000.0
 #: keys of a row that one program of the kernels for GPUs holds; longer rows go through float32 step by step
@@ -35,7 +37,7 @@ def _has_kernel(scores: Tensor) -> bool:
     return scores.dtype != torch.float64 and 0 < keys <= LONGEST_ROW and find_spec("triton") is not None
 
 
-@torch.library.custom_op("spbench::masked_softmax", mutates_args=())
+@operator("spbench::masked_softmax")
 def _masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     return _in_steps(scores, mask, scale, causal)
 
@@ -60,7 +62,7 @@ def _gradient_in_steps(gradient: Tensor, probabilities: Tensor, scale: float) ->
     gradient.copy_(result.mul_(scale))
 
 
-@torch.library.custom_op("spbench::masked_softmax_backward_", mutates_args={"gradient"})
+@operator("spbench::masked_softmax_backward_", mutates_args={"gradient"})
 def _masked_softmax_backward_(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
     _gradient_in_steps(gradient, probabilities, scale)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.operator import operator
 from spbench.impls.kernels.recurrence_blocks import BlockDecay, Blocks, block_sums
 
 #: positions in a block: chunk_size of Nemotron-H's config.json and of Megatron-Core's MambaMixer
@@ -47,21 +48,21 @@ def _for_heads(scores: Tensor, heads: int) -> Tensor:
     return scores.repeat_interleave(heads // scores.shape[1], 1)
 
 
-@torch.library.custom_op("spbench::state_space_scores", mutates_args=())
+@operator("spbench::state_space_scores")
 def scores(q: Tensor, k: Tensor) -> Tensor:
     """q k^T of each block [B, G, C, block, block], all pairs."""
     queries, keys = _split(q.shape[2], q, k)
     return queries @ keys.mT
 
 
-@torch.library.custom_op("spbench::state_space_block_states", mutates_args=())
+@operator("spbench::state_space_block_states")
 def block_states(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, starts: Sequence[int]) -> Tensor:
     """What each block alone writes to the state after it [B, Z, C, D, A]."""
     keys, values, strength = _split(v.shape[2], k, v, b)
     return (keys * strength.unsqueeze(-1) * _decay(sums, starts).to_end).mT @ values
 
 
-@torch.library.custom_op("spbench::state_space_carry", mutates_args=())
+@operator("spbench::state_space_carry")
 def carry(states: Tensor, sums: Tensor, backward: bool, starts: Sequence[int]) -> Tensor:
     """The map of all blocks [B, Z, D A + 1], given what each of them adds to the state after it, or on the
     way back to the one before it."""
@@ -75,7 +76,7 @@ def carry(states: Tensor, sums: Tensor, backward: bool, starts: Sequence[int]) -
     return torch.cat((state.flatten(2), across.prod(2).squeeze(-1)), -1)
 
 
-@torch.library.custom_op("spbench::state_space_passed", mutates_args=())
+@operator("spbench::state_space_passed")
 def passed(
     states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, backward: bool, starts: Sequence[int]
 ) -> Tensor:
@@ -89,7 +90,7 @@ def passed(
     return torch.stack(passed, 2).to(like.dtype)
 
 
-@torch.library.custom_op("spbench::state_space_output", mutates_args=())
+@operator("spbench::state_space_output")
 def output(
     scores: Tensor, q: Tensor, v: Tensor, sums: Tensor, b: Tensor, states: Tensor, starts: Sequence[int]
 ) -> Tensor:
@@ -99,7 +100,7 @@ def output(
     return _together(decay.from_start * queries @ states.to(pairs.dtype) + pairs @ values, v)
 
 
-@torch.library.custom_op("spbench::state_space_output_state_gradients", mutates_args=())
+@operator("spbench::state_space_output_state_gradients")
 def output_state_gradients(q: Tensor, d_o: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
     """What reaches the state before each block from the outputs of that block alone [B, Z, C, D, A]."""
     queries, d_outputs = _split(d_o.shape[2], q, d_o)
@@ -123,7 +124,7 @@ def _shared_out(x: Tensor, groups: int, count: int) -> Tensor:
     return x.unflatten(2, (count, together)).sum(3).transpose(1, 2).contiguous()
 
 
-@torch.library.custom_op("spbench::state_space_score_gradients", mutates_args=())
+@operator("spbench::state_space_score_gradients")
 def score_gradients(
     v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int, count: int, starts: Sequence[int]
 ) -> Tensor:
@@ -133,7 +134,7 @@ def score_gradients(
     return _shared_out(d_pairs, groups, count)
 
 
-@torch.library.custom_op("spbench::state_space_key_gradients", mutates_args=())
+@operator("spbench::state_space_key_gradients")
 def key_gradients(
     k: Tensor, v: Tensor, sums: Tensor, b: Tensor, d_states: Tensor, count: int, starts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -145,7 +146,7 @@ def key_gradients(
     return of_keys, (keys * d_written).sum(-1)
 
 
-@torch.library.custom_op("spbench::state_space_query_gradients", mutates_args=())
+@operator("spbench::state_space_query_gradients")
 def query_gradients(
     q: Tensor, sums: Tensor, d_o: Tensor, states: Tensor, count: int, starts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -155,7 +156,7 @@ def query_gradients(
     return _shared_out(d_read, q.shape[2], count), (queries * d_read).sum(-1)
 
 
-@torch.library.custom_op("spbench::state_space_input_gradients", mutates_args=())
+@operator("spbench::state_space_input_gradients")
 def input_gradients(
     q: Tensor,
     k: Tensor,

@@ -1,0 +1,69 @@
+"""Operators of this project: how a function of tensors becomes one of torch's, ``spbench::NAME``.
+
+Not torch.library.custom_op, of which each call costs the host 3 to 4 times as much: it enters autograd, looks
+for results that are arguments, and is wrapped for the compiler. So an operator here has no gradient, and is
+called inside autograd functions; no result may be an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import update_wrapper
+from typing import Any, TypeVar, cast
+
+import torch
+
+_LIBRARY = torch.library.Library("spbench", "FRAGMENT")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Operator:
+    """An operator that meters see, with a kernel for all devices and those of some."""
+
+    def __init__(self, name: str, kernel: Callable[..., Any], schema: str):
+        self.name = name
+        _LIBRARY.define(name + schema)
+        _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        self._call = cast(Any, getattr(torch.ops.spbench, name).default)
+        update_wrapper(self, kernel)
+        if schema.endswith("-> ()"):
+            self.register_fake(_nothing)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self._call(*arguments, **named)
+
+    def register_kernel(self, device: str) -> Callable[[F], F]:
+        """What takes a function as the kernel of one device's tensors."""
+
+        def register(kernel: F) -> F:
+            _LIBRARY.impl(self.name, kernel, device.upper())
+            return kernel
+
+        return register
+
+    def register_fake(self, fake: F) -> F:
+        """The function takes fake tensors, and returns room for the results."""
+        torch.library.register_fake(f"spbench::{self.name}", fake, lib=_LIBRARY)
+        return fake
+
+
+def _nothing(*arguments: Any, **named: Any) -> None:
+    """What an operator returns that writes into its arguments alone."""
+
+
+def operator(
+    name: str, mutates_args: Iterable[str] = (), schema: str = ""
+) -> Callable[[Callable[..., Any]], Operator]:
+    """What makes an operator of a function, as its kernel for all devices.
+
+    Args:
+        name: with the namespace, "spbench::NAME".
+        mutates_args: names of arguments that it writes into.
+        schema: as torch's, without the name; "": by the function's annotations.
+    """
+
+    def make(kernel: Callable[..., Any]) -> Operator:
+        found = schema or torch.library.infer_schema(kernel, mutates_args=tuple(mutates_args))
+        return Operator(name.removeprefix("spbench::"), kernel, found)
+
+    return make
