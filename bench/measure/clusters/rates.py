@@ -127,9 +127,8 @@ class MatmulRate(StrictModel):
 
     Attributes:
         table: of measured matmuls, in place of that model for those that lie within it.
-        sustained: the part of the table's rates, of a grouped matmul's share too, that the card keeps through
-            a step, whose power limit lowers its clock; null: not known, and counted as all, as calls one by
-            one are too short for the limit.
+        sustained: the part of the rates of table or grouped matmuls that the card keeps through a step, whose
+            power limit lowers its clock; null: not known, and counted as all, as calls alone are too short.
         share: of the peak rate.
         bandwidth_bytes_per_s: of the operands and the result, which large matmuls pay least for; null: the
             share holds for all shapes.
