@@ -162,9 +162,8 @@ def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:
             continue
         work, of_peak = f"matmuls, {precision}", f"{{:.3g}} of {peak.value / 1e12:.4g} TFLOP/s"
         if own is not None:
-            kept = own.sustained.value
-            words = "" if kept is None else f"through a step {kept:.3g} of its rates; "
-            yield from _table(work, own.table, f"{words}beyond it the figures below")
+            words = f"beyond it the figures below{_kept(own.sustained)}"
+            yield from _table(work, own.table, words)
         share = device.compute_efficiency if own is None else own.share
         if own is not None and own.bandwidth_bytes_per_s.value is not None:
             of_peak += f", and {own.bandwidth_bytes_per_s.value / 1e9:.4g} GB/s of operands"
@@ -177,7 +176,7 @@ def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:
     for precision, rate in device.grouped_matmul.items():
         words = (
             f"{{:.3g}} of the peak, and {(rate.bandwidth_bytes_per_s.value or 0) / 1e9:.4g} GB/s of operands"
-        )
+        ) + _kept(rate.sustained)
         yield _of(f"grouped matmuls, {precision}", rate.share, words, "they count as other matmuls")
 
 
@@ -189,10 +188,15 @@ def _attention(cluster: Cluster) -> Iterator[KindOfWork]:
             limit = rate.limit_flops_per_s
             work = f"attention, {kernel}{default}"
             yield from _table(work, rate.table, f"head {rate.head_size}, {rate.mask}, {rate.direction}")
-            words = _attention_words(rate) + _substitute(limit)
+            words = _attention_words(rate) + _kept(rate.sustained) + _substitute(limit)
             yield KindOfWork(work, words, _source(limit))
     work = f"attention, {'every kernel' if rates is None else 'other kernels'}"
     yield _of(work, device.attention_efficiency, "{:.3g} of the peak", "it counts as matmuls")
+
+
+def _kept(part: Sourced[Any]) -> str:
+    """What of rates of calls alone a step keeps."""
+    return "" if part.value is None else f"; {part.value:.3g} of it through a step"
 
 
 def _attention_words(rate: AttentionRate) -> str:

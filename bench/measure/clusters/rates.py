@@ -129,8 +129,8 @@ class MatmulRate(StrictModel):
 
     Attributes:
         table: of measured matmuls, in place of that model for those that lie within it.
-        sustained: the part of the table's rates that the card keeps through a step, whose power limit lowers
-            its clock; null: not known, and counted as all, as calls one by one are too short for the limit.
+        sustained: the part of the rates of table or grouped matmuls that the card keeps through a step, whose
+            power limit lowers its clock; null: not known, and counted as all, as calls alone are too short.
         share: of the peak rate.
         bandwidth_bytes_per_s: of the operands and the result, which large matmuls pay least for; null: the
             share holds for all shapes.
@@ -158,6 +158,7 @@ class AttentionRate(StrictModel):
         table: of measured calls with this head size, forward and causal, with as many queries as keys.
         limit_flops_per_s: that very long sequences come near to.
         half_length: the length that reaches half of it; null: one rate for all lengths.
+        sustained: as of matmuls.
         measured: FLOPs a second by the lengths that were measured; the rate of others is extrapolated.
     """
 
@@ -168,6 +169,7 @@ class AttentionRate(StrictModel):
     table: Sourced[str] = NO_TABLE
     limit_flops_per_s: Sourced[PositiveFloat]
     half_length: Sourced[NonNegativeFloat] = Sourced(value=None, source="one rate for all lengths")
+    sustained: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
     measured: dict[PositiveInt, PositiveFloat] = {}
 
     def at(self, length: int) -> float:

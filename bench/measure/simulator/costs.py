@@ -175,7 +175,8 @@ class Costs:
             calls = np.isin(program.name, names) & (program.precision == number)
             reached = self.rates[number] * (rate.share.value or 1.0)
             bandwidth = rate.bandwidth_bytes_per_s.value or float("inf")
-            seconds[calls] = program.flops[calls] / reached + program.nbytes[calls] / bandwidth
+            alone = program.flops[calls] / reached + program.nbytes[calls] / bandwidth
+            seconds[calls] = alone / (rate.sustained.value or 1.0)
 
     def _set_operators(self, program: Program, seconds: np.ndarray) -> None:
         """Put what calls of operators that move memory take into ``seconds``, of those that were measured."""
@@ -279,10 +280,11 @@ class Costs:
             )
             if rate is None:
                 continue
-            if in_attention_table(rate, call):
-                reached[events] = attention_rate(rate, call, groups_of(program, events[0])) * share
-            else:
-                reached[events] = rate.at(call.length) * share
+            tabled = in_attention_table(rate, call)
+            alone = (
+                attention_rate(rate, call, groups_of(program, events[0])) if tabled else rate.at(call.length)
+            )
+            reached[events] = alone * share * (rate.sustained.value or 1.0)
             if on_grid:
                 reached[events] *= grid.head_share(call.head_size, rate.head_size)
                 if call.direction == "backward" and cores:

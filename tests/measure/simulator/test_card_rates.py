@@ -100,6 +100,23 @@ def test_one_share_of_products_takes_the_place_of_the_cards() -> None:
     assert Costs(card, Calibration()).kernels(b.program()).tolist() == [2, 2, 4]
 
 
+def test_a_step_keeps_a_part_of_the_rates_of_calls_alone() -> None:
+    """A grouped matmul takes longer by it as a whole, operands too; attention by that of its direction."""
+    grouped = {"share": figure(0.5), "bandwidth_bytes_per_s": figure(4.0), "sustained": figure(0.8)}
+    b = ProgramBuilder((1, 1, 1, 1))
+    b.kernel("te_grouped_mm", flops=3000, nbytes=8, precision="bf16", category=MATMUL)
+    costs = Costs(with_card(grouped_matmul={"bf16": grouped}), Calibration())
+    assert costs.kernels(b.program()).tolist() == pytest.approx([(3000 / 500 + 2) / 0.8])
+    rates = [
+        rate(100.0, 4.0, direction="forward", sustained=figure(0.8)),
+        rate(50.0, 4.0, direction="backward"),
+    ]
+    on = with_card(attention={"default": "flash_attention_2", "kernels": {"flash_attention_2": rates}})
+    assert attention_seconds(on, "flash", 4, 4, True) == pytest.approx(
+        [10 * 8 * 4 / 50 / 0.8, 10 * 8 * 10 / 25]
+    )
+
+
 def test_attention_by_direction_and_length() -> None:
     """Causal, 4 positions are half of the limit: 4 (4 + 1) / 2 pairs of 8 features, 2 matmuls forward and 5
     backward of 2 FLOPs each."""
