@@ -41,5 +41,5 @@ def inside_backward(
         of_keys = batch * heads * keys * size * itemsize
         return [a_query, a_query * size_up, *([of_keys] * 2 if shared else [])]
     a_feature = batch * groups * _up(keys, _POSITIONS) * _FLOAT32
-    of_keys = [a_feature * size_up, a_feature * _up(values or size, _FEATURES)]
-    return [a_query, a_query, a_query * size_up, *(of_keys if shared else [])]
+    both = [a_feature * size_up, a_feature * _up(values or size, _FEATURES)]
+    return [a_query, a_query, a_query * size_up, *(both if shared else [])]
