@@ -23,9 +23,13 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def inside_backward(kernel: str, q: Sequence[int], k: Sequence[int], itemsize: int) -> list[int]:
+def inside_backward(
+    kernel: str, q: Sequence[int], k: Sequence[int], itemsize: int, values: int | None = None
+) -> list[int]:
     """Bytes of the tensors that exist together inside the backward of a kernel, for q [B, Z, M, A] and k
-    [B, G, L, A] of that many bytes an element; none for other kernels than :data:`WITH_BUFFERS`."""
+    [B, G, L, A] of that many bytes an element; none for other kernels than :data:`WITH_BUFFERS`. ``values``:
+    features of a value, where FlashAttention-3 has others than A (hopper/flash_api.cpp, lines 1345 to 1368).
+    """
     if kernel not in WITH_BUFFERS or itemsize != 2:  # these kernels run in half precision alone
         return []
     batch, heads, queries, size = q
@@ -36,5 +40,6 @@ def inside_backward(kernel: str, q: Sequence[int], k: Sequence[int], itemsize: i
     if kernel == "flash_attention_2":
         of_keys = batch * heads * keys * size * itemsize
         return [a_query, a_query * size_up, *([of_keys] * 2 if shared else [])]
-    of_keys = batch * groups * _up(keys, _POSITIONS) * size_up * _FLOAT32
-    return [a_query, a_query, a_query * size_up, *([of_keys] * 2 if shared else [])]
+    a_feature = batch * groups * _up(keys, _POSITIONS) * _FLOAT32
+    both = [a_feature * size_up, a_feature * _up(values or size, _FEATURES)]
+    return [a_query, a_query, a_query * size_up, *(both if shared else [])]

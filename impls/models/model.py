@@ -51,6 +51,11 @@ class Model(ABC):
         return "flash"
 
     @property
+    def of_one_head_size(self) -> Mapping[str, Any]:
+        """The options of this model on a kernel of attention that has one head size for keys and values."""
+        return {}
+
+    @property
     def period(self) -> int:
         """Layers after which the kinds of layers repeat, so that a model of fewer layers stands for one of
         more."""

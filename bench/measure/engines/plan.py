@@ -260,7 +260,7 @@ def check_sizes(cell: Cell) -> list[RankClass]:
 
 def _sites(cell: Cell, strategy: Strategy, stage: Stage) -> list[Site]:
     """What a micro-batch of a replica asks of a stage."""
-    (batch, seq_len), model = cell.shape, model_preset(*cell.model_arguments)
+    (batch, seq_len), model = cell.shape, played_model(cell)
     return list(model.sites(batch // batch_parts(cell), seq_len, strategy.vocabulary_parts, stage))
 
 
@@ -292,7 +292,7 @@ def planned_step(cell: Cell, rank: int, asked: Sequence[Site]) -> PlannedStep:
     """
     place, training = Place.of_rank(cell.mesh_sizes, rank), cell.training
     role, around = planned_strategy(cell, place.coordinates), composition(cell, place)
-    build = partial(_without_values, model_preset(*cell.model_arguments), role, cell.shape[1], around)
+    build = partial(_without_values, played_model(cell), role, cell.shape[1], around)
     sums, options = planned_sums(asked, role, cell.sizes.dp), backend_options(cell)
     precision = PRECISIONS[cell.precision]
     order = partial(passes_of, cell, around)
@@ -315,7 +315,7 @@ def stage_module(cell: Cell, ranks: RankClass) -> nn.Module:
     """The module of the ranks of a class, on the meta device."""
     around = composition(cell, Place.of_rank(cell.mesh_sizes, ranks.first))
     role = planned_strategy(cell, ranks.coordinates)
-    return _without_values(model_preset(*cell.model_arguments), role, cell.shape[1], around)
+    return _without_values(played_model(cell), role, cell.shape[1], around)
 
 
 def model_parameters(cell: Cell) -> int:
@@ -323,6 +323,21 @@ def model_parameters(cell: Cell) -> int:
     parts = planned_strategy(cell).vocabulary_parts
     sites = model_preset(*cell.model_arguments).sites(1, cell.seq_len or 1, parts)
     return sum(s.dims["elements"] for s in sites if s.kind in ("parameters", "frozen_parameters"))
+
+
+def played_arguments(cell: Cell) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+    """The arguments of the model that a cell's ranks run: where FlashAttention-2 is played, which has one
+    head size, values get zeros up to that of keys (``_pad_qkv_head_dim`` of TransformerEngine's
+    dot_product_attention.py since 8a5af978; transformers' latent attention)."""
+    name, options, config = cell.model_arguments
+    if cell.precision in ("fp16", "bf16") and attention_kernel(cell) == "flash_attention_2":
+        options = {**options, **model_preset(name, options, config).of_one_head_size}
+    return name, options, config
+
+
+def played_model(cell: Cell) -> Model:
+    """The model of :func:`played_arguments`."""
+    return model_preset(*played_arguments(cell))
 
 
 def attention_kernel(cell: Cell) -> str:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.cell_schedule import turns_of
-from spbench.bench.measure.engines.plan import attention_kernel, backend_options, composition
+from spbench.bench.measure.engines.plan import attention_kernel, backend_options, composition, played_model
 from spbench.bench.measure.trace.memory import MemoryMeter
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.setting_values import VARIABLES
@@ -115,7 +115,7 @@ def build_module(
 
 
 def _built(cell: Cell, strategy: Strategy, around: Composition, device: str) -> nn.Module:
-    model = model_preset(*cell.model_arguments)
+    model = played_model(cell)
     with default_dtype(PRECISIONS[cell.precision].parameters), torch.device(device):
         return rank_module(partial(model.build, strategy, cell.shape[1]), around)
 

@@ -24,6 +24,7 @@ from spbench.bench.cell import Cell, Timing
 from spbench.bench.measure.clusters.cluster import Precision, load_cluster
 from spbench.bench.measure.devices.telemetry import Telemetry
 from spbench.bench.measure.engines.deepened_traces import with_layers
+from spbench.bench.measure.engines.plan import played_arguments
 from spbench.bench.measure.engines.rate_classes import by_share, rates_of_step
 from spbench.bench.measure.engines.step_line import StepNumbers
 from spbench.bench.measure.engines.tracing import trace
@@ -53,7 +54,7 @@ def model_flops(cell: Cell) -> float:
 def forward_flops(cell: Cell) -> Flops:
     """FLOPs of the forward of the cell's model, for the whole batch."""
     batch, seq_len = cell.shape
-    return _of_a_sequence(json.dumps(cell.model_arguments), cell.precision, seq_len).times(batch)
+    return _of_a_sequence(json.dumps(played_arguments(cell)), cell.precision, seq_len).times(batch)
 
 
 @lru_cache(maxsize=256)

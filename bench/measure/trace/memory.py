@@ -180,8 +180,8 @@ class MemoryMeter(Meter):
     def note_inside(self, func: Any, args: Sequence[Any]) -> None:
         """Note what an operator that has run allocated beside its results, on a card."""
         if func is flash_attention_backward:
-            _, q, k, *_ = args
-            inside = inside_backward(self.attention, q.shape, k.shape, q.itemsize)
+            _, q, k, v, *_ = args
+            inside = inside_backward(self.attention, q.shape, k.shape, q.itemsize, v.shape[3])
             for number in [self._born(nbytes) for nbytes in inside]:
                 self.log.tags[number] = "workspaces"
                 self.log.events.append(-number - 1)

@@ -60,6 +60,12 @@ class LatentOptions:
         }
 
     @property
+    def of_one_head_size(self) -> Mapping[str, Any]:
+        """See :attr:`spbench.impls.models.model.Model.of_one_head_size`."""
+        keys = self.qk_nope_head_dim + self.qk_rope_head_dim
+        return {"padded_values": True} if self.kv_lora_rank and self.v_head_dim < keys else {}
+
+    @property
     def small_latent(self) -> dict[str, Any]:
         """The sizes of :data:`TINY_LATENT`, with a latent of queries where there is one."""
         none = {"q_lora_rank": None} if self.q_lora_rank is None else {}

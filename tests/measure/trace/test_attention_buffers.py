@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import takewhile
 
 import pytest
@@ -63,3 +64,24 @@ def test_a_model_that_names_no_kernel_has_those_of_its_card() -> None:
     assert sizes["h100-sxm"] == tracing.trace(named).memory.sizes
     assert len(sizes["a100-sxm-80gb"]) == len(sizes["h100-sxm"]) == len(sizes["piz-daint-p100"]) + 4
     assert keys["a100-sxm-80gb"] == keys["h100-sxm"] != keys["piz-daint-p100"]
+
+
+def test_flash_attention_2_has_values_of_the_head_size_of_keys() -> None:
+    """Latent attention of 2 sequences of 64 positions and 3 heads, 24 features a key and 20 a value: values,
+    the output and their gradients take as much as keys, and the output's part is copied. In float32, and by
+    kernels of two head sizes, they do not."""
+    sizes = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20, "kv_lora_rank": 8}
+    options = {"layers": 1, "heads": 3, "hidden": 44, "inner": 36, **sizes}
+    asked = {"model": "causal-transformer-tiny", "strategy": "single", "batch": 2, "seq_len": 64}
+
+    def traced(kernel: str, precision: str = "bf16") -> Counter[int]:
+        of_model = {"model_options": {**options, "attention": kernel}}
+        return Counter(
+            tracing.trace(Cell.model_validate({**asked, **of_model, "precision": precision})).memory.sizes
+        )
+
+    ours, two_sizes = traced("flash_attention_2"), traced("cudnn")
+    wide = 2 * 3 * 64 * 24 * 2
+    # values and the output with zeros, the gradients of both
+    assert ours[wide] - two_sizes[wide] == 4
+    assert traced("flash_attention_2", "fp32") == traced("cudnn", "fp32")
