@@ -218,6 +218,37 @@ def cross_entropy_in_place(logits: Tensor, labels: Tensor, group: dist.ProcessGr
     return loss
 
 
+class _CrossEntropyInOneRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        first = _first_row(logits, group)
+        own = _statistics(logits, labels, first)
+        parts = (own if group is None else all_gather_flat(own.flatten(), group)).view(-1, *own.shape)
+        ctx.save_for_backward(logits, parts, labels)
+        ctx.first = first
+        top = parts[:, 0].amax(0)
+        total = (parts[:, 1] * (parts[:, 0] - top).exp()).sum(0)
+        loss: Tensor = total.log() + top - parts[:, 2].sum(0)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        logits, parts, labels = ctx.saved_tensors
+        d_logits = logits.clone()
+        _gradient_(d_logits, parts, labels, ctx.first)
+        _scale_(d_logits, gradient)
+        return d_logits, None, None
+
+
+def cross_entropy_in_one_region(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Per-token loss [B, L] as :func:`cross_entropy_in_place`, as torch.compile makes it of logits in half
+    precision, their cast and torch's cross entropy: for backward it keeps these logits and two numbers of
+    each position, and no copy in float32 is made; the gradient has the precision of the logits and memory of
+    its own."""
+    loss: Tensor = _CrossEntropyInOneRegion.apply(logits, labels, group)
+    return loss
+
+
 #: per-token loss [B, L] of logits that are this function's alone, whole labels and the vocabulary's group
 CrossEntropy = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]
 #: by the names that :class:`DecoderOptions` has
@@ -225,6 +256,7 @@ CROSS_ENTROPIES: dict[str, CrossEntropy] = {
     "fused": vocab_parallel_cross_entropy,
     "native": compiled_cross_entropy,
     "in_place": cross_entropy_in_place,
+    "compiled": cross_entropy_in_one_region,
 }
 
 

@@ -282,6 +282,11 @@ class TorchtitanJob(TorchtitanModel):
         )
         k.first_steps()
 
+    def _parallel_loss(self) -> bool:
+        """Whether ranks of tensor parallelism share the vocabulary in the loss."""
+        split = self.keys.count(self.named("tensor_parallel_degree")) > 1
+        return split and not self.keys.value(self.named("disable_loss_parallel"))
+
     def _compile(self) -> None:
         k, parts = self.keys, "compile.components"
         switch = "compile.enable" if self.recent else "training.compile"
@@ -292,6 +297,9 @@ class TorchtitanJob(TorchtitanModel):
             if "model" in self.value(parts, ["model"]):
                 k.add("model_options.fusions", [*FUSED_BY_COMPILER], k.spelled(switch))
             k.approximate(COMPILED, *filter(k.has, (switch, parts)))
+            # since d1f62be7 of February 2025; before, the line was a comment (train.py)
+            if self.version != "a" and "loss" in self.value(parts, ["loss"]) and not self._parallel_loss():
+                k.set("model_options.cross_entropy", "compiled", k.spelled(switch))
         if k.value(overlapped) and compiled:
             k.approximate("messages of tensor parallelism are waited for, not hidden in matmuls", overlapped)
         else:

@@ -53,14 +53,14 @@ def of_python(file: JobFile) -> Mapping[str, Any] | None:
         return None
     if file.part and file.part not in made:
         raise file.wrong(f"no function {file.part!r} makes a configuration{suggestion(file.part, made)}")
-    if len(made) > 1 and not file.part:
-        names = [*made]
+    names = [name for name in made if not name.startswith("_")] or [*made]
+    if len(names) > 1 and not file.part:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         raise file.wrong(
             f"{len(names)} functions make a configuration ({', '.join(names[:MOST_NAMED])}{more}); name one, "
             f"as {file.path}:{names[0]}"
         )
-    name = file.part or next(iter(made))
+    name = file.part or names[0]
     return _sections(file, name, _Registry(file, made).fields(name, ()))
 
 

@@ -65,6 +65,7 @@ TINY_SIZES: Mapping[str, Any] = {
 #: of ways of the loss that send other messages than Megatron-LM's own
 _CROSS_ENTROPY_SITES: Mapping[str, SiteKind] = {
     "in_place": "cross_entropy_in_place",
+    "compiled": "cross_entropy_in_place",
     "native": "cross_entropy_native",
 }
 
@@ -206,7 +207,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
             {"tiling": "fpdt", "mlp_tile": 7, "loss_tile": 7} | one,
             {"tied": True, "cross_entropy": "fused", "mlp_tile": 10, "loss_tile": "liger"} | as_hugging_face,
             # of 1 to 3 ranks' length, cut by ranks' edges, not divisible by twice the ranks
-            {"documents": (7, 1, 11, 5), "fusions": ("swiglu", "rope")} | one,
+            {"documents": (7, 1, 11, 5), "fusions": ("swiglu", "rope"), "cross_entropy": "compiled"} | one,
         ]
 
     def savings(self, stages: int = 1) -> Iterator[Saving]:

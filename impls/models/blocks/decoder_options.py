@@ -72,7 +72,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
         cross_entropy: "plain" keeps the log-softmax in full precision and makes its gradient anew; "fused"
             makes one full-precision copy of the logits and works in it, as Megatron-LM's own; "native" makes
             a second one in backward, as Megatron-LM compiles it (--cross-entropy-loss-fusion); "in_place"
-            makes none, as TransformerEngine's (--cross-entropy-fusion-impl te).
+            makes none, as TransformerEngine's (--cross-entropy-fusion-impl te); "compiled" makes none
+            either, and a gradient beside the logits, as torch.compile of torch's.
         swiglu: "plain" keeps what torch's SiLU and product keep; "in_place" keeps the two projections that
             open a gated MLP alone, and makes their gradients in their memory, as Liger's kernel.
         autotune_flush_kib, autotune_copies: of cross_entropy "native" where the compiler times its kernels

@@ -10,7 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.impls.collectives import ReusedBuffer
 from spbench.impls.kernels.activations import squared_relu, swiglu, swiglu_in_place, weighted_swiglu
-from spbench.impls.kernels.cross_entropy import compiled_cross_entropy, cross_entropy_in_place
+from spbench.impls.kernels.cross_entropy import (
+    compiled_cross_entropy,
+    cross_entropy_in_one_region,
+    cross_entropy_in_place,
+)
 from spbench.impls.kernels.dropout_attention import dropout_flash_attention
 from spbench.impls.kernels.flash_attention import causal_flash_attention
 from spbench.impls.kernels.projection import (
@@ -110,7 +114,9 @@ def test_cross_entropy_in_place_overwrites_the_logits_with_their_gradient() -> N
     assert_same(lambda x: cross_entropy_in_place(x.clone(), labels, None), plain, logits)
     half = logits.detach().bfloat16().requires_grad_().clone()
     assert bytes_kept(lambda: cross_entropy_in_place(half, labels, None)) == half.nbytes
+    assert bytes_kept(lambda: cross_entropy_in_one_region(half, labels, None)) < 2 * half.nbytes
     assert_same(lambda x: compiled_cross_entropy(x, labels, None), plain, logits)
+    assert_same(lambda x: cross_entropy_in_one_region(x, labels, None), plain, logits)
 
 
 @pytest.mark.parametrize("heads", [4, 2])

@@ -33,6 +33,8 @@ def test_what_is_compiled_fuses_layers(kind: str, file: str, before: str, after:
     assert settings(compiled)[FUSIONS] == ["swiglu", "rope"]
     assert settings(compiled).get("model_options.rms_norm", "fused") == "fused"
     assert outcomes(compiled, switch) == {APPROXIMATED}
+    # torchtitan of 2024 compiled no loss
+    assert settings(compiled).get("model_options.cross_entropy") == ("compiled" if file == TITAN else None)
 
 
 @pytest.mark.parametrize(
