@@ -14,6 +14,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -166,8 +167,10 @@ def _serve_jobs(connection: Connection, rendezvous: Rendezvous, local_rank: int)
     torch.set_num_threads(1)
     store = rendezvous.store()
     gc.freeze()  # a collection after a job then takes milliseconds
+    ending = threading.Thread()
     for job, rank in requests(connection):
         try:
+            _check_open_files(job, ending)
             answer = pickle.dumps(RankAnswer(rank, _run(store, job, rank, local_rank)))
         except BaseException as error:
             # counted before the group is destroyed, and so before other ranks fail for that reason
@@ -175,11 +178,33 @@ def _serve_jobs(connection: Connection, rendezvous: Rendezvous, local_rank: int)
             answer = pickle.dumps(_answer_of(error, rank, place))
         connection.send_bytes(answer)  # first, as NCCL may not end a group in which a collective hangs
         if dist.is_initialized():
-            # also closes the connections, so that ranks that wait for this one fail too
-            dist.destroy_process_group()
+            ending = _let_go_of_groups()
         # cycles of groups and device meshes, or of tracebacks and their frames, would keep a group alive, and
         # with it a thread of Gloo that wakes up every 10 ms
         gc.collect()
+
+
+def _let_go_of_groups() -> threading.Thread:
+    """Destroy the process groups of a job, which also closes the connections, so that ranks that wait for this
+    one fail too; returns what waits for their threads. Those of Gloo end when they wake up next, up to 10 ms
+    later for each group, several times as long as a small job takes."""
+    groups = list(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+    ending = threading.Thread(target=groups.clear)
+    ending.start()
+    return ending
+
+
+def _check_open_files(job: RankJob, ending: threading.Thread) -> None:
+    """Refuse a job for which this process may open too few files, once the groups of the last one are gone."""
+    needed = FILES_OF_GROUP + job.ranks, f"to be one of {job.ranks} ranks"
+    try:
+        check_open_files(*needed)
+    except UserError:
+        if not ending.is_alive():
+            raise
+        ending.join()
+        check_open_files(*needed)
 
 
 def _answer_of(error: BaseException, rank: int, place: int) -> RankAnswer:
@@ -194,7 +219,6 @@ def _answer_of(error: BaseException, rank: int, place: int) -> RankAnswer:
 
 def _run(store: dist.Store, job: RankJob, rank: int, local_rank: int) -> Any:
     loose_files.share(job.files)
-    check_open_files(FILES_OF_GROUP + job.ranks, f"to be one of {job.ranks} ranks")
     if job.backend == STAGED:
         register()
         local_rank %= max(1, torch.cuda.device_count())
