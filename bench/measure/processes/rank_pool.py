@@ -17,6 +17,7 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -167,7 +168,7 @@ def _serve_jobs(connection: Connection, rendezvous: Rendezvous, local_rank: int)
     torch.set_num_threads(1)
     store = rendezvous.store()
     gc.freeze()  # a collection after a job then takes milliseconds
-    ending = threading.Thread()
+    ending = _let_go_of_groups()  # there are none yet
     for job, rank in requests(connection):
         try:
             _check_open_files(job, ending)
@@ -177,34 +178,31 @@ def _serve_jobs(connection: Connection, rendezvous: Rendezvous, local_rank: int)
             place = store.add(f"failures{job.number}", 1)
             answer = pickle.dumps(_answer_of(error, rank, place))
         connection.send_bytes(answer)  # first, as NCCL may not end a group in which a collective hangs
-        if dist.is_initialized():
-            ending = _let_go_of_groups()
+        ending = _let_go_of_groups()
         # cycles of groups and device meshes, or of tracebacks and their frames, would keep a group alive, and
         # with it a thread of Gloo that wakes up every 10 ms
         gc.collect()
 
 
 def _let_go_of_groups() -> threading.Thread:
-    """Destroy the process groups of a job, which also closes the connections, so that ranks that wait for this
-    one fail too; returns what waits for their threads. Those of Gloo end when they wake up next, up to 10 ms
-    later for each group, several times as long as a small job takes."""
+    """Destroy the groups of a job and close their connections, so that ranks that wait for this one fail too;
+    returns what waits for Gloo's threads, which end up to 10 ms later for each group, longer than a job."""
     groups = list(dist.distributed_c10d._world.pg_map)
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     ending = threading.Thread(target=groups.clear)
     ending.start()
     return ending
 
 
 def _check_open_files(job: RankJob, ending: threading.Thread) -> None:
-    """Refuse a job for which this process may open too few files, once the groups of the last one are gone."""
+    """Refuse a job for which this process may open too few files, once those of the last one are closed."""
     needed = FILES_OF_GROUP + job.ranks, f"to be one of {job.ranks} ranks"
-    try:
+    with suppress(UserError):
         check_open_files(*needed)
-    except UserError:
-        if not ending.is_alive():
-            raise
-        ending.join()
-        check_open_files(*needed)
+        return
+    ending.join()
+    check_open_files(*needed)
 
 
 def _answer_of(error: BaseException, rank: int, place: int) -> RankAnswer:

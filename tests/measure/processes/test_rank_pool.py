@@ -171,8 +171,8 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
 
 
 def threads_with_groups(mesh: DeviceMesh, fail: bool) -> int:
-    """The threads of this process once those of earlier groups have had time to end, with a group over several
-    axes that refers to itself."""
+    """The threads of this process, once those of earlier groups have had time to end, with a group over
+    several axes that refers to itself."""
     place = Place.on(mesh)
     group = place.group("dp", "sp")
     if fail:
