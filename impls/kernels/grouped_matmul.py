@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.kernels.operator import operator
-from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, library_of, matrix
+from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, added_to_main_grad, library_of, matrix
 
 #: what TransformerEngine's grouped matmuls work in: as many workspaces of its matmuls as it has streams for
 #: them (get_cublas_workspace of pytorch/cpp_extensions/gemm.py, nvte_get_num_compute_streams), by the name
@@ -171,21 +171,12 @@ class _StackedProjection(torch.autograd.Function):
             return d_x, None, _stacked_mm_weights(d_y, x, ctx.rows).view(weights.shape)
         into: Tensor = getattr(weights, "main_grad")  # noqa: B009
         _stacked_accumulate_mm_(_matrices(into), d_y, x, ctx.rows)
-        return d_x, None, _added_to_main_grad(weights)
+        return d_x, None, added_to_main_grad(weights)
 
 
 def _matrices(weights: Tensor) -> Tensor:
     """Stacked weights [n, ..., F, H] as [n, F of all, H], a view."""
     return weights if weights.ndim == 3 else weights.flatten(1, -2)
-
-
-def _added_to_main_grad(weight: nn.Parameter) -> Tensor:
-    """What autograd is given in place of a gradient that has been added to a buffer."""
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    if getattr(weight, "zero_out_wgrad", False):
-        return torch.zeros_like(weight)
-    placeholder: Tensor = weight.spbench_placeholders.like(weight)  # type: ignore[attr-defined]
-    return placeholder
 
 
 def stacked_project(x: Tensor, weights: nn.Parameter, rows: Sequence[int]) -> Tensor:
@@ -224,7 +215,7 @@ def _gradients(d_y: Tensor, x: Tensor, rows: Sequence[int], weights: Sequence[nn
     if getattr(weights[0], "main_grad", None) is None:
         return [d.view(w.shape) for d, w in zip(of_weights(d_y, x, rows), weights, strict=True)]
     accumulate([matrix(getattr(weight, "main_grad")) for weight in weights], d_y, x, rows)  # noqa: B009
-    return [_added_to_main_grad(weight) for weight in weights]
+    return [added_to_main_grad(weight) for weight in weights]
 
 
 def grouped_project(x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[int]) -> Tensor:

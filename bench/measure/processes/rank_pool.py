@@ -14,8 +14,10 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -166,20 +168,41 @@ def _serve_jobs(connection: Connection, rendezvous: Rendezvous, local_rank: int)
     torch.set_num_threads(1)
     store = rendezvous.store()
     gc.freeze()  # a collection after a job then takes milliseconds
+    ending = _let_go_of_groups()  # there are none yet
     for job, rank in requests(connection):
         try:
+            _check_open_files(job, ending)
             answer = pickle.dumps(RankAnswer(rank, _run(store, job, rank, local_rank)))
         except BaseException as error:
             # counted before the group is destroyed, and so before other ranks fail for that reason
             place = store.add(f"failures{job.number}", 1)
             answer = pickle.dumps(_answer_of(error, rank, place))
         connection.send_bytes(answer)  # first, as NCCL may not end a group in which a collective hangs
-        if dist.is_initialized():
-            # also closes the connections, so that ranks that wait for this one fail too
-            dist.destroy_process_group()
+        ending = _let_go_of_groups()
         # cycles of groups and device meshes, or of tracebacks and their frames, would keep a group alive, and
         # with it a thread of Gloo that wakes up every 10 ms
         gc.collect()
+
+
+def _let_go_of_groups() -> threading.Thread:
+    """Destroy the groups of a job and close their connections, so that ranks that wait for this one fail too;
+    returns what waits for Gloo's threads, which end up to 10 ms later for each group, longer than a job."""
+    groups = list(dist.distributed_c10d._world.pg_map)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    ending = threading.Thread(target=groups.clear)
+    ending.start()
+    return ending
+
+
+def _check_open_files(job: RankJob, ending: threading.Thread) -> None:
+    """Refuse a job for which this process may open too few files, once those of the last one are closed."""
+    needed = FILES_OF_GROUP + job.ranks, f"to be one of {job.ranks} ranks"
+    with suppress(UserError):
+        check_open_files(*needed)
+        return
+    ending.join()
+    check_open_files(*needed)
 
 
 def _answer_of(error: BaseException, rank: int, place: int) -> RankAnswer:
@@ -194,7 +217,6 @@ def _answer_of(error: BaseException, rank: int, place: int) -> RankAnswer:
 
 def _run(store: dist.Store, job: RankJob, rank: int, local_rank: int) -> Any:
     loose_files.share(job.files)
-    check_open_files(FILES_OF_GROUP + job.ranks, f"to be one of {job.ranks} ranks")
     if job.backend == STAGED:
         register()
         local_rank %= max(1, torch.cuda.device_count())

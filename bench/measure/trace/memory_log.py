@@ -129,10 +129,6 @@ class MemoryLog:
         errors as of :meth:`levels`."""
         return self.levels(nbytes).steps
 
-    def setup_peak(self, nbytes: Sequence[int] | np.ndarray) -> Peak:
-        """That of set-up."""
-        return self.levels(nbytes).setup
-
     def levels(self, nbytes: Sequence[int] | np.ndarray) -> Levels:
         """The bytes that are live, and their peaks.
 

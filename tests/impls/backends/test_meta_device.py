@@ -67,7 +67,7 @@ def test_a_rank_never_holds_more_than_its_part() -> None:
     model = {"model": "gpt3-345m", "model_options": {"layers": 2}, "strategy": "single", "sizes": {"dp": 8}}
     asked = [cell(on, **model, batch=8, seq_len=1024) for on in ("meta", "device")]
     logs = [tracing.trace(each).memory for each in asked]
-    meta, device = (log.setup_peak(log.sizes).nbytes for log in logs)
+    meta, device = (log.levels(log.sizes).setup.nbytes for log in logs)
     # float32 weights and two moments, of an eighth; the rest is the batch
     assert meta == pytest.approx(12 * model_parameters(asked[0]) / 8, rel=0.01)
     assert device > 4 * model_parameters(asked[0])

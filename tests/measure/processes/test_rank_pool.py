@@ -1,6 +1,7 @@
 """The pool: results in order, errors with their rank, no process left behind."""
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Collection
@@ -170,12 +171,17 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
 
 
 def threads_with_groups(mesh: DeviceMesh, fail: bool) -> int:
-    """The threads of this process, with a group over several axes that refers to itself."""
+    """The threads of this process, once those of earlier groups have had time to end, with a group over
+    several axes that refers to itself."""
     place = Place.on(mesh)
     group = place.group("dp", "sp")
     if fail:
         raise ValueError(f"with {group} in sight")
-    return len(os.listdir("/proc/self/task"))
+    counts = []
+    for _ in range(30):
+        counts.append(len(os.listdir("/proc/self/task")))
+        time.sleep(0.01)
+    return min(counts)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux does")
@@ -185,3 +191,16 @@ def test_no_thread_of_a_process_group_is_left_behind(pool: RankPool) -> None:
     with pytest.raises(RankError):
         pool.run(sizes, threads_with_groups, True)
     assert pool.run(sizes, threads_with_groups, False) == first
+
+
+def leaves_few_files(mesh: DeviceMesh) -> None:
+    """From now on this process may open three files more than it has, with this job's group, open."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, most))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts files as Linux does")
+def test_the_files_of_the_last_job_are_closed_before_they_are_missed() -> None:
+    with RankPool(3) as few:
+        for _ in range(4):
+            few.run({"sp": 3}, leaves_few_files)
