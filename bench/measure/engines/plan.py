@@ -202,13 +202,13 @@ def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -
     Raises:
         Unsupported: an axis has more than one rank that the strategy does not use.
     """
-    nested = nesting(cell.strategy)
-    for axis in unused_axes(nested.axes, cell.mesh_sizes):
+    nested, sizes = nesting(cell.strategy), cell.mesh_sizes
+    for axis in unused_axes(nested.axes, sizes):
         raise Unsupported(
             f"{nested.name} does not use the axis {axis}",
             f"give the ranks to {nested.axes[0]}" if nested.axes else "use one rank",
         )
-    return nested.configured(Place(cell.mesh_sizes, coordinates or {}), cell.strategy_options)
+    return nested.configured(Place(sizes, coordinates or {}), cell.strategy_options)
 
 
 def composition(cell: Cell, place: Place) -> Composition:

@@ -12,7 +12,6 @@ once share the node's network cards, and within it the ways out of its parts
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -303,27 +302,18 @@ class Costs:
 
         All sources send at once, each to ``at_once`` peers.
         """
-        pairs = list(zip(sources, destinations, strict=True))
-        leaving = Counter(self.node(s) for s, d in pairs if self.node(s) != self.node(d))
-        inside = [(s, d) for s, d in pairs if self.node(s) == self.node(d)]
-        shared = dict(zip(inside, seconds_a_byte(self.cluster, inside), strict=True))
-        latency, per_byte = [], []
-        for s, d in pairs:
-            if s == d:
-                seconds, a_byte = 0.0, 0.0
-            elif self.node(s) == self.node(d):
-                seconds, bandwidth = self.within
-                a_byte = max(at_once / bandwidth, shared[s, d] / self.calibration.link_efficiency)
-            else:
-                seconds, nic = self.between
-                a_byte = at_once / self._shared(nic, leaving[self.node(s)])
-            latency.append(seconds)
-            per_byte.append(a_byte)
-        return np.array(latency), np.array(per_byte)
-
-    def _shared(self, nic: float, users: int) -> float:
-        """A user's bandwidth out of a node where that many leave it at once: a card's at most."""
-        return nic * min(1.0, self.nics / users)
+        ends = np.array([sources, destinations], dtype=int)
+        here, there = node_of(ends, self.cluster)
+        apart, other = here != there, ends[0] != ends[1]
+        latency = np.where(apart, self.between[0], self.within[0]) * other
+        per_byte = np.zeros(len(sources))
+        inside = ~apart & other
+        shared = np.array(seconds_a_byte(self.cluster, ends[:, ~apart].T.tolist()))[other[~apart]]
+        per_byte[inside] = np.maximum(at_once / self.within[1], shared / self.calibration.link_efficiency)
+        users = np.bincount(here[apart], minlength=1)[here[apart]]
+        # a card is shared by all that leave its node
+        per_byte[apart] = at_once / (self.between[1] * np.minimum(1.0, self.nics / users))
+        return latency, per_byte
 
     def links(self, groups: Groups) -> list[GroupLinks]:
         """What one collective on each of the groups goes over, while all run it at once."""

@@ -61,8 +61,8 @@ def answered(
                 answer = Advice(each, SearchResult(impossible=str(error)))
             if winner := answer.winner:
                 say_here("what its memory switches and other attention kernels cost", BEHIND["all"])
-                switches = prices(each, winner.cell, asking)
-                answer = replace(answer, prices=switches, by_kernel=by_kernel(winner.cell, asking))
+                of_kernels = by_kernel(winner.cell, winner.measured)
+                answer = replace(answer, prices=prices(each, winner.cell, asking), by_kernel=of_kernels)
             if asked_about:
                 why = absence(each, answer.result, asked_about, search.every, search.too_large, search.bar)
                 answer = replace(answer, absence=why)

@@ -141,22 +141,16 @@ class Estimates:
         """
         sizes = {"dp": self.gpus // way.ranks, **way.axes}
         sent, elements, experts, rows = [], [], [], []
+        settings = {"strategy": way.strategy, "strategy_options": dict(options), "sizes": Sizes(**way.axes)}
+        strategy = planned_strategy(self.cell.model_copy(update=settings))
+        parts, precision = strategy.vocabulary_parts, PRECISIONS[self.cell.precision]
         for layers in (1, 2):
             few, model, sites_of = self._of_depth(layers)
-            shallow = few.model_copy(
-                update={
-                    "strategy": way.strategy,
-                    "strategy_options": dict(options),
-                    "sizes": Sizes(**way.axes),
-                    "batch": 1,
-                }
-            )
-            strategy, precision = planned_strategy(shallow), PRECISIONS[shallow.precision]
-            parts = strategy.vocabulary_parts
             if parts not in sites_of:
-                sites_of[parts] = [*model.sites(1, shallow.shape[1], parts)]
+                sites_of[parts] = [*model.sites(1, few.shape[1], parts)]
             sites = sites_of[parts]
-            strategy.check(sites)
+            if layers == 1:  # deeper models ask for the same, more often
+                strategy.check(sites)
             entries = strategy.traffic(sites, precision.parameters.itemsize)
             sent.append(
                 sum(

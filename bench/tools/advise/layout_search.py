@@ -45,6 +45,7 @@ from spbench.bench.tools.advise.ranking import (
 from spbench.bench.tools.advise.references import references, savings_of
 from spbench.bench.tools.advise.same_steps import SAME_STEP, SameSteps
 from spbench.bench.tools.advise.single_changes import changes_beside, cheaper_savings
+from spbench.bench.tools.advise.switch_prices import other_kernels
 from spbench.bench.tools.advise.unfolded_layouts import unfolded_layouts
 from spbench.bench.tools.fit.asking import Asking, Say, unheard
 
@@ -86,16 +87,14 @@ class Search:
         #: a layout that takes more is not traced
         self.most_bytes = self.usable * (_FULL if has_experts(question.cell) else 1.0)
         self.result, self.every = SearchResult(), list[Candidate]()
-        #: of candidates
-        self.bar = Bar()
+        self.bar = Bar()  # of candidates
         self.seen: dict[str, Seen] = {}
         #: by strategy, how much longer steps were by traces of all layers than by those of few
         self.longer: dict[str, list[float]] = {}
         self.learned, self.same = Learned(), SameSteps()
         #: by layout, its candidates, the fastest by the estimate first
         self._of_layouts: dict[int, list[Candidate]] = defaultdict(list)
-        #: strategies of which a layout will probably fit
-        self._roomy: set[str] = set()
+        self._roomy = set[str]()  # strategies of which a layout will probably fit
 
     @property
     def too_large(self) -> float:
@@ -249,9 +248,10 @@ class Search:
 
     def _traced(self, cells: Sequence[Cell], depth: Depth) -> list[Seen]:
         """Look at cells; what was seen is kept in place of what was seen of them before. What cannot be run
-        is counted and left out."""
+        is counted and left out. The winner is among those traced whole, also by other attention kernels."""
+        more = {"kernels": other_kernels(self.question.cell)} if depth == "all_layers" else {}
         traced = []
-        for cell, outcome in looks(self.asking, cells, depth):
+        for cell, outcome in looks(self.asking, cells, depth, **more):
             if outcome.status == "unsupported":
                 self.result.refused.add(f"{cell.strategy} {cell.mesh_text}", outcome.reason)
                 self.result.counts["cannot be run"] += 1

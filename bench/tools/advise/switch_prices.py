@@ -66,22 +66,27 @@ def prices(question: Question, cell: Cell, asking: Asking) -> list[SwitchPrice]:
     return priced
 
 
-def by_kernel(cell: Cell, asking: Asking) -> dict[str, float]:
-    """By each other attention kernel that the card has rates of, the time of a step over that by the layout's
-    own, the shortest first; none where the model has no such kernel, or the card one rate.
+def other_kernels(cell: Cell) -> list[str]:
+    """The attention kernels that the card has rates of, the cell's own among them; none where its model has
+    no such kernel, or the card rates of one."""
+    model, device = model_preset(*cell.model_arguments), load_cluster(cell.cluster).device
+    rates_of = device.attention
+    if rates_of is None or model.attention_kernel not in rates_of.kernels or not hasattr(model, "attention"):
+        return []
+    kernels = [
+        str(name) for name, rates in rates_of.kernels.items() if rates and not cannot_run(device, name)
+    ]
+    return kernels if len(kernels) > 1 else []
+
+
+def by_kernel(cell: Cell, measurement: Mapping[str, Any]) -> dict[str, float]:
+    """By each other attention kernel, the time of a step over that by the layout's own, the shortest first.
 
     Args:
-        cell: the layout.
+        measurement: of a look at the layout with :func:`other_kernels`.
     """
-    model, device = model_preset(*cell.model_arguments), load_cluster(cell.cluster).device
-    own, rates_of = model.attention_kernel, device.attention
-    if rates_of is None or own not in rates_of.kernels or not hasattr(model, "attention"):
-        return {}
-    kernels = [name for name, rates in rates_of.kernels.items() if rates and not cannot_run(device, name)]
-    if len(kernels) < 2:
-        return {}
-    ((_, outcome),) = looks(asking, [cell], "few_layers", kernels=kernels)
-    seconds = outcome.measurement.get("meters", {}).get(BY_KERNEL, {})
+    own = model_preset(*cell.model_arguments).attention_kernel
+    seconds = measurement.get("meters", {}).get(BY_KERNEL, {})
     if own not in seconds:
         return {}
     ratios = {name: s / seconds[own] for name, s in seconds.items() if name != own}

@@ -12,7 +12,7 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.look import BY_KERNEL, look
-from spbench.bench.tools.advise.switch_prices import SwitchPrice, prices
+from spbench.bench.tools.advise.switch_prices import SwitchPrice, by_kernel, other_kernels, prices
 from spbench.bench.tools.fit.asking import Task
 from spbench.bench.tools.fit.subject import ATTENTION
 from tests.tools.advise.questions import asked
@@ -132,3 +132,16 @@ def test_a_step_by_another_kernel_is_that_of_the_model_that_names_it() -> None:
         name: look(other, "few_layers").step_time_s for name, other in zip(kernels, named, strict=True)
     }
     assert len({*found.values()}) == 2
+
+
+def test_other_kernels_beside_the_layouts_own() -> None:
+    cell = layout({"attention": "flash_attention_2"})
+    kernels = other_kernels(cell)
+    assert len(kernels) > 1
+    assert "flash_attention_2" in kernels
+    seconds = {"triton": 3.0, "flash_attention_2": 2.0, "flash_attention_1": 2.5}
+    assert [*by_kernel(cell, {"meters": {BY_KERNEL: seconds}}).items()] == [
+        ("flash_attention_1", 1.25),
+        ("triton", 1.5),
+    ]
+    assert by_kernel(cell, {"meters": {BY_KERNEL: {"triton": 3.0}}}) == {}
