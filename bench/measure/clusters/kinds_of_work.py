@@ -255,12 +255,12 @@ def _host_memory(cluster: Cluster) -> Iterator[KindOfWork]:
     shared = f", of a link of {memory.devices_per_link} devices" if memory.devices_per_link > 1 else ""
     rate = f"{(memory.bytes_per_s or 0.0) / 1e9:.4g} GB/s a device{shared}"
     yield _of("copy to or from the host", memory.link_bandwidth_bytes_per_s, rate, "it cannot be timed")
-    for way, figure, of, unknown in (
-        ("copy to", memory.pageable_to_host_bytes_per_s, "device", "as pinned memory"),
-        ("copies at once to", memory.pageable_to_host_node_bytes_per_s, "node", "as many times that of one"),
-        ("copy from", memory.pageable_to_device_bytes_per_s, "device", "as pinned memory"),
+    for way, figure in (
+        ("to", memory.pageable_to_host_bytes_per_s),
+        ("from", memory.pageable_to_device_bytes_per_s),
     ):
-        yield _of(f"{way} pageable memory", figure, f"{(figure.value or 0.0) / 1e9:.4g} GB/s a {of}", unknown)
+        text = f"{(figure.value or 0.0) / 1e9:.4g} GB/s a device"
+        yield _of(f"copy {way} pageable memory", figure, text, "as pinned memory")
     update = f"{(memory.update_bytes_per_s.value or 0.0) / 1e9:.4g} GB/s a node"
     yield _of("update on the host's cores", memory.update_bytes_per_s, update, "it cannot be timed")
     total = f"{(memory.total_bytes.value or 0) / 2**30:.4g} GiB a node"

@@ -79,7 +79,6 @@ class HostMemory(StrictModel):
             cannot be timed.
         pageable_to_host_bytes_per_s: of a copy of one device to memory of the host that is not pinned and was
             just allocated, whose pages the kernel makes while it is written; null: that of pinned memory.
-        pageable_to_host_node_bytes_per_s: that of all devices of a node at once; null: their sum.
         pageable_to_device_bytes_per_s: of a copy from such memory; null: that of pinned memory.
         update_bytes_per_s: that AdamW on all cores of a node reads and writes, 28 a float32 parameter; null:
             a step that updates there cannot be timed.
@@ -89,7 +88,6 @@ class HostMemory(StrictModel):
     total_bytes: Sourced[PositiveInt] = Sourced(value=None, source="not known")
     link_bandwidth_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
     pageable_to_host_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
-    pageable_to_host_node_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
     pageable_to_device_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
     update_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
     devices_per_link: PositiveInt = 1

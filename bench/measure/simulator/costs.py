@@ -197,18 +197,14 @@ class Costs:
             )
         seconds[copies] = program.nbytes[copies] / bytes_per_s
         memory = self.cluster.host_memory
-        share = (memory.pageable_to_host_node_bytes_per_s.value or 0.0) / self._ranks_of_a_node(program)
         of_pageable = {
-            TO_PAGEABLE: (memory.pageable_to_host_bytes_per_s.value, share),
-            FROM_PAGEABLE: (memory.pageable_to_device_bytes_per_s.value,),
+            TO_PAGEABLE: memory.pageable_to_host_bytes_per_s.value,
+            FROM_PAGEABLE: memory.pageable_to_device_bytes_per_s.value,
         }
-        for name, rates in of_pageable.items():
-            if name in program.names:
+        for name, rate in of_pageable.items():
+            if rate is not None and name in program.names:
                 these = program.name == program.names.index(name)
-                seconds[these] = program.nbytes[these] / min(bytes_per_s, *(rate for rate in rates if rate))
-
-    def _ranks_of_a_node(self, program: Program) -> int:
-        return min(program.world, self.cluster.devices_per_node)
+                seconds[these] = program.nbytes[these] / min(rate, bytes_per_s)
 
     def _set_host_updates(self, program: Program, seconds: np.ndarray) -> None:
         """Put what the host's cores take for updates into ``seconds``; the ranks of a node update at once."""
@@ -221,7 +217,8 @@ class Costs:
                 f"{self.cluster.name}: host_memory.update_bytes_per_s is unknown, at which the host's cores "
                 "update weights"
             )
-        seconds[updates] = program.nbytes[updates] * self._ranks_of_a_node(program) / bytes_per_s
+        sharing = min(program.world, self.cluster.devices_per_node)
+        seconds[updates] = program.nbytes[updates] * sharing / bytes_per_s
 
     def _set_host_reads(self, program: Program, seconds: np.ndarray) -> None:
         """Put what the host takes to read tensors of int64 element by element into ``seconds``: of each a

@@ -38,7 +38,6 @@ def test_a_cluster_of_datasheets_has_gaps_for_all_but_its_links() -> None:
         "host": "not known: it launches in no time",
         "copy to or from the host": "not known: it cannot be timed",
         "copy to pageable memory": "not known: as pinned memory",
-        "copies at once to pageable memory": "not known: as many times that of one",
         "copy from pageable memory": "not known: as pinned memory",
         "update on the host's cores": "not known: it cannot be timed",
         "memory of the host": "not known: it has no limit",
@@ -52,11 +51,10 @@ def test_a_cluster_of_datasheets_has_gaps_for_all_but_its_links() -> None:
 def test_the_host_s_memory_in_words() -> None:
     known = {"total_bytes": figure(2**41), "link_bandwidth_bytes_per_s": figure(52e9), "devices_per_link": 2}
     known["update_bytes_per_s"] = figure(24e10)
-    known |= {"pageable_to_host_bytes_per_s": figure(1.5e9), "pageable_to_host_node_bytes_per_s": figure(6e9)}
+    known["pageable_to_host_bytes_per_s"] = figure(1.5e9)
     words = found(Cluster.model_validate(changed().model_dump() | {"host_memory": known}))
     assert words["copy to or from the host"] == "26 GB/s a device, of a link of 2 devices"
     assert words["copy to pageable memory"] == "1.5 GB/s a device"
-    assert words["copies at once to pageable memory"] == "6 GB/s a node"
     assert words["update on the host's cores"] == "240 GB/s a node"
     assert words["memory of the host"] == "2048 GiB a node"
 
