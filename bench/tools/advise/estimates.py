@@ -29,7 +29,7 @@ from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Site
 
 #: shares of computation behind which what a backend sends is taken to be hidden: what it sends once a step,
-#: behind one micro-batch; what it sends with each, behind each
+#: behind one micro-batch; what it sends with each, behind what of each sends nothing to experts itself
 _HIDDEN_ONCE, _HIDDEN_EACH = 0.5, 0.8
 #: of the 16 bytes of a parameter that are on the host: what AdamW reads and writes, and what crosses
 _UPDATED, _COPIED = 28 / 16, 8 / 16
@@ -184,8 +184,7 @@ class Estimates:
         ranks, b = layout.way.ranks, layout.micro_batch
         parts = batch // (layout.dp * b)
         layer_s, ends_s, _, _ = self._of_savings
-        nbytes = b * way.dispatched.layer, b * way.dispatched.ends
-        to_experts = np.array([[self._dispatch_s(each, n) for n in nbytes] for each in layouts])
+        to_experts = self._to_experts_s(layouts, way)
         layer = b * (layer_s / ranks + way.sent_s.layer) + to_experts[:, :1]
         ends = b * (ends_s / ranks + way.sent_s.ends) + to_experts[:, 1:]
         stage = self.periods / layout.pp * layer
@@ -202,10 +201,18 @@ class Estimates:
         parts = batch // (layout.dp * layout.micro_batch)
         sent = np.stack([self._replicas_s(each, way) for each in layouts])[..., None]
         part = computing[:, None] / parts
+        # what goes to experts is on the links that replicas send by
+        to_experts = self._to_experts_s(layouts, way) @ [self.periods / layout.pp, 1.0]
+        apart = part - to_experts[:, None, None]
         sums = np.maximum(0.0, sent[:, 0] - _HIDDEN_ONCE * part)
-        sent_s = sums + parts * np.maximum(0.0, sent[:, 1] - _HIDDEN_EACH * part)
+        sent_s = sums + parts * np.maximum(0.0, sent[:, 1] - _HIDDEN_EACH * apart)
         seconds: np.ndarray = computing[:, None] + sent_s + self._host_s(layouts, way)[..., None]
         return seconds
+
+    def _to_experts_s(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
+        """Seconds in which a micro-batch's rows go to experts, of a layer and of the rest: [layouts, 2]."""
+        rows = [layouts[0].micro_batch * nbytes for nbytes in (way.dispatched.layer, way.dispatched.ends)]
+        return np.array([[self._dispatch_s(each, nbytes) for nbytes in rows] for each in layouts])
 
     def _dispatch_s(self, layout: Layout, nbytes: float) -> float:
         """Seconds in which rows of so many bytes go to experts and back, and their gradients."""

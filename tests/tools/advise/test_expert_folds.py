@@ -18,6 +18,7 @@ from spbench.bench.tools.advise.candidates import best_folds
 from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Estimates, Reference
 from spbench.bench.tools.advise.layout_search import Search
 from spbench.bench.tools.advise.layouts import (
+    Fold,
     Layout,
     Refused,
     Way,
@@ -109,6 +110,29 @@ def test_more_ranks_hold_fewer_experts_and_send_more_rows() -> None:
     assert of_whole - of_shared == pytest.approx(expected)
     assert estimated.seconds("all_to_all", 2**20, ("ep",), shared.sizes) > 0
     assert estimated.seconds("all_to_all", 2**20, ("ep",), whole.sizes) == 0
+
+
+@pytest.mark.parametrize("computed", [0.0, 2e-5])
+def test_gathers_hide_behind_what_the_way_to_experts_leaves(computed: float) -> None:
+    about, way = asked(16), Way("single", {})
+    reference = Reference(Depths(computed, 2 * computed), Depths(2.0, 3.0))
+    zero3 = {"zero3": BackendFigures(0.0, 16.0, {}, {"all_gather": 40.0})}
+    estimated = Estimates(about.cell, about.gpus, {"": reference}, zero3)
+    figures, layout = estimated.figures(way, {}), Layout(way, 16, 1, 1, fold=Fold(4, 1))
+
+    def seconds(collective: str, nbytes: float, axis: str) -> float:
+        return estimated.seconds(collective, float(f"{nbytes:.2g}"), (axis,), layout.sizes)
+
+    # there and back, and so the gradients; a rank has one sample
+    to_experts = LAYERS * 4 * seconds("all_to_all", figures.dispatched.layer, "ep")
+    of_layers = LAYERS * figures.elements.layer + figures.elements.ends
+    gathers = seconds("all_gather", 40 * of_layers, "dp")
+    gathers += seconds("all_gather", 40 * LAYERS * figures.experts.layer / 4, "edp")
+    computing = estimated.computing([layout], figures)
+    assert computing == pytest.approx(LAYERS * computed + to_experts)
+    left = gathers - 0.8 * LAYERS * computed
+    assert left > 0
+    assert estimated.times([layout], figures, computing) == pytest.approx(computing[:, None] + left)
 
 
 def folds_of(about: Question, way: Way) -> list[object]:
