@@ -14,6 +14,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 _LIBRARY = torch.library.Library("spbench", "FRAGMENT")
+#: the devices for which an operator has a kernel of its own, by the operator's name
+_DEVICES: dict[str, set[str]] = {}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -22,6 +24,7 @@ class Operator:
 
     def __init__(self, name: str, kernel: Callable[..., Any], schema: str):
         self.name = name
+        _DEVICES[name] = set()
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
         self._call = cast(Any, getattr(torch.ops.spbench, name).default)
@@ -37,6 +40,7 @@ class Operator:
 
         def register(kernel: F) -> F:
             _LIBRARY.impl(self.name, kernel, device.upper())
+            _DEVICES[self.name].add(device)
             return kernel
 
         return register
@@ -49,6 +53,11 @@ class Operator:
 
 def _nothing(*arguments: Any, **named: Any) -> None:
     """What an operator returns that writes into its arguments alone."""
+
+
+def runs_plain(name: str, device: str) -> bool:
+    """Whether an operator is of this project and runs its plain torch on a device, for want of a kernel."""
+    return device not in _DEVICES.get(name, {device})
 
 
 def operator(

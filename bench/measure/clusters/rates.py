@@ -129,6 +129,8 @@ class MatmulRate(StrictModel):
         table: of measured matmuls, in place of that model for those that lie within it.
         sustained: the part of the rates of table or grouped matmuls that the card keeps through a step, whose
             power limit lowers its clock; null: not known, and counted as all, as calls alone are too short.
+        unaligned: the part of these rates that matmuls reach whose rows are a multiple of 8, 4 or 2 bytes,
+            as cuBLAS's fast kernels need 16; without one, they count as aligned.
         share: of the peak rate.
         bandwidth_bytes_per_s: of the operands and the result, which large matmuls pay least for; null: the
             share holds for all shapes.
@@ -137,6 +139,7 @@ class MatmulRate(StrictModel):
 
     table: Sourced[str] = NO_TABLE
     sustained: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
+    unaligned: dict[Literal[2, 4, 8], Sourced[PositiveFloat]] = {}
     share: Sourced[PositiveFloat]
     bandwidth_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="one share for all shapes")
     measured: dict[PositiveInt, PositiveFloat] = {}

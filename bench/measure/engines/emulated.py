@@ -39,10 +39,12 @@ from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.engines.virtual import ClassTraces, mismatched
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.processes.torchrun import check_gpus
+from spbench.bench.measure.simulator.program import MEMORY_BOUND, Program
 from spbench.bench.measure.trace.meter import meter_classes
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measure.trace.torch_internals import FakeProcessGroup, without_dispatch
 from spbench.bench.measurement import Measurement
+from spbench.impls.kernels.operator import runs_plain
 from spbench.impls.layout import Unavailable
 
 #: of torch.distributed: :class:`EmulatedGroup`
@@ -155,6 +157,7 @@ class EmulatedEngine(Engine):
             measurement = play(cell, rank, timed=True)
         if measurement.status == "ok":
             _add_time(measurement, traces, rank)
+            measurement.reason = measurement.reason or in_plain_torch(traces.worst().program, cell.device)
         return measurement
 
     @contextmanager
@@ -268,6 +271,18 @@ def _draw_weights(module: nn.Module) -> None:
 def _finite(outcome: Tensor | dict[str, Tensor]) -> bool:
     losses = outcome.values() if isinstance(outcome, dict) else [outcome]
     return all(math.isfinite(x.double().sum().item()) for x in losses)
+
+
+def in_plain_torch(program: Program | None, device: str) -> str:
+    """A line on operators that multiply matrices and ran as plain torch, so that the time is not that of the
+    fused kernels that programs run, and that the simulation prices; "" on CPUs, and if none did."""
+    if program is None or device == "cpu":
+        return ""
+    fused = program.name[(program.category == MEMORY_BOUND) & (program.flops > 0)]
+    plain = [name for n in sorted({*fused.tolist()}) if runs_plain(name := program.names[n], device)]
+    if not plain:
+        return ""
+    return f"in plain torch, not as the fused kernels that the simulation prices: {', '.join(plain)}"
 
 
 def _add_time(measurement: Measurement, traces: ClassTraces, rank: int) -> None:

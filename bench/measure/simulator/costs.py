@@ -136,6 +136,7 @@ class Costs:
             + program.strided * calibration.strided_element_s
         )
         self._set_matmuls_by_table(program, seconds)
+        self._set_unaligned(program, seconds)
         self._set_grouped_matmuls(program, seconds)
         self._set_operators(program, seconds)
         self._set_host_copies(program, seconds)
@@ -161,6 +162,13 @@ class Costs:
             strided = program.strided[calls] * self.calibration.strided_element_s
             kept = self.calibration.compute_efficiency * (matmuls.sustained.value or 1.0)
             seconds[calls] = by_table / kept + strided
+
+    def _set_unaligned(self, program: Program, seconds: np.ndarray) -> None:
+        """Lengthen matmuls in ``seconds`` whose rows are not aligned, where the card has a rate of such."""
+        for number, matmuls in self._matmuls():
+            for nbytes, part in matmuls.unaligned.items():
+                calls = (program.category == MATMUL) & (program.precision == number)
+                seconds[calls & (program.aligned == nbytes)] /= part.value or 1.0
 
     def _set_grouped_matmuls(self, program: Program, seconds: np.ndarray) -> None:
         """Put what matmuls of several experts in one call take into ``seconds``, where the card has rates of

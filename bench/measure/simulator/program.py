@@ -18,6 +18,8 @@ KERNEL, COLLECTIVE, SEND, RECV, WAIT, RECORD = range(6)
 COMPUTE_STREAM = 0
 MEMORY_BOUND, MATMUL, ATTENTION, HOST_COPY, HOST_UPDATE, HOST_READ = range(6)
 CATEGORIES = ("memory-bound", "matmul", "attention", "host copy", "host update", "host read")
+#: bytes that rows of matrices are a multiple of where cuBLAS runs its fast kernels
+ALIGNED = 16
 PRECISION_NAMES = ("fp16", "bf16", "fp32", "fp64", "other", "fp8")
 
 #: what a host does beside dispatching a program's events, as :attr:`Program.host` counts it: operators that
@@ -182,6 +184,7 @@ class Program:
         shape: [events, 4]: batch, m, n, k of a matmul; sequences x heads, queries, keys and head
             size of an attention without scores.
         strided: elements of a matmul's operands and result that are blocks of wider matrices.
+        aligned: bytes, up to ALIGNED, of which the rows of a matmul's operands and result are a multiple.
         host: [events, kinds of HOST_WORK]: what the host did since the event before; the event's own dispatch
             is not in it.
         partner: of a collective an index into ``groups``, of a send or recv into ``peers``, of a wait
@@ -202,6 +205,7 @@ class Program:
     precision: np.ndarray
     shape: np.ndarray
     strided: np.ndarray
+    aligned: np.ndarray
     host: np.ndarray
     partner: np.ndarray
     names: tuple[str, ...]

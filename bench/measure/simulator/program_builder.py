@@ -9,6 +9,7 @@ from operator import itemgetter
 import numpy as np
 
 from spbench.bench.measure.simulator.program import (
+    ALIGNED,
     COLLECTIVE,
     COMPUTE_STREAM,
     HOST_READ,
@@ -26,11 +27,11 @@ from spbench.bench.measure.simulator.program import (
 )
 from spbench.impls.unlike_work import EVERYONE
 
-#: (kind, name, category, nbytes, flops, precision, (batch, m, n, k), strided, host, partner); host: what
-#: :attr:`Program.host` has, as one number, see VIEW
-EventRow = tuple[int, int, int, float, float, int, tuple[int, int, int, int], float, int, int]
+#: (kind, name, category, nbytes, flops, precision, (batch, m, n, k), strided, aligned, host, partner); host:
+#: what :attr:`Program.host` has, as one number, see VIEW
+EventRow = tuple[int, int, int, float, float, int, tuple[int, int, int, int], float, int, int, int]
 #: the first fields of a kernel's row
-KernelRow = tuple[int, int, int, float, float, int, tuple[int, int, int, int], float]
+KernelRow = tuple[int, int, int, float, float, int, tuple[int, int, int, int], float, int]
 NO_SHAPE = (0, 0, 0, 0)
 
 _BITS = 15
@@ -87,11 +88,12 @@ class ProgramBuilder:
         precision: str = "fp32",
         category: int = MEMORY_BOUND,
         strided: float = 0,
+        aligned: int = ALIGNED,
         shape: tuple[int, int, int, int] = NO_SHAPE,
     ) -> int:
         """Something that the device computes."""
         number = PRECISION_NAMES.index(precision)
-        priced = (category, nbytes, flops, number, shape, strided)
+        priced = (category, nbytes, flops, number, shape, strided, aligned)
         self.add_kernel((KERNEL, self.named(name), *priced))
         return len(self.rows) - 1
 
@@ -137,6 +139,7 @@ class ProgramBuilder:
             len(PRECISION_NAMES) - 1,
             NO_SHAPE,
             0.0,
+            ALIGNED,
             self.host_work,
             partner,
         )
@@ -159,8 +162,9 @@ class ProgramBuilder:
             precision=self._column(5, np.int8),
             shape=np.fromiter(shapes, np.int64, 4 * len(self.rows)).reshape(-1, 4),
             strided=self._column(7, np.float64),
-            host=(self._column(8, np.int64)[:, None] >> _SHIFTS & (1 << _BITS) - 1).astype(np.int16),
-            partner=self._column(9, np.int64),
+            aligned=self._column(8, np.int8),
+            host=(self._column(9, np.int64)[:, None] >> _SHIFTS & (1 << _BITS) - 1).astype(np.int16),
+            partner=self._column(10, np.int64),
             names=tuple(self._names),
             groups=tuple(self._groups),
             peers=tuple(self._peers),

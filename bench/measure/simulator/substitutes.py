@@ -18,10 +18,12 @@ import numpy as np
 
 from spbench.bench.measure.clusters.carried_rates import rate_of_call
 from spbench.bench.measure.clusters.cluster import Device, Grade
+from spbench.bench.measure.clusters.kinds_of_work import generation_of
 from spbench.bench.measure.clusters.rates import AttentionRate, Link, Sourced
 from spbench.bench.measure.simulator.costs import Costs, node_of
 from spbench.bench.measure.simulator.crossings import crossed, crossings_of
 from spbench.bench.measure.simulator.program import (
+    ALIGNED,
     ATTENTION,
     COLLECTIVE,
     KERNEL,
@@ -128,6 +130,10 @@ def _matmuls(costs: Costs, program: Program, calls: np.ndarray) -> _Found:
         elif share.value is None and not fitted:
             yield Substitute(f"{name} matmuls", "the datasheet's peak", "substituted"), events
         yield from _beyond_table(device, name, program, events)
+        rates = (device.matmul or {}).get(name)  # type: ignore[call-overload]
+        if name in ("fp16", "bf16") and generation_of(device) and not (rates and rates.unaligned):
+            unaligned = events[program.aligned[events] < ALIGNED]
+            yield Substitute(f"{name} matmuls of unaligned rows", "aligned ones", "substituted"), unaligned
 
 
 def _beyond_table(device: Device, precision: str, program: Program, matmuls: np.ndarray) -> _Found:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from spbench.bench.measure.simulator.program import (
+    ALIGNED,
     ATTENTION,
     HOST_COPY,
     HOST_READ,
@@ -190,9 +191,9 @@ class Price:
 
     def of(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-    ) -> tuple[int, int, int, int, tuple[int, int, int, int], int]:
-        """The category, bytes, FLOPs, precision and shape of one call, and a matmul's strided elements, as
-        :class:`Program` has them."""
+    ) -> tuple[int, int, int, int, tuple[int, int, int, int], int, int]:
+        """The category, bytes, FLOPs, precision and shape of one call, and a matmul's strided elements and
+        alignment, as :class:`Program` has them."""
         nbytes, precision = 0, _OTHER
         for value, weight in zip(args, self._positional, strict=False):
             if isinstance(value, Tensor):
@@ -208,18 +209,26 @@ class Price:
         if self._grouped >= 0:
             flops = _grouped_flops(args[self._grouped :])
             precision = _PRECISION.get(args[self._grouped].dtype, _OTHER)
-            return MATMUL, nbytes, flops, precision, NO_SHAPE, 0
+            return MATMUL, nbytes, flops, precision, NO_SHAPE, 0, ALIGNED
         if self._matmul < 0:
             flops = 0 if self._formula is None else self._formula(*args, **kwargs, out_val=result)
             shape = _softmax_shape(args, self.name) if self._softmax else NO_SHAPE
-            return self._category, nbytes, flops, precision, shape, 0
+            return self._category, nbytes, flops, precision, shape, 0, ALIGNED
         a, b = args[self._matmul], args[self._matmul + 1]
         *_, m, k = a.shape
         n, batch = b.shape[-1], prod(a.shape[:-2])
         tensor = result if isinstance(result, Tensor) else args[0]  # added to in place
         strided = _strided_elements(a) + _strided_elements(b) + _strided_elements(tensor)
         precision = _PRECISION.get(a.dtype, _OTHER)
-        return MATMUL, nbytes, 2 * batch * m * n * k, precision, (batch, m, n, k), strided
+        return (
+            MATMUL,
+            nbytes,
+            2 * batch * m * n * k,
+            precision,
+            (batch, m, n, k),
+            strided,
+            min(map(_aligned, (a, b, tensor))),
+        )
 
 
 @cache
@@ -250,3 +259,13 @@ def _strided_elements(x: Tensor) -> int:
     *_, row, column = x.stride()
     dense = (column == 1 and row == c) or (row == 1 and column == r) or r == 1 or c == 1
     return 0 if dense else x.numel()
+
+
+def _aligned(x: Tensor) -> int:
+    """Bytes, up to ALIGNED, of which the distance of a matrix's rows (or columns) is a multiple."""
+    *_, r, c = x.shape
+    *_, row, column = x.stride()
+    if r == 1 or c == 1:
+        return ALIGNED
+    nbytes = (row if column == 1 else column) * x.element_size()
+    return min(nbytes & -nbytes or ALIGNED, ALIGNED)

@@ -128,7 +128,7 @@ class _Clock(TorchDispatchMode):
         end = time.perf_counter()
         price = price_of(func)
         if not price.free:
-            category, nbytes, flops, precision, shape, _ = price.of(args, kwargs, result)
+            category, nbytes, flops, precision, shape, *_ = price.of(args, kwargs, result)
             kind = price.name, category, nbytes, flops, precision, shape, _made(args, result)
             self.taken[kind].append(end - start)
         return result

@@ -275,3 +275,20 @@ def test_the_largest_number_is_found_from_any_guess(count: int, data: st.DataObj
     if guess == largest:
         assert len(tried) <= 2
     assert len(tried) <= 2 * math.log2(count + 1) + 3
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "operator"),
+    [
+        ("gated-deltanet-tiny", "cuda", "gated_delta_states"),
+        ("mamba2-tiny", "cuda", "state_space_output"),
+        ("mamba2-tiny", "cpu", ""),
+        ("linear-llama3-tiny", "cuda", ""),  # its kernels are in Triton
+        ("bert-tiny", "cuda", ""),
+    ],
+)
+def test_a_row_says_what_a_gpu_ran_in_plain_torch(model: str, device: str, operator: str) -> None:
+    cell = Cell.model_validate({"model": model, "strategy": "single", "sizes": {}, "batch": 1, "seq_len": 24})
+    line = emulated.in_plain_torch(virtual.trace_classes(cell, events=True).worst().program, device)
+    assert operator in line
+    assert bool(line) == bool(operator)
