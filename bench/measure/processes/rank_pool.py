@@ -55,6 +55,8 @@ _LOOPBACK = "127.0.0.1"
 _REACHED_S = 10.0
 #: a collective that waits for a rank fails so many seconds after its job, whose end says which rank it was
 _LATER_S = 60.0
+#: of the environment: whether ranks that make a group wait until all of its ranks have connected
+_MEET = "TORCH_DIST_INIT_BARRIER"
 #: how torch's CPU allocator begins what it says when the system gives it no memory
 _NO_CPU_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
@@ -222,18 +224,29 @@ def _run(store: dist.Store, job: RankJob, rank: int, local_rank: int) -> Any:
         local_rank %= max(1, torch.cuda.device_count())
     if job.device == "cuda":
         torch.cuda.set_device(local_rank)
+    store = dist.PrefixStore(f"job{job.number}", store)
+    os.environ[_MEET] = "0"  # a mesh has groups by the dozen, most of which connect nobody
     dist.init_process_group(
         job.backend,
-        store=dist.PrefixStore(f"job{job.number}", store),
+        store=store,
         rank=rank,
         world_size=job.ranks,
         timeout=timedelta(seconds=job.timeout_s + _LATER_S),
         device_id=torch.device("cuda", local_rank) if job.backend == "nccl" else None,
     )
     mesh = device_mesh(job.sizes, job.device)
+    _wait_for_all(store, job)
+    os.environ[_MEET] = "1"
     with exits_refused():
         function, args = pickle.loads(job.work)  # may import files of users
         return function(mesh, *args)
+
+
+def _wait_for_all(store: dist.Store, job: RankJob) -> None:
+    """Begin together: a rank that ended would fail those that still connect, as it closes its connections."""
+    if store.add("connected", 1) == job.ranks:
+        store.set("all connected", "")
+    store.wait(["all connected"], timedelta(seconds=job.timeout_s + _LATER_S))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

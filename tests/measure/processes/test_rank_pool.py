@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.files import write_whole
+from spbench.bench.measure.processes import rank_pool
 from spbench.bench.measure.processes.child import Child
 from spbench.bench.measure.processes.rank_pool import RankError, RankPool, Rendezvous, loopback_store
 from spbench.bench.measure.processes.stacks import GRACE_S, STACKS_FOLDER, STACKS_S, RankAnswer, collect
@@ -45,12 +46,22 @@ def never_answers(mesh: DeviceMesh) -> None:
     dist.barrier()
 
 
+def connects_for_ever_on_rank_1(mesh: DeviceMesh) -> None:
+    """From the next job on."""
+    if dist.get_rank() == 1:
+        rank_pool.device_mesh = lambda *_: signal.pause()  # type: ignore[assignment]
+    dist.barrier()
+
+
 def returns_a_lambda(mesh: DeviceMesh) -> object:
     return lambda: None
 
 
+def does_nothing(mesh: DeviceMesh) -> None:
+    pass
+
+
 def process_id(mesh: DeviceMesh) -> int:
-    dist.barrier()  # one that left early would fail others, which may still connect
     return os.getpid()
 
 
@@ -106,6 +117,15 @@ def test_dead_and_silent_workers_are_replaced() -> None:
         assert pool.run({"sp": 2}, sum_of_ranks, "sp", 0) == [(r, 1, [2]) for r in range(2)]
         pool.close()
         assert pool.run({"sp": 2}, sum_of_ranks, "sp", 0) == [(r, 1, [2]) for r in range(2)]
+
+
+def test_no_rank_ends_while_another_connects() -> None:
+    """Its end would fail the other: "connection closed by peer"."""
+    with RankPool(2) as pool:
+        pool.run({"sp": 2}, connects_for_ever_on_rank_1)
+        with pytest.raises(RankError) as raised:
+            pool.run({"sp": 2}, does_nothing, timeout_s=1)
+        assert raised.value.silent == [0, 1]
 
 
 def test_what_a_rank_wrote_as_it_hung_is_not_taken_for_the_next_ones(
@@ -197,7 +217,6 @@ def leaves_few_files(mesh: DeviceMesh) -> None:
     """From now on this process may open three files more than it has, with this job's group, open."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 3, most))
-    dist.barrier()  # or a rank could close its connections while another still makes them
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts files as Linux does")
