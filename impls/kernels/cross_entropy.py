@@ -249,6 +249,40 @@ def cross_entropy_in_one_region(logits: Tensor, labels: Tensor, group: dist.Proc
     return loss
 
 
+class _LossParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        first = _first_row(logits, group)
+        precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        shifted = precise - all_reduce(precise.amax(-1), group, dist.ReduceOp.MAX).unsqueeze(-1)
+        total = all_reduce(shifted.exp().sum(-1), group)
+        log_softmax = shifted - total.log().unsqueeze(-1)
+        hit, local = _hit(labels, first, logits.shape[-1])
+        loss = all_reduce(log_softmax.gather(-1, local.unsqueeze(-1)).squeeze(-1) * hit, group).neg_()
+        ctx.dtype = logits.dtype
+        ctx.save_for_backward(log_softmax, hit, local)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        log_softmax, hit, local = ctx.saved_tensors
+        # as torch writes it, where three tensors of this shape stand beside the log-softmax
+        labelled = torch.zeros_like(log_softmax)
+        labelled.scatter_(-1, local.unsqueeze(-1), hit.to(labelled.dtype).neg_().unsqueeze(-1))
+        d_logits = (labelled + log_softmax.exp()) * gradient.unsqueeze(-1)
+        del labelled
+        return d_logits.to(ctx.dtype), None, None
+
+
+def loss_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Per-token loss [B, L] as :func:`vocab_parallel_cross_entropy`, by the operators of torch's
+    ``loss_parallel`` (torch/distributed/tensor/parallel/loss.py), none of which works in place: logits in
+    full precision, shifted logits and log-softmax in forward; the log-softmax and three more tensors of its
+    shape in backward."""
+    loss: Tensor = _LossParallel.apply(logits, labels, group)
+    return loss
+
+
 #: per-token loss [B, L] of logits that are this function's alone, whole labels and the vocabulary's group
 CrossEntropy = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]
 #: by the names that :class:`DecoderOptions` has
@@ -257,6 +291,7 @@ CROSS_ENTROPIES: dict[str, CrossEntropy] = {
     "native": compiled_cross_entropy,
     "in_place": cross_entropy_in_place,
     "compiled": cross_entropy_in_one_region,
+    "loss_parallel": loss_parallel_cross_entropy,
 }
 
 

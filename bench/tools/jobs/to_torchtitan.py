@@ -80,6 +80,12 @@ def _derived(model: CausalTransformerModel, cell: Cell) -> Iterator[tuple[str, A
     innermost = several_ranks(cell)[0].classes[-1].name
     rotation = next((how for how, (name, _) in ROTATIONS.items() if name == innermost), None)
     yield "parallelism.context_parallel_rotate_method", rotation, "strategy"
+    options = cell.strategy_options
+    split = options.get("vocabulary") == "split" and options.get("loss") != "gathered"
+    # eager, torch's loss of a split vocabulary needs more
+    if model.cross_entropy == ("plain" if split else "compiled"):
+        yield "compile.enable", True, "model_options.cross_entropy"
+        yield "compile.components", ["loss"], "model_options.cross_entropy"
     mode, every = _recomputation(model)
     yield "activation_checkpoint.mode", mode, "model_options.recompute"
     yield "activation_checkpoint.selective_ac_option", every, "model_options.recompute_layers"

@@ -296,10 +296,16 @@ class TorchtitanJob(TorchtitanModel):
         if compiled:
             if "model" in self.value(parts, ["model"]):
                 k.add("model_options.fusions", [*FUSED_BY_COMPILER], k.spelled(switch))
-            k.approximate(COMPILED, *filter(k.has, (switch, parts)))
-            # since d1f62be7 of February 2025; before, the line was a comment (train.py)
-            if self.version != "a" and "loss" in self.value(parts, ["loss"]) and not self._parallel_loss():
-                k.set("model_options.cross_entropy", "compiled", k.spelled(switch))
+                k.approximate(COMPILED, *filter(k.has, (switch, parts)))
+            else:
+                k.took("a compiled loss", *filter(k.has, (switch, parts)))
+        # since d1f62be7 of February 2025; before, the line was a comment (train.py). Over a split vocabulary
+        # the compiler makes the gradient in forward, in one full-precision tensor, as "fused" in backward
+        compiled_loss = compiled and self.version != "a" and "loss" in self.value(parts, ["loss"])
+        if compiled_loss and not self._parallel_loss():
+            k.set("model_options.cross_entropy", "compiled", k.spelled(switch))
+        elif self._parallel_loss() and not compiled_loss:
+            k.set("model_options.cross_entropy", "loss_parallel", self.named("disable_loss_parallel"))
         if k.value(overlapped) and compiled:
             k.approximate("messages of tensor parallelism are waited for, not hidden in matmuls", overlapped)
         else:

@@ -79,6 +79,8 @@ def micro_batches(job: TorchtitanModel, local: int) -> tuple[int, str]:
     """How many micro-batches a pipeline runs at once of ``local`` samples of a rank, and the key that says
     it; 1 with a problem where that does not divide them."""
     k = job.keys
+    if not job.recent:
+        return 1, ""  # refused before
     if job.version == "d":
         return k.count(_NUMBER), _NUMBER
     size = k.count(_SIZE)

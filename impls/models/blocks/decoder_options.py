@@ -73,7 +73,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             makes one full-precision copy of the logits and works in it, as Megatron-LM's own; "native" makes
             a second one in backward, as Megatron-LM compiles it (--cross-entropy-loss-fusion); "in_place"
             makes none, as TransformerEngine's (--cross-entropy-fusion-impl te); "compiled" makes none
-            either, and a gradient beside the logits, as torch.compile of torch's.
+            either, and a gradient beside the logits, as torch.compile of torch's; "loss_parallel" makes three
+            at once in forward and four in backward, as torch's loss of that name.
         swiglu: "plain" keeps what torch's SiLU and product keep; "in_place" keeps the two projections that
             open a gated MLP alone, and makes their gradients in their memory, as Liger's kernel.
         autotune_flush_kib, autotune_copies: of cross_entropy "native" where the compiler times its kernels

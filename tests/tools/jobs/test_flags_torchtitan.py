@@ -41,7 +41,8 @@ def torchtitan_cells(draw: st.DrawFn) -> Cell:
         if draw(st.booleans()):
             uneven = stage_layers(32, sizes["pp"] * virtual, 1, draw(st.integers(0, 2)))
             training |= {"stage_layers": uneven} if len({*uneven}) > 1 else {}
-    model = draw(
+    losses = ["plain", "loss_parallel"] if options.get("loss") == "parallel" else ["plain", "compiled"]
+    model = {"cross_entropy": draw(st.sampled_from(losses))} | draw(
         st.sampled_from(
             [
                 {"recompute": "none"},

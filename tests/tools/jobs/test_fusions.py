@@ -37,6 +37,20 @@ def test_what_is_compiled_fuses_layers(kind: str, file: str, before: str, after:
     assert settings(compiled).get("model_options.cross_entropy") == ("compiled" if file == TITAN else None)
 
 
+def test_a_loss_over_parts_of_the_vocabulary_is_torchs_until_it_is_compiled() -> None:
+    """A compiled one makes the gradient in forward, in the one full-precision tensor that there is."""
+    name, loss = "llama3_70b.toml", "model_options.cross_entropy"
+    changes = (
+        ("enable = false", "enable = true"),
+        ("tensor_parallel_degree = 8", "disable_loss_parallel = true"),
+    )
+    assert settings(read("torchtitan", [name], gpus=64))[loss] == "loss_parallel"
+    for change in changes:
+        assert loss not in settings(read("torchtitan", [name], {name: change}, gpus=64))
+    old = ("tensor_parallel_degree = 1\ncompile = false", "tensor_parallel_degree = 8\ncompile = true")
+    assert settings(read("torchtitan", [OLD], {OLD: old}, gpus=64))[loss] == "loss_parallel"
+
+
 @pytest.mark.parametrize(
     ("kind", "files", "changed", "text"),
     [

@@ -73,3 +73,10 @@ def test_without_a_pipeline_its_keys_have_no_effect() -> None:
     text = TOML.replace("pipeline_parallel_degree = 8", 'pipeline_parallel_schedule = "1F1B"')
     assert "schedule" not in {each.path.rpartition(".")[2] for each in job("", text).settings}
     assert job("", text).refusal() == ""
+
+
+def test_a_pipeline_of_the_first_version_is_refused_in_words() -> None:
+    old = TOML.replace("local_batch_size", "batch_size").replace("parallelism", "experimental")
+    assert (
+        "a pipeline of this version" in job(start=old.replace("tensor_parallel_degree = 8\n", "")).refusal()
+    )
