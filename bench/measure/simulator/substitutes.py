@@ -131,7 +131,7 @@ def _matmuls(costs: Costs, program: Program, calls: np.ndarray) -> _Found:
             yield Substitute(f"{name} matmuls", "the datasheet's peak", "substituted"), events
         yield from _beyond_table(device, name, program, events)
         rates = (device.matmul or {}).get(name)  # type: ignore[call-overload]
-        if name in ("fp16", "bf16") and generation_of(device) and not (rates and rates.unaligned):
+        if name in ("fp16", "bf16") and generation_of(device) >= 7 and not (rates and rates.unaligned):
             unaligned = events[program.aligned[events] < ALIGNED]
             yield Substitute(f"{name} matmuls of unaligned rows", "aligned ones", "substituted"), unaligned
 
