@@ -151,7 +151,7 @@ def _source(figure: Sourced[Any]) -> str:
 def _table(work: str, table: Sourced[str], words: str) -> Iterator[KindOfWork]:
     """The kind of a table of measured calls, if there is one."""
     if table.value is not None:
-        yield KindOfWork(work, f"{table_in_words(table.value)}; {words}{_substitute(table)}", _source(table))
+        yield KindOfWork(work, f"{table_in_words(table.value)}{words}{_substitute(table)}", _source(table))
 
 
 def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:
@@ -162,7 +162,7 @@ def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:
             continue
         work, of_peak = f"matmuls, {precision}", f"{{:.3g}} of {peak.value / 1e12:.4g} TFLOP/s"
         if own is not None:
-            words = f"beyond it the figures below{_kept(own.sustained)}"
+            words = f"; beyond it the figures below{_kept(own.sustained)}"
             yield from _table(work, own.table, words)
             for nbytes, part in own.unaligned.items():
                 yield _of(f"{work}, rows of {nbytes} bytes", part, "{:.3g} of that", "as aligned ones")
@@ -189,7 +189,7 @@ def _attention(cluster: Cluster) -> Iterator[KindOfWork]:
         for rate in of_kernel:
             limit = rate.limit_flops_per_s
             work = f"attention, {kernel}{default}"
-            yield from _table(work, rate.table, f"head {rate.head_size}, {rate.mask}, {rate.direction}")
+            yield from _table(work, rate.table, f"; head {rate.head_size}, {rate.mask}, {rate.direction}")
             words = _attention_words(rate) + _kept(rate.sustained) + _substitute(limit)
             yield KindOfWork(work, words, _source(limit))
     work = f"attention, {'every kernel' if rates is None else 'other kernels'}"
@@ -295,7 +295,9 @@ def _collectives(cluster: Cluster, link: Link, where: str) -> Iterator[KindOfWor
         return
     rated = link.collectives if cluster.collective_model == "measured" else {}
     if cluster.collective_model == "measured":
-        yield from _table(f"collectives, {where}", link.table, "in place of the figures below")
+        yield from _table(
+            f"collectives, {where}", link.table, "; in place of the figures below" if rated else ""
+        )
     for kind in get_args(RatedCollective):
         work = f"{'other collectives' if kind == 'any' else kind}, {where}"
         for rate in rated.get(kind, ()):

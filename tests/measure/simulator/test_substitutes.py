@@ -17,7 +17,6 @@ from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.substitutes import Substitute, kernel_substitutes
 from spbench.bench.measure.trace.operator_prices import price_of
 from spbench.bench.measure.trust.bands import priced_by_in_words
-from spbench.impls.kernels.flash_attention import flash_attention
 from tests.measure.simulator.step_programs import cluster, everyone, simulate
 from tests.measure.simulator.test_card_rates import figure, rate, with_card
 
@@ -26,7 +25,7 @@ def attention(length: int, size: int = 8, causal: bool = True, dtype: Any = torc
     """A program of one forward call of one head."""
     q = torch.empty(1, 1, length, size, dtype=dtype)
     b = ProgramBuilder((1, 1, 1, 1))
-    price = price_of(flash_attention)
+    price = price_of(torch.ops.spbench.flash_attention.default)
     b.add_kernel((KERNEL, b.named(price.name), *price.of((q, q, q, 1.0, causal), {}, None)))
     return b.program()
 
