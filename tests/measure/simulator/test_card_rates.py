@@ -14,7 +14,6 @@ from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import ATTENTION, KERNEL, MATMUL
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.trace.operator_prices import price_of
-from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
 from tests.measure.simulator.step_programs import cluster
 from tests.measure.simulator.test_cost_forms import changed
 
@@ -71,8 +70,8 @@ def attention_seconds(
     lse = torch.empty(1, 1, queries)
     b = ProgramBuilder((1, 1, 1, 1))
     for func, args in (
-        (flash_attention, (q, k, k, 1.0, causal)),
-        (flash_attention_backward, (q, q, k, k, q, lse, 1.0, causal)),
+        (torch.ops.spbench.flash_attention.default, (q, k, k, 1.0, causal)),
+        (torch.ops.spbench.flash_attention_backward.default, (q, q, k, k, q, lse, 1.0, causal)),
     ):
         price = price_of(func)
         b.add_kernel((KERNEL, b.named(price.name), *price.of(args, {}, None)))

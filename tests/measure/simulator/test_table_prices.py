@@ -13,7 +13,6 @@ from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.substitutes import kernel_substitutes
 from spbench.bench.measure.simulator.table_prices import groups_of
 from spbench.bench.measure.trace.operator_prices import price_of
-from spbench.impls.kernels.flash_attention import flash_attention
 from tests.measure.simulator.test_substitutes import of_links
 
 H200 = load_cluster("h200-sxm")
@@ -35,7 +34,7 @@ def matmul(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> tuple
 def attention(batch: int, heads: int, groups: int, length: int) -> tuple[object, ...]:
     q, k = (torch.empty(batch, n, length, 128, dtype=torch.bfloat16, device="meta") for n in (heads, groups))
     lse = torch.empty(batch, heads, length, device="meta")
-    return flash_attention, (q, k, k, 1.0, True), (torch.empty_like(q), lse)
+    return torch.ops.spbench.flash_attention.default, (q, k, k, 1.0, True), (torch.empty_like(q), lse)
 
 
 def seconds(*calls: tuple[object, ...], kernel: str = "flash_attention_3") -> list[float]:
