@@ -258,13 +258,13 @@ def fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tupl
 
 
 def operator(schema: str, any_device: Callable[..., Any], fake: Callable[..., Any], **devices: Any) -> Any:
-    """The operator of that schema, with a kernel for all devices and those of some."""
+    """torch's own operator of that schema, by which meters know its calls, with kernels for all devices and some."""
     name, arguments, results = schema.partition("(")
     made = Operator(name, any_device, arguments + results)
     for device, kernel in devices.items():
         made.register_kernel(device)(kernel)
     made.register_fake(fake)
-    return made
+    return made.overload
 
 
 #: (q, k, v, scale, causal) -> (o [B, Z, M, A] of q's dtype, lse [B, Z, M])

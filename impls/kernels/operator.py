@@ -27,13 +27,13 @@ class Operator:
         _DEVICES[name] = set()
         _LIBRARY.define(name + schema)
         _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-        self._call = cast(Any, getattr(torch.ops.spbench, name).default)
+        self.overload = cast(Any, getattr(torch.ops.spbench, name).default)
         update_wrapper(self, kernel)
         if schema.endswith("-> ()"):
             self.register_fake(_nothing)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._call(*arguments, **named)
+        return self.overload(*arguments, **named)
 
     def register_kernel(self, device: str) -> Callable[[F], F]:
         """What takes a function as the kernel of one device's tensors."""
