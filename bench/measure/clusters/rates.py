@@ -22,8 +22,7 @@ class Sourced(StrictModel, Generic[Number]):
 
     Attributes:
         substitute: what was measured in the place of what the number stands for, as "an RTX 4090's"; "": the
-            number is of the thing itself. Times that rest on it say so
-            (:mod:`measure.simulator.substitutes`).
+            thing itself. Times that rest on it say so (:mod:`measure.simulator.substitutes`).
         fitted_on: for a calibrated number, the published cells that it was fitted on.
         inferred_from: for one that was chosen by looking at published numbers, these.
     """
@@ -75,8 +74,7 @@ class HostMemory(StrictModel):
 
     Attributes:
         total_bytes: of a node; null: no limit.
-        link_bandwidth_bytes_per_s: of copies between a device and pinned memory, one direction; null: they
-            cannot be timed.
+        link_bandwidth_bytes_per_s: of copies to or from pinned memory, one direction; null: they have no time.
         pageable_to_host_bytes_per_s: of a copy of one device to memory of the host that is not pinned and was
             just allocated, whose pages the kernel makes while it is written; null: that of pinned memory.
         pageable_to_device_bytes_per_s: of a copy from such memory; null: that of pinned memory.
@@ -129,8 +127,7 @@ class MatmulRate(StrictModel):
         table: of measured matmuls, in place of that model for those that lie within it.
         sustained: the part of the rates of table or grouped matmuls that the card keeps through a step, whose
             power limit lowers its clock; null: not known, and counted as all, as calls alone are too short.
-        unaligned: the part of these rates that matmuls reach whose rows are a multiple of 8, 4 or 2 bytes,
-            as cuBLAS's fast kernels need 16; without one, they count as aligned.
+        unaligned: the part that matmuls reach whose rows are a multiple of 8, 4 or 2 bytes only; else all.
         share: of the peak rate.
         bandwidth_bytes_per_s: of the operands and the result, which large matmuls pay least for; null: the
             share holds for all shapes.
