@@ -258,7 +258,7 @@ def fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tupl
 
 
 def operator(schema: str, any_device: Callable[..., Any], fake: Callable[..., Any], **devices: Any) -> Any:
-    """torch's own operator of that schema, by which meters know its calls, with kernels of all devices, some."""
+    """torch's own operator of that schema, by which meters know its calls, with kernels by device."""
     name, arguments, results = schema.partition("(")
     made = Operator(name, any_device, arguments + results)
     for device, kernel in devices.items():

@@ -74,7 +74,7 @@ class HostMemory(StrictModel):
 
     Attributes:
         total_bytes: of a node; null: no limit.
-        link_bandwidth_bytes_per_s: of copies to or from pinned memory, one direction; null: they have no time.
+        link_bandwidth_bytes_per_s: of copies to or from pinned memory, one way; null: they have no time.
         pageable_to_host_bytes_per_s: of a copy of one device to memory of the host that is not pinned and was
             just allocated, whose pages the kernel makes while it is written; null: that of pinned memory.
         pageable_to_device_bytes_per_s: of a copy from such memory; null: that of pinned memory.

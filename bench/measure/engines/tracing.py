@@ -24,7 +24,7 @@ from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.setup import record_step, workspace_bytes
 from spbench.bench.measure.engines.traces import Trace, making
-from spbench.bench.measure.processes.starting import environment_with
+from spbench.bench.measure.processes.starting import MEET, environment_with
 from spbench.bench.measure.trace.meter import meter_classes
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 from spbench.bench.measure.trace.torch_internals import (
@@ -83,11 +83,12 @@ def fake_mesh(
     if dist.is_initialized():
         raise RuntimeError("a process group exists already; the virtual engine makes its own")
     ranks = prod(whole_mesh(sizes).values())
-    dist.init_process_group(backend, rank=rank, world_size=ranks, store=FakeStore())
-    try:
-        yield device_mesh(sizes, device)
-    finally:
-        dist.destroy_process_group()
+    with environment_with({MEET: "0"}):  # nobody else comes to the store
+        dist.init_process_group(backend, rank=rank, world_size=ranks, store=FakeStore())
+        try:
+            yield device_mesh(sizes, device)
+        finally:
+            dist.destroy_process_group()
 
 
 def trace(

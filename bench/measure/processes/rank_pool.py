@@ -40,7 +40,7 @@ from spbench.bench.measure.processes.stacks import (
     write_stacks_on_signal,
 )
 from spbench.bench.measure.processes.staged_group import STAGED, register
-from spbench.bench.measure.processes.starting import FILES_OF_GROUP, FILES_OF_RANK, check_open_files
+from spbench.bench.measure.processes.starting import FILES_OF_GROUP, FILES_OF_RANK, MEET, check_open_files
 from spbench.impls import loose_files
 from spbench.impls.axes import device_mesh, whole_mesh
 from spbench.impls.outside_code import exits_refused, printed, told
@@ -55,8 +55,6 @@ _LOOPBACK = "127.0.0.1"
 _REACHED_S = 10.0
 #: a collective that waits for a rank fails so many seconds after its job, whose end says which rank it was
 _LATER_S = 60.0
-#: of the environment: whether ranks that make a group wait until all of its ranks have connected
-_MEET = "TORCH_DIST_INIT_BARRIER"
 #: how torch's CPU allocator begins what it says when the system gives it no memory
 _NO_CPU_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
@@ -225,7 +223,7 @@ def _run(store: dist.Store, job: RankJob, rank: int, local_rank: int) -> Any:
     if job.device == "cuda":
         torch.cuda.set_device(local_rank)
     store = dist.PrefixStore(f"job{job.number}", store)
-    os.environ[_MEET] = "0"  # a mesh has groups by the dozen, most of which connect nobody
+    os.environ[MEET] = "0"  # a mesh has groups by the dozen, most of which connect nobody
     dist.init_process_group(
         job.backend,
         store=store,
@@ -236,7 +234,7 @@ def _run(store: dist.Store, job: RankJob, rank: int, local_rank: int) -> Any:
     )
     mesh = device_mesh(job.sizes, job.device)
     _wait_for_all(store, job)
-    os.environ[_MEET] = "1"
+    os.environ[MEET] = "1"
     with exits_refused():
         function, args = pickle.loads(job.work)  # may import files of users
         return function(mesh, *args)

@@ -35,6 +35,8 @@ START_METHOD: Literal["forkserver", "spawn"] = "forkserver" if sys.platform == "
 FILES_OF_GROUP = 4
 #: files that the parent of a rank opens for it at least: pipes, and sockets to the server that forks it
 FILES_OF_RANK = 4
+#: of the environment: whether ranks that make a group wait in its store until all of its ranks have connected
+MEET = "TORCH_DIST_INIT_BARRIER"
 
 #: what the server imports first and last
 _PRELOADED, _SERVER = "spbench.bench.measure.processes.preloaded", "spbench.bench.measure.processes.server"

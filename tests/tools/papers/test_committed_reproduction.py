@@ -133,7 +133,8 @@ def test_pages_have_the_errors_of_all_committed_files() -> None:
 def test_the_page_has_the_errors_of_the_committed_cases() -> None:
     """`spbench reproduce megatron_cases` prints them."""
     with (ROOT / "results" / "reproduction" / f"{CASES}_errors.csv").open() as stream:
-        lines = [{**line, "error": float(line["error"])} for line in csv.DictReader(stream)]
+        decided = [line for line in csv.DictReader(stream) if not line["departs"]]
+    lines = [{**line, "error": float(line["error"])} for line in decided]
     assert markdown(of_all_machines([*summary(lines)])) in (ROOT / TRUST_PAGE).read_text()
 
 
