@@ -3,9 +3,9 @@
     python scripts/kernel_rates.py FOLDER [--seconds S] [--kind KIND]
 
 Writes kernel_rates.csv: a line for each call of kernel_calls.py, with the median, least and most seconds,
-FLOP/s, byte/s, and what it allocates. After S seconds (120) no further call begins; KIND: of that kind alone,
-into its own file. Of a shape that torch
-refuses, the error is written. Exit code 2: no GPU.
+FLOP/s, byte/s, and what it allocates; of a shape that torch refuses, the error. After S seconds (120) no
+further call begins. KIND: calls of that kind alone, such as "unaligned matmul", into a file of that name.
+Exit code 2: no GPU.
 """
 
 from __future__ import annotations

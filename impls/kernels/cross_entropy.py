@@ -142,9 +142,7 @@ def _gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, first: int) -
     """Loss [B, L] from the ``statistics`` [N, 3, B, L] of all parts of the vocabulary (largest logit, sum of
     exponentials, the label's logit or 0); makes of the logits [B, L, V/N], in place, its gradient with regard
     to them."""
-    top = statistics[:, 0].amax(0)
-    total = (statistics[:, 1] * (statistics[:, 0] - top).exp()).sum(0)
-    loss = total.log() + top - statistics[:, 2].sum(0)
+    top, total, loss = _of_the_whole(statistics)
     softmax = (logits.to(statistics.dtype) - top.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
     hit, local = _hit(labels, first, logits.shape[-1])
     softmax.scatter_add_(-1, local.unsqueeze(-1), hit.to(softmax.dtype).neg_().unsqueeze(-1))
@@ -155,6 +153,20 @@ def _gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, first: int) -
 @_gradient_.register_fake
 def _(logits: Tensor, statistics: Tensor, labels: Tensor, first: int) -> Tensor:
     return statistics.new_empty(labels.shape)
+
+
+def _of_the_whole(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest logit, sum of exponentials and loss [B, L] of the statistics of all parts."""
+    top = statistics[:, 0].amax(0)
+    total = (statistics[:, 1] * (statistics[:, 0] - top).exp()).sum(0)
+    return top, total, total.log() + top - statistics[:, 2].sum(0)
+
+
+def _of_all_parts(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The statistics [N, 3, B, L]: one message, where Megatron-LM's own cross entropy sends three."""
+    own = _statistics(logits, labels, _first_row(logits, group))
+    parts = own if group is None else all_gather_flat(own.flatten(), group)
+    return parts.view(-1, *own.shape)
 
 
 @operator("spbench::cross_entropy_statistics")
@@ -194,11 +206,8 @@ def _scale_(d_logits: Tensor, gradient: Tensor) -> None:
 class _CrossEntropyInPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        first = _first_row(logits, group)
-        own = _statistics(logits, labels, first)
-        # one message, where Megatron-LM's own cross entropy sends three
-        parts = own if group is None else all_gather_flat(own.flatten(), group)
-        loss: Tensor = _gradient_(logits, parts.view(-1, *own.shape), labels, first)
+        parts = _of_all_parts(logits, labels, group)
+        loss: Tensor = _gradient_(logits, parts, labels, _first_row(logits, group))
         ctx.save_for_backward(logits)
         return loss
 
@@ -221,15 +230,10 @@ def cross_entropy_in_place(logits: Tensor, labels: Tensor, group: dist.ProcessGr
 class _CrossEntropyInOneRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        first = _first_row(logits, group)
-        own = _statistics(logits, labels, first)
-        parts = (own if group is None else all_gather_flat(own.flatten(), group)).view(-1, *own.shape)
+        parts = _of_all_parts(logits, labels, group)
         ctx.save_for_backward(logits, parts, labels)
-        ctx.first = first
-        top = parts[:, 0].amax(0)
-        total = (parts[:, 1] * (parts[:, 0] - top).exp()).sum(0)
-        loss: Tensor = total.log() + top - parts[:, 2].sum(0)
-        return loss
+        ctx.first = _first_row(logits, group)
+        return _of_the_whole(parts)[2]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -165,7 +165,9 @@ def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:
             words = f"; beyond it the figures below{_kept(own.sustained)}"
             yield from _table(work, own.table, words)
             for nbytes, part in own.unaligned.items():
-                yield _of(f"{work}, rows of {nbytes} bytes", part, "{:.3g} of that", "as aligned ones")
+                yield _of(
+                    f"{work}, rows aligned to {nbytes} bytes", part, "{:.3g} of that", "as aligned ones"
+                )
         share = device.compute_efficiency if own is None else own.share
         if own is not None and own.bandwidth_bytes_per_s.value is not None:
             of_peak += f", and {own.bandwidth_bytes_per_s.value / 1e9:.4g} GB/s of operands"
