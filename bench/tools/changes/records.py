@@ -24,7 +24,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import read_file, write_whole
 from spbench.bench.git import SHORT_HASH, asked, own_checkout
 from spbench.bench.measure.sweep.provenance import check_same_code, commit_of
-from spbench.bench.row import Row, finite, parse_row, problem
+from spbench.bench.row import Row, json_line, parse_row, problem
 from spbench.bench.tools.changes.metrics import has_exact_engine
 from spbench.bench.tools.changes.result_files import Origin, origin_of, read_results, suite_of
 from spbench.bench.units import GIB
@@ -220,10 +220,7 @@ def content_of(record: RunRecord) -> str:
         "host": record.host,
         "cells": len(record.rows),
     }
-    lines = (
-        json.dumps(finite(line), allow_nan=False, separators=(",", ":")) for line in (head, *record.rows)
-    )
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(map(json_line, (head, *record.rows)))
 
 
 def add_record(record: RunRecord, folder: Path) -> tuple[Path, bool]:
