@@ -16,6 +16,7 @@ from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.torchtitan import ROTATIONS
 from spbench.bench.tools.jobs.transformers_kernels import COMPILED, FUSED_BY_COMPILER, SEPARATE
+from spbench.bench.tools.jobs.transformers_step import WHOLE_EMBEDDING, TransformersStep
 
 #: what the keys of the Trainer and of accelerate begin with, and those of two of its sections
 _TRAINER, _ACCELERATE = "TrainingArguments.", "accelerate."
@@ -202,6 +203,9 @@ class DeepSpeedJob:
             strategy = "+".join(["tensor_parallel", *(each.value for each in within)])
             k.set("strategy", strategy, size, note="transformers' tp_plan")
             k.set("sizes.tp", tp, size)
+            loss = TransformersStep.tensor_loss
+            k.set("strategy_options.loss", loss.value, size, note=loss.note)
+            k.approximate(WHOLE_EMBEDDING)
         k.ignore("one part: not split", size, f"{_PARALLEL}dp_replicate_size")
         return tp
 

@@ -60,6 +60,11 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
     if "loss" in liger:
         k.set("model_options.loss_tile", "liger", *step.liger.names, note=step.liger.note)
         k.set("model_options.cross_entropy", "in_place", *step.liger.names)
+    else:
+        for option, each in (("cross_entropy", step.cross_entropy), ("logits_held", step.logits_held)):
+            if each.value not in ("plain", "none"):
+                k.set(f"model_options.{option}", each.value, *each.names, note=each.note)
+    k.took("the loss", *step.cross_entropy.names)
     k.ignore("kernels are transformers' own", *step.liger.names)
     if step.mlp_tiles.value:
         wide = fields.get("hidden_size") if step.mlp_tiles.value is True else step.mlp_tiles.value

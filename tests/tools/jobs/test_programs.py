@@ -69,6 +69,32 @@ def test_what_a_programs_keys_are_here(name: str, expected: dict[str, Any]) -> N
     assert settings | expected == settings
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        # components/loss/masked_ce.py, te_parallel_ce.py and chunked_ce.py at 36044ad3
+        ("Automodel", ("tp_size: 1", "tp_size: 2"), ("gathered_float32", None, "as_made")),
+        ("Automodel", ("tp_size: 1", "tp_size: 2, sequence_parallel: true"), ("gathered_float32", None, "as_made")),
+        ("Automodel", ("optimizer:", "loss_fn: {fp32_upcast: false}\noptimizer:"), (None, "as_given", "as_made")),
+        ("Automodel", ("tp_size: 1", "tp_size: 2}\nloss_fn: {_target_: te_parallel_ce.TEParallelCrossEntropy"),
+         ("parallel", "in_place", None)),
+        ("Automodel", ("optimizer:", "loss_fn: {_target_: chunked_ce.ChunkedCrossEntropy}\noptimizer:"),
+         (None, "compiled", "as_made")),
+        # verl/utils/torch_functional.py at 1dda039b: flash-attn's
+        ("verl", ("", ""), (None, "compiled", None)),
+        # transformers' tp_plan: the head is colwise_gather_output
+        ("axolotl", ("context_parallel_size: 4", "tensor_parallel_size: 4"), ("gathered", None, None)),
+    ],
+)  # fmt: skip
+def test_the_loss_is_that_of_the_program(
+    name: str, change: tuple[str, str], expected: tuple[str | None, ...]
+) -> None:
+    settings = made(name, change)
+    options = "strategy_options.loss", "model_options.cross_entropy", "model_options.logits_held"
+    assert tuple(map(settings.get, options)) == expected
+    assert settings["strategy"] != "megatron_sp" or settings["strategy_options.vocabulary"] == "split"
+
+
 def test_adapters_of_a_dense_model_are_those_of_its_linear_layers() -> None:
     assert made("LLaMA-Factory")["model_options.lora_rank"] == 16
     dense, experts = ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B")
