@@ -70,11 +70,13 @@ class TorchtitanModel:
         keys: the account of them.
         version: one letter of the versions of its table.
         preset: the model, with the options of its flavor.
+        stages: ranks of a pipeline.
     """
 
     keys: Account
     version: str
     preset: Model
+    stages: int
 
     @property
     def recent(self) -> bool:

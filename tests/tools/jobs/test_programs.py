@@ -74,9 +74,11 @@ def test_what_a_programs_keys_are_here(name: str, expected: dict[str, Any]) -> N
     [
         # components/loss/masked_ce.py, te_parallel_ce.py and chunked_ce.py at 36044ad3
         ("Automodel", ("tp_size: 1", "tp_size: 2"), ("gathered_float32", None, "as_made")),
-        ("Automodel", ("tp_size: 1", "tp_size: 2, sequence_parallel: true"), ("gathered_float32", None, "as_made")),
-        ("Automodel", ("optimizer:", "loss_fn: {fp32_upcast: false}\noptimizer:"), (None, "as_given", "as_made")),
-        ("Automodel", ("tp_size: 1", "tp_size: 2}\nloss_fn: {_target_: te_parallel_ce.TEParallelCrossEntropy"),
+        ("Automodel", ("tp_size: 1", "tp_size: 2, sequence_parallel: true"),
+         ("gathered_float32", None, "as_made")),
+        ("Automodel", ("optimizer:", "loss_fn: {fp32_upcast: false}\noptimizer:"),
+         (None, "as_given", "as_made")),
+        ("Automodel", ("tp_size: 1", "tp_size: 2}\nloss_fn: {_target_: ce.TEParallelCrossEntropy"),
          ("parallel", "in_place", None)),
         ("Automodel", ("optimizer:", "loss_fn: {_target_: chunked_ce.ChunkedCrossEntropy}\noptimizer:"),
          (None, "compiled", "as_made")),
