@@ -15,7 +15,12 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.torchtitan import ROTATIONS
-from spbench.bench.tools.jobs.transformers_kernels import COMPILED, FUSED_BY_COMPILER, SEPARATE
+from spbench.bench.tools.jobs.transformers_kernels import (
+    COMPILED,
+    FUSED_BY_COMPILER,
+    SEPARATE,
+    attention_of,
+)
 from spbench.bench.tools.jobs.transformers_step import WHOLE_EMBEDDING, TransformersStep
 
 #: what the keys of the Trainer and of accelerate begin with, and those of two of its sections
@@ -23,13 +28,6 @@ _TRAINER, _ACCELERATE = "TrainingArguments.", "accelerate."
 _FSDP, _PARALLEL = "accelerate.fsdp_config.fsdp_", "accelerate.parallelism_config.parallelism_config_"
 #: the arguments of scripts that say how long a sequence is
 _LENGTHS = ("max_length", "max_seq_length", "block_size", "model_max_length", "cutoff_len")
-#: by the name that transformers has for it
-_ATTENTION = {
-    "sdpa": "flash_attention_2",
-    "flash_attention_2": "flash_attention_2",
-    "flash_attention_3": "flash_attention_3",
-    "eager": "unfused",
-}
 #: other spellings that DeepSpeed takes: names of fields without their alias, and an old section
 _ALIASES = {
     **{
@@ -109,9 +107,9 @@ class DeepSpeedJob:
         k.ignore("kernels are transformers' own", f"{_TRAINER}use_liger_kernel")
         sp = f"{_PARALLEL}sp_attn_implementation"
         attention, name = k.chosen(sp, f"{_TRAINER}attn_implementation")
-        if attention not in _ATTENTION:
+        if (kernel := attention_of(str(attention), self.fields)) is None:
             k.refuse("this implementation of attention", name)
-        k.set("model_options.attention", _ATTENTION.get(attention, "flash_attention_2"), name)
+        k.set("model_options.attention", kernel or "flash_attention_2", name)
         again, kwargs = f"{_TRAINER}gradient_checkpointing", f"{_TRAINER}gradient_checkpointing_kwargs"
         by_fsdp = f"{_FSDP}activation_checkpointing"
         if k.value(again) or k.value(by_fsdp):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.errors import UserError
+from spbench.bench.measure.engines.plan import played_arguments
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile
 from tests.tools.jobs.job_inputs import JOBS, job_of, read
@@ -316,3 +317,15 @@ def test_a_recipe_of_megatron_bridge_is_read_by_its_name() -> None:
         job_of("bridge", [JobFile(path, RECIPES.encode())], 8)
     with pytest.raises(UserError, match=r"no function 'smal'.*did you mean 'small'"):
         job_of("bridge", [JobFile(path, RECIPES.encode(), "smal")], 8)
+
+
+@pytest.mark.parametrize(("asked", "kernel"), [("sdpa", "cudnn"), ("flash_attention_2", "flash_attention_2")])
+def test_torchs_own_attention_pads_no_values(asked: str, kernel: str) -> None:
+    """FlashAttention rejects other head sizes than keys', so that SDPA takes a kernel that does not."""
+    model = "deepseek-ai/DeepSeek-V2-Lite"
+    text = f"base_model: {model}\nsequence_len: 2048\nmicro_batch_size: 1\nbf16: true\n"
+    text += f"attn_implementation: {asked}\n"
+    job = replace(job_of("axolotl", [JobFile(Path("job.yaml"), text.encode())], 8), strict=False)
+    cell = job.cell()
+    assert cell.model_options["attention"] == kernel
+    assert played_arguments(cell)[1].get("padded_values", False) == (asked != "sdpa")
