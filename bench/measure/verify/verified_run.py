@@ -153,6 +153,9 @@ class VerifiedRun:
                 loss.backward()
             with phase("gradient_sync"):
                 self.backend.synchronize()
+        # of a graph, whose hooks and saved tensors lead back here, the garbage collector sees too little: it
+        # would live on, and with it process groups and their threads
+        self.outputs = {name: x.detach() for name, x in self.outputs.items()}
 
     def tensors(self) -> dict[str, Tensor | None]:
         """What is compared, by name: this rank's part, or the group's sum of what ranks share; of a gradient
