@@ -6,6 +6,7 @@ planted in each short cut are seen by the same comparison.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
