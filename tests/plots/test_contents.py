@@ -10,15 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from pandas import DataFrame
+from pandas import DataFrame, read_csv
 
 from spbench.plots import dsp, expert_skew, lasp, measured, rsa, splits
+from spbench.plots.claims import claims_of, legend_entries
 from spbench.plots.communication import draw as draw_communication
 from spbench.plots.convergence import draw as draw_convergence
 from spbench.plots.grid import Drawing
 from spbench.plots.largest import draw_max_seqlen, draw_max_seqlen_today
 from spbench.plots.methods import draw as draw_methods
 from spbench.plots.style import TIMES, strategy_name
+from tests.docs.blocks import ROOT
 from tests.plots.drawn import artists, below_zero, data, drawn, legend, notes
 from tests.plots.rows import compared, published, ran, searched, table
 
@@ -29,6 +31,7 @@ ALONE = "No sequence parallelism"
 TP, RSA = "Tensor parallelism", "Ring Self-Attention"
 TNL = "TransNormerLLM 1B, 8 GPUs"
 LOST = "out of memory from here on"
+ROLES = [(4, "predicted"), (8, "inferred"), (16, "calibrated")]
 
 
 @dataclass(frozen=True)
@@ -714,3 +717,33 @@ def test_a_figure_shows_its_rows(case: Case) -> None:
     if case.notes is not None:
         assert bool(notes(figure)) == bool(case.notes)
         assert not [note for note in case.notes if note not in " ".join(notes(figure).split())]
+
+
+def test_a_legend_of_claims_names_every_marker() -> None:
+    """A black marker stands for a prediction; only where all do, it goes without a name."""
+    claims = [{**compared(f"c{n}", 2.0, 2.2, f"bert-base/{RSA}/sp{n}"), "role": role} for n, role in ROLES]
+    entries = {
+        len(some): [str(line.get_label()) for line in legend_entries(claims_of(table(*some)))]
+        for some in (claims, claims[:1])
+    }
+    assert entries == {
+        3: ["predicted", "calibrated on this value", "a setting was inferred from this value"],
+        1: [],
+    }
+
+
+def test_every_table_of_measurements_has_a_name_for_people() -> None:
+    field, others = (
+        read_csv(ROOT / f"results/reproduction/{name}.csv", keep_default_na=False)
+        for name in ("field", "measured")
+    )
+    sources = {*measured.field_sources(field), *others["table"].str.partition(": ")[0]}
+    assert len(sources) > 20
+    assert sources - measured.TABLES.keys() == set()
+
+
+@pytest.mark.parametrize("values", [[14.7, 14.9], [13.2, 12.2], [40.0, 900.0], [30.0, 6e4]])
+def test_a_logarithmic_axis_has_two_ticks_or_more(values: list[float]) -> None:
+    low, high, ticks = measured.logarithmic_ticks(values)
+    assert 2 <= len(ticks) <= 6
+    assert all(low <= tick <= high for tick in ticks)
