@@ -27,9 +27,9 @@ class RoutingPlan:
     """The experts of every position.
 
     Attributes:
-        routing: "even": each expert has as many tokens; "round_robin": each token takes the next k experts, so
-            that they lie side by side, as torchtitan and NeMo Automodel force it; "zipf:S" or "zipf:S:SEED": expert number n of a
-            seeded order is drawn in proportion to n^-S, k different ones for each token; else the path of a
+        routing: "even": each expert has as many tokens; "round_robin": each token takes the next k
+            experts, as torchtitan and NeMo Automodel force it; "zipf:S" or "zipf:S:SEED": expert number n of
+            a seeded order is drawn in proportion to n^-S, k different ones for each token; else the path of a
             file with a count for each expert, in proportion to which they are drawn.
         experts: E.
         per_token: k.
@@ -122,7 +122,8 @@ def _shares(routing: str, experts: int) -> np.ndarray:
         ]
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"routing is {LEARNED}, {EVEN}, {ROUND_ROBIN}, {ZIPF}:S or a file of counts, not {routing!r} ({error})"
+            f"routing is {LEARNED}, {EVEN}, {ROUND_ROBIN}, {ZIPF}:S or a file of counts, not {routing!r} "
+            f"({error})"
         ) from error
     if len(counts) != experts or min(counts) < 0 or not math.isfinite(sum(counts)) or not sum(counts):
         raise ValueError(
