@@ -6,14 +6,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from pandas import read_csv
 
 from spbench.plots import measured
+from spbench.plots.claims import claims_of, legend_entries
 from spbench.plots.convergence import draw as draw_convergence
+from tests.docs.blocks import ROOT
 from tests.plots.cases_of_sizes import BARS, LARGEST
 from tests.plots.cases_over_gpus import OVER_GPUS, OVER_LENGTHS
 from tests.plots.drawn import artists, below_zero, data, drawn, legend, notes
-from tests.plots.figure_cases import Case, Row
-from tests.plots.rows import ran, table
+from tests.plots.figure_cases import RSA, Case, Row
+from tests.plots.rows import compared, ran, table
 
 
 def learned(strategy: str, off: float, precision: str = "fp32", backend: str = "legacy_ddp") -> Row:
@@ -24,6 +27,7 @@ def learned(strategy: str, off: float, precision: str = "fp32", backend: str = "
 
 CURVES = [learned("single", 0), learned("lasp", 1e-4), learned("single", 1e-8, "fp64")]
 DEVIATIONS = [(1, 1e-9), *((n, 1e-4 * (n - 1)) for n in range(2, 40))]
+ROLES = [(4, "predicted"), (8, "inferred"), (16, "calibrated")]
 BACKENDS = {"ddp": "DDP", "fsdp_flat": "FSDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
 
 
@@ -118,3 +122,33 @@ def test_a_figure_shows_its_rows(case: Case) -> None:
     if case.notes is not None:
         assert bool(notes(figure)) == bool(case.notes)
         assert not [note for note in case.notes if note not in " ".join(notes(figure).split())]
+
+
+def test_a_legend_of_claims_names_every_marker() -> None:
+    """A black marker stands for a prediction; only where all do, it goes without a name."""
+    claims = [{**compared(f"c{n}", 2.0, 2.2, f"bert-base/{RSA}/sp{n}"), "role": role} for n, role in ROLES]
+    entries = {
+        len(some): [str(line.get_label()) for line in legend_entries(claims_of(table(*some)))]
+        for some in (claims, claims[:1])
+    }
+    assert entries == {
+        3: ["predicted", "calibrated on this value", "a setting was inferred from this value"],
+        1: [],
+    }
+
+
+def test_every_table_of_measurements_has_a_name_for_people() -> None:
+    field, others = (
+        read_csv(ROOT / f"results/reproduction/{name}.csv", keep_default_na=False)
+        for name in ("field", "measured")
+    )
+    sources = {*measured.field_sources(field), *others["table"].str.partition(": ")[0]}
+    assert len(sources) > 20
+    assert sources - measured.TABLES.keys() == set()
+
+
+@pytest.mark.parametrize("values", [[14.7, 14.9], [13.2, 12.2], [40.0, 900.0], [30.0, 6e4]])
+def test_a_logarithmic_axis_has_two_ticks_or_more(values: list[float]) -> None:
+    low, high, ticks = measured.logarithmic_ticks(values)
+    assert 2 <= len(ticks) <= 6
+    assert all(low <= tick <= high for tick in ticks)

@@ -228,7 +228,7 @@ class ResultsFile:
             UserError: it cannot be written; the rows before it are as they were.
         """
         line = json_line(row).encode()
-        if self._unfinished:
+        if self._unfinished and not self._cut_torn_row():
             line = b"\n" + line
         size = os.fstat(self._fd).st_size
         try:
@@ -267,3 +267,16 @@ class ResultsFile:
     def _ends_inside_a_line(self) -> bool:
         size = os.fstat(self._fd).st_size
         return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+
+    def _cut_torn_row(self) -> bool:
+        """Take a row off that a crash cut short at the file's end, so that every line is whole again; whether
+        there was one."""
+        content = read_file(self.path)
+        begins = content.rfind(b"\n") + 1
+        try:
+            parse_row(content[begins:])
+        except WrongRow:
+            if torn := content.startswith(_BEGINNING, begins):
+                os.ftruncate(self._fd, begins)
+            return torn
+        return False
