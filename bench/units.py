@@ -67,12 +67,12 @@ def shown_price(ratio: float) -> str:
     return f"{price:+.1%}" if abs(price) < _SMALL else f"{price:+.0%}"
 
 
-def scaled(value: float | None, unit: float, places: int = 2) -> str | None:
-    """A number in a unit, with that many digits after the point, or two significant ones where it is less
+def scaled(value: float | None, unit: float) -> str | None:
+    """A number in a unit, with two digits after the point, or two significant ones where it is less
     than a tenth of the unit: ``scaled(3 * GIB, GIB)`` is "3.00"."""
     if value is None:
         return None
-    return f"{value / unit:.{places}f}" if abs(value) >= unit / 10 or value == 0 else f"{value / unit:.2g}"
+    return f"{value / unit:.2f}" if abs(value) >= unit / 10 or value == 0 else f"{value / unit:.2g}"
 
 
 def gib(nbytes: float | None) -> str | None:

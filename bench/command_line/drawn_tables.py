@@ -136,15 +136,10 @@ _BELOW = "    "
 
 
 class Screen:
-    """Draws for a terminal, as text with its escape sequences.
+    """Draws for a terminal, whose width and colours count, as text with its escape sequences."""
 
-    Args:
-        out: the terminal, whose width and colours count.
-        width: of the terminal, in characters; None: as it is.
-    """
-
-    def __init__(self, out: TextIO, view: View, width: int | None = None):
-        self._console = Console(file=out, highlight=False, width=width)
+    def __init__(self, out: TextIO, view: View):
+        self._console = Console(file=out, highlight=False)
         self._view = view
         self.width = self._console.width
 
