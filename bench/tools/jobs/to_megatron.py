@@ -98,6 +98,7 @@ def _layout(cell: Cell) -> Iterator[_Row]:
     names, training = strategy.name.split(PLUS), cell.training
     within = PLUS.join(name for name in names if name not in ("tensor_parallel", "megatron_sp"))
     yield "--sequence-parallel", "megatron_sp" in names, "strategy"
+    yield "--tp-comm-overlap", cell.strategy_options.get("userbuffers"), "strategy_options.userbuffers"
     yield "--context-parallel-size", mesh.get("sp", 1) * mesh.get("cp", 1), "sizes.sp"
     how = _COMMUNICATION.get(within)
     yield "--cp-comm-type", None if how == "p2p" else how, "strategy"  # which is so by default

@@ -302,10 +302,10 @@ def test_an_answer_says_where_experts_go(
     advise: Callable[..., tuple[int, str, str]], one_saving: None
 ) -> None:
     narrow = ["--only", "ulysses,zero2", "--fixed", "sp=4,micro_batch=1,pp=1,ep=4"]
-    code, output, _ = advise(
+    code, output, err = advise(
         MODEL, "--cluster", "dgx-h100", "--gpus", "4", "--seq-len", "256", "--batch", "4", *narrow
     )
-    assert code == 0
+    assert code == 0, err
     assert (
         "folding: the fastest layout, ulysses sp4·ep4, has its experts over ranks of several axes" in output
     )
