@@ -120,4 +120,4 @@ def test_the_commands_start(tmp_path: Path) -> None:
     )
     done = job.run("--help")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Run a scenario's cells, and compare them with what was published.") == 1
+    assert done.stdout.count("Run the cells of SCENARIO, beside what was published.") == 1

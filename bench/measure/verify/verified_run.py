@@ -127,10 +127,7 @@ class VerifiedRun:
             _set_weights(case, weights, [part.values for part in parts.values()])
         self.backend.zero()
         self.choices: dict[str, np.ndarray] = {}
-        for name, module in self.module.named_modules():
-            if isinstance(module, Router):
-                choose = partial(self._noted, name, case.batch, module.choose)
-                module.choose = self._given(given[name]) if given else choose  # type: ignore[method-assign]
+        self._watch_routers(case.batch, given)
         whole = self.part.inputs(case.batch, case.seq_len, torch.Generator().manual_seed(case.seed))
         self.inputs = {name: self._input(name, x, case.torch_dtype, dtype) for name, x in whole.items()}
 
@@ -184,6 +181,13 @@ class VerifiedRun:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{case.seed} {name}".encode()))
         full = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.torch_dtype)
         return self.strategy.shard(full.to(self.device), self.part.output_dims[name])
+
+    def _watch_routers(self, batch: int, given: Mapping[str, np.ndarray]) -> None:
+        """Give routers their choices, or note what they choose."""
+        for name, module in self.module.named_modules():
+            if isinstance(module, Router):
+                choose = partial(self._noted, name, batch, module.choose)
+                module.choose = self._given(given[name]) if given else choose  # type: ignore[method-assign]
 
     def _noted(self, name: str, batch: int, choose: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
         """What a router chooses, of tokens in samples one after another."""

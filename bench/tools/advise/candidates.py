@@ -211,7 +211,8 @@ def candidates(
             every = folded(question, unfolded_layout)
             if unfolded:
                 every = [layout for layout in every if not layout.folds_anew]
-            yield from _of_layouts(every, figures, options, estimates, choices, left_out)
+            if every:
+                yield from _of_layouts(every, figures, options, estimates, choices, left_out)
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ def flags(cell: Cell) -> Flags:
         *_model(model, cell),
         *_experts(model),
         *_kernels(model),
+        *_eight_bits(model, cell),
     ]
     order = {name: place for place, name in enumerate(table.arguments)}
     lines = [
@@ -98,6 +99,7 @@ def _layout(cell: Cell) -> Iterator[_Row]:
     names, training = strategy.name.split(PLUS), cell.training
     within = PLUS.join(name for name in names if name not in ("tensor_parallel", "megatron_sp"))
     yield "--sequence-parallel", "megatron_sp" in names, "strategy"
+    yield "--tp-comm-overlap", cell.strategy_options.get("userbuffers"), "strategy_options.userbuffers"
     yield "--context-parallel-size", mesh.get("sp", 1) * mesh.get("cp", 1), "sizes.sp"
     how = _COMMUNICATION.get(within)
     yield "--cp-comm-type", None if how == "p2p" else how, "strategy"  # which is so by default
@@ -235,3 +237,15 @@ def _script(program: str, lines: Sequence[Flag], cell: Cell) -> str:
     command = [f"torchrun --nnodes {world // of_node} --nproc-per-node {of_node} pretrain_gpt.py"]
     command += [f"{a.argument} {a.value}".rstrip() for a in lines if a not in variables]
     return text + " \\\n  ".join(command) + "\n"
+
+
+def _eight_bits(model: CausalTransformerModel, cell: Cell) -> Iterator[_Row]:
+    recipe, history, gathered = model.fp8, model.fp8_history, "training.fp8_param_gather"
+    if recipe == "none":
+        return
+    yield "--fp8-format", "hybrid", "model_options.fp8"
+    yield "--fp8-recipe", recipe, "model_options.fp8"
+    yield "--fp8-param-gather", cell.training.backend_options.get("fp8_param_gather"), gathered
+    if recipe == "delayed" and history > 1:
+        yield "--fp8-amax-history-len", history, "model_options.fp8_history"
+        yield "--fp8-amax-compute-algo", "max", "model_options.fp8_history"

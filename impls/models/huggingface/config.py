@@ -145,7 +145,7 @@ def _config(content: Mapping[str, Any]) -> Config:
     family, known = content.get("model_type"), families()
     if not isinstance(family, str) or family not in known:
         why = f"the families here are {', '.join(sorted(known))}"
-        if family in _PRESETS:
+        if isinstance(family, str) and family in _PRESETS:
             why = f"the preset {_PRESETS[family]} is it with one MLP of what a token meets; {why}"
         raise not_covered("model_type", family, why)
     try:

@@ -1,16 +1,19 @@
 """The checker rejects what is wrong, and says where."""
 
+import gc
 import math
 import re
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.cases import verify_case
 from spbench.bench.measure.verify.judged import discrepancies, relative_errors
-from spbench.bench.measure.verify.verified_run import Case
+from spbench.bench.measure.verify.verified_run import Case, VerifiedRun
 from spbench.impls.models.model import model_preset
+from spbench.impls.registries import strategies
 from tests.measure.verify import attention_faults, layer_faults
 
 BACKWARD = "forward right, backward wrong: "
@@ -154,3 +157,16 @@ def test_digits_of_a_factor_are_those_that_the_residual_leaves() -> None:
 )
 def test_what_is_said_of_a_wrong_tensor(got: torch.Tensor | None, problem: str) -> None:
     assert discrepancies({"x": torch.ones(2)}, {"x": got})["x"].described(1e-10) == problem
+
+
+def runs_alive(mesh: DeviceMesh) -> int:
+    gc.collect()
+    return sum(type(each) is VerifiedRun for each in gc.get_objects())
+
+
+def test_a_run_ends_with_its_job(pool: RankPool) -> None:
+    """Its groups' threads would wake up for ever: routers and hooks of its graph lead back to it."""
+    before = pool.run({"sp": 2}, runs_alive)
+    case = Case(strategies()["ulysses"], model_preset("moe-tiny"), "model", backend="zero3")
+    assert verify_case(pool, case, 2).status == "green"
+    assert pool.run({"sp": 2}, runs_alive) == before

@@ -14,7 +14,7 @@ from spbench.impls.models.model import models as all_models
 FOLDER = Path(published.__file__).parent
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
