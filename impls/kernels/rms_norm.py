@@ -42,8 +42,14 @@ def _normalized(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, T
 
 
 @operator("spbench::rms_norm")
-def _rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    return _normalized(x, weight, eps)
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, as_weight: bool) -> tuple[Tensor, Tensor]:
+    y, rstd = _normalized(x, weight, eps)
+    return y.to(_result(x, weight, as_weight)), rstd
+
+
+def _result(x: Tensor, weight: Tensor | None, as_weight: bool) -> torch.dtype:
+    """The dtype of the result: the input's, or the weight's."""
+    return weight.dtype if as_weight and weight is not None else x.dtype
 
 
 def _by_torch(x: Tensor, weight: Tensor | None) -> bool:
@@ -52,16 +58,18 @@ def _by_torch(x: Tensor, weight: Tensor | None) -> bool:
 
 
 @_rms_norm.register_kernel("cuda")
-def _(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor | None, eps: float, as_weight: bool) -> tuple[Tensor, Tensor]:
     if not _by_torch(x, weight):
-        return _normalized(x, weight, eps)
+        y, rstd = _normalized(x, weight, eps)
+        return y.to(_result(x, weight, as_weight)), rstd
     y, rstd = torch.ops.aten._fused_rms_norm(x, x.shape[-1:], weight, eps)
     return y.contiguous(), rstd.contiguous()
 
 
 @_rms_norm.register_fake
-def _(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=_precise(x.dtype))
+def _(x: Tensor, weight: Tensor | None, eps: float, as_weight: bool) -> tuple[Tensor, Tensor]:
+    y = x.new_empty(x.shape, dtype=_result(x, weight, as_weight))
+    return y, x.new_empty(*x.shape[:-1], 1, dtype=_precise(x.dtype))
 
 
 def _gradients(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -99,7 +107,7 @@ def _(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        y, rstd = _rms_norm(x, weight, eps)
+        y, rstd = _rms_norm(x, weight, eps, False)
         ctx.save_for_backward(x, rstd, weight)
         return y
 
@@ -110,11 +118,31 @@ class _RMSNorm(torch.autograd.Function):
         return d_x, None if weight is None else d_weight, None
 
 
+class _UpcastRMSNorm(torch.autograd.Function):
+    """Keeps x alone; its copy and the result are made again in backward, as by a checkpoint around both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _rms_norm(x.to(_precise(x.dtype)), weight, eps, True)[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        precise = x.to(_precise(x.dtype))
+        again, rstd = _rms_norm(precise, weight, ctx.eps, True)
+        d_x, d_weight = _rms_norm_backward(gradient.contiguous(), precise, rstd, weight)
+        del again
+        return d_x.to(x.dtype), None if weight is None else d_weight, None
+
+
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS, *, way: str = "fused") -> Tensor:
     """Over the last dim, [..., H] -> a contiguous [..., H]; a weight is [H], or has the last dims of x;
-    ``way`` is "fused", "plain" or "rounded"."""
-    if way == "fused":
-        return _RMSNorm.apply(x, weight, eps)
+    ``way`` is "fused"; "upcast": of a copy of x in full precision, made again in backward, as InternEvo
+    gives it to apex's MixedFusedRMSNorm, whose result has the weight's precision; "plain" or "rounded"."""
+    if way in ("fused", "upcast"):
+        return (_RMSNorm if way == "fused" else _UpcastRMSNorm).apply(x, weight, eps)
     return (plain_rms_norm if way == "plain" else rounded_rms_norm)(x, weight, eps)
 
 

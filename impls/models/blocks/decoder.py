@@ -198,7 +198,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         as_hugging_face = {"rms_norm": "rounded", "attention_views": True, "rope": "each_layer"}
         in_place = {"swiglu": "in_place"} if self.gated_mlp and self.activation == "silu" else {}
         return [
-            {"checkpointing": True} | one | in_place,
+            {"checkpointing": True, "rms_norm": "upcast", "logits_read": 1} | one | in_place,
             # 7 divides none of the 72 tokens that 1 to 4 ranks share
             {"recompute": "full", "recompute_reentrant": True, "checkpoints": "host"}
             | {"mlp_tile": 7, "loss_tile": 7}

@@ -32,7 +32,7 @@ _WAYS = {
     "attention_norm": ("hidden", "head"),
     "qk_norm_over": ("head", "all"),
     "linear_attention": tuple(LINEAR_ATTENTION_WAYS),
-    "rms_norm": ("fused", "plain", "rounded"),
+    "rms_norm": ("fused", "upcast", "plain", "rounded"),
     "rope": ("shared", "each_layer"),
     "cross_entropy": ("plain", *CROSS_ENTROPIES),
     "logits_held": ("none", "as_made", "float32"),
@@ -67,7 +67,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             those of each head ("head"), which a strategy that splits heads needs.
         linear_attention: a key of :data:`LINEAR_ATTENTION_WAYS`.
         norm_epsilon: added to the mean square in every norm.
-        rms_norm: "fused", "plain" or "rounded" (Hugging Face's); see :func:`rms_norm`.
+        rms_norm: "fused", "upcast", "plain" or "rounded" (Hugging Face's); see :func:`rms_norm`.
         rope: of library torch: "shared": all layers have one cos and sin; "each_layer": each makes its own,
             which backward keeps, as Hugging Face's models did before transformers 4.41.
         cross_entropy: "plain" keeps the log-softmax in full precision and makes its gradient anew; "fused"
@@ -130,6 +130,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             again in backward, as prime-rl's; see :func:`token_losses`. 0: at once.
         logits_held: logits live until the next micro-batch's are there, as where a training loop's variable
             has them: "float32", made from those of half precision, or "as_made".
+        logits_read: times that logits in float32, made from those of half precision, are read beside the
+            loss, as for metrics of all tokens; of a split vocabulary each rank reads its part.
         positions_read: the host reads the position of each token, one after another, between forward and
             backward, as a training loop in Python that looks for where packed samples begin; see
             :func:`samples_begun`.
@@ -174,6 +176,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
     tiling: str = "alst"
     vocabulary_tile: int = 0
     logits_held: str = "none"
+    logits_read: int = 0
     positions_read: bool = False
     packing_read: bool = False
     documents: Documents = ()
@@ -253,6 +256,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             yield "logits_held needs cross_entropy: plain, as_given or compiled, and no loss_tile"
         if self.logits_held == "float32" and self.cross_entropy != "plain":
             yield "logits_held: float32 needs cross_entropy: plain; as_made does not"
+        if self.logits_read < 0 or (self.logits_read and (self.loss_tile or self.vocabulary_tile)):
+            yield "logits_read is at least 0, and goes with neither loss_tile nor vocabulary_tile"
         if self.tiling == "fpdt" and (self.loss_tile == "liger" or not (self.mlp_tile or self.loss_tile)):
             yield "tiling: fpdt needs mlp_tile or loss_tile, and not loss_tile: liger"
 

@@ -1,5 +1,7 @@
 """Kernels against torch's own operators, and what they keep for backward."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -136,6 +138,18 @@ def test_rms_norm(weighted: bool) -> None:
     assert_same(rms_norm, lambda x, w=None: F.rms_norm(x, (8,), w, 1e-6), *inputs)
     assert_same(plain_rms_norm, lambda x, w=None: F.rms_norm(x, (8,), w, 1e-6), *inputs)
     assert gradcheck(rms_norm, inputs)
+
+
+def test_rms_norm_of_a_copy_in_float32_keeps_its_input_alone() -> None:
+    upcast = partial(rms_norm, way="upcast")
+    inputs = [made(2, 3, 8), made(8, seed=2)]
+    assert_same(upcast, plain_rms_norm, *inputs)
+    assert gradcheck(upcast, inputs)
+    x, weight = (each.detach().bfloat16().requires_grad_() for each in inputs)
+    y = upcast(x, weight)
+    torch.testing.assert_close(y, rms_norm(x.float(), weight.float()).bfloat16(), rtol=0, atol=0)
+    assert bytes_kept(lambda: upcast(x, weight)) == 2 * (x.numel() + weight.numel())
+    assert {each.dtype for each in torch.autograd.grad(y.sum(), [x, weight])} == {torch.bfloat16}
 
 
 def test_rms_norm_of_a_view() -> None:

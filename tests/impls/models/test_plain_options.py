@@ -39,6 +39,7 @@ HARMLESS = {
     "checkpointed_angles": "of checkpoints, which are off",
     "packing_read": "what the host reads beside attention",
     "positions_read": "what the host reads beside the loss",
+    "logits_read": "what is read beside the loss",
     "logits_held": "how long a tensor lives that the plain loss has anyway",
     "node_ranks": "of a dispatcher that the oracle does not use",
     "recompute_modules": "of recomputation, which is off",
