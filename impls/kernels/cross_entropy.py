@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from spbench.impls.collectives import all_gather_flat, all_reduce
@@ -287,6 +288,14 @@ def loss_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: dist.Proc
     return loss
 
 
+def cross_entropy_as_given(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Per-token loss [B, L] of logits [B, L, V] as torch's own, in their precision, though it may be half: so
+    are the log-softmax and the gradients."""
+    assert group is None or group.size() == 1, "torch's own loss takes whole logits"
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+    return loss.to(torch.promote_types(loss.dtype, torch.float32))
+
+
 #: per-token loss [B, L] of logits that are this function's alone, whole labels and the vocabulary's group
 CrossEntropy = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]
 #: by the names that :class:`DecoderOptions` has
@@ -296,6 +305,7 @@ CROSS_ENTROPIES: dict[str, CrossEntropy] = {
     "in_place": cross_entropy_in_place,
     "compiled": cross_entropy_in_one_region,
     "loss_parallel": loss_parallel_cross_entropy,
+    "as_given": cross_entropy_as_given,
 }
 
 

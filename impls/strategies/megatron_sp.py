@@ -137,8 +137,8 @@ class MegatronSPOptions(TensorParallelOptions, GridOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choices(self, {"vocabulary": ("whole", "split"), "gathered": ("made", "reused")})
-        if self.loss == "gathered" and self.vocabulary == "whole":
-            raise ValueError("loss gathered: the logits are whole already; use it with vocabulary: split")
+        if self.loss != "parallel" and self.vocabulary == "whole":
+            raise ValueError(f"loss {self.loss}: the logits are whole already; use it with vocabulary: split")
 
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:

@@ -30,7 +30,7 @@ from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, ma
 from spbench.impls.strategies.divisors import divisors, nearest, nearest_divisors
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.grouped_query import ColumnParallelGroupedQuery, GroupedQueryLinear
-from spbench.impls.strategies.layers import GroupedLinear, Linear, SeparateLinear
+from spbench.impls.strategies.layers import GroupedLinear, Linear, SeparateLinear, full_precision
 from spbench.impls.strategies.parallel_layers import (
     ColumnParallelGroupedLinear,
     ColumnParallelLinear,
@@ -48,16 +48,17 @@ class TensorParallelOptions(Options):
 
     Attributes:
         loss: "parallel": the cross entropy is computed from logits that stay split over the vocabulary;
-            "gathered": from logits that every rank has whole.
+            "gathered": from logits that every rank has whole; "gathered_float32": each rank's part is in
+            full precision before it is sent.
     """
 
     loss: str = "parallel"
 
     def __post_init__(self) -> None:
-        check_choices(self, {"loss": ("parallel", "gathered")})
+        check_choices(self, {"loss": ("parallel", "gathered", "gathered_float32")})
 
     def savings(self) -> Iterator[Saving]:
-        if self.loss == "gathered":
+        if self.loss != "parallel":
             yield Saving({"loss": "parallel"}, "the loss is computed from logits that stay split")
 
 
@@ -153,7 +154,8 @@ class TensorParallel(Strategy):
                     "backward", "f: gradient of Linformer's projection", "all_reduce", count, weight
                 )
             elif site.kind.startswith("cross_entropy") and self.gathers_logits:
-                logits = d["B"] * d["L"] * d["V"] * element_bytes
+                each = max(4, element_bytes) if self.options.loss == "gathered_float32" else element_bytes
+                logits = d["B"] * d["L"] * d["V"] * each
                 yield Traffic("forward", "logits", "all_gather", count, logits)
             elif site.kind == "cross_entropy_in_place":
                 parts = 3 * d["B"] * d["L"] * max(4, element_bytes) * self.size
@@ -279,11 +281,16 @@ class TensorParallel(Strategy):
     @property
     def gathers_logits(self) -> bool:
         """Whether logits are gathered for the loss."""
-        return self.options.loss == "gathered" and self.size > 1
+        return self.options.loss != "parallel" and self.size > 1
 
     def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str | CrossEntropy) -> Tensor:
         if self.gathers_logits:
+            if self.options.loss == "gathered_float32":
+                logits = full_precision(logits)
             whole = gather_from_group(logits, logits.ndim - 1, self.group)
             return Strategy.cross_entropy(self, whole, labels, way=way)
-        # torch's own loss does not take logits that are split over the vocabulary
+        if way == "as_given" and self.size > 1:
+            what = "cross_entropy as_given, torch's own loss, takes no logits that are split"
+            raise Unsupported(what, "use strategy_options.loss gathered")
+        # nor does "plain"
         return cross_entropy_of("fused" if way == "plain" else way)(logits, labels, self.group)

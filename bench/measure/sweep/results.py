@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from spbench.bench.errors import UserError
 from spbench.bench.files import read_file
 from spbench.bench.measure.trust.bands import priced_by_in_words, tied, with_band
-from spbench.bench.row import Row, WrongRow, finite, parse_any_row, parse_row
+from spbench.bench.row import Row, WrongRow, json_line, parse_any_row, parse_row
 from spbench.impls.axes import MESH_AXES, spelled, union, whole_mesh
 
 if TYPE_CHECKING:
@@ -228,7 +227,7 @@ class ResultsFile:
         Raises:
             UserError: it cannot be written; the rows before it are as they were.
         """
-        line = json.dumps(finite(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        line = json_line(row).encode()
         if self._unfinished and not self._cut_torn_row():
             line = b"\n" + line
         size = os.fstat(self._fd).st_size

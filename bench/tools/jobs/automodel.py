@@ -24,6 +24,8 @@ _TE_RECIPES = {"current": "tensorwise", "block": "blockwise", "mxfp8": "mxfp8"}
 _BUILT = "model._target_"
 #: of a pipeline: within the section distributed, or a section of its own in older files
 _PIPELINES = ("distributed.pipeline.", "autopipeline.")
+#: by classes of components/loss whose logits stay in their precision: ours
+_LOSSES = {"TEParallelCrossEntropy": "in_place", "ChunkedCrossEntropy": "compiled"}
 _STRATEGIES = {"ddp": "ddp", "megatron_fsdp": "zero3", "mfsdp": "zero3", "megatron-fsdp": "zero3"}
 
 
@@ -71,6 +73,7 @@ def _step(k: Account) -> TransformersStep:
         sequence_by=Said("all-gather", (), "torch's context parallelism"),
         tensor=_ranks(k, "tp_size"),
         tensor_by=Said("megatron_sp" if k.value(by) else "tensor_parallel", given_of(k, by)),
+        **_loss(k),
         groups=_ranks(k, "dp_replicate_size"),
         **_pipeline(k),
         experts=_ranks(k, "ep_size"),
@@ -176,7 +179,7 @@ def _pipeline(k: Account) -> dict[str, Any]:
 
 def _routing(k: Account) -> Said:
     even = "model.backend.fake_balanced_gate"
-    return Said("even" if k.value(even) else "", given_of(k, even))
+    return Said("round_robin" if k.value(even) else "", given_of(k, even))
 
 
 def _recompute(k: Account) -> Said:
@@ -203,6 +206,23 @@ def _optimizer(k: Account, target: str, half: bool) -> Said:
     return Said(kind, given)
 
 
+def _loss(k: Account) -> dict[str, Any]:
+    """The kernel of a loss of logits, those that ranks of tensor parallelism give it (components/loss:
+    masked_ce.py, te_parallel_ce.py, chunked_ce.py), and that the caller's ``out`` lives through backward
+    (recipes/llm/train_ft.py)."""
+    target, precise = "loss_fn._target_", "loss_fn.fp32_upcast"
+    kind, names = str(k.value(target)).rpartition(".")[2], given_of(k, target, precise)
+    split, rounded = kind == "TEParallelCrossEntropy", not k.value(precise)
+    way = _LOSSES.get(kind, "as_given" if rounded else "plain")
+    gathered = "gathered" if rounded or kind in _LOSSES else "gathered_float32"
+    held = way != "in_place" and _ranks(k, "pp_size").value == 1
+    return {
+        "tensor_loss": Said("parallel" if split else gathered, names, "full_tensor() of the logits"),
+        "cross_entropy": Said(way, names),
+        "logits_held": Said("as_made" if held else "none", (), "out"),
+    }
+
+
 def _fused(k: Account) -> Said:
     """Which kernels stand for several: the norm's, and those of head and loss without logits."""
     loss, own = "loss_fn._target_", "model.use_liger_kernel"
@@ -216,7 +236,7 @@ def _fused(k: Account) -> Said:
         words.append("loss")
         because = "Liger's tiles of head and loss stand for it: neither keeps logits"
         k.stand_in("Cut Cross-Entropy", "time and memory", because, loss)
-    elif not str(k.value(loss)).endswith(("MaskedCrossEntropy", "None")):
+    elif not str(k.value(loss)).endswith(("MaskedCrossEntropy", "None", *_LOSSES)):
         k.leave("time and memory", "logits are kept whole, and in float32", loss)
     k.ignore("a loss of the logits, as there is", loss)
     return Said(" ".join(words), given_of(k, _NORM, *([loss] if "loss" in words else [])))

@@ -15,20 +15,19 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.torchtitan import ROTATIONS
-from spbench.bench.tools.jobs.transformers_kernels import COMPILED, FUSED_BY_COMPILER, SEPARATE
+from spbench.bench.tools.jobs.transformers_kernels import (
+    COMPILED,
+    FUSED_BY_COMPILER,
+    SEPARATE,
+    attention_of,
+)
+from spbench.bench.tools.jobs.transformers_step import WHOLE_EMBEDDING, TransformersStep
 
 #: what the keys of the Trainer and of accelerate begin with, and those of two of its sections
 _TRAINER, _ACCELERATE = "TrainingArguments.", "accelerate."
 _FSDP, _PARALLEL = "accelerate.fsdp_config.fsdp_", "accelerate.parallelism_config.parallelism_config_"
 #: the arguments of scripts that say how long a sequence is
 _LENGTHS = ("max_length", "max_seq_length", "block_size", "model_max_length", "cutoff_len")
-#: by the name that transformers has for it
-_ATTENTION = {
-    "sdpa": "flash_attention_2",
-    "flash_attention_2": "flash_attention_2",
-    "flash_attention_3": "flash_attention_3",
-    "eager": "unfused",
-}
 #: other spellings that DeepSpeed takes: names of fields without their alias, and an old section
 _ALIASES = {
     **{
@@ -108,9 +107,9 @@ class DeepSpeedJob:
         k.ignore("kernels are transformers' own", f"{_TRAINER}use_liger_kernel")
         sp = f"{_PARALLEL}sp_attn_implementation"
         attention, name = k.chosen(sp, f"{_TRAINER}attn_implementation")
-        if attention not in _ATTENTION:
+        if (kernel := attention_of(str(attention), self.fields)) is None:
             k.refuse("this implementation of attention", name)
-        k.set("model_options.attention", _ATTENTION.get(attention, "flash_attention_2"), name)
+        k.set("model_options.attention", kernel or "flash_attention_2", name)
         again, kwargs = f"{_TRAINER}gradient_checkpointing", f"{_TRAINER}gradient_checkpointing_kwargs"
         by_fsdp = f"{_FSDP}activation_checkpointing"
         if k.value(again) or k.value(by_fsdp):
@@ -202,6 +201,9 @@ class DeepSpeedJob:
             strategy = "+".join(["tensor_parallel", *(each.value for each in within)])
             k.set("strategy", strategy, size, note="transformers' tp_plan")
             k.set("sizes.tp", tp, size)
+            loss = TransformersStep.tensor_loss
+            k.set("strategy_options.loss", loss.value, size, note=loss.note)
+            k.approximate(WHOLE_EMBEDDING)
         k.ignore("one part: not split", size, f"{_PARALLEL}dp_replicate_size")
         return tp
 

@@ -238,6 +238,10 @@ def _set_offloading(a: Account) -> None:
     aware, torchs = "--use-precision-aware-optimizer", "--use-torch-optimizer-for-cpu-offload"
     offloaded, overlapped = "--optimizer-cpu-offload", "--overlap-cpu-optimizer-d2h-h2d"
     share = "--optimizer-offload-fraction"
+    if a.has(aware) and a.has("--bf16") and not a.has(offloaded):
+        # store_param_remainders of core/optimizer/optimizer_config.py is on (distrib_optimizer.py, line 1008)
+        because = "main weights are counted in float32, 2 bytes a weight, over the replicas, more than theirs"
+        a.stand_in("main weights as what bfloat16 lacks of float32, 16 bits", "memory", because, aware)
     a.ignore("main weights, gradients and moments are float32 as without it", aware)
     if not a.has(offloaded):
         a.ignore(f"of {offloaded}", overlapped, torchs, share)

@@ -70,11 +70,13 @@ class TorchtitanModel:
         keys: the account of them.
         version: one letter of the versions of its table.
         preset: the model, with the options of its flavor.
+        stages: ranks of a pipeline.
     """
 
     keys: Account
     version: str
     preset: Model
+    stages: int
 
     @property
     def recent(self) -> bool:
@@ -133,7 +135,8 @@ class TorchtitanModel:
             k.approximate("attention is FlashAttention's, where theirs is another kernel")
         k.set(
             "model_options.attention",
-            "flash_attention_2",
+            # FlashAttention takes no values whose heads are of another size than keys'
+            "cudnn" if self.preset.of_one_head_size else "flash_attention_2",
             *([asked] if self.version == "d" else []),
             note="torch's scaled_dot_product_attention",
         )
@@ -159,6 +162,6 @@ class TorchtitanModel:
         elif parts > 1:
             k.set("sizes.etp", parts, parts_name)
         if self.value(forced, False):
-            k.set("model_options.routing", "even", forced)
+            k.set("model_options.routing", "round_robin", forced)
         k.ignore("one part: not split", ranks_name, parts_name)
         k.approximate("rows of an expert are not padded to a multiple of 8 or 16")

@@ -1,5 +1,6 @@
 """Pipelines of torchtitan: which layers its stages have, and in which order they run micro-batches
-(torchtitan/distributed/pipeline_parallel.py at 0.2.2 and at b5bcd76c)."""
+(torchtitan/distributed/pipeline_parallel.py at 0.2.2 and at b5bcd76c, distributed/pipeline.py at 0.1.0, and
+parallelisms/pipelining_utils.py at 3f20451b)."""
 
 from __future__ import annotations
 
@@ -10,12 +11,15 @@ from spbench.bench.tools.jobs.torchtitan_models import TorchtitanModel
 _SECTION = "parallelism.pipeline_parallel_"
 #: by torch's name of a schedule: ours
 SCHEDULES: Mapping[str, str] = {"1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": "interleaved"}
-_SCHEDULE, _PER_STAGE = f"{_SECTION}schedule", f"{_SECTION}layers_per_stage"
+_PER_STAGE = f"{_SECTION}layers_per_stage"
 LESS = (f"{_SECTION}first_stage_less_layers", f"{_SECTION}last_stage_less_layers")
-_ELSEWHERE = (f"{_SECTION}schedule_csv", "parallelism.module_fqns_per_model_part")
-_SIZE, _NUMBER = f"{_SECTION}microbatch_size", "parallelism.num_pp_microbatches"
-#: all keys of pipelines, but for how many stages there are
-_KEYS = (_SCHEDULE, _PER_STAGE, *LESS, *_ELSEWHERE, _SIZE, _NUMBER)
+#: by version: how many micro-batches there are
+_NUMBERS = {"a": "experimental.pipeline_parallel_microbatches", "d": "parallelism.num_pp_microbatches"}
+_SIZE = f"{_SECTION}microbatch_size"
+#: the last words of keys
+_SCHEDULE, _POINTS = "pipeline_parallel_schedule", "pipeline_parallel_split_points"
+_ELSEWHERE = ("pipeline_parallel_schedule_csv", "module_fqns_per_model_part")
+_OTHERS = (_SIZE, *_NUMBERS.values(), *LESS, _PER_STAGE)
 
 
 def stage_layers(layers: int, stages: int, first: int, last: int) -> list[int]:
@@ -30,61 +34,94 @@ def stage_layers(layers: int, stages: int, first: int, last: int) -> list[int]:
     return sizes
 
 
+def first_stage_layers(layers: int, stages: int) -> list[int]:
+    """How many layers each stage has in December 2024, where stages after the first take one more until what
+    is left is the last's."""
+    each, more = divmod(layers, stages)
+    sizes = [each, *(each + (stage < more) for stage in range(stages - 2))]
+    return [*sizes, layers - sum(sizes)] if each and stages > 1 else []
+
+
+def split_layers(points: list[str] | str, layers: int) -> list[int]:
+    """How many layers each stage has of which all but the first begin at these; empty: they cannot."""
+    names = points.split(",") if isinstance(points, str) else points
+    begins = [0, *(int(digits) if (digits := name.rpartition(".")[2]).isdecimal() else -1 for name in names)]
+    sizes = [after - before for before, after in zip(begins, [*begins[1:], layers], strict=True)]
+    return sizes if min(sizes) > 0 else []
+
+
 def set_pipeline(job: TorchtitanModel, ranks: int, ranks_name: str) -> None:
     """Set the schedule of a pipeline over ``ranks``, and the layers of its stages."""
     k = job.keys
+    last_words = (_SCHEDULE, _POINTS, *_ELSEWHERE)
+    keys = [name for name in k.program_arguments if name.rpartition(".")[2] in last_words or name in _OTHERS]
     if ranks == 1:
-        k.ignore("of pipelines, which the job has not", *_KEYS)
+        k.ignore("of pipelines, which the job has not", *keys)
         return
-    if not job.recent:
-        k.refuse("a pipeline of this version", ranks_name)
-        return
-    name, layers = str(k.value(_SCHEDULE)), int(getattr(job.preset, "layers", 0))
+    schedule_name = job.named(_SCHEDULE)
+    name = str(k.value(schedule_name))
     schedule = {theirs.lower(): ours for theirs, ours in SCHEDULES.items()}.get(name.lower())
-    for elsewhere in _ELSEWHERE:
-        if k.value(elsewhere):
+    for elsewhere in keys:
+        if elsewhere.rpartition(".")[2] in _ELSEWHERE and k.value(elsewhere):
             k.refuse("stages or a schedule that are written out", elsewhere)
     if schedule is None:
-        k.refuse(f"another schedule than {', '.join(SCHEDULES)}", _SCHEDULE)
+        k.refuse(f"another schedule than {', '.join(SCHEDULES)}", schedule_name)
         return
-    first, last = (int(k.value(less) or 0) for less in LESS)
-    stages = ranks * (1 if schedule != "interleaved" else 2)
-    if (each := k.value(_PER_STAGE)) is not None:
-        stages = -(-(layers + first + last) // max(1, each))
-        wrong = stages % ranks or (stages == ranks) != (schedule != "interleaved")
-        if wrong:
-            k.problems.append(
-                f"{_PER_STAGE} {each} makes {stages} stages, which {name} cannot run on {ranks}"
-            )
-            return
-    sizes = stage_layers(layers, stages, first, last)
+    sizes, names, note = _stages(job, ranks, several=schedule == "interleaved")
+    stages = len(sizes)
     if not sizes:
-        k.problems.append(
-            f"{layers} layers, {first} and {last} for the ends, are too few for {stages} stages"
-        )
         return
-    k.set("training.schedule", schedule, _SCHEDULE)
+    if stages % ranks or (stages == ranks) != (schedule != "interleaved"):
+        words = " and ".join(map(k.spelled, filter(k.has, names))) or schedule_name
+        k.problems.append(f"{words} makes {stages} stages, which {name} cannot run on {ranks}")
+        return
+    k.set("training.schedule", schedule, schedule_name)
     if stages > ranks:
-        k.set("training.virtual_stages", stages // ranks, _SCHEDULE, _PER_STAGE)
+        k.set("training.virtual_stages", stages // ranks, schedule_name, *names)
         # torch.distributed.pipelining starts its sends and goes on
-        k.set("training.overlap_p2p_communication", True, _SCHEDULE, note="sends are waited for late")
-    k.took(f"{stages} stages", _PER_STAGE)
+        k.set("training.overlap_p2p_communication", True, schedule_name, note="sends are waited for late")
     if len({*sizes}) > 1:
-        note = "the embedding, and norm and output, count as layers"
-        k.set("training.stage_layers", sizes, *LESS, note=note)
-    k.took("layers of the stages", *LESS)
+        k.set("training.stage_layers", sizes, *names, note=note)
+    k.took(f"{stages} stages", *keys)
+
+
+def _stages(job: TorchtitanModel, ranks: int, *, several: bool) -> tuple[list[int], list[str], str]:
+    """The layers of each stage, the keys that say so, and in which way; none, and a problem, where they are
+    too few. ``several``: a rank has more than one stage."""
+    k, layers = job.keys, int(getattr(job.preset, "layers", 0))
+    points = next((name for name in k.program_arguments if name.rpartition(".")[2] == _POINTS), "")
+    stages, ends, names = ranks * (1 + several), (0, 0), [points]
+    if points and (given := k.value(points)):
+        sizes, note = split_layers(given, layers), ""
+    elif job.version == "a":
+        sizes, note, names = first_stage_layers(layers, stages), "the middle stages have one more", []
+    else:
+        ends = tuple(int(job.value(less, 1) or 0) for less in LESS)
+        if (each := k.value(_PER_STAGE)) is not None:
+            stages = -(-(layers + sum(ends)) // max(1, each))
+        sizes, note = (
+            stage_layers(layers, stages, *ends),
+            "the embedding, and norm and output, count as layers",
+        )
+        names = [name for name in (*LESS, _PER_STAGE) if name in k.given]
+    if not sizes:
+        which = f", {ends[0]} and {ends[1]} for the ends," if any(ends) else ""
+        k.problems.append(
+            f"{layers} layers{which} are too few for {stages} stages, or split points no layers"
+        )
+    return sizes, names, note
 
 
 def micro_batches(job: TorchtitanModel, local: int) -> tuple[int, str]:
     """How many micro-batches a pipeline runs at once of ``local`` samples of a rank, and the key that says
     it; 1 with a problem where that does not divide them."""
     k = job.keys
-    if not job.recent:
-        return 1, ""  # refused before
+    name = _NUMBERS.get(job.version, _SIZE)
     if job.version == "d":
-        return k.count(_NUMBER), _NUMBER
-    size = k.count(_SIZE)
-    if local % size:
-        k.problems.append(f"training.local_batch_size {local} is no multiple of {_SIZE} {size}")
-        return 1, _SIZE
-    return local // size, _SIZE
+        return k.count(name), name
+    divisor = job.stages if k.value(name) is None else k.count(name)
+    if local % divisor:
+        batch = "batch_size" if job.version == "a" else "local_batch_size"
+        k.problems.append(f"training.{batch} {local} is no multiple of {name} {divisor}")
+        return 1, name
+    return divisor if job.version == "a" else local // divisor, name

@@ -24,6 +24,9 @@ ATTENTION = {
     "te": "cudnn",
     "cudnn": "cudnn",
 }
+#: torch's own, which gives values whose heads are of another size than keys' to a kernel that takes them:
+#: cuDNN, or the memory-efficient one, which keeps as much (can_use_*_attention of aten's cuda/sdp_utils.cpp)
+_OF_TORCH = ("sdpa", "auto", "flex_attention", "flex")
 #: families of config.json whose models have a layer for each projection
 SEPARATE = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"}
 #: families whose MLPs have no gate, or another activation than SiLU on it
@@ -34,6 +37,16 @@ WITHOUT_SWIGLU = {
 #: what torch.compile makes one kernel of that keeps fewer tensors: words of model_options.fusions
 FUSED_BY_COMPILER = ("swiglu", "rope")
 COMPILED = "norms, SwiGLU and RoPE of what is compiled are a kernel each; Inductor fuses more"
+
+
+def attention_of(name: str, fields: Mapping[str, Any]) -> str | None:
+    """The kernel that a program's word for attention stands for; ``fields`` are those of the config.json.
+    FlashAttention-2 would have its values padded."""
+    if name in _OF_TORCH and fields.get("kv_lora_rank"):
+        keys = sum(int(fields.get(f"qk_{part}_head_dim") or 0) for part in ("nope", "rope"))
+        if keys != fields.get("v_head_dim"):
+            return "cudnn"
+    return ATTENTION.get(name)
 
 
 def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
@@ -47,7 +60,7 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
         k.set("model_options.separate_projections", True, note=note)
         if "norm" not in liger and not step.compiled.value:
             k.set("model_options.rms_norm", "plain", note="operator by operator in transformers")
-    attention = ATTENTION.get(str(step.attention.value))
+    attention = attention_of(str(step.attention.value), fields)
     if attention is None:
         because = "FlashAttention-2 stands for it"
         k.stand_in(f"attention by {step.attention.value}", "time and memory", because, *step.attention.names)
@@ -60,6 +73,11 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
     if "loss" in liger:
         k.set("model_options.loss_tile", "liger", *step.liger.names, note=step.liger.note)
         k.set("model_options.cross_entropy", "in_place", *step.liger.names)
+    else:
+        for option, each in (("cross_entropy", step.cross_entropy), ("logits_held", step.logits_held)):
+            if each.value not in ("plain", "none"):
+                k.set(f"model_options.{option}", each.value, *each.names, note=each.note)
+    k.took("the loss", *step.cross_entropy.names)
     k.ignore("kernels are transformers' own", *step.liger.names)
     if step.mlp_tiles.value:
         wide = fields.get("hidden_size") if step.mlp_tiles.value is True else step.mlp_tiles.value

@@ -16,7 +16,7 @@ from spbench.bench.tools.jobs.program_files import model_files, values_of
 from spbench.bench.tools.jobs.transformers_kernels import set_kernels
 from spbench.bench.tools.jobs.transformers_pipeline import set_experts, set_pieces, set_pipeline
 from spbench.bench.tools.jobs.transformers_sharding import set_sharding_of
-from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep
+from spbench.bench.tools.jobs.transformers_step import WHOLE_EMBEDDING, Said, TransformersStep
 
 #: by how a sequence is split: the strategy, and its own options
 SEQUENCES = {
@@ -110,6 +110,12 @@ def _layout(k: Account, step: TransformersStep, files: JobFiles) -> int | None:
         strategies.append(step.tensor_by.value)
         names += (*step.tensor.names, *step.tensor_by.names)
         k.set("sizes.tp", tp, *step.tensor.names)
+        loss = step.tensor_loss
+        k.set("strategy_options.loss", loss.value, *loss.names, note=loss.note)
+        if step.tensor_by.value == "megatron_sp":
+            k.set("strategy_options.vocabulary", "split", *step.tensor.names)
+        elif loss == TransformersStep.tensor_loss:
+            k.approximate(WHOLE_EMBEDDING)
     if sp > 1:
         strategy, options = SEQUENCES[step.sequence_by.value]
         strategies.append(strategy)

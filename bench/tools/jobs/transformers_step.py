@@ -20,6 +20,9 @@ FSDP_1 = (
     "messages parameter by parameter, not unit by unit",
 )
 
+#: of its tp_plan, which leaves the embedding alone
+WHOLE_EMBEDDING = "the embedding is split by the vocabulary; transformers keeps it whole on every rank"
+
 
 @dataclass(frozen=True)
 class Said:
@@ -58,6 +61,7 @@ class TransformersStep:
         buffer: elements of DeepSpeed's reduce_bucket_size; None: few.
         sequence, sequence_by: ranks that share a sequence, and how; a key of SEQUENCES.
         tensor, tensor_by: ranks of tensor parallelism, and its strategy.
+        tensor_loss: from which logits these compute the loss: option ``loss`` of their strategies.
         groups: of replicas, each of which shards all weights.
         pipeline, schedule: its ranks, and the order in which they run micro-batches, as torch names it.
         stage_layers, rounded: layers of a stage, None: as many as of others; and whether the number of stages
@@ -77,6 +81,8 @@ class TransformersStep:
         recompute, reentrant: activation checkpointing of each layer, and by which of torch's functions.
         kept: where checkpoints wait: "device", "host" or "pageable".
         attention: as transformers has it.
+        cross_entropy: model_options.cross_entropy where no kernel of Liger's has the head.
+        logits_held: model_options.logits_held.
         liger: which of Liger's kernels run: words of "norm", "swiglu", "loss".
         mlp_tiles: the MLP is computed in tiles, each of as many tokens as the model is wide, or that number.
         optimizer: "adam", "adam 8 bits", "muon", or another.
@@ -99,6 +105,7 @@ class TransformersStep:
     sequence_by: Said = Said("ulysses")
     tensor: Said = Said(1)
     tensor_by: Said = Said("tensor_parallel")
+    tensor_loss: Said = Said("gathered", (), "transformers' tp_plan")
     groups: Said = Said(1)
     pipeline: Said = Said(1)
     schedule: Said = Said("1f1b")
@@ -121,6 +128,8 @@ class TransformersStep:
     reentrant: Said = Said(False)
     kept: Said = Said("device")
     attention: Said = Said("sdpa")
+    cross_entropy: Said = Said("plain")
+    logits_held: Said = Said("none")
     liger: Said = Said("")
     mlp_tiles: Said = Said(False)
     optimizer: Said = Said("adam")

@@ -71,6 +71,9 @@ def _step(k: Account, gpus: int | None) -> TransformersStep:
         packed=Said(bool(k.value(use)), given_of(k, use, dynamic)),
         lora=said(k, "model.lora_rank"),
         adapted=Adapted(said(k, "model.target_modules")),
+        tensor_loss=Said("gathered", (), "full_tensor() of the logits"),
+        # flash-attn's works in the logits, beside which is what a temperature divided
+        cross_entropy=Said("compiled", (), "flash-attn's; logits twice in half precision"),
         **fields,
     )
 
@@ -134,7 +137,7 @@ def _automodel(k: Account) -> dict[str, Said]:
         "experts": said(k, "engine.ep_size"),
         "own_experts": Said(True),
         "dispatcher": said(k, "engine.backend_config.dispatcher"),
-        "routing": Said("even" if k.value(even) else "", given_of(k, even)),
+        "routing": Said("round_robin" if k.value(even) else "", given_of(k, even)),
         "recompute": said(k, "engine.activation_checkpointing"),
         "compiled": said(k, "engine.enable_compile"),
         "liger": Said(

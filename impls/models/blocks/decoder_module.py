@@ -186,8 +186,8 @@ class Decoder(nn.Module):
         logits = self.strategy.vocabulary_logits(x, weight, None)
         if cap := self.model.logit_cap:
             logits = (logits / cap).tanh() * cap
-        if self.model.logits_held:
-            self._logits = logits = full_precision(logits)
+        if (held := self.model.logits_held) != "none":
+            self._logits = logits = full_precision(logits) if held == "float32" else logits
         way, self._way = self._way, self.model.cross_entropy  # the first call is over
         return self.strategy.cross_entropy(logits, labels, way=way)
 

@@ -35,6 +35,7 @@ _WAYS = {
     "rms_norm": ("fused", "plain", "rounded"),
     "rope": ("shared", "each_layer"),
     "cross_entropy": ("plain", *CROSS_ENTROPIES),
+    "logits_held": ("none", "as_made", "float32"),
     "library": LIBRARIES,
     "swiglu": ("plain", "in_place"),
     "fp8": ("none", *RECIPES),
@@ -74,7 +75,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             a second one in backward, as Megatron-LM compiles it (--cross-entropy-loss-fusion); "in_place"
             makes none, as TransformerEngine's (--cross-entropy-fusion-impl te); "compiled" makes none
             either, and a gradient beside the logits, as torch.compile of torch's; "loss_parallel" makes three
-            at once in forward and four in backward, as torch's loss of that name.
+            at once in forward and four in backward, as torch's loss of that name; "as_given" is "plain" in
+            the precision of the logits.
         swiglu: "plain" keeps what torch's SiLU and product keep; "in_place" keeps the two projections that
             open a gated MLP alone, and makes their gradients in their memory, as Liger's kernel.
         autotune_flush_kib, autotune_copies: of cross_entropy "native" where the compiler times its kernels
@@ -126,8 +128,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             loss run again in backward, as DeepSpeed's FPDT has it (sequence/fpdt_layer.py).
         vocabulary_tile: head and loss are computed in tiles of that many rows of the vocabulary, each made
             again in backward, as prime-rl's; see :func:`token_losses`. 0: at once.
-        logits_held: logits in float32, made from those of half precision, live until the next micro-batch's
-            are there, as where a training loop's variable has them.
+        logits_held: logits live until the next micro-batch's are there, as where a training loop's variable
+            has them: "float32", made from those of half precision, or "as_made".
         positions_read: the host reads the position of each token, one after another, between forward and
             backward, as a training loop in Python that looks for where packed samples begin; see
             :func:`samples_begun`.
@@ -171,7 +173,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
     loss_tile: int | Literal["liger"] = 0
     tiling: str = "alst"
     vocabulary_tile: int = 0
-    logits_held: bool = False
+    logits_held: str = "none"
     positions_read: bool = False
     packing_read: bool = False
     documents: Documents = ()
@@ -244,10 +246,13 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             yield "autotune_flush_kib needs cross_entropy: native; set that, or leave it out"
         if self.autotune_copies and not self.autotune_flush_kib:
             yield "autotune_copies stand beside autotune_flush_kib; set that too"
-        if self.vocabulary_tile < 0 or (self.vocabulary_tile and (self.loss_tile or self.logits_held)):
+        held = self.logits_held != "none"
+        if self.vocabulary_tile < 0 or (self.vocabulary_tile and (self.loss_tile or held)):
             yield "vocabulary_tile is at least 0, and with it loss_tile and logits_held are left out"
-        if self.logits_held and (self.loss_tile or self.cross_entropy != "plain"):
-            yield "logits_held needs cross_entropy: plain, and no loss_tile"
+        if held and (self.loss_tile or self.cross_entropy not in ("plain", "as_given", "compiled")):
+            yield "logits_held needs cross_entropy: plain, as_given or compiled, and no loss_tile"
+        if self.logits_held == "float32" and self.cross_entropy != "plain":
+            yield "logits_held: float32 needs cross_entropy: plain; as_made does not"
         if self.tiling == "fpdt" and (self.loss_tile == "liger" or not (self.mlp_tile or self.loss_tile)):
             yield "tiling: fpdt needs mlp_tile or loss_tile, and not loss_tile: liger"
 

@@ -11,6 +11,7 @@ from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.nesting import nesting
 from tests.measure.verify.assertions import assert_green
 from tests.slow import slow
@@ -52,12 +53,39 @@ def test_gathered_logits_take_bytes_and_memory(strategy: str, cross_entropy: str
     assert gathered.peak_memory_bytes - parallel.peak_memory_bytes > B * L * V * (1 - 1 / N) * 4
 
 
+def test_logits_gathered_in_full_precision_take_twice_the_bytes() -> None:
+    """Automodel's masked loss, ``full_tensor()`` of what ``float()`` made; and in half precision neither the
+    log-softmax nor its gradients are larger than the logits."""
+    kinds = ("gathered", "plain"), ("gathered_float32", "plain"), ("gathered", "as_given")
+    half, whole, given = (measured("tensor_parallel", loss, cross_entropy=way) for loss, way in kinds)
+    assert half.formula_difference == whole.formula_difference == given.formula_difference == []
+    (logits,) = (row for row in whole.formula if row["purpose"] == "logits")
+    assert logits["payload_bytes"] == B * L * V * 4
+    # three tensors of all logits at once in backward, each of two bytes less
+    assert 5 * B * L * V < half.peak_memory_bytes - given.peak_memory_bytes < 7 * B * L * V
+
+
+def test_the_loss_of_torch_takes_whole_logits() -> None:
+    with pytest.raises(Unsupported, match=r"use strategy_options\.loss gathered"):
+        measured("megatron_sp", "parallel", cross_entropy="as_given")
+
+
+def test_held_logits_live_through_backward() -> None:
+    held, freed = (measured("tensor_parallel", "gathered", logits_held=way) for way in ("as_made", "none"))
+    part = B * L * V // N * 2
+    assert held.peak_memory_bytes - freed.peak_memory_bytes == part
+
+
 @pytest.mark.parametrize("n", [slow(3), 4])
+@pytest.mark.parametrize("loss", ["gathered", "gathered_float32"])
+@pytest.mark.parametrize("way", ["plain", "as_given"])
 @pytest.mark.parametrize("strategy", SPLIT)
-def test_gathered_logits_give_the_gradients_of_one_device(pool: RankPool, strategy: str, n: int) -> None:
-    options = {**SPLIT[strategy], "loss": "gathered"}
-    case = Case(nesting(strategy), model_preset("causal-transformer-tiny"), "model", options=options)
-    assert_green(pool, case, {"tp": n})
+def test_gathered_logits_give_the_gradients_of_one_device(
+    pool: RankPool, strategy: str, way: str, loss: str, n: int
+) -> None:
+    options = {**SPLIT[strategy], "loss": loss}
+    model = model_preset("causal-transformer-tiny", {"cross_entropy": way})
+    assert_green(pool, Case(nesting(strategy), model, "model", options=options), {"tp": n})
 
 
 def test_whole_logits_cannot_be_gathered() -> None:

@@ -27,7 +27,7 @@ STEP: dict[str, Any] = {
 #: by strategy: its axis, its own options, and whether DeepSpeed runs it
 LAYOUTS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "single": ("", {}, False),
-    "tensor_parallel": ("tp", {}, False),
+    "tensor_parallel": ("tp", {"loss": "gathered"}, False),
     "ulysses": ("sp", {}, True),
     "ring_attention": ("sp", {"placement": "zigzag"}, False),
     "all_gather_kv": ("sp", {"placement": "zigzag", "gradients": "ring"}, False),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.errors import UserError
+from spbench.bench.measure.engines.plan import played_arguments
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile
 from tests.tools.jobs.job_inputs import JOBS, job_of, read
@@ -67,6 +68,34 @@ def made(name: str, change: tuple[str, str] = ("", "")) -> dict[str, Any]:
 def test_what_a_programs_keys_are_here(name: str, expected: dict[str, Any]) -> None:
     settings = made(name)
     assert settings | expected == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        # components/loss/masked_ce.py, te_parallel_ce.py and chunked_ce.py at 36044ad3
+        ("Automodel", ("tp_size: 1", "tp_size: 2"), ("gathered_float32", None, "as_made")),
+        ("Automodel", ("tp_size: 1", "tp_size: 2, sequence_parallel: true"),
+         ("gathered_float32", None, "as_made")),
+        ("Automodel", ("optimizer:", "loss_fn: {fp32_upcast: false}\noptimizer:"),
+         (None, "as_given", "as_made")),
+        ("Automodel", ("tp_size: 1", "tp_size: 2}\nloss_fn: {_target_: ce.TEParallelCrossEntropy"),
+         ("parallel", "in_place", None)),
+        ("Automodel", ("optimizer:", "loss_fn: {_target_: chunked_ce.ChunkedCrossEntropy}\noptimizer:"),
+         (None, "compiled", "as_made")),
+        # verl/utils/torch_functional.py at 1dda039b: flash-attn's
+        ("verl", ("", ""), (None, "compiled", None)),
+        # transformers' tp_plan: the head is colwise_gather_output
+        ("axolotl", ("context_parallel_size: 4", "tensor_parallel_size: 4"), ("gathered", None, None)),
+    ],
+)  # fmt: skip
+def test_the_loss_is_that_of_the_program(
+    name: str, change: tuple[str, str], expected: tuple[str | None, ...]
+) -> None:
+    settings = made(name, change)
+    options = "strategy_options.loss", "model_options.cross_entropy", "model_options.logits_held"
+    assert tuple(map(settings.get, options)) == expected
+    assert settings["strategy"] != "megatron_sp" or settings["strategy_options.vocabulary"] == "split"
 
 
 def test_adapters_of_a_dense_model_are_those_of_its_linear_layers() -> None:
@@ -288,3 +317,15 @@ def test_a_recipe_of_megatron_bridge_is_read_by_its_name() -> None:
         job_of("bridge", [JobFile(path, RECIPES.encode())], 8)
     with pytest.raises(UserError, match=r"no function 'smal'.*did you mean 'small'"):
         job_of("bridge", [JobFile(path, RECIPES.encode(), "smal")], 8)
+
+
+@pytest.mark.parametrize(("asked", "kernel"), [("sdpa", "cudnn"), ("flash_attention_2", "flash_attention_2")])
+def test_torchs_own_attention_pads_no_values(asked: str, kernel: str) -> None:
+    """FlashAttention rejects other head sizes than keys', so that SDPA takes a kernel that does not."""
+    model = "deepseek-ai/DeepSeek-V2-Lite"
+    text = f"base_model: {model}\nsequence_len: 2048\nmicro_batch_size: 1\nbf16: true\n"
+    text += f"attn_implementation: {asked}\n"
+    job = replace(job_of("axolotl", [JobFile(Path("job.yaml"), text.encode())], 8), strict=False)
+    cell = job.cell()
+    assert cell.model_options["attention"] == kernel
+    assert played_arguments(cell)[1].get("padded_values", False) == (asked != "sdpa")

@@ -9,7 +9,11 @@ import pytest
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile
-from spbench.bench.tools.jobs.torchtitan_pipeline import stage_layers
+from spbench.bench.tools.jobs.torchtitan_pipeline import (
+    first_stage_layers,
+    split_layers,
+    stage_layers,
+)
 from tests.tools.jobs.job_inputs import job_of
 
 TOML = """[model]
@@ -75,8 +79,35 @@ def test_without_a_pipeline_its_keys_have_no_effect() -> None:
     assert job("", text).refusal() == ""
 
 
-def test_a_pipeline_of_the_first_version_is_refused_in_words() -> None:
-    old = TOML.replace("local_batch_size", "batch_size").replace("parallelism", "experimental")
-    assert (
-        "a pipeline of this version" in job(start=old.replace("tensor_parallel_degree = 8\n", "")).refusal()
+def older(more: str) -> Job:
+    text = TOML.replace("local_batch_size", "batch_size").replace("parallelism", "experimental")
+    text = text.replace("tensor_parallel_degree = 8\n", "").replace(
+        "[training]", "[training]\ncompile = false"
     )
+    return job(more, text)
+
+
+def test_a_pipeline_of_december_2024() -> None:
+    """As generate_split_points and build_pipeline_schedule of torchtitan 3f20451b have it: no layers for the
+    ends, and as many micro-batches as ranks."""
+    assert first_stage_layers(126, 8) == [15, *[16] * 6, 15]
+    assert first_stage_layers(31, 4) == [7, 8, 8, 8]
+    assert first_stage_layers(9, 2) == [4, 5]
+    assert first_stage_layers(3, 4) == []
+    training = older("").cell().training
+    assert (training.backend, training.micro_batches, training.schedule) == ("zero2", 8, "1f1b")
+    assert training.stage_layers == [15, *[16] * 6, 15]
+    points = ",".join(f"layers.{n}" for n in (14, 30, 46, 62, 78, 94, 110))
+    more = f'pipeline_parallel_split_points = "{points}"\npipeline_parallel_microbatches = 4\n'
+    training = older(more).cell().training
+    assert (training.stage_layers, training.micro_batches) == ([14, *[16] * 7], 4)
+    assert "is no multiple of experimental.pipeline_parallel_microbatches 3" in str(
+        older("pipeline_parallel_microbatches = 3\n").problems
+    )
+    assert split_layers(["layers.8", "layers.4"], 16) == split_layers("tok_embeddings", 16) == []
+
+
+def test_a_pipeline_of_version_0_1() -> None:
+    text = TOML.replace("[training]", "[training]\ncompile = false")
+    training = job('pipeline_parallel_schedule = "Interleaved1F1B"\n', text).cell().training
+    assert (training.micro_batches, training.stage_layers) == (16, [7, *[8] * 14, 7])
