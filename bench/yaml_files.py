@@ -66,7 +66,11 @@ def parse_yaml(path: Path, content: bytes) -> dict[str, Any]:
 def packaged(package: str) -> Mapping[str, Path]:
     """The YAML files that are data of a package, by their names; listed once in a process."""
     folder = Path(str(files(package)))
-    return {path.stem: path for path in sorted(folder.iterdir()) if path.suffix in SUFFIXES}
+    return {
+        path.stem: path
+        for path in sorted(folder.iterdir(), key=lambda path: path.stem)
+        if path.suffix in SUFFIXES
+    }
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, get_args
 from spbench.bench.measure.clusters.cluster import Cluster, Device, Precision
 from spbench.bench.measure.clusters.rate_tables import table_in_words
 from spbench.bench.measure.clusters.rates import AttentionRate, Link, RatedCollective, Sourced
+from spbench.bench.units import shown_time
 
 #: generations of cards by what is in their names, as NVIDIA numbers what they can do
 _CAPABILITY = {"P100": 6, "V100": 7, "A100": 8, "A800": 8, "RTX 4090": 8, "L20": 8, "L40": 8} | {
@@ -225,7 +226,7 @@ def _kernels(cluster: Cluster) -> Iterator[KindOfWork]:
     floor = device.kernel_floor_s
     if floor.value is None:
         floor = device.launch_overhead_s
-    yield _of("launch of a kernel", floor, "{:.3g} s", "it takes no time")
+    yield _of("launch of a kernel", floor, shown_time(floor.value or 0.0), "it takes no time")
     yield _of(
         "computing beside a collective", device.overlap_loss, "loses {:.3g} s a second", "loses nothing"
     )
@@ -249,7 +250,8 @@ def _host(cluster: Cluster) -> Iterator[KindOfWork]:
         yield KindOfWork("host", f"{GAP}: it launches in no time")
         return
     for name, words in _HOST.items():
-        yield _of(f"host, {words}", getattr(host, name), "{:.3g} s", "it takes no time")
+        figure = getattr(host, name)
+        yield _of(f"host, {words}", figure, shown_time(figure.value or 0.0), "it takes no time")
     yield _of("host, launches ahead", host.launches_ahead, "{:g}", "as many as there are")  # type: ignore[arg-type]
     yield _of("host, scale of its times", host.scale, "{:.3g}", "1")
 
@@ -307,7 +309,8 @@ def _collectives(cluster: Cluster, link: Link, where: str) -> Iterator[KindOfWor
             yield _of(
                 work + ranks,
                 rate.bandwidth_bytes_per_s,
-                f"{(rate.bandwidth_bytes_per_s.value or 0.0) / 1e9:.4g} GB/s and {rate.latency(2):.3g} s",
+                f"{(rate.bandwidth_bytes_per_s.value or 0.0) / 1e9:.4g} GB/s "
+                f"and {shown_time(rate.latency(2))}",
                 without,
             )
     if "any" not in rated:

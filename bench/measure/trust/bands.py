@@ -26,8 +26,8 @@ BANDS_FILE, MEMORY_ERRORS_FILE = "bands.json", "memory_errors.json"
 #: the mark of a time that is a tie with the best
 TIE = "≈"
 TIE_LEGEND = (
-    f"{TIE}: a tie with the fastest of its model, length and GPUs: they differ by less than the errors of "
-    "two layouts do"
+    f"{TIE}: a tie with the fastest of the same model, length and GPUs; their times differ by less than such "
+    "predictions err"
 )
 
 #: what is said of a time on such rates

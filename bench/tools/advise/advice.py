@@ -173,9 +173,9 @@ class Advice:
             return ""
         left = self.memory(winner).spare_bytes / GIB
         text = f"{winner} leaves {left:.1f} GiB, less than {SPARE:.0%} of a card"
-        ties = (s for s in ranked(self.result.best) if self.is_tie(s) and not self.is_full(s))
-        if (roomy := next(ties, None)) is None:
-            return f"{text}, and so does every tie"
+        ties = [s for s in ranked(self.result.best) if self.is_tie(s) and s is not winner]
+        if (roomy := next((s for s in ties if not self.is_full(s)), None)) is None:
+            return f"{text}, and so does every tie" if ties else text
         ratio = roomy.step_s / winner.step_s - 1
         return f"{text}; {roomy} takes {ratio:+.0%} and leaves {self.memory(roomy).spare_bytes / GIB:.1f}"
 
@@ -282,6 +282,8 @@ class Advice:
         causes = causes_in_words(other, winner)
         ratio = other.step_s / winner.step_s - 1
         than = f"{other} takes {abs(ratio):.1%} {'more' if ratio >= 0 else 'less'} time"
+        if ratio >= 1:
+            than = f"{other} takes {1 + ratio:.1f} times as long"
         apart = 1 + ratio
         if not (self.is_tie(other) and self.is_tie(winner)):
             head = f"the next strategy, {than}"

@@ -14,14 +14,17 @@ from spbench.bench.files import write_whole
 from spbench.bench.measure.trust.bands import TIE, shown_band
 from spbench.bench.tools.advise.advice import Advice, scenario_text
 from spbench.bench.tools.advise.behind import own_content, own_in_words
-from spbench.bench.tools.advise.possible import spelled
+from spbench.bench.tools.advise.possible import left_out_by_length, spelled
 from spbench.bench.tools.advise.ranking import Seen
 from spbench.bench.tools.advise.turns import NOTHING, turns
 from spbench.bench.tools.jobs.flags import program_flags
-from spbench.bench.units import GIB, shown_price, shown_share
+from spbench.bench.units import GIB, shown_price, shown_share, three_digits
+from spbench.impls.strategies.nesting import PLUS
 
 #: lines for --why, and costs of simpler layouts, where no details are asked for
 _REASONS, _COSTS = 3, 3
+#: budgets are in these, where a step is too little
+_MANY_TOKENS = 1e9
 
 
 def report(
@@ -149,7 +152,8 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
             f"The best layouts: {asked}", _LAYOUT, _layouts(answer), important=important, below=("beside",)
         )
         yield from own_in_words(answer)
-        yield _told_apart(answer)
+        yield from filter(None, [_told_apart(answer), _left_out(answer)])
+        yield _effort(answer)
         if attention := answer.attention():
             yield attention
         if priced_by := answer.priced_by():
@@ -192,8 +196,10 @@ def _simplified(answer: Advice) -> str:
     winner = answer.winner
     assert winner is not None
     costs = [f"{seen} takes {seen.step_s / winner.step_s - 1:+.0%}" for seen in answer.simpler()]
+    spare = answer.memory(winner).spare_bytes
     costs += [
         f"without {each.settings} it takes {1 / each.ratio - 1:+.0%}, {each.saved_bytes / GIB:+.3g} GiB"
+        f"{', and does not fit' if each.saved_bytes > spare else ''}"
         for each in answer.prices
         if each.used and each.saved_bytes > 0
     ]
@@ -201,8 +207,23 @@ def _simplified(answer: Advice) -> str:
     return f"to simplify: {'; '.join(costs[:_COSTS]) or 'no simpler layout that was traced fits'}{more}"
 
 
+def _left_out(answer: Advice) -> str:
+    """The strategies that the length alone leaves out, in words."""
+    traced = {part for seen in answer.result.traced for part in seen.cell.strategy.split(PLUS)}
+    return left_out_by_length(answer.question, traced)
+
+
+def _effort(answer: Advice) -> str:
+    """What training costs by the layout named first."""
+    hours = _MANY_TOKENS / answer.records()[0]["tokens_per_s"] / 3600
+    gpu_hours = three_digits(hours * answer.question.gpus)
+    return f"a billion tokens take {answer.winner} {three_digits(hours)} h, {gpu_hours} GPU-hours"
+
+
 def _told_apart(answer: Advice) -> str:
-    """The meaning of the marks of the layouts."""
+    """The meaning of the marks of the layouts; "" where no layout ties."""
+    if sum(answer.is_tie(seen) for seen in answer.result.best) < 2:
+        return ""
     text = f"{TIE}: a tie with the fastest (up to {answer.tie_limit - 1:.0%} slower); the simplest is first"
     if hidden := answer.hidden_ties():
         fastest = answer.result.best[0]

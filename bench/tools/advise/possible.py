@@ -11,12 +11,22 @@ from itertools import islice
 
 from spbench.bench.tools.advise.candidates import Bar, Candidate, figures_of, kind_of_layout, mesh_alone
 from spbench.bench.tools.advise.estimates import Estimates
-from spbench.bench.tools.advise.layouts import Layout, Refused, Way, backend_settings, divisors, layouts, ways
+from spbench.bench.tools.advise.layouts import (
+    Layout,
+    Refused,
+    Way,
+    backend_settings,
+    divisors,
+    layouts,
+    searched_strategies,
+    ways,
+)
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import SearchResult
 from spbench.bench.units import GIB, shown_price
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.registries import backend_class
+from spbench.impls.strategies.nesting import PLUS
 
 #: changes that are named at the most, and values that are tried for one
 _NAMED, _VALUES = 3, 6
@@ -68,6 +78,27 @@ def why_impossible(question: Question, kept: Collection[str] = ()) -> str:
     if ways_out:
         return f"{text}; one is {', or '.join(ways_out)}"
     return f"{text}, and no single change of what was asked that was tried makes one possible"
+
+
+def left_out_by_length(question: Question, traced: Collection[str]) -> str:
+    """Which strategies have no layout for the length alone, and a near one with some; "" for none.
+
+    Args:
+        traced: strategies that have one.
+    """
+    lengths, by_length = _lengths(question), dict[int, list[str]]()
+    backends = [each for each in question.only if each not in question.strategies]
+    names = (each.name for each in searched_strategies(question) if PLUS not in each.name) if lengths else ()
+    for name in names:
+        alone = replace(question, only=[*backends, name])
+        if name in traced or possible(alone, Refused()):
+            continue
+        if (length := _first(alone, lengths, _with_length)) is not None:
+            by_length.setdefault(length, []).append(name)
+    length = question.cell.seq_len
+    texts = (f"{', '.join(names)} (--seq-len {other} has some)" for other, names in by_length.items())
+    text = "; ".join(texts)
+    return f"left out, as no layout of theirs divides {length} positions: {text}" if text else ""
 
 
 def _ways_out(question: Question, kept: Collection[str]) -> Iterator[str]:

@@ -5,10 +5,19 @@ from __future__ import annotations
 import click
 
 from spbench.bench.command_line.options import body, choosing_cells, path_option, printed, shape
+from spbench.bench.errors import UserError, shown, suggestion
+from spbench.bench.tools.jobs import FLAGS
+
+
+def _known(ctx: click.Context, param: click.Parameter, kind: str) -> str:
+    """The kind; a scenario that stands in its place is told apart before one is asked for."""
+    if kind not in FLAGS:
+        raise UserError(f"there are no flags of {shown(kind)}{suggestion(kind, FLAGS.names())}")
+    return kind
 
 
 @click.command("flags")
-@click.argument("kind", metavar="KIND")
+@click.argument("kind", metavar="KIND", callback=_known)
 @choosing_cells
 @shape
 @path_option("--output", "The file; default standard output.")

@@ -196,6 +196,7 @@ def _overview(content: Mapping[str, Mapping[str, str]]) -> Table:
     lines = [
         {"kind": kind, "": len(of_kind), "such as": ", ".join([*of_kind][:_NAMED])}
         for kind, of_kind in content.items()
+        if of_kind
     ]
     return Table("What there is", lines, below=("such as",))
 

@@ -110,6 +110,7 @@ def _output(verdicts: Sequence[Verdict], named: Sequence[str], files: list[Path]
     unproven = [name for name in dict.fromkeys(named) if verdicts and name not in judged]
     notes = [f"{name}: all cases are unsupported, so nothing is proven of it" for name in unproven]
     notes += [", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing to verify"]
+    faults, others = _by_whether_faults(verdicts)
     return Output(
         _sections(verdicts),
         verdicts,
@@ -117,7 +118,7 @@ def _output(verdicts: Sequence[Verdict], named: Sequence[str], files: list[Path]
         notes=notes,
         files=files,
         code=0 if judged and not unproven and set(counts) <= _NO_FAULTS else 1,
-        details=_each([each for each in verdicts if each["status"] in ("green", "unsupported")]),
+        details=[*_each(faults)[_ON_A_TERMINAL:], *_each(others)],
     )
 
 
@@ -179,9 +180,15 @@ def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
     """The verdicts by strategy, and each of those that are not green or unsupported."""
     if not rows:
         return []
-    shown = [row for row in rows if row["status"] not in ("green", "unsupported")]
-    red = [row for row in shown if row["status"] == "RED"]
-    return [_by_strategy(rows), *_each(shown), *_explanations(red)]
+    faults, _ = _by_whether_faults(rows)
+    red = [row for row in faults if row["status"] == "RED"]
+    return [_by_strategy(rows), *_each(faults)[:_ON_A_TERMINAL], *_explanations(red)]
+
+
+def _by_whether_faults(rows: Sequence[Verdict]) -> tuple[list[Verdict], list[Verdict]]:
+    """The verdicts that are neither green nor unsupported, and the others."""
+    faults = [row for row in rows if row["status"] not in ("green", "unsupported")]
+    return faults, [row for row in rows if row not in faults]
 
 
 def _explanations(wrong: Sequence[Verdict]) -> Iterator[str]:
@@ -236,6 +243,10 @@ def _bytes_of(rows: Sequence[Verdict]) -> str | None:
     return f"unequal in {unequal}" if unequal else f"equal in {len(compared)}"
 
 
+#: reasons that a terminal shows without --details, and the sections of :func:`_each` that it does; the first
+#: fault is taken apart below them
+_FIRST, _ON_A_TERMINAL = 2, 2
+
 #: of each verdict, with the number of the text that says why
 _COLUMNS = (
     Column("strategy", "strategy"),
@@ -250,7 +261,8 @@ _COLUMNS = (
 
 
 def _each(rows: Sequence[Verdict]) -> list[Table | str]:
-    """The table of verdicts, and below it what is said of those that are not green, each text once."""
+    """The table of verdicts, and below it what is said of those that are not green, each text once: the first
+    few, then the others."""
     if not rows:
         return []
     texts = [*dict.fromkeys(filter(None, map(_why, rows)))]
@@ -259,7 +271,8 @@ def _each(rows: Sequence[Verdict]) -> list[Table | str]:
     important = ("status", "strategy", "model", "part", "mesh", "error", "why", "tensor")
     reasons = [f"({number}) {text}" for number, text in enumerate(texts, 1)]
     table = Table.of(title, _COLUMNS, numbered, important=important, below=("variant",))
-    return [table, "\n".join(["Why, by the numbers of the table:", *reasons])] if reasons else [table]
+    parts = {"Why, by the numbers of the table:": reasons[:_FIRST], "Why, the others:": reasons[_FIRST:]}
+    return [table, *("\n".join([head, *some]) for head, some in parts.items() if some)]
 
 
 def _why(row: Verdict) -> str:

@@ -87,7 +87,7 @@ def test_a_fitted_share_is_said_to_be_fitted() -> None:
 def test_a_host_by_kind_of_work() -> None:
     """Grace's own scale, on the figures of the file that its host extends."""
     words = found(load_cluster("gb200-nvl"))
-    assert words["host, operator that launches"] == "1.29e-05 s"
+    assert words["host, operator that launches"] == "12.9 us"
     assert words["host, step"] == "not known: it takes no time"
     assert words["host, launches ahead"] == "1024"
     assert words["host, scale of its times"] == "1.08"

@@ -10,7 +10,7 @@ import pytest
 from spbench.bench.errors import UserError
 from spbench.bench.tools.advise.candidates import Candidate
 from spbench.bench.tools.advise.layouts import Layout, Refused, Way
-from spbench.bench.tools.advise.possible import absence, possible, why_impossible
+from spbench.bench.tools.advise.possible import absence, left_out_by_length, possible, why_impossible
 from spbench.bench.tools.advise.question import Question, question
 from spbench.bench.tools.advise.ranking import SearchResult
 from spbench.bench.tools.fit.asked import Asked
@@ -130,3 +130,17 @@ def test_what_is_missing_is_asked_for_at_once() -> None:
     with pytest.raises(UserError) as error:
         question((MODEL,), Asked())
     assert re.search(r"give --cluster NAME, --gpus N and --seq-len N too", str(error.value))
+
+
+def test_strategies_that_the_length_alone_leaves_out_are_named_with_one_that_does_not() -> None:
+    """With that length each has a layout; a strategy that the model cannot use is not among them."""
+    odd = asked(gpus=8, seq_len=257, batch=1)
+    text = left_out_by_length(odd, ())
+    said = re.search(r"^left out, .* divides 257 positions: (.+) \(--seq-len (\d+) has some\)$", text)
+    assert said is not None
+    names, length = said.groups()
+    assert {"ulysses", "ring_attention"} <= {*names.split(", ")}
+    assert {"dsp", "lasp", "tensor_parallel", "single"}.isdisjoint(names.split(", "))
+    assert all(possible(asked(8, int(length), 1, only=[name]), Refused()) for name in names.split(", "))
+    assert "ulysses" not in left_out_by_length(odd, {"ulysses"})
+    assert left_out_by_length(asked(gpus=8, seq_len=256, batch=1), ()) == ""

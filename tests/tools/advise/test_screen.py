@@ -41,6 +41,21 @@ def test_an_answer_fits_a_screen() -> None:
     assert "324000 cannot be" in screen_of(output, 80, View(details=True))
 
 
+def test_what_is_said_beside_the_layouts_is_of_these_layouts() -> None:
+    """No mark is explained that no row has; a billion tokens by hand; what does not fit says so."""
+    alone, far = seen("ulysses", {"sp": 8}, 2.0), seen("single", {"dp": 8}, 6.2)
+    prices = [SwitchPrice("model_options.loss_tile=2048", True, 1.25, int(n * GIB)) for n in (0.5, 500)]
+    screen = " ".join(screen_of(report([advice(alone, far, prices=prices)]), 120).split())
+    # 1e9 / (16 samples of 256 / 2 s) / 3600 = 135.6
+    assert "a billion tokens take ulysses sp8 136 h, 1090 GPU-hours" in screen
+    assert "single dp8 takes 3.1 times as long" in screen
+    assert "it takes -20%, +0.5 GiB; " in screen
+    assert "it takes -20%, +500 GiB, and does not fit" in screen
+    assert "≈" not in screen
+    tie = seen("ring_attention", {"sp": 8}, 2.001)
+    assert "≈: a tie with the fastest" in screen_of(report([advice(alone, tie)]), 120)
+
+
 def test_several_answers_are_a_map() -> None:
     best = [seen("ulysses", {"sp": 8}, 2.0), seen("single", {"dp": 8}, 60.0)]
     fits, none = advice(*best, seconds=3.0), advice()

@@ -113,7 +113,8 @@ calibrate --from all_reduce_perf.log --output step.json.yaml step.json.yaml -> -
 compare a b --strategy lasp -> --strategy needs --run
 compare a b --scenario gate -> --scenario needs --run
 baseline --scenario gate --output small.yaml -> small.yaml' is a file
-flags small.yaml -> name a scenario: spbench flags KIND SCENARIO
+flags megatron -> name a scenario: spbench flags KIND SCENARIO
+flags small.yaml -> there are no flags of 'small.yaml' (choices: accelerate, megatron, torchtitan)
 compare a -> name the results NEW too, or give --run and a --scenario
 history absent -> absent: no such folder; spbench record RESULTS --history absent makes it
 history history --suite nightli -> did you mean 'nightly'?

@@ -10,7 +10,7 @@ import pytest
 from spbench.bench.command_line.drawn_tables import markdown
 from spbench.bench.command_line.output import Output, View
 from spbench.bench.measure.verify.cases import VerifyRow
-from spbench.bench.tools.run.verify_output import _each, _sections
+from spbench.bench.tools.run.verify_output import _each, _output, _sections
 from tests.terminal import faults_of, screen_of
 from tests.tools.commands.conftest import Run
 
@@ -87,3 +87,14 @@ def test_a_terminal_shows_what_is_wrong_and_counts_the_rest() -> None:
     text = screen_of(shown, 80)
     assert ("RED" in text, "off by 5.0e-01" in text, "cannot be divided" in text) == (True, True, False)
     assert "cannot be divided" in screen_of(shown, 80, View(details=True))
+    many = _output([asdict(replace(wrong, verdict=f"tensor {n} is off")) for n in range(9)], [], [])
+    shorter, whole = (screen_of(many, 80, view) for view in (None, View(details=True)))
+    assert [
+        "(2) tensor 1 is off" in shorter,
+        "tensor 2 is off" in shorter,
+        "(9) tensor 8 is off" in whole,
+    ] == [
+        True,
+        False,
+        True,
+    ]
