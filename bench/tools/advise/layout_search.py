@@ -159,8 +159,10 @@ class Search:
     def _few_layers(self, waiting: Waiting) -> None:
         """Trace candidates with few layers until none is left that could be among the best."""
         best_s, patience = float("inf"), _PATIENCE
+        # layouts with experts take long to trace: traces of all parts of a strategy tell of it too
+        told = self.learned.knows_parts if has_experts(self.question.cell) else self.learned.knows
         while patience > 0 and (batch := self._next(waiting)):
-            again = sum(self.learned.knows(candidate.strategy) for candidate in batch)
+            again = sum(told(candidate.strategy) for candidate in batch)
             self._look(batch)
             self._leave_out_the_same(waiting)
             if best := self._best_layouts():
@@ -189,9 +191,7 @@ class Search:
             name, way = candidate.strategy, candidate.layout.way
             if len(chosen) >= _AT_ONCE * max(2, self.asking.jobs):
                 break
-            if name in begun or way in begun:
-                continue
-            if least_s[at] > of_kind.get(candidate.kind, bar):
+            if name in begun or way in begun or least_s[at] > of_kind.get(candidate.kind, bar):
                 continue
             if not self._may_fit(candidate) or self._outdone(candidate):
                 continue

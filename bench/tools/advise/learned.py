@@ -20,7 +20,7 @@ _NOISE, _SD_OF_WAY, _SD = 0.03, 1.0, 0.1
 _MARGIN_OF_STEP = 1.08
 #: until a layout of a strategy was traced, its estimated seconds may be too high, or too low, by so much; and
 #: by so much beside those of the part that takes longest beside its own, where all of its parts were traced
-UNKNOWN, _OF_PARTS = 1.6, 1.1
+UNKNOWN, _OF_PARTS = 1.35, 1.1
 #: until one was traced, estimated bytes may be too many by so much
 _MARGIN_OF_UNKNOWN = 1.25
 #: by so much, in logarithms, is a strategy that was not traced looked at before others as fast
@@ -167,6 +167,10 @@ class Learned:
     def knows(self, strategy: str) -> bool:
         """Whether a layout of it was traced."""
         return strategy in self._excess
+
+    def knows_parts(self, strategy: str) -> bool:
+        """Whether a layout of it was traced, or of each of its parts one."""
+        return self.knows(strategy) or all(part in self._parts for part in strategy.split(PLUS))
 
     def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
         """What a trace of a candidate found."""

@@ -20,6 +20,10 @@ from spbench.bench.tools.fit.suggestions import dotted, savings_of
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import backend_class
 
+#: stages of a pipeline up to which switches are priced that a layout has not: with more, each takes as
+#: long as a tenth of a search
+_FEW_STAGES = 4
+
 
 @dataclass(frozen=True)
 class SwitchPrice:
@@ -46,14 +50,15 @@ def _measured(cells: Iterable[Cell], asking: Asking) -> dict[str, Mapping[str, A
 
 
 def prices(question: Question, cell: Cell, asking: Asking) -> list[SwitchPrice]:
-    """What the switches of a layout cost, and what others would that save memory; those whose steps cannot be
-    traced are left out.
+    """What the switches of a layout cost, and what others would that save memory, but with many stages;
+    those whose steps cannot be traced are left out.
 
     Args:
         cell: the layout.
     """
     pairs = [(*step, True) for step in pairwise(_chain(question.cell, cell))]
-    pairs += [(cell, other, False) for other in _others(question, cell)]
+    if cell.sizes.pp <= _FEW_STAGES:
+        pairs += [(cell, other, False) for other in _others(question, cell)]
     seen = _measured([each for *both, _ in pairs for each in both], asking)
     priced = []
     for without, with_it, used in pairs:

@@ -214,16 +214,17 @@ def least_usable(
         kind: the allocator.
         usable: bytes of the card that is asked about; None: of no one card.
     """
-
-    def serves(nbytes: int) -> bool:
-        return replay(log.sizes, log.events, nbytes, (), log.streams, kind).out_of_memory is None
-
     if usable is not None and low <= usable < high:
-        low, high = (low, usable) if serves(usable) else (usable, high)
+        low, high = (low, usable) if _serves(log, usable, kind) else (usable, high)
     while high - low > max(SEGMENT_GRANULE, _NEAR * low):
         middle = (low + high) // 2
-        low, high = (low, middle) if serves(middle) else (middle, high)
+        low, high = (low, middle) if _serves(log, middle, kind) else (middle, high)
     return high
+
+
+def _serves(log: MemoryLog, nbytes: int, kind: type[CachingAllocator]) -> bool:
+    """Whether the allocator serves a log on a card of so many usable bytes."""
+    return replay(log.sizes, log.events, nbytes, (), log.streams, kind).out_of_memory is None
 
 
 class Fullest(NamedTuple):
@@ -247,8 +248,10 @@ def fullest(traces: ClassTraces) -> Fullest:
     largest = Fullest(0, 0)
     for at in sorted(candidates, key=lambda at: -most(at, "peak_memory_bytes")):
         low, high = most(at, "peak_memory_bytes"), most(at, "reserved_memory_bytes")
-        if high > largest.usable_bytes:  # none needs more than it reserves where nothing is given back
-            needed = least_usable(traces.traces[at].memory, low, high, kind, usable)
+        log, so_far = traces.traces[at].memory, largest.usable_bytes
+        # none needs more than it reserves where nothing is given back, or than a card that serves it
+        if high > so_far and not (low <= so_far and _serves(log, so_far, kind)):
+            needed = least_usable(log, low, high, kind, usable)
             largest = max(largest, Fullest(at, needed), key=lambda each: each.usable_bytes)
     return largest
 

@@ -15,7 +15,16 @@ from spbench.bench.measure.memory.allocator import CachingAllocator, replay
 from spbench.bench.measure.memory.allocator_settings import ExpandableSegments
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.tools.fit import anatomy as module
-from spbench.bench.tools.fit.anatomy import ANATOMY, Part, anatomy, attempt, examine, least_usable, plain
+from spbench.bench.tools.fit.anatomy import (
+    ANATOMY,
+    Part,
+    anatomy,
+    attempt,
+    examine,
+    fullest,
+    least_usable,
+    plain,
+)
 from spbench.bench.tools.fit.fit_verdict import Verdict, ranks_text
 from spbench.bench.tools.fit.snapshot import snapshot
 from spbench.bench.units import card_gib
@@ -176,3 +185,29 @@ def test_of_answers_that_are_not_monotone_the_card_decides(monkeypatch: pytest.M
     assert least_usable(LOG, 3 * GIB, 8 * GIB) > 5 * GIB  # the middle fails, and what is below is not tried
     assert least_usable(LOG, 3 * GIB, 8 * GIB, usable=5 * GIB) <= 5 * GIB
     assert least_usable(LOG, 3 * GIB, 8 * GIB, usable=6 * GIB) > 6 * GIB
+
+
+def test_the_fullest_class_is_found_with_a_replay_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes that give out 3, 2 and 1 GiB at once and reserve 8 need cards of 6, 5 and 4."""
+    logs, asked = [[1], [2], [3]], list[int]()
+    needs = {id(log): n for log, n in zip(logs, (6, 5, 4), strict=True)}
+
+    def made_up(sizes: object, events: object, capacity: int, *more: object) -> object:
+        asked.append(id(sizes))
+        return SimpleNamespace(out_of_memory=None if capacity >= needs[id(sizes)] * GIB else "none left")
+
+    monkeypatch.setattr(module, "replay", made_up)
+    monkeypatch.setattr(module, "allocator_of", lambda cell: CachingAllocator)
+    monkeypatch.setattr(module, "usable_memory_bytes", lambda cell: None)
+    kept = [{"peak_memory_bytes": n * GIB, "reserved_memory_bytes": 8 * GIB} for n in (3, 2, 1)]
+    traces = SimpleNamespace(
+        cell=None,
+        by_class=[SimpleNamespace(status="ok", by_class=[each]) for each in kept],
+        traces=[SimpleNamespace(memory=SimpleNamespace(sizes=log, events=[], streams={})) for log in logs],
+    )
+    found = fullest(traces)  # type: ignore[arg-type]
+    assert found.place == 0
+    assert 6 * GIB <= found.usable_bytes <= 6.01 * GIB
+    assert [asked.count(id(log)) for log in logs[1:]] == [1, 1]
+    needs[id(logs[2])] = 7
+    assert fullest(traces).place == 2  # type: ignore[arg-type]
