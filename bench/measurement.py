@@ -90,19 +90,9 @@ class Record(BaseModel, Mapping[str, Any]):
 
     __eq__ = Mapping.__eq__
 
-    def as_written(self) -> dict[str, Any]:
-        """What is set, as plain data."""
-        return {name: _plain(value) for name, value in self.items()}
-
 
 #: the context of a validation whose content comes from a file
 _FROM_FILE = "file"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Record):
-        return value.as_written()
-    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 def described_by(schema: Any) -> GetPydanticSchema:

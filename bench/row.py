@@ -156,6 +156,11 @@ def parse_any_row(line: bytes) -> tuple[Row, list[str]]:
     return Row(**finite(content, math.nan)), not_finite
 
 
+def json_line(content: Any, *, sort_keys: bool = False) -> str:
+    """A line of a file of rows: JSON without blanks, and null for numbers that it cannot say."""
+    return json.dumps(finite(content), allow_nan=False, sort_keys=sort_keys, separators=(",", ":")) + "\n"
+
+
 def _not_finite(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     if isinstance(value, float) and not math.isfinite(value):
         yield path

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-LEARNED, EVEN, ZIPF = "learned", "even", "zipf"
+LEARNED, EVEN, ROUND_ROBIN, ZIPF = "learned", "even", "round_robin", "zipf"
 #: positions whose experts are drawn at once
 _AT_ONCE = 2**13
 
@@ -27,8 +27,9 @@ class RoutingPlan:
     """The experts of every position.
 
     Attributes:
-        routing: "even": each expert has as many tokens; "zipf:S" or "zipf:S:SEED": expert number n of a
-            seeded order is drawn in proportion to n^-S, k different ones for each token; else the path of a
+        routing: "even": each expert has as many tokens; "round_robin": each token takes the next k
+            experts, as torchtitan and NeMo Automodel force it; "zipf:S" or "zipf:S:SEED": expert number n of
+            a seeded order is drawn in proportion to n^-S, k different ones for each token; else the path of a
             file with a count for each expert, in proportion to which they are drawn.
         experts: E.
         per_token: k.
@@ -48,7 +49,7 @@ class RoutingPlan:
     def __post_init__(self) -> None:
         if self.per_token > self.experts:
             raise ValueError(f"experts_per_token {self.per_token} is more than experts {self.experts}")
-        if self.routing != EVEN:
+        if self.routing not in (EVEN, ROUND_ROBIN):
             _shares(self.routing, self.experts)
 
     def of_positions(self, length: int) -> np.ndarray:
@@ -66,6 +67,8 @@ class RoutingPlan:
 def _experts_of(plan: RoutingPlan, length: int) -> np.ndarray:
     if plan.routing == EVEN:
         return _even(plan, np.arange(length)[:, None])
+    if plan.routing == ROUND_ROBIN:
+        return np.arange(length * plan.per_token).reshape(length, -1) % plan.experts
     shares = _shares(plan.routing, plan.experts)
     generator = np.random.default_rng(_seed(plan.routing))
     weights = np.log(np.maximum(generator.permutation(shares) if _zipf(plan.routing) else shares, 1e-300))
@@ -119,7 +122,8 @@ def _shares(routing: str, experts: int) -> np.ndarray:
         ]
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"routing is {LEARNED}, {EVEN}, {ZIPF}:S or a file of counts, not {routing!r} ({error})"
+            f"routing is {LEARNED}, {EVEN}, {ROUND_ROBIN}, {ZIPF}:S or a file of counts, not {routing!r} "
+            f"({error})"
         ) from error
     if len(counts) != experts or min(counts) < 0 or not math.isfinite(sum(counts)) or not sum(counts):
         raise ValueError(

@@ -21,8 +21,9 @@ from spbench.plots.style import GREY, INK, TIMES, model_name, number, short_name
 
 _CHARACTER_POINTS, _GAP_POINTS = 4.5, 8
 
-#: role -> (colour within its marker, entry in the legend), of the claims that are not predictions
+#: role -> (colour within its marker, entry in the legend)
 _ROLES = {
+    "predicted": (INK, "predicted"),
     "calibrated": ("white", "calibrated on this value"),
     "inferred": ("0.7", "a setting was inferred from this value"),
 }
@@ -130,7 +131,7 @@ def _draw_claims(ax: Axes, claims: Sequence[DrawnClaim]) -> Drawn:
     set_error_ticks(ax.xaxis, 2 if narrow else 7, reach)
     if not narrow:
         ax.set_title("Published and ours", loc="left")
-    return Drawn(published=_entries(claims))
+    return Drawn(published=legend_entries(claims))
 
 
 def _wrapped(name: str) -> str:
@@ -138,9 +139,11 @@ def _wrapped(name: str) -> str:
     return "\n".join(textwrap.wrap(name, max(14, 1 + 3 * len(name) // 5)))
 
 
-def _entries(claims: Sequence[DrawnClaim]) -> list[Artist]:
-    """Legend entries of the roles other than predictions that the claims have."""
-    roles = {claim.role for claim in claims}
+def legend_entries(claims: Sequence[DrawnClaim]) -> list[Artist]:
+    """Legend entries of the roles that the claims have; none if all have that of an unnamed marker."""
+    roles = {claim.role for claim in claims if claim.relative_error is not None}
+    if roles.isdisjoint({"calibrated", "inferred"}):
+        return []
     return [marker_line(name, INK, face=face) for role, (face, name) in _ROLES.items() if role in roles]
 
 

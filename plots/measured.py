@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
-from pandas import DataFrame
+from pandas import DataFrame, Series
 
 from spbench.plots.axes import logarithmic_axis, marker_line, set_error_ticks, set_ticks
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
@@ -28,13 +28,26 @@ _ROLES = {
     "inferred": ("o", False, "a setting was inferred from it"),
     "calibrated": ("s", False, "calibrated on it"),
 }
-_ROLE_NAMES = {name for _, _, name in _ROLES.values()}
 #: tables of measurements -> their names for people; others are named by their words
-_TABLES = {
+TABLES = {
     "megatron-b200": "Megatron-LM, 8 B200",
     "megatron-b200-more": "Megatron-LM, 8 B200, 405B and long",
     "megatron-deepspeed": "Megatron-DeepSpeed, to 512 A100",
     "megatron-goldens": "Megatron-LM's tests, 8 A100 to GB200",
+    "one-h200": "one H200: decoders",
+    "one-h200-more": "one H200: what jobs ask for",
+    "one-h200-third": "one H200: hybrids, packed, long",
+    "alst-timed": "ALST, timed steps",
+    "bridge-cards": "Megatron-Bridge",
+    "calls-rtx4090": "attention on RTX 4090",
+    "max-seqlen-today": "longest sequences",
+    "ms-swift-jobs": "jobs of ms-swift",
+    "prime-rl-sft": "prime-rl, tuning",
+    "prime-rl-rl": "prime-rl, RL",
+    "prime-rl-rl-lora": "prime-rl, RL with LoRA",
+    "qwen-lora": "Qwen LoRA",
+    "qwen-lora-emb": "Qwen LoRA, embeddings",
+    "usp-limits": "USP, limits",
     "dgxc-llama3-8b": "NeMo, Llama-3.1 8B",
     "dgxc-llama3-70b": "NeMo, Llama-3.1 70B",
     "fpdt-ladder": "FPDT's ladder",
@@ -54,6 +67,8 @@ _TABLES = {
     "yunchang-attention": "yunchang, attention",
     "yunchang-launches": "yunchang, short calls",
 }
+#: steps of the ticks of logarithmic axes between powers of ten, the fewest first
+_STEPS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), tuple(tenths / 10 for tenths in range(10, 100, 2)))
 #: the error within which the figure of published step times is shaded
 _NEAR = 0.10
 
@@ -82,7 +97,7 @@ def _missing_notes(comparison: DataFrame, numbers: DataFrame) -> list[str]:
 
 
 def _table_name(table: str) -> str:
-    return _TABLES.get(table, table.replace("-", " "))
+    return TABLES.get(table, table.replace("-", " "))
 
 
 def _time_text(ms: float) -> str:
@@ -93,12 +108,7 @@ def _time_text(ms: float) -> str:
 def _field_grid(_: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     """A panel for each published table, and for the claims of each scenario: ours by the measured time."""
     numbers = comparison.dropna(subset=["published", "reproduced"])
-    tables = (
-        numbers["table"]
-        .str.partition(": ")[0]
-        .where(numbers["status_published"] != "", numbers["scenario"].str.replace("_", "-"))
-    )
-    numbers = numbers.assign(source=tables)
+    numbers = numbers.assign(source=field_sources(numbers))
     panels = []
     for source, some in numbers.groupby("source", sort=False):
         mean = some["relative_error"].abs().mean()
@@ -111,8 +121,14 @@ def _field_grid(_: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     )
 
 
+def field_sources(numbers: DataFrame) -> Series[str]:
+    """The panel of each number: its published table, or the scenario of a claim."""
+    claims = numbers["scenario"].str.replace("_", "-")
+    return numbers["table"].str.partition(": ")[0].where(numbers["status_published"] != "", claims)
+
+
 def _draw_times(ax: Axes, some: DataFrame) -> Drawn:
-    low, high, ticks = _logarithmic([*some["published"], *some["reproduced"]])
+    low, high, ticks = logarithmic_ticks([*some["published"], *some["reproduced"]])
     ends = np.array([low, high])
     for name, axis in (("x", ax.xaxis), ("y", ax.yaxis)):
         ax.set(**{f"{name}scale": "log", f"{name}lim": (low, high)})
@@ -121,7 +137,7 @@ def _draw_times(ax: Axes, some: DataFrame) -> Drawn:
     ax.fill_between(ends, ends * (1 - _NEAR), ends * (1 + _NEAR), color=GREY, alpha=0.25, linewidth=0)
     ax.plot(ends, ends, color=GREY, linewidth=0.8, zorder=1)
     drawn = _points(ax, some, "reproduced", dict.fromkeys(some["source"], INK))
-    return Drawn(published=[line for line in drawn.published if line.get_label() in _ROLE_NAMES])
+    return Drawn(published=drawn.published)
 
 
 def _draw_values(ax: Axes, some: DataFrame, colors: Mapping[str, str]) -> Drawn:
@@ -144,20 +160,22 @@ def _draw_errors(ax: Axes, some: DataFrame, colors: Mapping[str, str]) -> Drawn:
 
 def _measured_axis(ax: Axes, values: Sequence[float]) -> None:
     """A logarithmic x axis with ticks at powers of ten, and between them if there are few."""
-    low, high, ticks = _logarithmic(values)
+    low, high, ticks = logarithmic_ticks(values)
     ax.set_xscale("log")
     ax.set_xlim(low, high)
     set_ticks(ax.xaxis, ticks, tick_texts(ticks))
     ax.xaxis.set_minor_locator(NullLocator())
 
 
-def _logarithmic(values: Sequence[float]) -> tuple[float, float, list[float]]:
+def logarithmic_ticks(values: Sequence[float]) -> tuple[float, float, list[float]]:
     """The ends of a logarithmic axis that shows values, and its ticks: powers of ten, and between them if
     there are few."""
     low, high = 0.8 * min(values), 1.25 * max(values)
-    few: Sequence[float] = (1, 2, 5) if high > 4 * low else (1, 1.5, 2, 3, 4, 5, 7)
-    steps = (1,) if high > 20 * low else few
-    return low, high, [m * 10.0**n for n in range(-3, 9) for m in steps if low <= m * 10.0**n <= high]
+    steps = _STEPS[(high <= 20 * low) + (high <= 4 * low) :]
+    scales = (
+        [m * 10.0**n for n in range(-3, 9) for m in some if low <= m * 10.0**n <= high] for some in steps
+    )
+    return low, high, next((ticks for ticks in scales if len(ticks) > 1), [])
 
 
 def _points(ax: Axes, some: DataFrame, column: str, colors: Mapping[str, str]) -> Drawn:
@@ -175,12 +193,13 @@ def _points(ax: Axes, some: DataFrame, column: str, colors: Mapping[str, str]) -
             markerfacecolor=colors[source] if filled else "white",
             gid=f"{column} {source} {role}",
         )
-    sources, roles = dict.fromkeys(some["source"]), dict.fromkeys(some["role"])
-    entries = [marker_line(_table_name(source), colors[source]) for source in sources]
-    for role in roles:
-        marker, filled, name = _ROLES[role]
-        entries.append(marker_line(name, GREY, marker, "" if filled else "white"))
-    return Drawn(published=entries)
+    sources, roles = dict.fromkeys(some["source"]), set(some["role"])
+    markers = [
+        marker_line(name, GREY, marker, "" if filled else "white")
+        for role, (marker, filled, name) in _ROLES.items()
+        if role in roles
+    ]
+    return Drawn([marker_line(_table_name(source), colors[source]) for source in sources], markers)
 
 
 draw = Drawing("measured", _grid)

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import gc
 import json
 import statistics
@@ -31,12 +30,13 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from compiled_layers import MODEL, RECOMPUTE, VARIANTS, Step, options_of
+from measuring import in_a_line, parsed, parser_of, table
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
@@ -143,8 +143,8 @@ def measure_all(arguments: argparse.Namespace) -> None:
     device, end = arguments.device, time.monotonic() + arguments.seconds
     attention = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device == "cuda" else contextlib.nullcontext()
     with (
-        written(arguments.folder / "compiled_step.csv", MEASURED) as add,
-        written(arguments.folder / "compiled_kernels.csv", BY_NAME) as add_kernel,
+        table(arguments.folder / "compiled_step.csv", MEASURED) as add,
+        table(arguments.folder / "compiled_kernels.csv", BY_NAME) as add_kernel,
         attention,
     ):
         for recompute in RECOMPUTE:
@@ -159,7 +159,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
                     for each in measure(row, arguments):
                         add_kernel(which | each)
                 except Exception as error:  # the other variants are worth having
-                    row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+                    row["error"] = in_a_line(error, 300)
                 add(row)
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -198,27 +198,13 @@ def predicted(cluster: str, variant: str, recompute: str) -> dict[str, Any]:
 
 
 def predict_all(folder: Path) -> None:
-    with written(folder / "compiled_predicted.csv", PREDICTED) as add:
+    with table(folder / "compiled_predicted.csv", PREDICTED) as add:
         for cluster in CLUSTERS:
             for recompute in RECOMPUTE:
                 for variant in VARIANTS:
                     if variant != "compiled":  # fused stands for it
                         which = {"cluster": cluster, "variant": variant, "recompute": recompute}
                         add(which | predicted(cluster, variant, recompute))
-
-
-@contextlib.contextmanager
-def written(path: Path, columns: Sequence[str]) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """What adds a line to a CSV, which is in the file at once."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-
-        def add(row: Mapping[str, Any]) -> None:
-            writer.writerow(row)
-            file.flush()
-
-        yield add
 
 
 def _variants(text: str) -> list[str]:
@@ -236,21 +222,15 @@ def _size(text: str) -> tuple[str, int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seconds", type=float, default=90)
+    parser = parser_of(__doc__, 90)
     parser.add_argument("--variants", type=_variants, default=[*VARIANTS])
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     parser.add_argument("--seq-len", type=int, default=SEQ_LEN)
     parser.add_argument("--set", type=_size, action="append", default=[], dest="sizes", help="of the model")
     parser.add_argument("--predict", action="store_true")
-    arguments = parser.parse_args()
-    arguments.sizes = dict(arguments.sizes)
-    if arguments.device == "cuda" and not arguments.predict and not torch.cuda.is_available():
-        print("no CUDA device here: nothing was measured; --device cpu tries the script", file=sys.stderr)
+    if (arguments := parsed(parser)) is None:
         return 2
-    arguments.folder.mkdir(parents=True, exist_ok=True)
+    arguments.sizes = dict(arguments.sizes)
     if arguments.predict:
         predict_all(arguments.folder)
     else:

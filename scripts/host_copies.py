@@ -13,7 +13,6 @@ least and the most; of eight processes over all of them. After S seconds (60) no
 from __future__ import annotations
 
 import argparse
-import csv
 import mmap
 import multiprocessing
 import statistics
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import in_a_line, parsed, parser_of, table
 from torch import Tensor
 
 SIZES = tuple(2**n for n in (26, 28, 30, 32))
@@ -135,20 +135,12 @@ def lines(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seconds", type=float, default=60)
+    parser = parser_of(__doc__, 60)
     parser.add_argument("--largest", type=int, default=SIZES[-1])
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    asked = parser.parse_args()
-    if asked.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here: nothing was measured", file=sys.stderr)
+    if (asked := parsed(parser)) is None:
         return 2
-    asked.folder.mkdir(parents=True, exist_ok=True)
     end, setting = time.monotonic() + asked.seconds, huge_pages()
-    with (asked.folder / "host_copies.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
+    with table(asked.folder / "host_copies.csv", COLUMNS) as add:
         for line in lines(asked):
             if time.monotonic() > end:
                 break
@@ -159,9 +151,8 @@ def main() -> int:
                 line |= {"seconds": f"{seconds:.4g}", "least_s": f"{min(samples):.4g}"}
                 line |= {"most_s": f"{max(samples):.4g}", "bytes_per_s": f"{line['bytes'] / seconds:.4g}"}
             except Exception as error:  # no room, or a process that ended
-                line["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-            writer.writerow(line | {"setting": setting})
-            file.flush()
+                line["error"] = in_a_line(error)
+            add(line | {"setting": setting})
     return 0
 
 

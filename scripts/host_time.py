@@ -12,17 +12,15 @@ After S seconds (120) no further cell begins.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from measuring import Add, in_a_line, parsed, parser_of, table
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -37,24 +35,6 @@ FILES: Mapping[str, Sequence[str]] = {
     "host_operators": ("model", "seq_len", "operator", "calls", "host_self_us", "host_us", "device_us"),
     "layer_memory": ("model", "seq_len", "layer", "before_bytes", "after_bytes", "peak_bytes"),
 }
-
-
-@contextmanager
-def writers(folder: Path) -> Iterator[Mapping[str, Callable[[Mapping[str, Any]], None]]]:
-    """By file, what adds a line to it."""
-    with ExitStack() as stack:
-        add: dict[str, Callable[[Mapping[str, Any]], None]] = {}
-        for name, columns in FILES.items():
-            file = stack.enter_context((folder / f"{name}.csv").open("w", newline="", encoding="utf-8"))
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            writer.writeheader()
-
-            def added(line: Mapping[str, Any], writer: Any = writer, file: Any = file) -> None:
-                writer.writerow(line)
-                file.flush()
-
-            add[name] = added
-        yield add
 
 
 def wait(device: str) -> None:
@@ -118,7 +98,7 @@ def layer_memory(module: nn.Module, step: Callable[[], Any]) -> list[dict[str, A
     return seen
 
 
-def measure(cell: Cell, add: Mapping[str, Callable[[Mapping[str, Any]], None]], device: str) -> None:
+def measure(cell: Cell, add: Mapping[str, Add], device: str) -> None:
     named = {"model": cell.model, "seq_len": cell.seq_len}
     try:
         with tracing.fake_mesh(cell.mesh_sizes, 0, device, BACKEND) as mesh:
@@ -135,25 +115,20 @@ def measure(cell: Cell, add: Mapping[str, Callable[[Mapping[str, Any]], None]], 
                     add["layer_memory"](named | line)
             add["host_steps"](named | times)
     except Exception as error:  # the next cell may fit
-        add["host_steps"](named | {"error": f"{type(error).__name__}: {error}".splitlines()[0][:160]})
+        add["host_steps"](named | {"error": in_a_line(error)})
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path)
+    parser = parser_of(__doc__, 120)
     parser.add_argument("--scenario", default="one_gpu_more")
     parser.add_argument("--models", default="bert-large,causal-transformer-1b,deepseek-v3")
-    parser.add_argument("--seconds", type=float, default=120)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    asked = parser.parse_args()
-    if asked.device == "cuda" and not torch.cuda.is_available():
-        print("no CUDA device here: nothing was measured", file=sys.stderr)
+    if (asked := parsed(parser)) is None:
         return 2
-    asked.folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + asked.seconds
     models = asked.models.split(",")
     cells = [e for of in load_scenario(asked.scenario).cells.values() for e in of if e.model in models]
-    with writers(asked.folder) as add:
+    with ExitStack() as stack:
+        add = {n: stack.enter_context(table(asked.folder / f"{n}.csv", of)) for n, of in FILES.items()}
         for cell in cells:
             if time.monotonic() < end:
                 played = cell.model_copy(update={"engine": "emulated", "device": asked.device})

@@ -10,16 +10,14 @@ Exit code 2: no GPU.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from kernel_calls import Point, points
+from measuring import in_a_line, parsed, parser_of, table
 
 #: what a point takes about, and the calls of it at least and at most
 POINT_S, LEAST, MOST = 0.12, 4, 60
@@ -68,20 +66,13 @@ def measured(point: Point) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seconds", type=float, default=120)
+    parser = parser_of(__doc__, 120, devices=("cuda",))
     parser.add_argument("--kind", default="", help="such as 'unaligned matmul'")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no CUDA device here: nothing was measured", file=sys.stderr)
+    if (arguments := parsed(parser)) is None:
         return 2
-    arguments.folder.mkdir(parents=True, exist_ok=True)
     end, left_out = time.monotonic() + arguments.seconds, 0
     name = f"{arguments.kind.replace(' ', '_') or 'kernel_rates'}.csv"
-    with (arguments.folder / name).open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
+    with table(arguments.folder / name, COLUMNS) as add:
         for point in (p for p in points() if arguments.kind in ("", p.kind)):
             if time.monotonic() > end:
                 left_out += 1
@@ -90,10 +81,9 @@ def main() -> int:
             try:
                 row |= measured(point)
             except Exception as error:  # this torch or card does not take that shape
-                row["error"] = str(error).splitlines()[0][:160]
+                row["error"] = in_a_line(error)
             torch.cuda.empty_cache()
-            writer.writerow(row)
-            file.flush()
+            add(row)
     if left_out:
         print(f"{left_out} shapes were left out after {arguments.seconds:g} s", file=sys.stderr)
     return 0

@@ -295,10 +295,15 @@ class Backend(ABC):
         return elements * cls.gradient_dtype(step.precision, step.options).itemsize
 
     @classmethod
-    def kept_bytes(cls, precision: Precision) -> int:
-        """Bytes that a rank keeps from forward to backward beside :meth:`held`, for each element of its
-        weights: gathered weights that stay."""
-        return 0
+    def gathered_bytes(cls, precision: Precision, options: Any, staged: bool) -> tuple[int, int]:
+        """Bytes that a rank has in backward beside :meth:`held`, where weights are gathered: for each element
+        of all of its weights, and of those of a layer.
+
+        Args:
+            options: of ``options_type``.
+            staged: as stages of a pipeline have it.
+        """
+        return 0, 0
 
     @classmethod
     @abstractmethod

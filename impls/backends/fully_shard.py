@@ -64,6 +64,16 @@ class FullySharded(Backend):
         return weights if options.reduce_dtype == "weights" else torch.promote_types(weights, torch.float32)
 
     @classmethod
+    def gathered_bytes(cls, precision: Precision, options: ShardingOptions, staged: bool) -> tuple[int, int]:
+        # a gradient is as its weight is, and once more in the buffer in which it is summed
+        weight, summed = precision.parameters.itemsize, cls.gradient_dtype(precision, options).itemsize
+        if staged:
+            return weight + summed, summed
+        if cls.reshard_after_forward:  # the next layer's weights are gathered before this one's are freed
+            return 0, 3 * weight + summed
+        return weight, weight + summed
+
+    @classmethod
     def reshards(cls, rest: bool, options: ShardingOptions) -> bool:
         """Whether a unit's weights, or those of the rest, are freed after forward."""
         return cls.reshard_after_forward and (options.reshard_rest or not rest)
@@ -354,7 +364,3 @@ class KeptAfterForward(FullySharded):
     name = "zero2"
     shares_out = frozenset({"optimizer_state", "gradients"})
     reshard_after_forward = False
-
-    @classmethod
-    def kept_bytes(cls, precision: Precision) -> int:
-        return precision.parameters.itemsize

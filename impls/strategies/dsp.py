@@ -28,53 +28,6 @@ from spbench.impls.strategies.sequence_chunks import GridChunks
 from spbench.impls.traffic import Traffic
 
 
-def switched_elements(sizes: Sequence[int], parts: int, from_dim: int, to_dim: int) -> int:
-    """Positions that one rank puts into the all-to-all of a switch, padding included."""
-    each_from, each_to = (-(-sizes[dim] // parts) for dim in (from_dim, to_dim))
-    others = math.prod(size for dim, size in enumerate(sizes) if dim not in (from_dim, to_dim))
-    return others * each_from * each_to * parts
-
-
-def plan_switches(
-    stages: Sequence[int], sizes: Sequence[int], parts: int, first: int | None = None, last: int | None = None
-) -> list[int]:
-    """The cheapest sequence of cuts of a grid whose stages need one dim after another whole.
-
-    Dynamic programming over the dim that is cut during each stage; the cost is the elements that the switches
-    send.
-
-    Args:
-        stages: the dim that each stage needs whole.
-        sizes: n1, .., nK of the grid.
-        parts: ranks.
-        first, last: the dim along which the grid is cut before and after all stages; None: any.
-
-    Returns the dim that is cut during each stage.
-
-    Raises:
-        Unsupported: the grid has one dim only, which no stage leaves alone.
-    """
-    if len(sizes) < 2:
-        raise Unsupported(
-            "a sequence of one dim cannot be cut along another", "use ulysses or ring_attention"
-        )
-
-    def cost(before: int | None, after: int | None) -> int:
-        if before is None or after is None or before == after:
-            return 0
-        return switched_elements(sizes, parts, before, after)
-
-    # of each dim that may be cut during a stage the cheapest way there, as (cost, dims so far)
-    ways: dict[int | None, tuple[int, list[int]]] = {first: (0, [])}
-    for needed in stages:
-        ways = {
-            dim: min((spent + cost(before, dim), [*cut, dim]) for before, (spent, cut) in ways.items())
-            for dim in range(len(sizes))
-            if dim != needed
-        }
-    return min((spent + cost(dim, last), cut) for dim, (spent, cut) in ways.items())[1]
-
-
 class DynamicSequenceParallel(GridChunks):
     """A grid that is cut along one dim during each stage; at both ends along the option ``grid_dim``."""
 
@@ -84,6 +37,65 @@ class DynamicSequenceParallel(GridChunks):
     source = "arXiv 2403.10266, section 3"
     meets = frozenset({"full_attention"})
     moves_grid = True
+
+    # -- the primitives of section 3.2 ---------------------------------------------------------------------
+
+    def split(self, x: Tensor, dim: int) -> Grid:
+        """This rank's part, along a grid dim, of x [B, n1, .., nK, H] that every rank has whole."""
+        sizes = tuple(x.shape[1:-1])
+        if self.size == 1:
+            return Grid(x, sizes)
+        part = x.narrow(dim + 1, *part_of(sizes[dim], self.size, self.rank))
+        return Grid(part, sizes, dim, self.size, self.rank)
+
+    def gather(self, grid: Grid) -> Tensor:
+        """The whole [B, n1, .., nK, H] on every rank."""
+        if grid.sharded is None or self.group is None:
+            return grid.x
+        dim, size = grid.sharded + 1, grid.sizes[grid.sharded]
+        whole = all_gather(_padded(grid.x, dim, -(-size // self.size)), dim, self.group)
+        return whole.narrow(dim, 0, size)
+
+    def switch(self, grid: Grid, from_dim: int | None, to_dim: int) -> Grid:
+        """The grid, cut along ``from_dim``, cut along ``to_dim``: one all-to-all, or nothing where both are
+        the same.
+
+        Raises:
+            ValueError: the grid is not cut along ``from_dim``.
+        """
+        if from_dim is None or grid.sharded != from_dim:
+            raise ValueError(f"the grid is cut along dim {grid.sharded}, not along dim {from_dim}")
+        if from_dim == to_dim:
+            return grid
+        cut, whole = from_dim + 1, to_dim + 1
+        each_cut, each_whole = (-(-grid.sizes[dim] // self.size) for dim in (from_dim, to_dim))
+        x = _padded(_padded(grid.x, cut, each_cut), whole, each_whole * self.size)
+        x = all_to_all(x, whole, cut, self.group)
+        x = x.narrow(cut, 0, grid.sizes[from_dim])
+        x = x.narrow(whole, 0, part_of(grid.sizes[to_dim], self.size, self.rank)[1])
+        return Grid(x, grid.sizes, to_dim, self.size, self.rank)
+
+    # -- the dim that is cut during each stage -------------------------------------------------------------
+
+    def along(self, grid: Grid, dim: int, planned: int | None) -> Grid:
+        if self.size == 1:
+            return grid
+        if planned is None or planned == dim:
+            raise ValueError(f"a stage along dim {dim} cannot have the grid cut along dim {planned}")
+        return self.switch(grid, grid.sharded, planned)
+
+    def restored(self, grid: Grid) -> Grid:
+        return grid if self.size == 1 else self.switch(grid, grid.sharded, self.grid_dim)
+
+    def plan_grid(self, stages: Sequence[int], sizes: Sequence[int]) -> list[int | None]:
+        if self.size == 1:
+            return super().plan_grid(stages, sizes)
+        return [*plan_switches(stages, sizes, self.size, self.grid_dim, self.grid_dim)]
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        return x.narrow(dim, *part_of(x.shape[dim], self.size, self.rank))
+
+    # -- sizes, and what is sent -----------------------------------------------------------------------------
 
     @property
     def length_multiple(self) -> int:
@@ -126,63 +138,55 @@ class DynamicSequenceParallel(GridChunks):
         for (phase, elements), count in switches.items():
             yield Traffic(phase, "switch of dims", "all_to_all", count, elements * element_bytes)
 
-    def own(self, x: Tensor, dim: int) -> Tensor:
-        return x.narrow(dim, *part_of(x.shape[dim], self.size, self.rank))
-
-    def plan_grid(self, stages: Sequence[int], sizes: Sequence[int]) -> list[int | None]:
-        if self.size == 1:
-            return super().plan_grid(stages, sizes)
-        return [*plan_switches(stages, sizes, self.size, self.grid_dim, self.grid_dim)]
-
-    def along(self, grid: Grid, dim: int, planned: int | None) -> Grid:
-        if self.size == 1:
-            return grid
-        if planned is None or planned == dim:
-            raise ValueError(f"a stage along dim {dim} cannot have the grid cut along dim {planned}")
-        return self.switch(grid, grid.sharded, planned)
-
-    def restored(self, grid: Grid) -> Grid:
-        return grid if self.size == 1 else self.switch(grid, grid.sharded, self.grid_dim)
-
-    # -- the primitives of section 3.2 -------------------------------------------------------------
-
-    def split(self, x: Tensor, dim: int) -> Grid:
-        """This rank's part, along a grid dim, of x [B, n1, .., nK, H] that every rank has whole."""
-        sizes = tuple(x.shape[1:-1])
-        if self.size == 1:
-            return Grid(x, sizes)
-        part = x.narrow(dim + 1, *part_of(sizes[dim], self.size, self.rank))
-        return Grid(part, sizes, dim, self.size, self.rank)
-
-    def gather(self, grid: Grid) -> Tensor:
-        """The whole [B, n1, .., nK, H] on every rank."""
-        if grid.sharded is None or self.group is None:
-            return grid.x
-        dim, size = grid.sharded + 1, grid.sizes[grid.sharded]
-        whole = all_gather(_padded(grid.x, dim, -(-size // self.size)), dim, self.group)
-        return whole.narrow(dim, 0, size)
-
-    def switch(self, grid: Grid, from_dim: int | None, to_dim: int) -> Grid:
-        """The grid, cut along ``from_dim``, cut along ``to_dim``: one all-to-all, or nothing where both are
-        the same.
-
-        Raises:
-            ValueError: the grid is not cut along ``from_dim``.
-        """
-        if from_dim is None or grid.sharded != from_dim:
-            raise ValueError(f"the grid is cut along dim {grid.sharded}, not along dim {from_dim}")
-        if from_dim == to_dim:
-            return grid
-        cut, whole = from_dim + 1, to_dim + 1
-        each_cut, each_whole = (-(-grid.sizes[dim] // self.size) for dim in (from_dim, to_dim))
-        x = _padded(_padded(grid.x, cut, each_cut), whole, each_whole * self.size)
-        x = all_to_all(x, whole, cut, self.group)
-        x = x.narrow(cut, 0, grid.sizes[from_dim])
-        x = x.narrow(whole, 0, part_of(grid.sizes[to_dim], self.size, self.rank)[1])
-        return Grid(x, grid.sizes, to_dim, self.size, self.rank)
-
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
     """x with zeros at the end of ``dim``, up to that size."""
     missing = size - x.shape[dim]
     return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
+
+
+def plan_switches(
+    stages: Sequence[int], sizes: Sequence[int], parts: int, first: int | None = None, last: int | None = None
+) -> list[int]:
+    """The cheapest sequence of cuts of a grid whose stages need one dim after another whole.
+
+    Dynamic programming over the dim that is cut during each stage; the cost is the elements that the switches
+    send.
+
+    Args:
+        stages: the dim that each stage needs whole.
+        sizes: n1, .., nK of the grid.
+        parts: ranks.
+        first, last: the dim along which the grid is cut before and after all stages; None: any.
+
+    Returns the dim that is cut during each stage.
+
+    Raises:
+        Unsupported: the grid has one dim only, which no stage leaves alone.
+    """
+    if len(sizes) < 2:
+        raise Unsupported(
+            "a sequence of one dim cannot be cut along another", "use ulysses or ring_attention"
+        )
+
+    def cost(before: int | None, after: int | None) -> int:
+        if before is None or after is None or before == after:
+            return 0
+        return switched_elements(sizes, parts, before, after)
+
+    # of each dim that may be cut during a stage the cheapest way there, as (cost, dims so far)
+    ways: dict[int | None, tuple[int, list[int]]] = {first: (0, [])}
+    for needed in stages:
+        ways = {
+            dim: min((spent + cost(before, dim), [*cut, dim]) for before, (spent, cut) in ways.items())
+            for dim in range(len(sizes))
+            if dim != needed
+        }
+    return min((spent + cost(dim, last), cut) for dim, (spent, cut) in ways.items())[1]
+
+
+def switched_elements(sizes: Sequence[int], parts: int, from_dim: int, to_dim: int) -> int:
+    """Positions that one rank puts into the all-to-all of a switch, padding included."""
+    each_from, each_to = (-(-sizes[dim] // parts) for dim in (from_dim, to_dim))
+    others = math.prod(size for dim, size in enumerate(sizes) if dim not in (from_dim, to_dim))
+    return others * each_from * each_to * parts

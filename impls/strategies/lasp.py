@@ -1,10 +1,11 @@
 """LASP (Sun et al., "Linear Attention Sequence Parallelism", arXiv 2404.02882, algorithms 2 and 3).
 
 Every rank holds all weights and a chunk of L/N positions. Linear attention reaches other chunks through the
-state S = sum of k^T v alone: D x A numbers a head, whatever the length. Forward, the state travels along the
-ranks: each rank receives the state before its chunk, computes its outputs, adds its own chunk to the state
-and sends it on. Backward, the gradient of the state travels the other way. Each rank thus sends B Z D A
-numbers a layer forward and as many backward (the last rank none forward, the first none backward).
+state sum of k^T v alone, the paper's KV: D x A numbers a head, whatever the length. Forward, it travels along
+the ranks: each rank receives the state before its chunk, computes its outputs, adds its own chunk to the
+state and sends it on. Backward, the state's gradient, the paper's dKV, travels the other way. Each rank thus
+sends B Z D A numbers a layer forward and as many backward (the last rank none forward, the first none
+backward). The paper's T are the ranks, its C a chunk's L/N positions.
 
 A rank receives before its kernels and sends after them, as in the authors' code, so the ranks take turns
 within a layer. What hides this: a rank goes on to its next layer meanwhile.

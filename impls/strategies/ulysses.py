@@ -4,7 +4,8 @@ Every rank holds all weights and a chunk of L/N positions of every sequence. Att
 alone. So before it, one all-to-all each for queries, keys and values turns [all Z heads, L/N positions] into
 [Z/N heads, all L positions]. Attention is then the single device's, for fewer heads, and a fourth all-to-all
 turns its output back. A rank sends 4 (N-1)/N B (L/N) Z A elements forward and as many backward, which falls
-with N (section 3.2 counts four messages of M/N). The number of heads limits N.
+with N. (Section 3.2 counts as much, 4 N h / P a link: its N is the length, its P the ranks, its h our Z A.)
+The number of heads limits N.
 
 Where keys and values have fewer heads than queries, they are sent as they are if N divides their heads, else
 repeated up to the least common multiple with N.
@@ -73,6 +74,69 @@ class Ulysses(SwappedHeads, GridChunks):
     options_type = UlyssesOptions
     options: UlyssesOptions
 
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
+    ) -> Tensor:
+        attend = partial(super().causal_attention, attended=attended)
+        if sinks is not None:
+            attend = partial(attend, sinks=self.of_own_heads(sinks))
+        repeats = self.sent(q.shape[HEADS], k.shape[HEADS]) // k.shape[HEADS]
+        return self.by_heads(attend, q, *_repeated(k, v, repeats))
+
+    def by_heads(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``attend``, which treats each head alone, applied to whole sequences: [B, Z, L/N, A] -> [B, Z, L/N,
+        A]."""
+        heads = q.shape[HEADS]
+        q, k, v = (self.to_heads(x) for x in (q, k, v))
+        return self.to_positions(attend(q, k, v), heads)
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """[B, Z, L/N, A] -> this rank's heads of the whole sequence [B, Z/N, L, A]."""
+        missing = self.padded(x.shape[HEADS]) - x.shape[HEADS]
+        if missing:
+            x = F.pad(x, (0, 0, 0, 0, 0, missing))
+        return all_to_all(x, HEADS, POSITIONS, self.group)
+
+    def to_positions(self, x: Tensor, heads: int) -> Tensor:
+        """[B, Z/N, L, A] -> all heads of this rank's positions [B, Z, L/N, A], without the heads that were
+        added."""
+        return all_to_all(x, POSITIONS, HEADS, self.group)[:, :heads]
+
+    def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.by_heads(super().full_attention, q, k, v)
+
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
+        heads = q.shape[HEADS]
+        q, k, v = (self.to_heads(x) for x in (q, k, v))
+        return self.to_positions(super().linear_attention(q, k, v, mask.of_heads(self.of_own_heads)), heads)
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
+    ) -> Tensor:
+        # the mask is one of keys, which are whole for every rank, and the same for all heads
+        attend = partial(super().attention, mask=mask, dropout=dropout, softmax=softmax)
+        return self.by_heads(attend, q, k, v)
+
+    def of_own_heads(self, numbers: Tensor) -> Tensor:
+        """This rank's heads of the whole sequence [Z/N], from numbers of all heads [Z]."""
+        missing = self.padded(len(numbers)) - len(numbers)
+        return F.pad(numbers, (0, missing)).chunk(self.size)[self.rank]
+
+    def keys_to_heads(self, k: Tensor, v: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, G, L/N, A], each head sent ``repeats`` times, as :meth:`to_heads`."""
+        k, v = _repeated(k, v, repeats)
+        return self.to_heads(k), self.to_heads(v)
+
+    def key_gradients(self, d_k: Tensor, d_v: Tensor, heads: int, repeats: int) -> tuple[Tensor, Tensor]:
+        """The gradients [B, G, L/N, A] of the inputs of :meth:`keys_to_heads`, sent as ``heads`` heads, from
+        the gradients of its outputs; for strategies with a backward of their own."""
+        d_k, d_v = self.to_positions(d_k, heads), self.to_positions(d_v, heads)
+        if repeats > 1:
+            d_k, d_v = (x.unflatten(HEADS, (-1, repeats)).sum(HEADS + 1) for x in (d_k, d_v))
+        return d_k, d_v
+
+    # -- sizes, and what is sent -----------------------------------------------------------------------------
+
     def padded(self, heads: int) -> int:
         """``heads`` plus the heads that are added."""
         return math.ceil(heads / self.size) * self.size
@@ -120,66 +184,3 @@ class Ulysses(SwappedHeads, GridChunks):
                 for purpose, heads, size in both:
                     payload = head * self.padded(heads) * size
                     yield Traffic(phase, purpose, "all_to_all", site.count * 2, payload)
-
-    def to_heads(self, x: Tensor) -> Tensor:
-        """[B, Z, L/N, A] -> this rank's heads of the whole sequence [B, Z/N, L, A]."""
-        missing = self.padded(x.shape[HEADS]) - x.shape[HEADS]
-        if missing:
-            x = F.pad(x, (0, 0, 0, 0, 0, missing))
-        return all_to_all(x, HEADS, POSITIONS, self.group)
-
-    def of_own_heads(self, numbers: Tensor) -> Tensor:
-        """This rank's heads of the whole sequence [Z/N], from numbers of all heads [Z]."""
-        missing = self.padded(len(numbers)) - len(numbers)
-        return F.pad(numbers, (0, missing)).chunk(self.size)[self.rank]
-
-    def to_positions(self, x: Tensor, heads: int) -> Tensor:
-        """[B, Z/N, L, A] -> all heads of this rank's positions [B, Z, L/N, A], without the heads that were
-        added."""
-        return all_to_all(x, POSITIONS, HEADS, self.group)[:, :heads]
-
-    def keys_to_heads(self, k: Tensor, v: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, G, L/N, A], each head sent ``repeats`` times, as :meth:`to_heads`."""
-        k, v = _repeated(k, v, repeats)
-        return self.to_heads(k), self.to_heads(v)
-
-    def key_gradients(self, d_k: Tensor, d_v: Tensor, heads: int, repeats: int) -> tuple[Tensor, Tensor]:
-        """The gradients [B, G, L/N, A] of the inputs of :meth:`keys_to_heads`, sent as ``heads`` heads, from
-        the gradients of its outputs; for strategies with a backward of their own."""
-        d_k, d_v = self.to_positions(d_k, heads), self.to_positions(d_v, heads)
-        if repeats > 1:
-            d_k, d_v = (x.unflatten(HEADS, (-1, repeats)).sum(HEADS + 1) for x in (d_k, d_v))
-        return d_k, d_v
-
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
-    ) -> Tensor:
-        # the mask is one of keys, which are whole for every rank, and the same for all heads
-        heads = q.shape[HEADS]
-        q, k, v = (self.to_heads(x) for x in (q, k, v))
-        attended = super().attention(q, k, v, mask, dropout=dropout, softmax=softmax)
-        return self.to_positions(attended, heads)
-
-    def causal_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
-    ) -> Tensor:
-        attend = partial(super().causal_attention, attended=attended)
-        if sinks is not None:
-            attend = partial(attend, sinks=self.of_own_heads(sinks))
-        repeats = self.sent(q.shape[HEADS], k.shape[HEADS]) // k.shape[HEADS]
-        return self.by_heads(attend, q, *_repeated(k, v, repeats))
-
-    def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.by_heads(super().full_attention, q, k, v)
-
-    def by_heads(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``attend``, which treats each head alone, applied to whole sequences: [B, Z, L/N, A] -> [B, Z, L/N,
-        A]."""
-        heads = q.shape[HEADS]
-        q, k, v = (self.to_heads(x) for x in (q, k, v))
-        return self.to_positions(attend(q, k, v), heads)
-
-    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
-        heads = q.shape[HEADS]
-        q, k, v = (self.to_heads(x) for x in (q, k, v))
-        return self.to_positions(super().linear_attention(q, k, v, mask.of_heads(self.of_own_heads)), heads)

@@ -50,6 +50,15 @@ def test_even_routing_is_even_for_a_rank_with_stripes(
         assert counts.tolist() == [experts * per_token] * experts
 
 
+def test_round_robin_gives_each_token_the_next_experts() -> None:
+    plan = RoutingPlan("round_robin", 128, 8)
+    chosen = plan.of_positions(256)
+    assert chosen[[0, 1, 16]].tolist() == [[*range(8)], [*range(8, 16)], [*range(8)]]
+    assert {*plan.tokens(np.arange(256), 256, 1)} == {16}
+    # of 8 ranks with 16 experts each, a token meets one
+    assert (chosen // 16 == chosen[:, :1] // 16).all()
+
+
 def test_even_routing_keeps_to_groups() -> None:
     plan = RoutingPlan("even", 160, 6, groups=8, group_topk=3)
     chosen = plan.of_positions(320)
@@ -74,7 +83,9 @@ def test_a_file_of_counts_is_met_in_proportion(tmp_path: Path) -> None:
     assert counts == pytest.approx([0.5, 0.25, 0.125, 0.125], abs=0.01)
     with pytest.raises(ValueError, match="has 4 counts; give one for each of 8 experts"):
         RoutingPlan(str(path), 8, 1)
-    with pytest.raises(ValueError, match="routing is learned, even, zipf:S or a file of counts, not 'zipff'"):
+    with pytest.raises(
+        ValueError, match="routing is learned, even, round_robin, zipf:S or a file of counts, not 'zipff'"
+    ):
         moe(routing="zipff")
 
 

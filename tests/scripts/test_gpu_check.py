@@ -1,6 +1,5 @@
 """The summary of a GPU's check: what it finds well, and what it does not."""
 
-import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Outcome
+from spbench.bench.row import json_line
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SUMMARY = runpy.run_path(str(SCRIPTS / "gpu_summary.py"), run_name="summary")
@@ -25,7 +25,7 @@ def folder_with(tmp_path: Path, measured_bytes: int | None, status: Any = "ok", 
         as_row(played, Outcome(status, measurement={"peak_memory_bytes": measured_bytes})),
     ]
     (tmp_path / "memory").mkdir()
-    lines = "".join(json.dumps(row.as_written()) + "\n" for row in rows)
+    lines = "".join(map(json_line, rows))
     (tmp_path / "memory" / "cells.jsonl").write_text(lines)
     (tmp_path / "parts.csv").write_text(f"doctor,0,3,30\nmemory,{code},17,230\n")
     (tmp_path / "verify.txt").write_text(

@@ -128,12 +128,17 @@ class CachingAllocator:
     def segments(self) -> Iterator[list[tuple[int, int, bool]]]:
         """The blocks of each segment that is reserved, in order: address, bytes, and whether it is free."""
         for first in self._blocks.values():
-            if first.previous is None:
-                blocks, block = [], first
-                while block is not None:
-                    blocks.append((block.address, block.size, block.free))
-                    block = block.next  # type: ignore[assignment]
-                yield blocks
+            if self._is_hole(first) or not (first.previous is None or self._is_hole(first.previous)):
+                continue
+            blocks, block = [], first
+            while block is not None and not self._is_hole(block):
+                blocks.append((block.address, block.size, block.free))
+                block = block.next  # type: ignore[assignment]
+            yield blocks
+
+    def _is_hole(self, block: Block) -> bool:
+        """Whether a block is of addresses without memory, which end a segment."""
+        return False
 
     def pool_of(self, address: int) -> tuple[int, bool]:
         """The stream of the block at an address, and whether it is of the pool of small blocks."""

@@ -8,7 +8,6 @@ they differ from those of :mod:`.allocator`.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
 from functools import cache
 
 from spbench.bench.measure.memory.allocator import (
@@ -94,17 +93,6 @@ class ExpandableSegments(CachingAllocator):
         super().__init__(capacity)
         # addresses, ascending, of the ranges without pages, of each (stream, small)
         self._holes: dict[tuple[int, bool], list[int]] = {}
-
-    def segments(self) -> Iterator[list[tuple[int, int, bool]]]:
-        """As the base class's; each range of mapped pages is a segment, as in torch's snapshot."""
-        for first in self._blocks.values():
-            if self._is_hole(first) or not (first.previous is None or self._is_hole(first.previous)):
-                continue
-            blocks, block = [], first
-            while block is not None and not self._is_hole(block):
-                blocks.append((block.address, block.size, block.free))
-                block = block.next  # type: ignore[assignment]
-            yield blocks
 
     def _is_hole(self, block: Block) -> bool:
         holes = self._holes[block.pool]

@@ -132,7 +132,7 @@ class Costs:
         compute = np.divide(program.flops, rate, out=np.zeros(len(program)), where=computing)
         compute += self._operands(program)
         seconds = (
-            np.maximum(compute, program.nbytes / self._memory_bandwidth())
+            np.maximum(compute, program.nbytes / self.memory_bandwidth())
             + program.strided * calibration.strided_element_s
         )
         self._set_matmuls_by_table(program, seconds)
@@ -294,7 +294,7 @@ class Costs:
                 if call.direction == "backward" and cores:
                     reached[events] *= grid.backward_share(call.heads, call.keys, call.head_size, cores)
 
-    def _memory_bandwidth(self) -> float:
+    def memory_bandwidth(self) -> float:
         """Bytes a second of the device's own memory that kernels reach; nan: not known."""
         device = self.cluster.device
         bandwidth = device.memory_bandwidth_bytes_per_s.value or float("nan")

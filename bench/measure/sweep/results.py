@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from spbench.bench.errors import UserError
 from spbench.bench.files import read_file
 from spbench.bench.measure.trust.bands import priced_by_in_words, tied, with_band
-from spbench.bench.row import Row, WrongRow, finite, parse_any_row, parse_row
+from spbench.bench.row import Row, WrongRow, json_line, parse_any_row, parse_row
 from spbench.impls.axes import MESH_AXES, spelled, union, whole_mesh
 
 if TYPE_CHECKING:
@@ -228,8 +227,8 @@ class ResultsFile:
         Raises:
             UserError: it cannot be written; the rows before it are as they were.
         """
-        line = json.dumps(finite(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
-        if self._unfinished:
+        line = json_line(row).encode()
+        if self._unfinished and not self._cut_torn_row():
             line = b"\n" + line
         size = os.fstat(self._fd).st_size
         try:
@@ -268,3 +267,16 @@ class ResultsFile:
     def _ends_inside_a_line(self) -> bool:
         size = os.fstat(self._fd).st_size
         return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+
+    def _cut_torn_row(self) -> bool:
+        """Take a row off that a crash cut short at the file's end, so that every line is whole again; whether
+        there was one."""
+        content = read_file(self.path)
+        begins = content.rfind(b"\n") + 1
+        try:
+            parse_row(content[begins:])
+        except WrongRow:
+            if torn := content.startswith(_BEGINNING, begins):
+                os.ftruncate(self._fd, begins)
+            return torn
+        return False

@@ -109,15 +109,15 @@ def _interval(centre: float, width: float, errors: Errors) -> Interval:
 
 def widen(by_rates: dict[str, ByBound]) -> None:
     """Make no interval of a class narrower than that of one whose rates are better: a time that lacks a rate
-    is not the surer for it, whatever the few that were measured so erred by. A single source does not say how
-    sources differ: its class is no narrower than the next worse one either. Where prices are missing
-    (:data:`WITHOUT_PRICES`), every bound has the widest interval of its class."""
+    is not the surer for it, whatever the few that were measured so erred by. Fewer than :data:`FEW` sources
+    do not say how sources differ: their class is no narrower than the next worse one either. Where prices are
+    missing (:data:`WITHOUT_PRICES`), every bound has the widest interval of its class."""
     for order in (EVER_WORSE, FITTED):
         names = [name for name in order if name in by_rates]
         for better, worse in pairwise(names):
             _widen_by(by_rates, worse, better)
         for better, worse in reversed([*pairwise(names)]):
-            if by_rates[better][ANY].sources == 1:
+            if by_rates[better][ANY].sources < FEW:
                 _widen_by(by_rates, better, worse)
     for missing in (by_rates.get(name, {}) for name in WITHOUT_PRICES):
         most = max((each.half_width for each in missing.values()), default=0.0)

@@ -21,7 +21,7 @@ from spbench.bench.measure.engines.plan import Plan, RankClass
 from spbench.bench.measure.processes.staged_group import STAGED
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measure.verify.judged import Discrepancy, discrepancies
-from spbench.bench.measure.verify.verified_run import Case, VerifiedRun
+from spbench.bench.measure.verify.verified_run import Case, OneDeviceRun, VerifiedRun
 from spbench.impls.attended import Attended
 from spbench.impls.backends.planned_step import PlannedStep, planned_sums
 from spbench.impls.collectives import all_reduce
@@ -33,7 +33,7 @@ from spbench.impls.strategies.base import Strategy
 NORM = "norm of all gradients"
 
 
-def check_positions(truth: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
+def check_positions(truth: OneDeviceRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
     """Every position must lie on equally many ranks; else the shares prove nothing about the whole.
 
     A strategy that gave all ranks the same chunk would be compared with that chunk alone.
@@ -56,7 +56,7 @@ def _all_ranks(strategy: Strategy) -> dist.ProcessGroup | None:
     return strategy.place.group(*strategy.nested_axes)
 
 
-def check_elements(truth: VerifiedRun, checked: VerifiedRun) -> tuple[str, Discrepancy]:
+def check_elements(truth: OneDeviceRun, checked: VerifiedRun) -> tuple[str, Discrepancy]:
     """Every element of a parameter must lie on equally many ranks, for the same reason."""
     kept, counts = checked.backend.gradient_places() | checked.backend.frozen_parts(), []
     for name, shape in checked.shapes.items():
@@ -134,13 +134,13 @@ def check_bytes(
         yield "parameters", Discrepancy.without_number(f"are {held} elements, {counted} by the model's sites")
 
 
-def check_norm(truth: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
+def check_norm(truth: OneDeviceRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
     """The norm of all gradients, of which every rank holds a part, where the step that :func:`check_bytes`
     has run took one. A norm that left some out, or counted them twice, would clip by a wrong factor."""
     norm = checked.backend.gradient_norm
     if norm is not None:
-        parts = truth.backend.gradient_parts().values()
-        expected = torch.stack([part.values.double().norm() for part in parts]).norm()
+        of_weights = [x for n, x in truth.tensors.items() if n.removeprefix("gradient of ") in truth.shapes]
+        expected = torch.stack([x.double().norm() for x in of_weights if x is not None]).norm()
         yield from discrepancies({NORM: expected}, {NORM: norm}).items()
 
 
@@ -172,7 +172,7 @@ def masked_attention(
     return torch.cat((scores, column), -1).softmax(-1)[..., :-1] @ v
 
 
-def check_documents(truth: VerifiedRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
+def check_documents(truth: OneDeviceRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
     """Where the outputs of a document change with the inputs of its neighbours, in two more forwards; nothing
     for a model whose sequences are not packed."""
     strategy, part = checked.strategy, checked.part

@@ -29,7 +29,7 @@ from spbench.bench.measure.verify.beside_values import (
     masked_attention,
 )
 from spbench.bench.measure.verify.judged import Discrepancy, Finding, discrepancies, relative_errors
-from spbench.bench.measure.verify.verified_run import SITE_DIM, Case, VerifiedRun, share_of
+from spbench.bench.measure.verify.verified_run import SITE_DIM, Case, OneDeviceRun, VerifiedRun, share_of
 from spbench.impls.as_published.as_published import AsPublished
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.axes import Place
@@ -79,8 +79,8 @@ class BothRuns:
     """
 
     model: Model
-    truth: VerifiedRun
-    noisy: VerifiedRun | None
+    truth: OneDeviceRun
+    noisy: OneDeviceRun | None
     checked: VerifiedRun
     recorder: Recorder
     departures: Mapping[str, tuple[Discrepancy, tuple[int, int]]]
@@ -152,7 +152,7 @@ def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
         strategy: Strategy = reference,
         of: Case = plain,
         given: Mapping[str, np.ndarray] = MappingProxyType({}),
-    ) -> VerifiedRun:
+    ) -> OneDeviceRun:
         return _on_one_device(pickle.dumps((of, strategy, dtype, mesh.device_type, watch, {**given})))
 
     truth = on_one_device(torch.float64)
@@ -215,8 +215,8 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
 
 
 @lru_cache(maxsize=KEPT_RUNS)
-def _on_one_device(pickled: bytes) -> VerifiedRun:
+def _on_one_device(pickled: bytes) -> OneDeviceRun:
     """The run of a case on one device, of the pickled arguments: most strategies are verified on the same
     models, one after another. Nobody writes to what it holds."""
     case, strategy, dtype, device, watch, given = pickle.loads(pickled)
-    return VerifiedRun(case, strategy, dtype, device=device, watch=watch, given=given)
+    return OneDeviceRun.of(VerifiedRun(case, strategy, dtype, device=device, watch=watch, given=given))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -153,6 +153,9 @@ class VerifiedRun:
                 loss.backward()
             with phase("gradient_sync"):
                 self.backend.synchronize()
+        # of a graph, whose hooks and saved tensors lead back here, the garbage collector sees too little: it
+        # would live on, and with it process groups and their threads
+        self.outputs = {name: x.detach() for name, x in self.outputs.items()}
 
     def tensors(self) -> dict[str, Tensor | None]:
         """What is compared, by name: this rank's part, or the group's sum of what ranks share; of a gradient
@@ -218,12 +221,31 @@ def _copied(experts: Tensor, scores: Tensor) -> Tensor:
     return experts.to(scores.device, copy=True)
 
 
-def share_of(truth: VerifiedRun, checked: VerifiedRun) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class OneDeviceRun:
+    """What a run on one device has computed, without its module: a rank keeps many, and looks for garbage
+    among their objects after each job. The attributes are those of :class:`VerifiedRun`."""
+
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor | None]
+    shapes: Mapping[str, torch.Size]
+    experts: Set[str]
+    choices: Mapping[str, np.ndarray]
+    sites: Sites
+
+    @classmethod
+    def of(cls, run: VerifiedRun) -> OneDeviceRun:
+        """What is compared of a run."""
+        return cls(run.inputs, run.outputs, run.tensors(), run.shapes, run.experts, run.choices, run.sites)
+
+
+def share_of(truth: OneDeviceRun, checked: VerifiedRun) -> dict[str, Tensor]:
     """This rank's share of what one device computed."""
     strategy, part = checked.strategy, checked.part
     kept = checked.backend.gradient_places()
     share = {}
-    for name, x in truth.tensors().items():
+    for name, x in truth.tensors.items():
         assert x is not None, f"the oracle has no {name}"
         kind, _, key = name.rpartition(" ")
         if kind == "output":

@@ -44,7 +44,7 @@ SLOWER = "slower than with other settings that surely fit"
 TOO_SLOW = "too slow by the estimate, or too large after traces of their strategy"
 #: so many kinds of layouts are to be named; what takes so much longer by the estimate than that many that
 #: probably fit is left out at once
-_NAMED, _FAR = 5, 2.5
+_NAMED, _FAR = 5, 2.0
 #: of one layout what takes so much longer by the estimate than what needs no more bytes is left out
 _DOMINATED = 1.1
 

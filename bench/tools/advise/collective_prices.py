@@ -40,6 +40,12 @@ class CollectivePrices:
         calibration = cluster.calibration_of(self.cell.precision)
         return Costs(cluster, calibration, model_parameters(self.cell))
 
+    @property
+    def s_of_byte(self) -> float:
+        """Seconds of a byte that a kernel moves through the card's memory; 0: not known."""
+        bandwidth = self._costs.memory_bandwidth()
+        return 1 / bandwidth if bandwidth > 0 else 0.0
+
     def seconds(
         self, collective: str, nbytes: float, axes: tuple[str, ...], sizes: Mapping[str, int]
     ) -> float:

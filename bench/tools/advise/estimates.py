@@ -8,6 +8,7 @@ backend sends. How much of it really is hidden behind computation only traces te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,8 +30,12 @@ from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Site
 
 #: shares of computation behind which what a backend sends is taken to be hidden: what it sends once a step,
-#: behind one micro-batch; what it sends with each, behind what of each sends nothing to experts itself
+#: behind one micro-batch; what it sends with each, behind each. Nothing is where rows go to experts of other
+#: ranks: they wait on the same links until the next layer's weights are there
 _HIDDEN_ONCE, _HIDDEN_EACH = 0.5, 0.8
+#: how often each micro-batch moves the weights of experts through memory, however few its rows are: they are
+#: read in forward and in backward, and their gradients are written
+_MOVED = 3
 #: of the 16 bytes of a parameter that are on the host: what AdamW reads and writes, and what crosses
 _UPDATED, _COPIED = 28 / 16, 8 / 16
 
@@ -72,6 +77,7 @@ class BackendFigures:
 
     Attributes:
         whole_bytes, shared_bytes: of states that are on every replica, and that are shared out.
+        gathered: of what is not, without stages of a pipeline and with them: :meth:`Backend.gathered_bytes`.
         once, each: (collective, bytes) that a rank's replicas exchange once a step, and each micro-batch.
         host_bytes: of states that are on the hosts of all replicas together.
     """
@@ -81,6 +87,7 @@ class BackendFigures:
     once: Mapping[str, float]
     each: Mapping[str, float]
     host_bytes: float = 0.0
+    gathered: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
 
 
 @dataclass(frozen=True)
@@ -130,8 +137,8 @@ class Estimates:
         self._shallow: dict[int, tuple[Cell, Model, dict[int, list[Site]]]] = {}
         self._of_backends: dict[tuple[Way, int, int, Fold | None], np.ndarray] = {}
         self._dispatched: dict[tuple[Fold, int, int, int, float], float] = {}
-        #: seconds of one call of a collective
-        self.seconds = CollectivePrices(cell).seconds
+        #: seconds of one call of a collective, and of a byte that a kernel moves
+        self.seconds, self._s_of_byte = (prices := CollectivePrices(cell)).seconds, prices.s_of_byte
 
     def figures(self, way: Way, options: Mapping[str, Any]) -> WayFigures:
         """What a way sends and holds.
@@ -184,11 +191,13 @@ class Estimates:
         ranks, b = layout.way.ranks, layout.micro_batch
         parts = batch // (layout.dp * b)
         layer_s, ends_s, _, _ = self._of_savings
-        to_experts = self._to_experts_s(layouts, way)
-        layer = b * (layer_s / ranks + way.sent_s.layer) + to_experts[:, :1]
-        ends = b * (ends_s / ranks + way.sent_s.ends) + to_experts[:, 1:]
-        stage = self.periods / layout.pp * layer
-        seconds: np.ndarray = parts * (stage + ends) + (layout.pp - 1) * stage / layout.virtual_stages
+        of_experts = self._experts_s(layouts, way)
+        layer = b * (layer_s / ranks + way.sent_s.layer) + of_experts[:, :1]
+        ends = b * (ends_s / ranks + way.sent_s.ends) + of_experts[:, 1:]
+        stage = self.periods / layout.pp
+        most, last = (max(sizes), sizes[-1]) if (sizes := layout.stage_layers) else (stage, stage)
+        slowest = np.maximum(most * layer, last * layer + ends)  # the loss is on the last stage
+        seconds: np.ndarray = parts * slowest + (layout.pp - 1) * stage * layer / layout.virtual_stages
         return seconds
 
     def times(self, layouts: Sequence[Layout], way: WayFigures, computing: np.ndarray) -> np.ndarray:
@@ -201,18 +210,26 @@ class Estimates:
         parts = batch // (layout.dp * layout.micro_batch)
         sent = np.stack([self._replicas_s(each, way) for each in layouts])[..., None]
         part = computing[:, None] / parts
-        # what goes to experts is on the links that replicas send by
-        to_experts = self._to_experts_s(layouts, way) @ [self.periods / layout.pp, 1.0]
-        apart = part - to_experts[:, None, None]
+        alone = np.array([each.fold is None or each.fold == (1, 1) for each in layouts])[:, None, None]
         sums = np.maximum(0.0, sent[:, 0] - _HIDDEN_ONCE * part)
-        sent_s = sums + parts * np.maximum(0.0, sent[:, 1] - _HIDDEN_EACH * apart)
+        each_s = np.maximum(0.0, sent[:, 1] - _HIDDEN_EACH * part * alone) + sent[:, 2]
+        # stages keep gathered weights and whole gradients until their last backward
+        sent_s = sums + (parts if layout.pp == 1 else 1) * each_s
         seconds: np.ndarray = computing[:, None] + sent_s + self._host_s(layouts, way)[..., None]
         return seconds
 
-    def _to_experts_s(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
-        """Seconds in which a micro-batch's rows go to experts, of a layer and of the rest: [layouts, 2]."""
-        rows = [layouts[0].micro_batch * nbytes for nbytes in (way.dispatched.layer, way.dispatched.ends)]
-        return np.array([[self._dispatch_s(each, nbytes) for nbytes in rows] for each in layouts])
+    def _experts_s(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
+        """Seconds in which a micro-batch's rows go to experts, and kernels move the weights of experts, of a
+        layer and of the rest: [layouts, 2]."""
+        itemsize, b = PRECISIONS[self.cell.precision].parameters.itemsize, layouts[0].micro_batch
+        moved_s = _MOVED * itemsize * self._s_of_byte
+        both = [
+            (b * way.dispatched.layer, moved_s * way.experts.layer),
+            (b * way.dispatched.ends, moved_s * way.experts.ends),
+        ]
+        return np.array(
+            [[self._dispatch_s(at, n) + s / math.prod(at.fold or (1,)) for n, s in both] for at in layouts]
+        )
 
     def _dispatch_s(self, layout: Layout, nbytes: float) -> float:
         """Seconds in which rows of so many bytes go to experts and back, and their gradients."""
@@ -259,18 +276,23 @@ class Estimates:
         return seconds
 
     def _replicas_s(self, layout: Layout, way: WayFigures) -> np.ndarray:
-        """[2, backends]: seconds of what a backend sends once a step, and with each micro-batch."""
+        """[3, backends]: seconds of what a backend sends once a step, and with each micro-batch, and of the
+        copies of the latter from and to buffers."""
         key = (layout.way, layout.dp, layout.pp, layout.fold)
         if key in self._of_backends:
             return self._of_backends[key]
         experts, _ = self._expert_elements(layout, way)
-        groups, sizes = {("dp", *way.alike): self._elements(layout, way), ("edp",): experts}, layout.sizes
+        others, sizes = self._elements(layout, way), layout.sizes
+        groups = {("dp", *way.alike): others, ("edp",): experts}
         sets = [(group, held) for group, held in groups.items() if held]
         seconds = [
             sum(self.seconds(name, float(f"{n * held:.2g}"), group, sizes) for group, held in sets)
             for name, n in self._messages[0]
         ]
-        sent: np.ndarray = self._messages[1] @ np.array(seconds, dtype=float)
+        copied = [
+            2 * self._s_of_byte * (others + experts) * sum(e.each.values()) for e in self.backends.values()
+        ]
+        sent: np.ndarray = np.vstack([self._messages[1] @ np.array(seconds, dtype=float), copied])
         self._of_backends[key] = sent
         return sent
 
@@ -292,9 +314,12 @@ class Estimates:
         sharing = layouts[0].dp * ranks_along(way.alike, layouts[0].sizes)
         whole, shared = self._of_states
         held = np.array([self._expert_elements(each, way) for each in layouts], dtype=float)[..., None]
-        of_others = (whole + shared / sharing) * self._elements(layouts[0], way)
-        nbytes: np.ndarray = of_others + (whole + shared / held[:, 1]) * held[:, 0]
-        return nbytes
+        kept, of_layer = np.array([e.gathered[layouts[0].pp > 1] for e in self.backends.values()]).T
+        of_others = (whole + kept + shared / sharing) * self._elements(layouts[0], way)
+        experts = [way.experts.layer / math.prod(each.fold or (1,)) for each in layouts]
+        at_once = (way.elements.layer + np.array(experts)[:, None]) / self.layers * self.periods
+        nbytes: np.ndarray = of_others + (whole + kept + shared / held[:, 1]) * held[:, 0]
+        return nbytes + of_layer * at_once
 
     @cached_property
     def _of_states(self) -> np.ndarray:

@@ -118,6 +118,9 @@ def references(
                 few_experts(at_depth(cell_of(question, batch=1, model=settings), layers)),
             )
     forward_only = question.cell.training.step == "inference"
+    for layers in () if forward_only else (1, 2):
+        twice = cell_of(question, batch=2, training={"micro_batches": 2})
+        ask("twice", AS_IT_IS, layers, few_experts(at_depth(twice, layers)))
     kinds: list[dict[str, Any]] = [{}] if forward_only else backend_settings(question)
     for settings in kinds:
         for dp in _REPLICAS:
@@ -155,9 +158,19 @@ def _reference(outcomes: _Outcomes, text: str) -> Reference | None:
         return None
     measured = [each[1].measurement for each in both if each]
     return Reference(
-        Depths(*(m["step_time_s"] for m in measured)),
+        Depths(*(m["step_time_s"] - _updating_s(outcomes, n) for n, m in enumerate(measured, 1))),
         Depths(*(_held(m, lambda name: name not in STATES) for m in measured)),
     )
+
+
+def _updating_s(outcomes: _Outcomes, layers: int) -> float:
+    """Seconds of a step in which weights are updated, once and not for each micro-batch; the settings of the
+    model do not change them."""
+    once, twice = (outcomes.get((kind, AS_IT_IS, layers)) for kind in ("model", "twice"))
+    if once is None or twice is None:
+        return 0.0
+    one_s, two_s = (float(each[1].measurement["step_time_s"]) for each in (once, twice))
+    return max(0.0, 2 * one_s - two_s)
 
 
 def _held(measurement: Mapping[str, Any], counts: Callable[[str], bool]) -> float:
@@ -179,13 +192,16 @@ def _backend(outcomes: _Outcomes, text: str) -> BackendFigures | None:
     forward_only = cell.training.step == "inference"
     once, twice = (_sent(cell, n, elements) for n in ((1, 1) if forward_only else (1, 2)))
     each = {name: max(0.0, twice[name] - once[name]) for name in once}
-    kept = backend_class(cell.training.backend).kept_bytes(PRECISIONS[cell.precision])
+    training, precision = cell.training, PRECISIONS[cell.precision]
+    backend = backend_class(training.backend)
+    options = backend.options_type(**training.backend_options)
     return BackendFigures(
-        max(0.0, few_bytes - shared / a) + kept,
+        max(0.0, few_bytes - shared / a),
         shared,
         {name: max(0.0, n - each[name]) for name, n in once.items()},
         each,
         a * (fewest.measurement["peak_host_memory_bytes"] or 0) / elements,
+        (backend.gathered_bytes(precision, options, False), backend.gathered_bytes(precision, options, True)),
     )
 
 

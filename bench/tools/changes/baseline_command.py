@@ -7,7 +7,6 @@ the same code writes the same bytes on any machine, and a diff shows what has ch
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from spbench.bench.files import write_whole
 from spbench.bench.measure.processes.starting import beginning_server
 from spbench.bench.measure.sweep.results import RESULTS_FILE
 from spbench.bench.measured_code import refuse_unmeasured_checkout
-from spbench.bench.row import Row, finite
+from spbench.bench.row import Row, json_line
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.comparison import write as write_comparisons
 
@@ -85,10 +84,7 @@ def write_baseline(rows: Sequence[Row], comparisons: Sequence[Comparison], folde
     Raises:
         UserError: they cannot be written; earlier ones are as they were.
     """
-
-    lines = [
-        json.dumps(finite(canonical(row)), allow_nan=False, sort_keys=True, separators=(",", ":")) + "\n"
-        for row in sorted(rows, key=lambda row: row["key"])
-    ]
+    in_order = sorted(rows, key=lambda row: row["key"])
+    lines = (json_line(canonical(row), sort_keys=True) for row in in_order)
     path = write_whole(folder / RESULTS_FILE, "".join(lines))
     return [path, write_comparisons(comparisons, folder)] if comparisons else [path]

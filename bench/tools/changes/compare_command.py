@@ -10,7 +10,6 @@ neither always goes first.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import signal
@@ -32,7 +31,7 @@ from spbench.bench.files import resolved, write_whole
 from spbench.bench.git import DIRTY, CodeVersion, checked_out, checkout_around, own_checkout, working_tree
 from spbench.bench.measure.sweep.provenance import commit_of
 from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
-from spbench.bench.row import Row
+from spbench.bench.row import Row, json_line
 from spbench.bench.tools.changes.judgement import check_gate, judge
 from spbench.bench.tools.changes.judgement_report import judgement_report
 from spbench.bench.tools.changes.metrics import merged_rounds
@@ -168,8 +167,7 @@ def _rows(side: str, version: CodeVersion, folder: Path, said: str) -> list[Row]
 
 
 def _write(rows: Sequence[Row], scratch: Path, output: Path, side: str) -> Path:
-    lines = [json.dumps(row.as_written(), separators=(",", ":")) + "\n" for row in rows]
-    write_whole(output / side / RESULTS_FILE, "".join(lines))
+    write_whole(output / side / RESULTS_FILE, "".join(map(json_line, rows)))
     comparison = scratch / f"{side}-0" / COMPARISON_FILE
     if comparison.exists():
         shutil.copy(comparison, output / side)

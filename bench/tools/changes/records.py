@@ -2,8 +2,7 @@
 
 A file has JSON lines: the head (format, suite, date, commit, host, number of rows), then the rows as the run
 left them. Nothing is ever appended to it, and its name is made of suite, date, commit and machine, so that
-jobs and branches that write into one history never touch the same file. Records of format 1, which had
-metrics in place of rows, are converted when they are read.
+jobs and branches that write into one history never touch the same file.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,7 +23,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import read_file, write_whole
 from spbench.bench.git import SHORT_HASH, asked, own_checkout
 from spbench.bench.measure.sweep.provenance import check_same_code, commit_of
-from spbench.bench.row import Row, finite, parse_row, problem
+from spbench.bench.row import Row, json_line, parse_row, problem
 from spbench.bench.tools.changes.metrics import has_exact_engine
 from spbench.bench.tools.changes.result_files import Origin, origin_of, read_results, suite_of
 from spbench.bench.units import GIB
@@ -195,8 +194,7 @@ def _commit(name: str, branch: str | None, repository: Path | None, results: Pat
 
 
 class _Head(BaseModel):
-    """Keys that it does not know, of later versions, are left out; ``machine`` and ``versions`` are of format
-    1."""
+    """Keys that it does not know, of later versions, are left out."""
 
     model_config = ConfigDict(strict=True)
 
@@ -206,8 +204,6 @@ class _Head(BaseModel):
     commit: Commit
     cells: int
     host: str = ""
-    machine: dict[str, Any] = {}
-    versions: dict[str, str | None] = {}
 
 
 def content_of(record: RunRecord) -> str:
@@ -220,10 +216,7 @@ def content_of(record: RunRecord) -> str:
         "host": record.host,
         "cells": len(record.rows),
     }
-    lines = (
-        json.dumps(finite(line), allow_nan=False, separators=(",", ":")) for line in (head, *record.rows)
-    )
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(map(json_line, (head, *record.rows)))
 
 
 def add_record(record: RunRecord, folder: Path) -> tuple[Path, bool]:
@@ -254,12 +247,12 @@ def read_record(path: Path) -> RunRecord:
     rows = []
     try:
         head = _Head.model_validate_json(first)
-        if head.spbench_record not in (1, FORMAT):
+        if head.spbench_record != FORMAT:
             raise ValueError(f"spbench_record: a record of format {head.spbench_record}; this reads {FORMAT}")
         commit, date = replace(head.commit, date=utc(head.commit.date)), utc(head.date)
         for line in lines:
             number += 1
-            rows.append(parse_row(line if head.spbench_record == FORMAT else _converted(head, line)))
+            rows.append(parse_row(line))
         if len(rows) != head.cells or not rows or not lines[-1].endswith(b"\n"):
             raise ValueError(f"cut short: {len(rows)} of {head.cells} cells")
     except (ValueError, OverflowError) as error:
@@ -268,33 +261,3 @@ def read_record(path: Path) -> RunRecord:
             f"{path}:{number}: not a record of a run ({what}); restore the file or remove it"
         ) from error
     return RunRecord(head.suite, date, commit, rows, head.host)
-
-
-def _converted(head: _Head, line: bytes) -> bytes:
-    """The row of a cell's line of format 1.
-
-    Raises:
-        ValueError: it is no such line.
-    """
-    try:
-        content = json.loads(line)
-        values = content["values"]
-        measured = {name: entry["value"] for name, entry in values.items()}
-        if "sent_bytes" in measured:
-            measured["communication"] = [{"sent_bytes": measured.pop("sent_bytes")}]
-            measured["formula_difference"] = [{}] * measured.pop("formula_differences", 0)
-        for name, unit in (("step_time", "s"), ("time", "s")):
-            measured[f"{name}_samples_{unit}"] = values.get(f"{name}_{unit}", {}).get("samples", [])
-        row = {
-            "key": content["cell"],
-            "cell": {
-                "engine": "virtual" if content["exact"] else "distributed",
-                "search": {"quantity": values.get("answer", {}).get("unit", "")},
-            },
-            "status": content["status"],
-            "measurement": measured,
-            "provenance": {**head.versions, "host": head.machine.get("host"), "machine": head.machine},
-        }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no line of format 1: {error}") from error
-    return json.dumps(row).encode()

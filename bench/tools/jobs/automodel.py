@@ -179,7 +179,7 @@ def _pipeline(k: Account) -> dict[str, Any]:
 
 def _routing(k: Account) -> Said:
     even = "model.backend.fake_balanced_gate"
-    return Said("even" if k.value(even) else "", given_of(k, even))
+    return Said("round_robin" if k.value(even) else "", given_of(k, even))
 
 
 def _recompute(k: Account) -> Said:

@@ -70,7 +70,7 @@ def _derived(model: CausalTransformerModel, cell: Cell) -> Iterator[tuple[str, A
     at_once = 1 if stages > 1 else parts  # a pipeline runs its micro-batches at once
     yield "training.local_batch_size", batch // (at_once * cell.sizes.dp), "batch"
     yield "training.global_batch_size", batch if at_once > 1 else None, "training.micro_batches"
-    forced = True if model.experts and model.routing == "even" else None
+    forced = True if model.experts and model.routing == "round_robin" else None
     yield "debug.moe_force_load_balance", forced, "model_options.routing"
     if stages > 1:
         yield from _pipeline(model, cell)

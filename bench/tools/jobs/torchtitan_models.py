@@ -162,6 +162,6 @@ class TorchtitanModel:
         elif parts > 1:
             k.set("sizes.etp", parts, parts_name)
         if self.value(forced, False):
-            k.set("model_options.routing", "even", forced)
+            k.set("model_options.routing", "round_robin", forced)
         k.ignore("one part: not split", ranks_name, parts_name)
         k.approximate("rows of an expert are not padded to a multiple of 8 or 16")

@@ -176,7 +176,7 @@ def _automodel(k: Account) -> dict[str, Said]:
         "experts": said(k, "engine.ep_size"),
         "own_experts": Said(True),
         "dispatcher": said(k, "engine.backend_config.dispatcher"),
-        "routing": Said("even" if k.value(even) else "", given_of(k, even)),
+        "routing": Said("round_robin" if k.value(even) else "", given_of(k, even)),
         "recompute": said(k, "engine.activation_checkpointing"),
         "compiled": said(k, "engine.enable_compile"),
         "liger": Said(

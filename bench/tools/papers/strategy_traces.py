@@ -15,7 +15,7 @@ from spbench.bench.measure.engines.virtual import trace_classes
 from spbench.bench.measure.simulator.trace_export import trace_events
 from spbench.bench.measure.sweep.results import RESULTS_FILE
 from spbench.bench.old_names import trace_today
-from spbench.bench.row import Row, finite
+from spbench.bench.row import Row, json_line
 
 #: the argument of `spbench reproduce`, and the folder
 STRATEGIES = "strategies"
@@ -40,7 +40,7 @@ def _write_rows(rows: Sequence[Row], path: Path) -> Path:
     for row in rows:
         made_by = {name: (row.get("provenance") or {}).get(name) for name in _PROVENANCE}
         kept = {name: row[name] for name in _KEPT if name in row} | {"provenance": made_by}
-        lines.append(json.dumps(finite(kept), allow_nan=False, sort_keys=True, separators=(",", ":")) + "\n")
+        lines.append(json_line(kept, sort_keys=True))
     return write_whole(path, "".join(lines))
 
 

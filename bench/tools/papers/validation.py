@@ -71,16 +71,19 @@ def validation_lines(records: Sequence[Comparison]) -> list[Line]:
 def _validation_line(
     measured: str, quantity: str, records: Sequence[Comparison], others: Sequence[Mapping[str, str]]
 ) -> Line:
+    predictors = {"other predictors": "; ".join(map(_other_predictor, others))}
+    return {"measured by, on": measured, "quantity": quantity, **_errors_and_roles(records), **predictors}
+
+
+def _errors_and_roles(records: Sequence[Comparison]) -> Line:
+    """How many numbers, the median and the worst of their absolute errors, and how many are of each role."""
     roles = Counter(record.role for record in records)
     errors = [abs(r.relative_error) for r in records if r.relative_error is not None]
     return {
-        "measured by, on": measured,
-        "quantity": quantity,
         "numbers": len(errors) if records else "",
         "median error": error_percent(median(errors)) if errors else "",
         "worst": error_percent(max(errors)) if errors else "",
         "role": ", ".join(f"{roles[role]} {role}" for role in ROLES if roles[role]),
-        "other predictors": "; ".join(map(_other_predictor, others)),
     }
 
 
@@ -198,16 +201,7 @@ def _wire_counts(records: Sequence[Comparison]) -> list[Comparison]:
 
 
 def _trust_line(quantity: str, against: str, records: Sequence[Comparison]) -> Line:
-    errors = [abs(record.relative_error) for record in records if record.relative_error is not None]
-    roles = Counter(record.role for record in records)
-    return {
-        "quantity": quantity,
-        "compared with": against,
-        "numbers": len(errors),
-        "median error": error_percent(median(errors)),
-        "worst": error_percent(max(errors)),
-        "role": ", ".join(f"{roles[role]} {role}" for role in ROLES if roles[role]),
-    }
+    return {"quantity": quantity, "compared with": against, **_errors_and_roles(records)}
 
 
 # -- the ladder ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 from spbench.bench.errors import UserError
 from spbench.bench.git import SHORT_HASH, day_of, last_change
 from spbench.bench.measure.sweep.results import RESULTS_FILE
-from spbench.bench.tools.changes.history import Assessment, read_history
+from spbench.bench.tools.changes.history import Assessment, History, read_history
 from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
 from spbench.bench.tools.changes.metrics import Difference
 from spbench.bench.tools.changes.result_files import Results, read_results
@@ -120,11 +120,19 @@ def changes(gathered: Gathered) -> Iterator[str]:
     if there is one."""
     yield _since_baselines(list(gates(gathered.baseline, gathered.results / "runs")))
     if gathered.history is not None:
-        try:
-            history = read_history(gathered.history)
-            yield _in_history([history.assess(series) for series in history.series()])
-        except UserError as error:
-            yield _not_run(HISTORY, f"{error} (history)")
+        history, problem, assessments = assessed(gathered.history)
+        yield _in_history(assessments) if history else _not_run(HISTORY, f"{problem} (history)")
+
+
+def assessed(folder: Path | None) -> tuple[History | None, str, list[Assessment]]:
+    """The history in a folder with its series; without one, why."""
+    if folder is None:
+        return None, "There is no history here.", []
+    try:
+        history = read_history(folder)
+        return history, "", [history.assess(series) for series in history.series()]
+    except UserError as error:
+        return None, str(error), []
 
 
 def _not_run(place: str, problem: str) -> str:

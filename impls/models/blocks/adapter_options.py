@@ -56,6 +56,7 @@ class AdapterOptions:
     Attributes:
         lora_rank: r; 0: no adapters, all weights are trained.
         lora_alpha: what an adapter adds is multiplied by ``lora_alpha / lora_rank``.
+        lora_dropout: of what each adapter takes, in training.
         lora_targets: the projections with an adapter, words of :data:`PROJECTIONS`, also of shared experts,
             and of :data:`LATENT`; "all-linear": all of these that the model has; "experts": those of each
             routed expert, see :class:`ExpertAdapters`. With separate_projections each has its own; else those
@@ -69,6 +70,7 @@ class AdapterOptions:
 
     lora_rank: int = 0
     lora_alpha: float = 16.0
+    lora_dropout: float = 0.0
     lora_targets: Sequence[str] = (ALL,)
     lora_whole: Sequence[str] = ()
     frozen_bits: int = HOLDER
@@ -89,6 +91,10 @@ class AdapterOptions:
             )
         if self.lora_rank < 0 or self.lora_alpha <= 0:
             raise ValueError("lora_rank is at least 0, and lora_alpha is above 0")
+        if not 0 <= self.lora_dropout < 1 or (self.lora_dropout and not self.lora_rank):
+            raise ValueError("lora_dropout is at least 0 and below 1, and above 0 needs lora_rank")
+        if self.lora_dropout and (self.mlp_tiling or EXPERTS in self.lora_targets):
+            raise ValueError("lora_dropout goes with neither mlp_tile nor lora_targets of experts")
         if not self.lora_rank:
             return
         if not self.lora_targets:

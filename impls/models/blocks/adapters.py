@@ -24,13 +24,26 @@ from spbench.impls.strategies.layers import GroupedLinear, LayerHooks, Linear
 
 if TYPE_CHECKING:
     from spbench.impls.models.blocks.decoder_options import DecoderOptions
+    from spbench.impls.strategies.base import Strategy
 
 
 class Adapters(nn.Module):
     """Weights that are trained where a model has a rank of adapters."""
 
 
-class OpeningAdapters(Adapters):
+class DroppingAdapters(Adapters):
+    """Adapters whose inputs go through dropout, each adapter's through one of its own."""
+
+    def __init__(self, model: DecoderOptions, strategy: Strategy):
+        super().__init__()
+        self.scale, self.p, self.strategy = model.lora_scale, model.lora_dropout, strategy
+
+    def dropped(self, x: Tensor, axes: Sequence[str]) -> Tensor:
+        """x as A takes it; ``axes``: over which x is spread."""
+        return self.strategy.random.dropout(x, self.p, axes)
+
+
+class OpeningAdapters(DroppingAdapters):
     """Adapters of the projections that open a block, one a projection where each is a matmul of its own, else
     one for all of them together.
 
@@ -43,13 +56,14 @@ class OpeningAdapters(Adapters):
     def __init__(
         self,
         model: DecoderOptions,
+        strategy: Strategy,
         features: int,
         names: Sequence[str],
         together: Callable[[int], nn.Module],
         alone: Callable[[int, int], nn.Module],
     ):
-        super().__init__()
-        rank, self.scale = model.lora_rank, model.lora_scale
+        super().__init__(model, strategy)
+        rank = model.lora_rank
         #: the numbers of the projections that have one; None: all share one
         self.places = model.adapted_apart(names)
         many = 1 if self.places is None else len(self.places)
@@ -61,10 +75,10 @@ class OpeningAdapters(Adapters):
         """The projections of x [B, L, H] with what their adapters add."""
         results = list(outputs)
         if self.places is None:
-            parts: Sequence[Tensor] = self.up[0](self.down[0](x))
+            parts: Sequence[Tensor] = self.up[0](self._down(0, x))
             return tuple(y + part * self.scale for y, part in zip(results, parts, strict=True))
-        for place, down, up in zip(self.places, self.down, self.up, strict=True):
-            (part,) = up(down(x))
+        for number, (place, up) in enumerate(zip(self.places, self.up, strict=True)):
+            (part,) = up(self._down(number, x))
             results[place] = results[place] + part * self.scale
         return tuple(results)
 
@@ -72,21 +86,28 @@ class OpeningAdapters(Adapters):
         """What the one adapter of all projections adds to them side by side [..., groups, F]."""
         up = self.up[0]
         assert isinstance(up, GroupedLinear)
-        return up.together(self.down[0](x)) * self.scale
+        return up.together(self._down(0, x)) * self.scale
+
+    def _down(self, number: int, x: Tensor) -> Tensor:
+        """The r features of x of one of the adapters."""
+        features: Tensor = self.down[number](self.dropped(x, self.strategy.position_axes))
+        return features
 
 
-class ClosingAdapter(Adapters):
+class ClosingAdapter(DroppingAdapters):
     """The adapter of the projection that closes a block: this rank's features of x [B, L, F] -> [B, L, H]."""
 
-    def __init__(self, model: DecoderOptions, layers: LayerHooks, features: int, hidden: int):
-        super().__init__()
-        self.scale = model.lora_scale
+    def __init__(
+        self, model: DecoderOptions, strategy: Strategy, layers: LayerHooks, features: int, hidden: int
+    ):
+        super().__init__(model, strategy)
         self.down = layers.linear_out(features, model.lora_rank)
         self.up = Linear(model.lora_rank, hidden, bias=False)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """y, the projection of x, with what the adapter adds."""
-        added: Tensor = self.up(self.down.project(x))
+        # of features that are split, each rank draws its own
+        added: Tensor = self.up(self.down.project(self.dropped(x, self.strategy.attention_axes)))
         return y + added * self.scale
 
 

@@ -222,7 +222,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         if self.head_dim is not None:
             sizes["head_dim"] = 8  # of 12 heads, which together have other features than the hidden state
         # at once, as a share of RoPE may not fit the smaller heads
-        others = {"dropout": 0.0, "attention_dropout": 0.0, "rotary_share": 1.0}
+        others = {"dropout": 0.0, "attention_dropout": 0.0, "lora_dropout": 0.0, "rotary_share": 1.0}
         return with_options(self, {**sizes, **others, **self.shrunk_experts()})
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:

@@ -153,13 +153,14 @@ class MlpModule(nn.Module):
         if model.adapts(names):
             self.opening = OpeningAdapters(
                 model,
+                strategy,
                 model.hidden,
                 names,
                 lambda rank: layers.grouped_linear_in(rank, inner, len(names)),
                 lambda rank, place: layers.separate_linear_in(rank, (inner,)),
             )
         if model.adapts([MLP_CLOSING]):
-            self.closing = ClosingAdapter(model, layers, inner, model.hidden)
+            self.closing = ClosingAdapter(model, strategy, layers, inner, model.hidden)
         self.tiling, self.weights = model.mlp_tiling, WeightsOf(self)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -147,7 +147,7 @@ class LatentAttentionMixer(AttentionMixer):
                 return self.strategy.grouped_linear_in(rank, of_latent.outputs, 1)
             return GroupedLinear(rank, of_latent.outputs, 1)
 
-        return OpeningAdapters(self.model, of_latent.inputs, (name,), up, up)
+        return OpeningAdapters(self.model, self.strategy, of_latent.inputs, (name,), up, up)
 
     def _adapted(self, name: str, x: Tensor, y: Tensor) -> Tensor:
         """y, the projection of x that has this name, with what its adapter adds, if it has one."""

@@ -178,7 +178,7 @@ class AttentionMixer(nn.Module):
         """Make the adapter of the projection that closes the layer, if it has one."""
         self.closing, width = None, self.kind.width(self.model)
         if self.model.adapts([CLOSING]):
-            self.closing = ClosingAdapter(self.model, self.strategy, width, self.model.hidden)
+            self.closing = ClosingAdapter(self.model, self.strategy, self.strategy, width, self.model.hidden)
 
     def closed(self, y: Tensor) -> Tensor:
         """The heads' features [B, L, Z A] projected to [B, L, H]."""
@@ -288,7 +288,7 @@ class SoftmaxAttentionMixer(AttentionMixer):
         def alone(rank: int, place: int) -> nn.Module:
             return strategy.separate_linear_in(rank, ((width, of_keys, of_keys)[place],))
 
-        return OpeningAdapters(model, model.hidden, QKV, together, alone)
+        return OpeningAdapters(model, strategy, model.hidden, QKV, together, alone)
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         y = self.beside_heads(self.strategy.projected_attention(x, ProjectedHeads(self, places)))

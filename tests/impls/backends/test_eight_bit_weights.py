@@ -20,7 +20,7 @@ from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.kernels.fp8_casts import E4M3
 from spbench.impls.models.model import model_preset
 from tests.impls.backends.one_device import set_weights
-from tests.impls.models.test_early_stop import kernels, trace
+from tests.impls.models.test_recomputation import kernels, trace
 
 MODEL = {"fp8": "tensorwise", "library": "transformer-engine", "layers": 2}
 GATHERED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 700}

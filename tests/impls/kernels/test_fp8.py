@@ -33,7 +33,7 @@ from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import initialize
 from tests.impls.kernels.made import bytes_kept, made
-from tests.impls.models.test_early_stop import kernels, trace
+from tests.impls.models.test_recomputation import kernels, trace
 
 #: half the distance of neighbours, as a share of a number, and of the least normal number
 HALF = {E4M3: 2.0**-4, E5M2: 2.0**-3}

@@ -27,7 +27,7 @@ from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy
 from tests.impls.backends.one_device import set_weights
 from tests.impls.kernels.made import made
-from tests.impls.models.test_early_stop import kernels, trace
+from tests.impls.models.test_recomputation import kernels, trace
 
 NUMBERS = (torch.finfo(E4M3).max, torch.finfo(E5M2).max)
 OPTIONS = {"fp8": "delayed", "library": "transformer-engine", "layers": 2}

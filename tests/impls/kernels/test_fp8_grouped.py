@@ -16,7 +16,7 @@ from spbench.impls.kernels.fp8_projection import RECIPES
 from spbench.impls.kernels.projection import project
 from spbench.impls.models.model import model_preset
 from tests.impls.kernels.made import bytes_kept, made
-from tests.impls.models.test_early_stop import kernels, trace
+from tests.impls.models.test_recomputation import kernels, trace
 
 ROWS = [40, 0, 200, 16]
 ENGINE = ["tensorwise", "blockwise", "mxfp8"]

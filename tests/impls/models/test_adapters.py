@@ -15,6 +15,7 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.kernels.grouped_matmul import grouped_project, stacked_project
 from spbench.impls.kernels.projection import project
+from spbench.impls.models.blocks.adapters import OpeningAdapters
 from spbench.impls.models.blocks.experts import MixtureModule
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import model_preset
@@ -243,6 +244,28 @@ def test_what_is_trained_whole_has_a_gradient_and_a_frozen_copy() -> None:
     assert all((p.grad is not None) == p.requires_grad for p in module.parameters())
 
 
+def test_dropout_is_of_what_adapters_take_and_the_same_where_layers_are_recomputed() -> None:
+    def gradients(**options: Any) -> tuple[Tensor, list[Tensor]]:
+        torch.manual_seed(0)
+        model, strategy = adapted(tied=True, **options), Strategy()
+        strategy.random.begin_step(0)
+        module = model.build(strategy, 24)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+        loss = module(model.inputs(2, 24, torch.Generator().manual_seed(0)))["loss"]
+        return loss.detach(), [*torch.autograd.grad(loss, trained)]
+
+    half = gradients(lora_dropout=0.5)
+    torch.testing.assert_close(half, gradients(lora_dropout=0.5, recompute="full"))
+    assert (half[0] - gradients()[0]).abs() > 1e-3
+    # what is not dropped counts for more, so that the mean stays
+    adapter = OpeningAdapters(adapted(lora_dropout=0.5), Strategy(), 1, ("q_proj",), nn.Identity, nn.Identity)
+    ones = adapter.dropped(torch.ones(10_000), ())
+    assert {*ones.unique().tolist()} == {0.0, 2.0}
+    assert abs(ones.mean() - 1) < 0.05
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -253,6 +276,8 @@ def test_what_is_trained_whole_has_a_gradient_and_a_frozen_copy() -> None:
         ({"lora_whole": ["norm"]}, "lora_whole has words of embedding, head"),
         ({"lora_targets": ["experts"]}, "this model has no experts for adapters; name some of q_proj, "),
         ({"recompute": "operators"}, "neither mtp_layers nor recompute: operators"),
+        ({"lora_dropout": 1.0}, "at least 0 and below 1"),
+        ({"lora_dropout": 0.1, "mlp_tile": 7}, "goes with neither mlp_tile nor"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], said: str) -> None:

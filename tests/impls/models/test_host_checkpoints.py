@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -33,15 +34,10 @@ def gradients(device: Device | None = None, *, passes: int = 1, **options: Any) 
         module = model.build(Strategy(seed=5), 16)
         initialize(module, 0, deviation=0.3)
         batches = [model.inputs(2, 16, torch.Generator().manual_seed(i)) for i in range(passes)]
-        if device is None:
+        with device or nullcontext():
             losses = [module(batch)["loss"] for batch in batches]
             for loss in losses:
                 loss.backward()
-        else:
-            with device:
-                losses = [module(batch)["loss"] for batch in batches]
-                for loss in losses:
-                    loss.backward()
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 

@@ -26,8 +26,7 @@ from spbench.impls.strategies.nesting import Nesting
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
 from spbench.impls.tiles import Tiling
-from tests.impls.models.test_early_stop import kernels, trace
-from tests.impls.models.test_recomputed_dropout import gradients
+from tests.impls.models.test_recomputation import gradients, kernels, trace
 from tests.measure.verify.assertions import assert_green
 
 GROUPED = "causal-transformer-tiny-gqa"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -139,11 +140,8 @@ def gradients(device: Device | None, strategy: Strategy) -> dict[str, Tensor]:
         module = model.build(strategy, 16)
         initialize(module, 0, deviation=0.3)
         batch = model.inputs(2, 16, torch.Generator().manual_seed(0))
-        if device is None:
+        with device or nullcontext():
             module(batch)["loss"].backward()
-        else:
-            with device:
-                module(batch)["loss"].backward()
     return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 

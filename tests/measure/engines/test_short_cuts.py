@@ -6,6 +6,7 @@ planted in each short cut are seen by the same comparison.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -214,24 +215,30 @@ def test_every_strategy_and_backend(strategy: str, backend: str) -> None:
     check_rank(one, one.sizes.world // 2)
 
 
-def all_cells(strategy: str) -> Iterator[Cell]:
-    """A strategy on all tiny models and their variants, and the kinds of step."""
+def all_cells(strategy: str) -> Iterator[tuple[Cell, int]]:
+    """A strategy on all tiny models and their variants, and a rank of each; kinds of step, placements and
+    ranks take turns, as all of them with all take an hour of a core a strategy."""
     trainings: list[dict[str, Any]] = [{}, {"step": "inference"}, {"micro_batches": 2}]
     placed = issubclass(strategies()[strategy], PlacedChunks)
     chosen: list[dict[str, Any]] = [{"placement": placement} for placement in PLACEMENTS if placed] or [{}]
-    variants = [(model, {**options}) for model in TINY for options in [{}, *model_preset(model).variants()]]
-    for (model, options), training, strategy_options in product(variants, trainings, chosen):
-        yield wide(strategy, model, options, training=training, strategy_options=strategy_options)
+    turns = deque(product(range(3), chosen, trainings))
+    for model, options in [(m, {**o}) for m in TINY for o in [{}, *model_preset(m).variants()]]:
+        for _ in range(len(turns)):
+            part, strategy_options, training = turns[0]
+            turns.rotate(-1)
+            asked = wide(strategy, model, options, training=training, strategy_options=strategy_options)
+            if supported(asked):
+                yield asked, part * (asked.sizes.world - 1) // 2
+                break
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", strategies())
 def test_all_models_and_steps(strategy: str) -> None:
-    cells = [asked for asked in all_cells(strategy) if supported(asked)]
+    cells = [*all_cells(strategy)]
     assert len(cells) > 3
-    for asked in cells:
-        for rank in {0, asked.sizes.world // 2, asked.sizes.world - 1}:
-            check_rank(asked, rank)
+    for asked, rank in cells:
+        check_rank(asked, rank)
 
 
 @pytest.mark.slow

@@ -61,7 +61,8 @@ class Staged:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["legacy_ddp", "zero1", "zero3"])
 def test_strategies_are_right_on_it(pool: RankPool, backend: str) -> None:
-    models = ["bert-tiny-linformer", "causal-transformer-tiny", "tnl-tiny", "st-dit-tiny"]
+    hybrid = "linear-llama3-tiny-hybrid"
+    models = ["bert-tiny-linformer", "causal-transformer-tiny", "tnl-tiny", hybrid, "st-dit-tiny"]
     rows = list(verify(None, models, [2], parts=["model"], backend=backend, pool=Staged(pool)))  # type: ignore[arg-type]
     assert [row for row in rows if row.status == "RED"] == []
     green = {row.strategy for row in rows if row.status == "green"}

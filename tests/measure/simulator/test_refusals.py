@@ -12,34 +12,21 @@ from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from tests.measure.simulator.step_programs import cluster, simulate, timed
 
 
-def test_a_receive_that_nothing_is_sent_to_is_named() -> None:
+@pytest.mark.parametrize(
+    ("phase", "halves", "named"),
+    [
+        ("forward", "r", r"rank 0, event 0 \(recv of 8 bytes from rank 1, forward\).*no matching"),
+        ("forward", "srr", r"recv of 8 bytes from rank 1, forward\).*no matching send"),
+        ("backward", "rs", r"rank 0, event 0 \(recv of 8 bytes from rank 1, backward\).*never ends"),
+    ],
+    ids=["nothing is sent", "received twice", "both wait for each other"],
+)
+def test_a_message_that_never_ends_is_named(phase: str, halves: str, named: str) -> None:
     b = ProgramBuilder((1, 1, 1, 2))
-    b.phase("forward")
-    b.wait(b.recv(8, (0, 0, 0, 1)))
-    with pytest.raises(
-        Deadlock, match=r"rank 0, event 0 \(recv of 8 bytes from rank 1, forward\).*no matching"
-    ):
-        timed([b.program()], [[0, 1]])
-
-
-def test_a_second_receive_of_one_message_is_named() -> None:
-    b = ProgramBuilder((1, 1, 1, 2))
-    b.phase("forward")
-    b.wait(b.send(8, (0, 0, 0, 1)))
-    b.wait(b.recv(8, (0, 0, 0, 1)))
-    b.wait(b.recv(8, (0, 0, 0, 1)))
-    with pytest.raises(Deadlock, match=r"recv of 8 bytes from rank 1, forward\).*no matching send"):
-        timed([b.program()], [[0, 1]])
-
-
-def test_ranks_that_wait_for_each_other_are_named() -> None:
-    b = ProgramBuilder((1, 1, 1, 2))
-    b.phase("backward")
-    b.wait(b.recv(8, (0, 0, 0, 1)))
-    b.wait(b.send(8, (0, 0, 0, 1)))
-    with pytest.raises(
-        Deadlock, match=r"rank 0, event 0 \(recv of 8 bytes from rank 1, backward\).*never ends"
-    ):
+    b.phase(phase)
+    for half in halves:
+        b.wait((b.recv if half == "r" else b.send)(8, (0, 0, 0, 1)))
+    with pytest.raises(Deadlock, match=named):
         timed([b.program()], [[0, 1]])
 
 

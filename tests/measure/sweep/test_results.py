@@ -74,6 +74,18 @@ def test_truncated_last_line_is_skipped_and_the_next_row_starts_afresh(tmp_path:
         results.append(row(8))
         results.append(row(16))
     assert stored(tmp_path) == [1, 2, 8, 16]
+    assert read_rows(results.path)[1] == []  # what holds results to others takes no file with half a row
+
+
+@pytest.mark.parametrize("taken", [1, 2])  # the line's end alone, or more
+def test_a_last_row_without_its_end_of_line_is_kept_if_it_is_whole(tmp_path: Path, taken: int) -> None:
+    with ResultsFile(tmp_path) as results:
+        results.append(row(1))
+        results.append(row(2))
+    results.path.write_bytes(results.path.read_bytes()[:-taken])
+    with ResultsFile(tmp_path) as results:
+        results.append(row(4))
+    assert stored(tmp_path) == ([1, 2, 4] if taken == 1 else [1, 4])
 
 
 def test_a_row_that_was_cut_short_alone_is_gone_over(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def check_that_it_goes_on(command: Command, monkeypatch: pytest.MonkeyPatch) -> 
     kept = read_rows(command.results)[0]
     assert sorted(row["measurement"]["answer"] for row in kept) == [4000, 8000]
     with command.results.open("ab") as file:  # as if it had been killed inside a write
-        file.write(b'{"key": "half a r')
+        file.write(b'{"key":"half a r')
 
     command.gate.touch()
     again = command.again(monkeypatch)
@@ -147,7 +147,7 @@ def check_that_it_goes_on(command: Command, monkeypatch: pytest.MonkeyPatch) -> 
     assert f"{command.results}:3: not a result row, skipped" in again.stderr
     rows, problems = read_rows(command.results)
     assert [row["status"] for row in rows] == ["ok"] * 5
-    assert len(problems) == 1
+    assert problems == []
     runs = [key for _, key in command.begun()]
     assert all(runs.count(row["key"]) == 1 for row in kept)
     assert "rsa-max-seqlen-base" in again.stdout

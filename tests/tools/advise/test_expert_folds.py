@@ -15,6 +15,7 @@ from spbench.bench.measure.engines.deepened_traces import few_layers, leading_ru
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.advice import Advice
 from spbench.bench.tools.advise.candidates import best_folds
+from spbench.bench.tools.advise.collective_prices import CollectivePrices
 from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Estimates, Reference
 from spbench.bench.tools.advise.layout_search import Search
 from spbench.bench.tools.advise.layouts import (
@@ -36,7 +37,9 @@ from spbench.bench.tools.advise.ranking import Seen
 from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.asking import Task
 from spbench.bench.tools.fit.suggestions import single_changes
+from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.models.model import model_preset
+from spbench.impls.registries import backend_class
 
 MODEL = "moe-tiny"  # 12 experts of width 24, 3 a token
 LAYERS, EXPERTS = 2, 12
@@ -112,27 +115,47 @@ def test_more_ranks_hold_fewer_experts_and_send_more_rows() -> None:
     assert estimated.seconds("all_to_all", 2**20, ("ep",), whole.sizes) == 0
 
 
-@pytest.mark.parametrize("computed", [0.0, 2e-5])
-def test_gathers_hide_behind_what_the_way_to_experts_leaves(computed: float) -> None:
-    about, way = asked(16), Way("single", {})
+@pytest.mark.parametrize(("ep", "hidden"), [(1, 0.8), (4, 0.0)])
+def test_gathers_hide_only_where_no_rows_go_to_other_ranks(ep: int, hidden: float) -> None:
+    about, way, computed = asked(16), Way("single", {}), 2e-5
     reference = Reference(Depths(computed, 2 * computed), Depths(2.0, 3.0))
     zero3 = {"zero3": BackendFigures(0.0, 16.0, {}, {"all_gather": 40.0})}
     estimated = Estimates(about.cell, about.gpus, {"": reference}, zero3)
-    figures, layout = estimated.figures(way, {}), Layout(way, 16, 1, 1, fold=Fold(4, 1))
+    figures, layout = estimated.figures(way, {}), Layout(way, 16, 1, 1, fold=Fold(ep, 1))
 
     def seconds(collective: str, nbytes: float, axis: str) -> float:
         return estimated.seconds(collective, float(f"{nbytes:.2g}"), (axis,), layout.sizes)
 
-    # there and back, and so the gradients; a rank has one sample
+    # there and back, and so the gradients; a rank has one sample. Weights are read twice, gradients written
+    of_experts, bandwidth = LAYERS * figures.experts.layer / ep, 1 / CollectivePrices(about.cell).s_of_byte
     to_experts = LAYERS * 4 * seconds("all_to_all", figures.dispatched.layer, "ep")
-    of_layers = LAYERS * figures.elements.layer + figures.elements.ends
-    gathers = seconds("all_gather", 40 * of_layers, "dp")
-    gathers += seconds("all_gather", 40 * LAYERS * figures.experts.layer / 4, "edp")
     computing = estimated.computing([layout], figures)
-    assert computing == pytest.approx(LAYERS * computed + to_experts)
-    left = gathers - 0.8 * LAYERS * computed
-    assert left > 0
+    assert computing == pytest.approx(LAYERS * computed + to_experts + 3 * 2 * of_experts / bandwidth)
+    of_layers = LAYERS * figures.elements.layer + figures.elements.ends
+    gathers = seconds("all_gather", 40 * of_layers, "dp") + seconds("all_gather", 40 * of_experts, "edp")
+    left = gathers - hidden * computing[0, 0] + 2 * 40 * (of_layers + of_experts) / bandwidth
     assert estimated.times([layout], figures, computing) == pytest.approx(computing[:, None] + left)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_gathered_weights_of_experts_are_on_the_card(pp: int) -> None:
+    """With ZeRO-3 those of two layers and a layer's gradients, with stages all of a stage's."""
+    about, way = asked(16), Way("single", {})
+    zero3 = backend_class("zero3")
+    gathered = [
+        zero3.gathered_bytes(PRECISIONS["bf16"], zero3.options_type(), staged) for staged in (False, True)
+    ]
+    assert gathered == [(0, 8), (4, 2)]
+    reference = {"": Reference(Depths(1.0, 2.0), Depths(2.0, 3.0))}
+    figures_of = {"zero3": BackendFigures(0.0, 0.0, {}, {}, gathered=(gathered[0], gathered[1]))}
+    estimated = Estimates(about.cell, about.gpus, reference, figures_of)
+    figures = estimated.figures(way, {})
+    of_layer = figures.elements.layer + figures.experts.layer / 4
+    ends = figures.elements.ends + figures.experts.ends / 4
+    states = estimated.states([Layout(way, 16 // pp, pp, 1, fold=Fold(4, 1))], figures)
+    whole, at_once = gathered[pp > 1]
+    held = of_layer * LAYERS / pp + ends / pp
+    assert states == pytest.approx(whole * held + at_once * of_layer)
 
 
 def folds_of(about: Question, way: Way) -> list[object]:

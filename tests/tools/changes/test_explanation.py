@@ -9,6 +9,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.sweep.sweep import as_row
+from spbench.bench.row import finite
 from spbench.bench.tools.changes.change_evidence import STEP_PARTS, why
 from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.judgement_report import grouped, shown_pair
@@ -28,7 +29,7 @@ def row() -> Row:
         seq_len=8,
         cluster="piz-daint-p100",
     )
-    return as_row(cell, measure(run_cell, cell)).as_written()
+    return finite(as_row(cell, measure(run_cell, cell)))
 
 
 def test_the_parts_of_a_step_add_up_to_it(row: Row) -> None:

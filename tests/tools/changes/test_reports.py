@@ -18,6 +18,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.sweep.sweep import as_row
+from spbench.bench.row import finite
 from spbench.bench.tools.changes.to_markdown import LIMIT, MARK
 from tests.tools.changes.conftest import Judge
 from tests.tools.changes.rows import BASE, CLAIM, Rows, commit_all, folder, made_up, one_byte_more, planted
@@ -114,9 +115,9 @@ def test_a_kernel_that_is_5_percent_slower(judged: Judge, monkeypatch: pytest.Mo
         seq_len=8,
         cluster="piz-daint-p100",
     )
-    before = as_row(cell, measure(run_cell, cell)).as_written()
+    before = finite(as_row(cell, measure(run_cell, cell)))
     monkeypatch.setattr(Costs, "kernels", slower)
-    after = as_row(cell, measure(run_cell, cell)).as_written()
+    after = finite(as_row(cell, measure(run_cell, cell)))
     code, markdown, junit = judged([after], [before])
     assert code == 1
     ((verdict, where, quantity, *_, change, moved),) = tables(markdown)[0]

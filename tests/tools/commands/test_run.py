@@ -179,7 +179,8 @@ def test_truncated_results_are_a_warning(spbench: Run) -> None:
     assert code == 0
     assert f"spbench: warning: {file}:5: not a result row, skipped" in err
     assert "4 of them kept from before; running 1" in err
-    assert len(read_rows(file)[0]) == 5
+    rows, problems = read_rows(file)
+    assert (len(rows), problems) == (5, [])
 
 
 def test_full_disk(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def settings(made: Job) -> dict[str, Any]:
         ("automodel", {
             "sizes.ep": 4, "sizes.pp": 2, "sizes.dp": 4, "batch": 64, "training.micro_batches": 8,
             "training.backend": "zero2", "training.schedule": "interleaved", "training.virtual_stages": 5,
-            "training.stage_layers": [5] * 8 + [4] * 2, "model_options.routing": "even",
+            "training.stage_layers": [5] * 8 + [4] * 2, "model_options.routing": "round_robin",
             "model_options.dispatcher": "node_deduplicated", "training.own_weights": "apart"}),
         ("veomni", {
             "sizes.ep": 8, "sizes.sp": 2, "sizes.dp": 4, "strategy": "ulysses", "training.backend": "zero3",

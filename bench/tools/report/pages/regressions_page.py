@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from spbench.bench.errors import UserError
-from spbench.bench.tools.changes.history import Assessment, History, counts, read_history
+from spbench.bench.tools.changes.history import Assessment, History, counts
 from spbench.bench.tools.report.gathered import Gathered
 from spbench.bench.tools.report.history_drawings import history_drawings, quiet_table
 from spbench.bench.tools.report.page import DataTable, Page, Part
@@ -20,14 +19,14 @@ from spbench.bench.tools.report.report_markdown import (
     marked,
     plain,
 )
-from spbench.bench.tools.report.what_changed import PAGE, Gate, gates
+from spbench.bench.tools.report.what_changed import PAGE, Gate, assessed, gates
 
 _COLUMNS = {"worse": "worse", "removed": "missing", "improved": "better", "new": "new", "unchanged": "equal"}
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
     """regressions.html."""
-    history, problem, assessments = _assessed(gathered)
+    history, problem, assessments = assessed(gathered.history)
     all_gates = list(gates(gathered.baseline, gathered.results / "runs"))
     missing = (
         f"There is no baseline in {code(gathered.baseline)}; `spbench baseline --scenario gate` writes one."
@@ -45,17 +44,6 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         order=80,
         summary="What is worse than it was: results beside committed baselines, and metrics over commits.",
     )
-
-
-def _assessed(gathered: Gathered) -> tuple[History | None, str, list[Assessment]]:
-    """The history with its series; without one, why."""
-    if gathered.history is None:
-        return None, "There is no history here.", []
-    try:
-        history = read_history(gathered.history)
-        return history, "", [history.assess(series) for series in history.series()]
-    except UserError as error:
-        return None, str(error), []
 
 
 def _facts(

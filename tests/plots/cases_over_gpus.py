@@ -1,0 +1,255 @@
+"""Figures over lengths and GPUs: rows, and what is drawn of them."""
+
+from __future__ import annotations
+
+from spbench.plots import dsp, lasp, rsa
+from spbench.plots.methods import draw as draw_methods
+from spbench.plots.style import TIMES
+from tests.plots.figure_cases import ALONE, GIB, LOST, TOKENS, TP, Case, Row, formula, sized, steps
+from tests.plots.rows import published, ran, searched, table
+
+LENGTHS = (2048, 4096, 8192)
+SCALED = [
+    steps("lasp", "sp", count, n, training={"backend": backend})
+    for backend in ("ddp", "fsdp_flat")
+    for count in (8, 16)
+    for n in LENGTHS
+]
+UNSCALED = [
+    *(steps("lasp", "sp", 8, n, "oom", training={"backend": "ddp"}) for n in (65536, 16384)),
+    steps("lasp", "sp", 16, 16384, "unsupported", training={"backend": "ddp"}),
+]
+PUBLISHED = table(
+    *(published(row, "memory_gb", 22.5) for row in SCALED[:3]),
+    *(published(row, "memory_gb", None, "unstated") for row in SCALED[3:5]),
+    *(published(UNSCALED[1], quantity, None, "oom") for quantity in ("memory_gb", TOKENS)),
+)
+READINGS = [
+    steps("ulysses", "sp", 64, n, model_options={"linear_attention": way})
+    for way in ("left_product", "chunked")
+    for n in LENGTHS
+]
+LINEAR = {"model": "linear-transformer-0.4b", "model_options": {"layers": 2}}
+LASP = [steps("lasp", "sp", 8, n, **LINEAR) for n in (2048, 65536)]
+RING = [steps("ring_attention", "sp", 8, n, **LINEAR) for n in (2048, 65536)]
+SENT = table(
+    *(formula(row, "lasp-table1", 100.0, 100.0) for row in LASP),
+    *(formula(row, "ring-attention-table1", 7.0, 14.0) for row in RING),
+    formula(RING[0], "ring-attention-wire", 14.0, 14.0),
+    formula(RING[1], "ring-attention-wire", 14.0, 15.0),
+)
+ROUND = [*(steps("ulysses", "sp", 4, n) for n in (1024, 2048)), steps("ulysses", "sp", 4, 4096, "oom")]
+MESHES = [
+    steps("ulysses", "sp", count, n, measured={}) | {"key": f"{count} {n}"}
+    for count in (4, 8)
+    for n in (1024, 2048)
+]
+
+OVER_LENGTHS = {
+    "a column for each backend, a row for each quantity": Case(
+        lasp.draw_lasp_scalability,
+        SCALED,
+        titles=["TransNormerLLM 1B, DDP", "TransNormerLLM 1B, FSDP", "", ""],
+        axes=["Peak memory (GiB)", "", "Tokens per second", ""],
+        data={
+            "ours memory_gb 8 GPUs": [[(2048, 0.25), (4096, 0.5), (8192, 1)]] * 2,
+            f"ours {TOKENS} 16 GPUs": [[(n, 16000) for n in LENGTHS]] * 2,
+        },
+        legend=["8 GPUs", "16 GPUs"],
+        notes=[],
+    ),
+    "published numbers are markers, the shortest lost length is a mark below, unstated is nothing": Case(
+        lasp.draw_lasp_scalability,
+        [*SCALED, *UNSCALED],
+        PUBLISHED,
+        data={"published memory_gb 8 GPUs": [[(n, 22.5) for n in LENGTHS]]},
+        marks={"ours oom 8 GPUs": 16384, "published oom 8 GPUs": 16384, "ours unsupported 16 GPUs": 16384},
+        absent=["published memory_gb 16 GPUs"],
+        legend=["8 GPUs", "16 GPUs", "published", LOST, f"{LOST}, published", "unsupported"],
+        notes=["TransNormerLLM 1B, DDP, 16 GPUs: unsupported at 16K (reason of unsupported)"],
+    ),
+    "two readings of one method are two lines beside one published marker": Case(
+        lasp.draw_lasp_speed,
+        [*READINGS, *(steps("lasp", "sp", 64, n) for n in LENGTHS)],
+        table(*(published(row, TOKENS, 300.0) for row in READINGS if row["cell"]["seq_len"] == 4096)),
+        data={
+            **{
+                f"ours {TOKENS} Ulysses, {matmul} first": [[(n, 64000) for n in LENGTHS]]
+                for matmul in ("QKᵀ", "KᵀV")
+            },
+            f"published {TOKENS} Ulysses, QKᵀ first": [[(4096, 300)]],
+        },
+        absent=[f"published {TOKENS} Ulysses, KᵀV first"],
+        legend=["Ulysses, QKᵀ first", "Ulysses, KᵀV first", "LASP", "published"],
+    ),
+    "metered elements beside the exact formulas, not the paper's": Case(
+        lasp.draw_lasp_communication,
+        [*LASP, *RING],
+        SENT,
+        titles=["Linear transformer 0.4B, 8 GPUs"],
+        data={
+            "ours sent_elements LASP": [[(2048, 100), (65536, 100)]],
+            "ours sent_elements Ring Attention": [[(2048, 14), (65536, 15)]],
+            "published sent_elements Ring Attention": [[(2048, 14), (65536, 14)]],
+        },
+        legend=["Ring Attention", "LASP", "formula"],
+        notes=["3 of 4 cells on virtual ranks"],
+    ),
+    "rows that did not run have no metered elements": Case(
+        lasp.draw_lasp_communication,
+        LASP,
+        table(*(formula(row, "lasp-table1", 100.0, None) for row in LASP)),
+        data={"published sent_elements LASP": [[(2048, 100), (65536, 100)]], "ours sent_elements LASP": [[]]},
+    ),
+    "a line for each strategy; searches are left out": Case(
+        draw_methods,
+        [*ROUND, searched("tensor_parallel", 8, 512)],
+        titles=[f"TransNormerLLM 1B, 4 {TIMES} local"],
+        data={
+            f"ours {TOKENS} Ulysses": [[(1024, 4000), (2048, 4000)]],
+            "ours peak_memory_gib Ulysses": [[(1024, 0.25), (2048, 0.5)]],
+        },
+        marks={"ours oom Ulysses": 4096},
+    ),
+    "layouts of one strategy are lines of their own": Case(
+        draw_methods,
+        [
+            ran("ok", row["measurement"], **{**row["cell"], "sizes": sizes})
+            for row in ROUND[:2]
+            for sizes in ({"dp": 2, "sp": 4}, {"sp": 8})
+        ],
+        data={
+            f"ours peak_memory_gib Ulysses, {sizes}": [[(1024, 0.25), (2048, 0.5)]]
+            for sizes in ("dp2xsp4", "sp8")
+        },
+    ),
+}
+
+CUTS = [
+    sized("ulysses", n, 64, cut=cut, measured={"samples_per_s": n / (1 + cut)})
+    for cut in (0, 1)
+    for n in (4, 2)
+]
+TRAINED = [*CUTS, *(sized("dsp", n, frames) for frames in (128, 64) for n in (4, 2))]
+SAMPLES = "throughput_samples_per_s"
+FORWARD = [sized("single", 1, 64), *(sized(name, n, 64) for name in ("dsp", "ulysses") for n in (2, 4))]
+LONG = [sized(name, n, 1024) for name in ("dsp", "ring_attention") for n in (8, 16, 32)]
+HELD = {"dsp": (32, 16), "megatron_sp": (8, 4), "ulysses": (None, 17)}
+MEMORY = [
+    sized(
+        *(name, 8, 128, "oom" if gib is None else "ok"),
+        checkpointing=bool(at),
+        measured={"peak_memory_bytes": (gib or 0) * GIB},
+    )
+    for name, both in HELD.items()
+    for at, gib in enumerate(both)
+]
+KEPT, RECOMPUTED = "activations kept", "activations recomputed"
+
+
+def staged(strategy: str, pp: int, status: str = "ok") -> Row:
+    """A timed search on 4 ranks a stage."""
+    row = searched(strategy, 4, 40 * pp, status, quantity="batch")
+    row["cell"]["sizes"]["pp"] = pp
+    row["measurement"] = {} if status != "ok" else row["measurement"] | {"tokens_per_s": 4000.0 * pp}
+    return row
+
+
+GROWN = [
+    ran(
+        *(
+            "oom" if (batch, count) == (512, 64) else "ok",
+            {"peak_memory_bytes": 7000 * 2**20, "tokens_per_s": 9000.0},
+        ),
+        model="bert-large",
+        strategy="tensor_parallel",
+        sizes={"tp": count},
+        batch=batch,
+        seq_len=512,
+    )
+    for count, batch in ((8, 64), (16, 128), (64, 512))
+]
+
+OVER_GPUS = {
+    "a panel for each video, a line for each cut": Case(
+        dsp.draw_dsp_throughput,
+        TRAINED,
+        table(*(published(row, SAMPLES, 0.7) for row in CUTS[:2])),
+        titles=["64 frames of 4096 places", "128 frames of 4096 places"],
+        axes=["Samples per second", ""],
+        data={
+            f"ours {SAMPLES} Ulysses, by frames": [[(2, 2), (4, 4)]],
+            f"ours {SAMPLES} Ulysses, by places": [[(2, 1), (4, 2)]],
+            f"ours {SAMPLES} DSP": [[(2, 2), (4, 4)]] * 2,
+            f"published {SAMPLES} Ulysses, by frames": [[(2, 0.7), (4, 0.7)]],
+        },
+        legend=["Ulysses, by frames", "Ulysses, by places", "DSP", "published"],
+        notes=[],
+    ),
+    "cuts that lie one over the other are named": Case(
+        dsp.draw_dsp_throughput,
+        [{**row, "measurement": {"samples_per_s": 1.0}} for row in CUTS],
+        notes=["by less than 0.1% and are drawn over each other: 64 frames of 4096 places"],
+    ),
+    "one device is a marker": Case(
+        dsp.draw_dsp_inference,
+        FORWARD,
+        axes=["Latency of 100 forwards (s)"],
+        data={f"ours latency_s {ALONE}": [[(1, 400)]], "ours latency_s DSP": [[(2, 200), (4, 100)]]},
+    ),
+    "strong and weak scaling": Case(
+        dsp.draw_dsp_scaling,
+        [*LONG, sized("dsp", 16, 512), sized("dsp", 64, 2048), sized("megatron_sp", 32, 1024, "unsupported")],
+        titles=["ST-DiT XL, strong:\n4096K positions", "ST-DiT XL, weak:\n128K positions a GPU"],
+        axes=["Tokens per second"],
+        data={
+            f"ours {TOKENS} DSP": [[(n, 1000 * n) for n in some] for some in ((8, 16, 32), (16, 32, 64))],
+            # the length of others did not grow
+            f"ours {TOKENS} Ring Attention": [[(n, 1000 * n) for n in (8, 16, 32)]],
+        },
+        marks={"ours unsupported Megatron-SP": 32},
+        notes=["Megatron-SP: unsupported at 32 GPUs (reason of unsupported)"],
+    ),
+    "bars of memory; a lost one is a mark": Case(
+        dsp.draw_dsp_memory,
+        MEMORY,
+        titles=["ST-DiT XL, 128 frames of 4096 places, 8 GPUs"],
+        axes=["Peak memory (GiB)"],
+        data={
+            f"memory {KEPT} DSP": [32],
+            f"memory {KEPT} Megatron-SP": [8],
+            f"memory {RECOMPUTED} DSP": [16],
+            f"memory {RECOMPUTED} Ulysses": [17],
+        },
+        marks={f"memory {KEPT} Ulysses": None},
+        legend=["Megatron-SP", "Ulysses", "DSP", "out of memory"],
+    ),
+    "published stands around ours": Case(
+        rsa.draw_rsa_table4,
+        GROWN,
+        table(
+            *(published(row, "memory_mb", 8000.0) for row in GROWN[:2]),
+            published(GROWN[2], "memory_mb", None, "oom"),
+        ),
+        titles=["batch 64 to 512, sequence length 512"],
+        data={
+            f"published memory_mb {TP}": [[(8, 8000), (16, 8000)]],
+            f"ours memory_mb {TP}": [[(8, 7000), (16, 7000)]],
+        },
+        marks={f"ours oom {TP}": 64, f"published oom {TP}": 64},
+        legend=[TP, "published", "out of memory", "out of memory, published"],
+        notes=[],
+    ),
+    "pipeline stages": Case(
+        rsa.draw_rsa_pipeline,
+        [*(staged("tensor_parallel", pp) for pp in (4, 1, 2)), staged("tensor_parallel", 8, "unsupported")],
+        titles=["BERT base, sequence length 64"],
+        axes=["Largest batch (sequences)"],
+        data={
+            f"ours batch {TP}": [[(4, 40), (8, 80), (16, 160)]],
+            f"ours throughput {TP}": [[(4, 4000), (8, 8000), (16, 16000)]],
+        },
+        marks={f"ours unsupported {TP}": 32},
+        notes=[f"BERT base, sequence length 64, {TP}: unsupported at 32 GPUs (reason of unsupported)"],
+    ),
+}
