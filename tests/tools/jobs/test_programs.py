@@ -379,3 +379,9 @@ def test_how_weights_are_tuned_has_had_other_names(program: str, kind: str) -> N
         words = f"NPROC_PER_NODE=8 {program} sft --model Qwen/Qwen3-8B --train_type {asked}"
         job = replace(job_of(kind, [script(words)], 8), strict=False)
         assert {each.path: each.value for each in job.settings}.get("model_options.lora_rank") == rank
+
+
+def test_a_model_in_the_home_of_a_user_is_known_by_its_name() -> None:
+    words = "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer model.path=$HOME/models/Qwen/Qwen3-8B"
+    job = replace(job_of("verl", [script(words)], 8), strict=False)
+    assert {each.path: each.value for each in job.settings}["model"] == "Qwen/Qwen3-8B"
