@@ -21,6 +21,7 @@ _ADAMS = {"adam", "adamw", "paged_adamw", "ao_adamw", "flash_adamw"}
 _LIGER = {
     "liger_rms_norm": "norm",
     "liger_glu_activation": "swiglu",
+    "liger_swiglu": "swiglu",  # its older name
     "liger_fused_linear_cross_entropy": "loss",
 }
 _OLDER_ATTENTION = {

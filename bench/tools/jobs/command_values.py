@@ -60,6 +60,8 @@ def _value(name: str, text: str, table: ArgumentTable, problems: list[str]) -> I
     plain = argument is not None and argument.takes in ("str", "str?")
     value = text if plain else scalar_of(text)
     kinds = argument.takes.split("/") if argument else []
+    if "bool" in kinds and "int" not in kinds and value in (0, 1):
+        value = bool(value)  # as transformers' HfArgumentParser takes it
     if "float" in kinds and isinstance(value, str):  # 1e-4 is a text in YAML
         try:
             value = float(value)

@@ -28,6 +28,8 @@ _TRAINER, _ACCELERATE = "TrainingArguments.", "accelerate."
 _FSDP, _PARALLEL = "accelerate.fsdp_config.fsdp_", "accelerate.parallelism_config.parallelism_config_"
 #: the arguments of scripts that say how long a sequence is
 _LENGTHS = ("max_length", "max_seq_length", "block_size", "model_max_length", "cutoff_len")
+#: as transformers names it
+_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3", "eager")
 #: other spellings that DeepSpeed takes: names of fields without their alias, and an old section
 _ALIASES = {
     **{
@@ -107,9 +109,13 @@ class DeepSpeedJob:
         k.ignore("kernels are transformers' own", f"{_TRAINER}use_liger_kernel")
         sp = f"{_PARALLEL}sp_attn_implementation"
         attention, name = k.chosen(sp, f"{_TRAINER}attn_implementation")
-        if (kernel := attention_of(str(attention), self.fields)) is None:
+        if attention not in _ATTENTION:
             k.refuse("this implementation of attention", name)
-        k.set("model_options.attention", kernel or "flash_attention_2", name)
+        k.set(
+            "model_options.attention",
+            attention_of(str(attention), self.fields) or "flash_attention_2",
+            name,
+        )
         again, kwargs = f"{_TRAINER}gradient_checkpointing", f"{_TRAINER}gradient_checkpointing_kwargs"
         by_fsdp = f"{_FSDP}activation_checkpointing"
         if k.value(again) or k.value(by_fsdp):

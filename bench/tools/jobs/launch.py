@@ -42,9 +42,13 @@ class Launch:
     not_said: str = ""
 
 
+#: that any shell has: where files are counts for no job, but what they are called does
+_ALWAYS = {"HOME": "~", "PWD": "."}
+
+
 def shell_of(file: JobFile, environment: Mapping[str, str]) -> Shell:
     """The shell after a script was read. UserError where it cannot be."""
-    shell = Shell(dict(environment), set(environment))
+    shell = Shell({**_ALWAYS, **environment}, set(environment))
     try:
         shell.read(file.text)
     except ShellError as error:
@@ -69,7 +73,7 @@ def launched(
     Raises:
         UserError: the script cannot be read, or has several such commands, or one in a branch.
     """
-    shell = Shell(dict(environment), set(environment))
+    shell = Shell({**_ALWAYS, **environment}, set(environment))
     text = file.text.removeprefix("\ufeff")
     try:
         shell.read(text)

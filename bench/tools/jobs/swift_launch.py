@@ -13,6 +13,8 @@ from spbench.bench.tools.jobs.transformers_step import Said
 
 #: variables that say how many processes there are
 PROCESSES = ("NPROC_PER_NODE", "NNODES")
+#: by options of ms-swift 3 and 2: those of today
+_OLDER = {"--train_type": "--tuner_type", "--sft_type": "--tuner_type"}
 #: what it starts
 _KINDS = ("sft", "pt")
 #: characters of their values
@@ -25,6 +27,16 @@ def tuning_of(files: JobFiles, program: str) -> Launch | None:
     Raises:
         UserError: the script cannot be read, or has several such commands.
     """
+    launch = _launch_of(files, program)
+    return launch and replace(launch, arguments=[_of_today(word) for word in launch.arguments])
+
+
+def _of_today(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return f"{_OLDER.get(name, name)}{equals}{value}"
+
+
+def _launch_of(files: JobFiles, program: str) -> Launch | None:
     script = script_of(files)
     if script is None:
         return None

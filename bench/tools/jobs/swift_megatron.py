@@ -100,13 +100,21 @@ def read(files: JobFiles) -> Job | None:
 
 
 def _fields(own: Account, problems: list[str]) -> Mapping[str, Any]:
-    """The fields of the model's config.json; none, and a problem, where it is not known."""
-    try:
-        named = named_model(str(own.value("model")))
-    except UserError as error:
-        problems.append(f"model: {error}")
+    """The fields of the model's config.json; none, and a problem, where it is not known. Converted ones
+    have the name of those that they were made of, with an ending."""
+    name, key = own.chosen("model", "load", "mcore_model")
+    if not name:
+        problems.append(
+            "which model it is is not said; write --model NAME, as on Hugging Face, in the script"
+        )
         return {}
-    named.account(own, *given_of(own, "model"))
+    try:
+        named = named_model(str(name).rstrip("/").removesuffix("-mcore"))
+    except UserError as error:
+        problems.append(f"{key}: {error}; or write --model NAME, as on Hugging Face, in the script")
+        return {}
+    named.account(own, key)
+    own.took("the model's weights", *given_of(own, "load", "mcore_model"))
     return named.fields
 
 

@@ -96,7 +96,8 @@ def _stages(job: TorchtitanModel, ranks: int, *, several: bool) -> tuple[list[in
     elif job.version == "a":
         sizes, note, names = first_stage_layers(layers, stages), "the middle stages have one more", []
     else:
-        ends = tuple(int(job.value(less, 1) or 0) for less in LESS)
+        first, last = (int(job.value(less, 1) or 0) for less in LESS)
+        ends = first, last
         if (each := k.value(_PER_STAGE)) is not None:
             stages = -(-(layers + sum(ends)) // max(1, each))
         sizes, note = (

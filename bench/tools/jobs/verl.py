@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table
@@ -16,6 +17,22 @@ from spbench.bench.tools.jobs.transformers_step import FSDP_1, Adapted, Said, Tr
 from spbench.bench.tools.jobs.variables import variables
 
 _PROGRAMS = re.compile(r"verl\.trainer\.(fsdp_)?sft_trainer(_engine)?")
+#: by keys of its older fsdp_sft_trainer (trainer/config/sft_trainer.yaml before ea9d6c89): those of today
+_OLDER = {
+    "model.partial_pretrain": "model.path",
+    "model.strategy": "engine.strategy",
+    "model.fsdp_config.model_dtype": "engine.model_dtype",
+    "model.fsdp_config.offload_params": "engine.offload_policy",
+    "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
+    "use_remove_padding": "model.use_remove_padding",
+}
+#: what it has by default other than today
+_OLDER_DEFAULTS = {
+    "data.use_dynamic_bsz": False,
+    "model.use_remove_padding": False,
+    "engine.strategy": "fsdp2",
+}
+_PLAIN_LOSS = "VERL_DISABLE_FLASH_ATTN_CE"
 
 
 def read(files: JobFiles) -> Job | None:
@@ -30,13 +47,36 @@ def read(files: JobFiles) -> Job | None:
         return None
     problems: list[str] = []
     table = argument_table("verl")
-    k = key_account(table, overrides_of(launch.arguments, table, problems), overrides=files.environment)
+    older = any(word.partition("=")[0].lstrip("+~") in _OLDER for word in launch.arguments)
+    words = [_of_today(word) for word in launch.arguments] if older else launch.arguments
+    values = dict(overrides_of(words, table, problems))
+    if older:
+        values = {**_OLDER_DEFAULTS, **values}
+    k = key_account(table, values.items(), overrides=files.environment)
     k.environment = launch.environment
     k.problems += problems
-    set_step(k, _step(k, launch.gpus), files)
+    step = _step(k, launch.gpus)
+    if older:
+        k.remarks.append("keys of verl's older fsdp_sft_trainer are read by their names of today")
+        step = replace(step, deferred=Said(""), cross_entropy=Said("plain"))
+    set_step(k, step, files)
     if launch.not_said and files.gpus is None and launch.gpus is None:
         k.problems.append(launch.not_said)
     return k.job("verl", files, [*k.arguments(), *variables(k)])
+
+
+def _of_today(word: str) -> str:
+    """An override under the name that its key has today."""
+    name, equals, value = word.partition("=")
+    return f"{_OLDER.get(name.lstrip('+~'), name)}{equals}{value}"
+
+
+def _loss(k: Account) -> Said:
+    """The loss (utils/torch_functional.py): flash-attn's works in the logits, beside which is what a
+    temperature divided; without it, the log-softmax is torch's, row by row."""
+    if k.environment.get(_PLAIN_LOSS, "0") == "1":
+        return Said("as_given", (_PLAIN_LOSS,))
+    return Said("compiled", (), "flash-attn's; logits twice in half precision")
 
 
 def _step(k: Account, gpus: int | None) -> TransformersStep:
@@ -72,8 +112,7 @@ def _step(k: Account, gpus: int | None) -> TransformersStep:
         lora=said(k, "model.lora_rank"),
         adapted=Adapted(said(k, "model.target_modules")),
         tensor_loss=Said("gathered", (), "full_tensor() of the logits"),
-        # flash-attn's works in the logits, beside which is what a temperature divided
-        cross_entropy=Said("compiled", (), "flash-attn's; logits twice in half precision"),
+        cross_entropy=_loss(k),
         **fields,
     )
 

@@ -26,6 +26,8 @@ FILES = {
     "deepspeed.sh": "torchrun pretrain_gpt.py --num-layers 4 --ds-sequence-parallel-size 4\n",
     "axolotl.sh": "axolotl train long.yaml\n",
     "llama_factory.sh": "FORCE_TORCHRUN=1 llamafactory-cli train long.yaml\n",
+    "mindspeed.sh": "torchrun pretrain_gpt.py --num-layers 4 --context-parallel-algo ulysses_cp_algo\n",
+    "card.yaml": "verification_index: {}\nverification_environment: {}\nmodel: {hf_id: x}\n",
     "launch.sh": "deepspeed --num_gpus 8 sft.py\n",
     "titan.sh": 'CONFIG_FILE="x.toml"\ntorchrun -m torchtitan.train\n',
 }

@@ -12,7 +12,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.plan import played_arguments
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile
-from tests.tools.jobs.job_inputs import JOBS, job_of, read
+from tests.tools.jobs.job_inputs import INPUTS, JOBS, job_of, read
 
 HERE = (
     "axolotl",
@@ -329,3 +329,59 @@ def test_torchs_own_attention_pads_no_values(asked: str, kernel: str) -> None:
     cell = job.cell()
     assert cell.model_options["attention"] == kernel
     assert played_arguments(cell)[1].get("padded_values", False) == (asked != "sdpa")
+
+
+def script(command: str) -> JobFile:
+    return JobFile(Path("job.sh"), command.encode())
+
+
+def test_the_older_trainer_of_verl_has_other_names() -> None:
+    """trainer/config/sft_trainer.yaml and fsdp_sft_trainer.py before ea9d6c89."""
+    words = (
+        "torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer data.max_length=4096 "
+        "data.train_batch_size=16 data.micro_batch_size_per_gpu=1 model.partial_pretrain=Qwen/Qwen3-4B "
+        "ulysses_sequence_parallel_size=4 +model.fsdp_config.model_dtype=bf16 use_remove_padding=True "
+        "+trainer.nnodes=$NODES"
+    )
+    job = replace(job_of("verl", [script(words)], 8), strict=False)
+    settings = {each.path: each.value for each in job.settings}
+    assert (settings["model"], settings["sizes.sp"], settings["seq_len"]) == ("Qwen/Qwen3-4B", 4, 4096)
+    assert (settings["batch"], settings["training.state_dtype"]) == (16, "weights")
+    # nn.CrossEntropyLoss under autocast, and gradients of each micro-batch are summed
+    assert not {"model_options.cross_entropy", "training.reduce_at"} & {*settings}
+
+
+def test_without_flash_attns_loss_verl_keeps_the_log_softmax() -> None:
+    kind, (name, *_) = JOBS["verl"]
+    first = "torchrun" if "torchrun" in (INPUTS / name).read_text() else "python"
+    job = read(kind, [name], {name: (first, f"export VERL_DISABLE_FLASH_ATTN_CE=1\n{first}")}, gpus=8)
+    assert {each.path: each.value for each in job.settings}["model_options.cross_entropy"] == "as_given"
+
+
+@pytest.mark.parametrize("name", ["--load Qwen3-30B-A3B-mcore", "--model Qwen/Qwen3-30B-A3B"])
+def test_converted_weights_are_called_as_those_that_they_were_made_of(name: str) -> None:
+    words = (
+        f"NPROC_PER_NODE=8 megatron sft {name} --use_hf 1 --micro_batch_size 1 --expert_model_parallel_size 8"
+    )
+    job = replace(job_of("swift_megatron", [script(words)], 8), strict=False)
+    assert {each.path: each.value for each in job.settings}["model_options.experts"] == 128
+
+
+def test_a_model_that_a_script_does_not_name_is_asked_for() -> None:
+    with pytest.raises(UserError, match="which model it is is not said; write --model NAME"):
+        job_of("swift_megatron", [script("megatron sft --micro_batch_size 1")], 8).scenario_text()
+
+
+@pytest.mark.parametrize(("program", "kind"), [("swift", "swift"), ("megatron", "swift_megatron")])
+def test_how_weights_are_tuned_has_had_other_names(program: str, kind: str) -> None:
+    """ms-swift says --tuner_type since 4; taken for unknown, its default would stand for it."""
+    for asked, rank in (("full", None), ("lora", 8)):
+        words = f"NPROC_PER_NODE=8 {program} sft --model Qwen/Qwen3-8B --train_type {asked}"
+        job = replace(job_of(kind, [script(words)], 8), strict=False)
+        assert {each.path: each.value for each in job.settings}.get("model_options.lora_rank") == rank
+
+
+def test_a_model_in_the_home_of_a_user_is_known_by_its_name() -> None:
+    words = "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer model.path=$HOME/models/Qwen/Qwen3-8B"
+    job = replace(job_of("verl", [script(words)], 8), strict=False)
+    assert {each.path: each.value for each in job.settings}["model"] == "Qwen/Qwen3-8B"
