@@ -26,10 +26,9 @@ from spbench.bench.tools.advise.layouts import (
     ways,
 )
 from spbench.bench.tools.advise.question import Question
-from spbench.bench.tools.advise.references import as_text
+from spbench.bench.tools.advise.references import as_text, has_stages, twins_of
 from spbench.impls.axes import MESH_AXES, spelled
 from spbench.impls.layout import Unsupported
-from spbench.impls.registries import backend_class
 from spbench.impls.strategies.nesting import PLUS
 
 #: a layout whose estimated bytes are so much less than a card has surely fits
@@ -42,9 +41,13 @@ _SAME = 1.005
 SLOWER = "slower than with other settings that surely fit"
 #: what became of those that were not traced, or not even made candidates
 TOO_SLOW = "too slow by the estimate, or too large after traces of their strategy"
+#: and of those that are no candidates as others of the same ranks take so much less
+TOO_LARGE = "need too much by the estimate"
+#: a layout whose estimated memory is so much more than a card has is not traced
+FAR_TOO_LARGE = 1.25
 #: so many kinds of layouts are to be named; what takes so much longer by the estimate than that many that
 #: probably fit is left out at once
-_NAMED, _FAR = 5, 2.0
+_NAMED, _FAR = 5, 1.6
 #: of one layout what takes so much longer by the estimate than what needs no more bytes is left out
 _DOMINATED = 1.1
 
@@ -197,9 +200,9 @@ def candidates(
         {"": {}} if forward_only else {as_text(each): each for each in backend_settings(question)}
     )
     backends = [settings_by_text[text] for text in estimates.backends]
-    pipelined = [bool(each) and backend_class(each["backend"]).pipelined for each in backends]
+    pipelined = [bool(each) and has_stages(question, each) for each in backends]
     settings = [savings[text] for text in estimates.references]
-    twins = _twins(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
+    twins = twins_of(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
     texts = [*estimates.backends], [*estimates.references]
     choices = _Choices(backends, pipelined, twins, settings, texts, usable, bar or Bar())
     for way in ways(question):
@@ -254,7 +257,11 @@ def _of_layouts(
     may = pipelined if near[0].pp > 1 else np.ones_like(pipelined)
     bar.add(near[0], np.where(may & (memories_of * _MAY_FIT <= usable), times_of, np.inf).min(initial=np.inf))
     within = times_of <= bar.most_s
-    left = undominated(times_of, memories_of, may & within & folds)
+    asked = may & within & folds
+    large = asked & (memories_of > FAR_TOO_LARGE * (usable or np.inf))
+    if large.any() and (large == asked).all():  # the smallest says what would fit
+        large &= memories_of > memories_of[large].min()
+    left = undominated(times_of, memories_of, asked & ~large)
     for layout, times, memories, kept_of in zip(near, times_of, memories_of, left, strict=True):
         fitting = np.where(memories * SURELY <= usable, times, np.inf)
         shortest = fitting.min(axis=1, initial=np.inf)
@@ -269,7 +276,8 @@ def _of_layouts(
             yielded += len(kept)
     if left_out is not None:
         left_out[TOO_SLOW] += far + int((may & ~within).sum())
-        left_out[SLOWER] += int((may & within).sum()) - yielded
+        left_out[TOO_LARGE] += int(large.sum())
+        left_out[SLOWER] += int((may & within & ~large).sum()) - yielded
 
 
 def undominated(times: np.ndarray, memories: np.ndarray, asked: np.ndarray) -> np.ndarray:
@@ -317,18 +325,6 @@ def promising(times: np.ndarray, fitting: np.ndarray, of_twin: float) -> np.ndar
         kept[simplest + 1 :] &= times[simplest + 1 :] * _SAME < fitting[simplest]
         kept[simplest] = True
     return kept
-
-
-def _twins(backends: Sequence[Mapping[str, Any]], on_host: Sequence[bool]) -> list[int | None]:
-    """For the settings of each backend, the place of those with the same settings but states on cards; None:
-    they have no states on the host, or there are no such others."""
-
-    def twin(at: int) -> int | None:
-        own = backends[at].items()
-        others = [n for n, each in enumerate(backends) if not on_host[n] and each.items() <= own]
-        return max(others, key=lambda n: len(backends[n]), default=None) if on_host[at] else None
-
-    return [twin(at) for at in range(len(backends))]
 
 
 def figures_of(

@@ -89,6 +89,13 @@ class BackendFigures:
     host_bytes: float = 0.0
     gathered: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
 
+    @property
+    def again(self) -> Mapping[str, float]:
+        """What stages of a pipeline send with each micro-batch, likewise: gathers of one pass, where gathered
+        weights are not kept."""
+        (kept, _), gathers = self.gathered[0], self.each.get("all_gather", 0.0)
+        return {"all_gather": gathers / 2} if gathers and not kept else {}
+
 
 @dataclass(frozen=True)
 class WayFigures:
@@ -212,9 +219,10 @@ class Estimates:
         part = computing[:, None] / parts
         alone = np.array([each.fold is None or each.fold == (1, 1) for each in layouts])[:, None, None]
         sums = np.maximum(0.0, sent[:, 0] - _HIDDEN_ONCE * part)
-        each_s = np.maximum(0.0, sent[:, 1] - _HIDDEN_EACH * part * alone) + sent[:, 2]
-        # stages keep gathered weights and whole gradients until their last backward
-        sent_s = sums + (parts if layout.pp == 1 else 1) * each_s
+        each_s, again_s = (np.maximum(0.0, sent[:, at] - _HIDDEN_EACH * part * alone) for at in (1, 2))
+        each_s = each_s + sent[:, 3]
+        # stages keep whole gradients until their last backward, and most also gathered weights
+        sent_s = sums + (parts * each_s if layout.pp == 1 else each_s + (parts - 1) * again_s)
         seconds: np.ndarray = computing[:, None] + sent_s + self._host_s(layouts, way)[..., None]
         return seconds
 
@@ -276,8 +284,8 @@ class Estimates:
         return seconds
 
     def _replicas_s(self, layout: Layout, way: WayFigures) -> np.ndarray:
-        """[3, backends]: seconds of what a backend sends once a step, and with each micro-batch, and of the
-        copies of the latter from and to buffers."""
+        """[4, backends]: seconds of what a backend sends once a step, with each micro-batch, and with each in
+        stages; and of the copies of the second from and to buffers."""
         key = (layout.way, layout.dp, layout.pp, layout.fold)
         if key in self._of_backends:
             return self._of_backends[key]
@@ -299,11 +307,11 @@ class Estimates:
     @cached_property
     def _messages(self) -> tuple[list[tuple[str, float]], np.ndarray]:
         """What backends send of each element of parameters, by collective, and which of them each sends once
-        a step and with each micro-batch [2, backends, messages]."""
-        sent = [[each.once.items(), each.each.items()] for each in self.backends.values()]
-        messages = [*dict.fromkeys(item for both in sent for items in both for item in items)]
-        which = [[[each in both[at] for each in messages] for both in sent] for at in range(2)]
-        return messages, np.array(which, dtype=float).reshape(2, len(sent), len(messages))
+        a step, with each micro-batch, and with each in stages [3, backends, messages]."""
+        sent = [[e.once.items(), e.each.items(), e.again.items()] for e in self.backends.values()]
+        messages = [*dict.fromkeys(item for all_of in sent for items in all_of for item in items)]
+        which = [[[each in all_of[at] for each in messages] for all_of in sent] for at in range(3)]
+        return messages, np.array(which, dtype=float).reshape(3, len(sent), len(messages))
 
     def _elements(self, layout: Layout, way: WayFigures) -> float:
         ends = way.elements.ends * (1 if layout.pp == 1 else 0.5)

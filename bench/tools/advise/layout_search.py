@@ -19,7 +19,9 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.tools.advise.candidates import (
+    FAR_TOO_LARGE,
     SLOWER,
+    TOO_LARGE,
     TOO_SLOW,
     Bar,
     Candidate,
@@ -99,7 +101,7 @@ class Search:
     @property
     def too_large(self) -> float:
         """Estimated bytes above which nothing is traced."""
-        return _TOO_LARGE * self.usable
+        return FAR_TOO_LARGE * self.usable
 
     def run(self) -> SearchResult:
         """Search.
@@ -115,7 +117,7 @@ class Search:
             waiting = sorted(self.every, key=lambda c: c.estimated_bytes)[: 2 * BEST]
             self.most_bytes = float("inf")
         self.say(f"{len(self.every)} layouts, of which {len(waiting)} may fit", BEHIND["small"])
-        (counts := self.result.counts)["need too much by the estimate"] = len(self.every) - len(waiting)
+        (counts := self.result.counts)[TOO_LARGE] += len(self.every) - len(waiting)
         if own := self.question.own:  # it may be the best too
             self.result.own = next(iter(self._traced([own.looked_at], "all_layers")), None)
         self._roomy = {c.strategy for c in waiting if c.estimated_bytes * _ROOM <= self.most_bytes}
@@ -152,7 +154,11 @@ class Search:
             reason = reasons or "no backend or setting can be traced"
             raise UserError(f"no layout of {question.gpus} GPUs can be traced: {reason}")
         counts["cannot be"] = len(refused.reasons)
-        counts["looked at"] = len(self.every) + counts[SLOWER] + counts[TOO_SLOW] + len(refused.reasons)
+        counts["looked at"] = (
+            len(self.every)
+            + sum(counts[each] for each in (SLOWER, TOO_SLOW, TOO_LARGE))
+            + len(refused.reasons)
+        )
 
     # -- few layers ------------------------------------------------------------------------------------
 
@@ -199,7 +205,9 @@ class Search:
                 # the first of a strategy tells how long its steps are only where one like it may fit
                 if name in self._roomy and candidate.estimated_bytes * _ROOM > self.most_bytes:
                     continue
-                begun.add(name)
+                if begun & (parts := self.learned.unknown_parts(name)):
+                    continue  # what one of them shows of the part tells of the others
+                begun |= {name, *parts}
             begun.add(way)
             chosen[at] = candidate
         waiting.take(chosen)

@@ -168,9 +168,13 @@ class Learned:
         """Whether a layout of it was traced."""
         return strategy in self._excess
 
+    def unknown_parts(self, strategy: str) -> set[str]:
+        """The parts of a strategy that were not traced in any."""
+        return {part for part in strategy.split(PLUS) if part not in self._parts}
+
     def knows_parts(self, strategy: str) -> bool:
         """Whether a layout of it was traced, or of each of its parts one."""
-        return self.knows(strategy) or all(part in self._parts for part in strategy.split(PLUS))
+        return not self.unknown_parts(strategy)
 
     def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
         """What a trace of a candidate found."""
@@ -273,21 +277,30 @@ class Learned:
         return self._nearest[way]
 
     def _least_of_parts(self, strategy: str) -> float:
-        """The factor of a strategy that was not traced, at the least: none of its parts takes less than in
-        any of the strategies in which it was traced."""
-        parts = [self._parts.get(part, ()) for part in strategy.split(PLUS)]
-        if len(parts) < 2 or not all(parts):
-            return -math.log(UNKNOWN)
-        return max(min(self._of_ways[way] for way in ways) for ways in parts) - math.log(_OF_PARTS)
+        """The factor of a strategy that was not traced, at the least."""
+        return max(self._slowest_part(strategy) - math.log(_OF_PARTS), -math.log(UNKNOWN))
+
+    def _slowest_part(self, strategy: str) -> float:
+        """The largest factor of the parts of a strategy that were traced alone, or in several others: none of
+        them takes less than in any of these. Where no part was, -inf."""
+        parts = strategy.split(PLUS)
+        of_parts = {part: self._parts.get(part, ()) for part in parts if len(parts) > 1}
+        factors = [
+            min(self._of_ways[way] for way in ways)
+            for part, ways in of_parts.items()
+            if (names := {way.strategy for way in ways}) and (part in names or len(names) > 1)
+        ]
+        return max(factors, default=-math.inf)
 
     def _relatives(self, strategy: str) -> float:
-        """The factor of a strategy that was not traced: the mean of those that share a part with it, or of
-        all, and no more than 1; with the benefit of the doubt, so that none is left to the end."""
+        """The factor of a strategy that was not traced: that of its slowest traced part, and else the mean of
+        all, and no more than 1; one with a part that was not traced has the benefit of the doubt, so that
+        none is left to the end."""
         if strategy not in self._of_relatives:
-            ways = [way for part in strategy.split(PLUS) for way in self._parts.get(part, ())]
-            factors = [self._of_ways[way] for way in ways or self._of_ways]
+            factors = [*self._of_ways.values()]
             mean = sum(factors) / len(factors) if factors else 0.0
-            self._of_relatives[strategy] = min(0.0, mean) - _BENEFIT
+            doubted = min(0.0, mean) - _BENEFIT
+            self._of_relatives[strategy] = max(doubted, self._slowest_part(strategy))
         return self._of_relatives[strategy]
 
 

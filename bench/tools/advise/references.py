@@ -11,7 +11,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.errors import UserError
-from spbench.bench.measure.engines.plan import model_parameters, plan
+from spbench.bench.measure.engines.plan import backend_options, model_parameters, plan
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Reference
 from spbench.bench.tools.advise.layouts import backend_settings
@@ -19,6 +19,7 @@ from spbench.bench.tools.advise.look import at_depth, few_experts, looks
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.fit.asking import Asking
 from spbench.impls.backends.optimizer import PRECISIONS
+from spbench.impls.composition import Stage
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import backend_class
@@ -213,3 +214,30 @@ def _sent(cell: Cell, micro_batches: int, elements: float) -> Counter[str]:
     for row in plan(planned).formula(0):
         sent[row["collective"]] += row["payload_bytes"] * row["count"] / elements
     return sent
+
+
+def has_stages(question: Question, settings: Mapping[str, Any]) -> bool:
+    """Whether a backend with these settings divides the question's model into stages of a pipeline."""
+    backend = backend_class(settings["backend"])
+    cell = at_depth(cell_of(question, batch=2, training=settings), 2)
+    model, ends = model_preset(*cell.model_arguments), (Stage(0, 2), Stage(1, 2))
+    tied = any(
+        site.kind == "tied_embedding" for end in ends for site in model.sites(1, _FEW_POSITIONS, 1, end)
+    )
+    try:
+        backend.check_stages(backend_options(cell), tied)
+    except Unsupported:
+        return False
+    return backend.pipelined
+
+
+def twins_of(backends: Sequence[Mapping[str, Any]], on_host: Sequence[bool]) -> list[int | None]:
+    """For the settings of each backend, the place of those with the same settings but states on cards; None:
+    they have no states on the host, or there are no such others."""
+
+    def twin(at: int) -> int | None:
+        own = backends[at].items()
+        others = [n for n, each in enumerate(backends) if not on_host[n] and each.items() <= own]
+        return max(others, key=lambda n: len(backends[n]), default=None) if on_host[at] else None
+
+    return [twin(at) for at in range(len(backends))]
