@@ -22,6 +22,7 @@ from spbench.bench.measure.engines.plan import planned_strategy
 from spbench.bench.tools.advise.collective_prices import CollectivePrices
 from spbench.bench.tools.advise.layouts import Fold, Layout, Way
 from spbench.bench.tools.advise.look import at_depth
+from spbench.bench.tools.advise.references import BackendFigures, Depths, Reference
 from spbench.impls.axes import ranks_along
 from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.backends.planned_step import planned_sums
@@ -40,61 +41,7 @@ _MOVED = 3
 _UPDATED, _COPIED = 28 / 16, 8 / 16
 
 
-@dataclass(frozen=True)
-class Depths:
-    """A number at one layer and at two, and so at any depth."""
-
-    one: float
-    two: float
-
-    @cached_property
-    def layer(self) -> float:
-        """The number of one layer."""
-        return self.two - self.one
-
-    @cached_property
-    def ends(self) -> float:
-        """The number of what is not layers."""
-        return max(0.0, self.one - self.layer)
-
-
-@dataclass(frozen=True)
-class Reference:
-    """What one sample takes on one rank.
-
-    Attributes:
-        seconds: of a step without communication.
-        activation_bytes: at the peak.
-    """
-
-    seconds: Depths
-    activation_bytes: Depths
-
-
-@dataclass(frozen=True)
-class BackendFigures:
-    """What a backend holds and sends, for each element of parameters that a rank has.
-
-    Attributes:
-        whole_bytes, shared_bytes: of states that are on every replica, and that are shared out.
-        gathered: of what is not, without stages of a pipeline and with them: :meth:`Backend.gathered_bytes`.
-        once, each: (collective, bytes) that a rank's replicas exchange once a step, and each micro-batch.
-        host_bytes: of states that are on the hosts of all replicas together.
-    """
-
-    whole_bytes: float
-    shared_bytes: float
-    once: Mapping[str, float]
-    each: Mapping[str, float]
-    host_bytes: float = 0.0
-    gathered: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
-
-    @property
-    def again(self) -> Mapping[str, float]:
-        """What stages of a pipeline send with each micro-batch, likewise: gathers of one pass, where gathered
-        weights are not kept."""
-        (kept, _), gathers = self.gathered[0], self.each.get("all_gather", 0.0)
-        return {"all_gather": gathers / 2} if gathers and not kept else {}
+_NOTHING = Depths(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -113,8 +60,8 @@ class WayFigures:
     sent_s: Depths
     elements: Depths
     alike: tuple[str, ...]
-    experts: Depths = Depths(0.0, 0.0)
-    dispatched: Depths = Depths(0.0, 0.0)
+    experts: Depths = _NOTHING
+    dispatched: Depths = _NOTHING
 
 
 class Estimates:

@@ -86,7 +86,8 @@ class Search:
     def __init__(self, question: Question, asking: Asking, say: Say = unheard):
         self.question, self.asking, self.say = question, asking, say
         self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
-        #: a layout that takes more is not traced
+        #: a layout that takes more is not traced; above the other estimated bytes none is
+        self.too_large = FAR_TOO_LARGE * self.usable
         self.most_bytes = self.usable * (_FULL if has_experts(question.cell) else 1.0)
         self.result, self.every = SearchResult(), list[Candidate]()
         self.bar = Bar()  # of candidates
@@ -97,11 +98,6 @@ class Search:
         #: by layout, its candidates, the fastest by the estimate first
         self._of_layouts: dict[int, list[Candidate]] = defaultdict(list)
         self._roomy = set[str]()  # strategies of which a layout will probably fit
-
-    @property
-    def too_large(self) -> float:
-        """Estimated bytes above which nothing is traced."""
-        return FAR_TOO_LARGE * self.usable
 
     def run(self) -> SearchResult:
         """Search.
@@ -154,11 +150,8 @@ class Search:
             reason = reasons or "no backend or setting can be traced"
             raise UserError(f"no layout of {question.gpus} GPUs can be traced: {reason}")
         counts["cannot be"] = len(refused.reasons)
-        counts["looked at"] = (
-            len(self.every)
-            + sum(counts[each] for each in (SLOWER, TOO_SLOW, TOO_LARGE))
-            + len(refused.reasons)
-        )
+        others = sum(counts[each] for each in (SLOWER, TOO_SLOW, TOO_LARGE))
+        counts["looked at"] = len(self.every) + others + len(refused.reasons)
 
     # -- few layers ------------------------------------------------------------------------------------
 

@@ -309,6 +309,7 @@ def _likenesses(candidate: Candidate) -> Iterator[tuple[float, Hashable]]:
     way, saving, pp = candidate.layout.way, candidate.saving_text, candidate.layout.pp
     yield 1.03, (way, pp, saving, candidate.layout.fold)
     yield 1.08, (candidate.strategy, pp, saving, candidate.training_text)
+    yield 1.08, (way, pp, candidate.training_text, candidate.layout.fold)
     yield 1.08, way
     yield 1.1, candidate.strategy
 

@@ -7,13 +7,14 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.plan import backend_options, model_parameters, plan
 from spbench.bench.measurement import Outcome
-from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Reference
 from spbench.bench.tools.advise.layouts import backend_settings
 from spbench.bench.tools.advise.look import at_depth, few_experts, looks
 from spbench.bench.tools.advise.question import Question
@@ -33,6 +34,63 @@ _STAGES = (1, 2, 4)
 STATES = ("parameters", "gradients", "optimizer_state")
 #: no settings, as text
 AS_IT_IS = ""
+
+
+@dataclass(frozen=True)
+class Depths:
+    """A number at one layer and at two, and so at any depth."""
+
+    one: float
+    two: float
+
+    @cached_property
+    def layer(self) -> float:
+        """The number of one layer."""
+        return self.two - self.one
+
+    @cached_property
+    def ends(self) -> float:
+        """The number of what is not layers."""
+        return max(0.0, self.one - self.layer)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one sample takes on one rank.
+
+    Attributes:
+        seconds: of a step without communication.
+        activation_bytes: at the peak.
+    """
+
+    seconds: Depths
+    activation_bytes: Depths
+
+
+@dataclass(frozen=True)
+class BackendFigures:
+    """What a backend holds and sends, for each element of parameters that a rank has.
+
+    Attributes:
+        whole_bytes, shared_bytes: of states that are on every replica, and that are shared out.
+        gathered: of what is not, without stages of a pipeline and with them: :meth:`Backend.gathered_bytes`.
+        once, each: (collective, bytes) that a rank's replicas exchange once a step, and each micro-batch.
+        host_bytes: of states that are on the hosts of all replicas together.
+    """
+
+    whole_bytes: float
+    shared_bytes: float
+    once: Mapping[str, float]
+    each: Mapping[str, float]
+    host_bytes: float = 0.0
+    gathered: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+
+    @property
+    def again(self) -> Mapping[str, float]:
+        """What stages of a pipeline send with each micro-batch, likewise: gathers of one pass, where gathered
+        weights are not kept."""
+        (kept, _), gathers = self.gathered[0], self.each.get("all_gather", 0.0)
+        return {"all_gather": gathers / 2} if gathers and not kept else {}
 
 
 def as_text(settings: Mapping[str, Any]) -> str:

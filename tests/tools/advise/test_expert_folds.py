@@ -16,7 +16,7 @@ from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.advice import Advice
 from spbench.bench.tools.advise.candidates import best_folds
 from spbench.bench.tools.advise.collective_prices import CollectivePrices
-from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Estimates, Reference
+from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layout_search import Search
 from spbench.bench.tools.advise.layouts import (
     Fold,
@@ -34,6 +34,7 @@ from spbench.bench.tools.advise.look import look
 from spbench.bench.tools.advise.possible import why_impossible
 from spbench.bench.tools.advise.question import Question, question
 from spbench.bench.tools.advise.ranking import Seen
+from spbench.bench.tools.advise.references import BackendFigures, Depths, Reference
 from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.asking import Task
 from spbench.bench.tools.fit.suggestions import single_changes

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from spbench.bench.tools.advise.candidates import Candidate, candidates, promising
-from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Estimates, Reference
+from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layouts import Refused, backend_settings
 from spbench.bench.tools.advise.learned import Learned, Waiting
 from spbench.bench.tools.advise.question import Question
-from spbench.bench.tools.advise.references import as_text
+from spbench.bench.tools.advise.references import BackendFigures, Depths, Reference, as_text
 from tests.tools.advise.questions import asked
 
 SAVINGS: dict[str, dict[str, Any]] = {"": {}, '{"recompute": "full"}': {"recompute": "full"}}

@@ -18,13 +18,13 @@ from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise import layout_search as module
 from spbench.bench.tools.advise import ranking
 from spbench.bench.tools.advise.candidates import SLOWER, Candidate, candidates
-from spbench.bench.tools.advise.estimates import BackendFigures, Depths, Estimates, Reference
+from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layout_search import BEST, Search
 from spbench.bench.tools.advise.layouts import Refused
 from spbench.bench.tools.advise.learned import Bounds, Learned, Waiting
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import TOSS, SearchResult, Seen, complexity, ranked, tie_limit
-from spbench.bench.tools.advise.references import as_text
+from spbench.bench.tools.advise.references import BackendFigures, Depths, Reference, as_text
 from spbench.bench.tools.advise.same_steps import SAME_STEP
 from spbench.bench.tools.fit.asking import Task
 from spbench.impls.strategies.nesting import PLUS
@@ -95,7 +95,9 @@ class MadeUp:
 
     def seconds(self, candidate: Candidate) -> float:
         way = str(candidate.layout.way)
-        off = self.factor(0.25, candidate.strategy) * self.factor(0.03, way)
+        # a strategy of several is off as the slowest of its parts, and by a little of its own
+        parts = [self.factor(0.25, part) for part in candidate.strategy.split(PLUS)]
+        off = max(parts) * self.factor(0.05, candidate.strategy) * self.factor(0.03, way)
         noise = self.factor(0.005, way, candidate.estimated_s)
         return candidate.estimated_s * off * noise
 
