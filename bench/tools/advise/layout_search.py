@@ -317,8 +317,7 @@ class Search:
             return
         best = [seen.cell for seen in fitting[: 4 * BEST]]
         every = unfolded_layouts(self.question, self._estimated, best, self.usable)
-        small = [each for each in every if each.estimated_bytes <= self.too_large]
-        if not small:
+        if not (small := [each for each in every if each.estimated_bytes <= self.too_large]):
             return
         order = np.argsort(self.learned.bounds(Waiting(small)).expected_s, kind="stable")
         for at in range(0, _UNFOLDED * self.asking.jobs, self.asking.jobs):
