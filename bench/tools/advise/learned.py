@@ -294,10 +294,11 @@ class Learned:
 
     def _relatives(self, strategy: str) -> float:
         """The factor of a strategy that was not traced: that of its slowest traced part, and else the mean of
-        all, and no more than 1; one with a part that was not traced has the benefit of the doubt, so that
+        those that share a part with it, or of all, and no more than 1, with the benefit of the doubt, so that
         none is left to the end."""
         if strategy not in self._of_relatives:
-            factors = [*self._of_ways.values()]
+            ways = [way for part in strategy.split(PLUS) for way in self._parts.get(part, ())]
+            factors = [self._of_ways[way] for way in ways or self._of_ways]
             mean = sum(factors) / len(factors) if factors else 0.0
             doubted = min(0.0, mean) - _BENEFIT
             self._of_relatives[strategy] = max(doubted, self._slowest_part(strategy))

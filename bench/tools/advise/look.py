@@ -71,15 +71,16 @@ def step_of(traces: ClassTraces, kernel: str | None = None) -> StepNumbers:
 def looks(
     asking: Asking, cells: Iterable[Cell], depth: Depth, **settings: Any
 ) -> Iterator[tuple[Cell, Outcome]]:
-    """Look at cells, with further arguments of :func:`look`; yields each with what was found as soon as it
-    is there: "ok", "oom" or "unsupported".
+    """Look at cells, with further arguments of :func:`look`; yields each with what was found: "ok", "oom" or
+    "unsupported". They come as they were asked for: no answer depends on which worker was quick.
 
     Raises:
         RuntimeError: a look failed, took too long or contradicts the closed forms, so that an answer would
             lack it.
     """
     tasks = {cell.key: Task(cell, partial(look, depth=depth, **settings)) for cell in cells}
-    for (cell, _), outcome in asking([*tasks.values()]):
+    places = {key: place for place, key in enumerate(tasks)}
+    for (cell, _), outcome in sorted(asking([*tasks.values()]), key=lambda each: places[each[0].cell.key]):
         if outcome.status not in ("ok", "oom", "unsupported"):
             raise RuntimeError(f"{cell.key}: {outcome.status}: {outcome.reason}\n{outcome.traceback}")
         yield cell, outcome

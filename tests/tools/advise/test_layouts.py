@@ -276,8 +276,8 @@ def test_what_takes_far_longer_than_five_that_probably_fit_is_no_candidate() -> 
     bar.add(Layout(Way("single", {}), 8, 1, 2), 1.0)  # the same kind, faster
     assert bar.passes(far, 1000.0)
     bar.add(Layout(Way("single", {}), 16, 1, 1), 8.0)
-    assert bar.most_s == 2.5 * 9.0
-    assert bar.passes(far, 22.5)
+    assert bar.most_s == 1.6 * 9.0
+    assert bar.passes(far, 14.4)
     assert not bar.passes(far, 30.0)
     assert not bar.passes(far, 25.0)
     assert [*bar.far.values()] == [25.0]

@@ -132,6 +132,7 @@ def searched(answers: MadeUp, monkeypatch: pytest.MonkeyPatch, toss: float = 1.0
     monkeypatch.setattr(module, "candidates", lambda *given, **named: every())
     made = Search(question(), answers)  # type: ignore[arg-type]
     made.usable = made.most_bytes = answers.usable
+    made.too_large = module.FAR_TOO_LARGE * answers.usable
     return made.run()
 
 
