@@ -41,10 +41,10 @@ def test_what_one_h200_has_shown() -> None:
 
 
 def test_an_8b_on_8_ranks_by_hand() -> None:
-    """Weights in float32 and two moments of a rank, and the logits of a micro-batch."""
+    """Weights in float32 and two moments of a rank, and the logits of a micro-batch, twice of 2 bytes."""
     *said, length, vocabulary = numbers(
         "import.md",
-        r"has (\S+) GiB of float32 weights, (\S+) of moments and (\S+) of logits \((\S+) x (\S+)\)",
+        r"has (\S+) GiB of float32 weights, (\S+) of moments and (\S+) of logits \((\S+) x (\S+), twice\)",
     )
     cell = Cell(model="Qwen/Qwen3-8B", strategy="single", sizes={"dp": 8}, batch=8, seq_len=int(length))
     weights = 4 * model_parameters(cell) / 8
