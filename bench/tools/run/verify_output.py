@@ -187,8 +187,10 @@ def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
 
 def _by_whether_faults(rows: Sequence[Verdict]) -> tuple[list[Verdict], list[Verdict]]:
     """The verdicts that are neither green nor unsupported, and the others."""
-    faults = [row for row in rows if row["status"] not in ("green", "unsupported")]
-    return faults, [row for row in rows if row not in faults]
+    kinds: tuple[list[Verdict], list[Verdict]] = [], []
+    for row in rows:
+        kinds[row["status"] in ("green", "unsupported")].append(row)
+    return kinds
 
 
 def _explanations(wrong: Sequence[Verdict]) -> Iterator[str]:
