@@ -279,11 +279,9 @@ def has_stages(question: Question, settings: Mapping[str, Any]) -> bool:
     backend = backend_class(settings["backend"])
     cell = at_depth(cell_of(question, batch=2, training=settings), 2)
     model, ends = model_preset(*cell.model_arguments), (Stage(0, 2), Stage(1, 2))
-    tied = any(
-        site.kind == "tied_embedding" for end in ends for site in model.sites(1, _FEW_POSITIONS, 1, end)
-    )
     try:
-        backend.check_stages(backend_options(cell), tied)
+        sites = [site for end in ends for site in model.sites(1, cell.shape[1], 1, end)]
+        backend.check_stages(backend_options(cell), any(site.kind == "tied_embedding" for site in sites))
     except Unsupported:
         return False
     return backend.pipelined

@@ -15,7 +15,7 @@ from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layouts import Refused, backend_settings
 from spbench.bench.tools.advise.learned import Learned, Waiting
 from spbench.bench.tools.advise.question import Question
-from spbench.bench.tools.advise.references import BackendFigures, Depths, Reference, as_text
+from spbench.bench.tools.advise.references import BackendFigures, Depths, Reference, as_text, has_stages
 from tests.tools.advise.questions import asked
 
 SAVINGS: dict[str, dict[str, Any]] = {"": {}, '{"recompute": "full"}': {"recompute": "full"}}
@@ -170,3 +170,18 @@ def test_something_is_kept_of_the_settings_that_may_be_the_best(
     given = np.array(times)
     found = promising(given, np.where(room, given, np.inf), of_twin)
     assert np.flatnonzero(found).tolist() == kept
+
+
+def test_stages_are_listed_only_where_model_and_backend_have_them() -> None:
+    """A model without stages has none, nor a host optimizer where stages share the word embedding."""
+    on_host = {"backend": "zero2", "optimizer": "host"}
+    models = {
+        "st-dit-tiny": (False, False),
+        "gpt3-tiny": (True, False),
+        "causal-transformer-tiny": (True, True),
+    }
+    for model, (plain, offloaded) in models.items():
+        cell = asked(8).cell.model_copy(update={"model": model, "model_options": {}})
+        question = replace(asked(8), cell=cell)
+        assert has_stages(question, {"backend": "zero2"}) == plain, model
+        assert has_stages(question, on_host) == offloaded, model
