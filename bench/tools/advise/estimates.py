@@ -3,7 +3,7 @@ traced, and what is plainly too slow or too large.
 
 One layer of one sample takes on one rank what two small traces say; a layout divides that by its ranks, adds
 what its strategy sends by the closed forms at the speed of the links, fills the pipeline, and adds what the
-backend sends. How much of it really is hidden behind computation only traces tell: :mod:`.search` learns it.
+backend sends. How much of it really is hidden behind computation only traces tell: :mod:`.learned` has it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _NOISE, _SD_OF_WAY, _SD = 0.03, 1.0, 0.1
 #: seconds may be off by this much more for each doubling of ranks along an axis from what was traced
 _MARGIN_OF_STEP = 1.08
 #: until a layout of a strategy was traced, its estimated seconds may be too high, or too low, by so much; and
-#: by so much beside those of the part that takes longest beside its own, where all of its parts were traced
+#: by so much beside those of its slowest part, where one was traced alone or in several others
 UNKNOWN, _OF_PARTS = 1.35, 1.1
 #: until one was traced, estimated bytes may be too many by so much
 _MARGIN_OF_UNKNOWN = 1.25

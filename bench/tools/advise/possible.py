@@ -23,9 +23,9 @@ from spbench.bench.tools.advise.layouts import (
 )
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import SearchResult
+from spbench.bench.tools.advise.references import has_stages
 from spbench.bench.units import GIB, shown_price
 from spbench.impls.axes import MESH_AXES
-from spbench.impls.registries import backend_class
 from spbench.impls.strategies.nesting import PLUS
 
 #: changes that are named at the most, and values that are tried for one
@@ -45,7 +45,7 @@ def possible(question: Question, refused: Refused) -> bool:
     settings = [] if forward_only else backend_settings(question)
     if not forward_only and not settings:
         return False
-    pipelined = any(backend_class(each["backend"]).pipelined for each in settings)
+    pipelined = any(has_stages(question, each) for each in settings)
     estimates = Estimates(question.cell, question.gpus, {}, {})
     for way in ways(question):
         around = [*islice(layouts(question, way, estimates.layers, refused), 1)]

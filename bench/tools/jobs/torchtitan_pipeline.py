@@ -108,7 +108,7 @@ def _stages(job: TorchtitanModel, ranks: int, *, several: bool) -> tuple[list[in
     if not sizes:
         which = f", {ends[0]} and {ends[1]} for the ends," if any(ends) else ""
         k.problems.append(
-            f"{layers} layers{which} are too few for {stages} stages, or split points no layers"
+            f"{layers} layers{which} are too few for {stages} stages, or a split point names no layer"
         )
     return sizes, names, note
 
