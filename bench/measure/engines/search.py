@@ -106,7 +106,9 @@ class Boundary:
 
     def _guess(self) -> int:
         """The boundary as far as is known; by the needs of sizes if no program could be sampled."""
-        if self.programs is None or not self.confirming or self._host_was_full():
+        if self.too_large and host_is_full(self.too_large.measurement, self.candidates.cell):
+            return (self.low + self.high) // 2  # memory of hosts is not predicted
+        if self.programs is None or not self.confirming:
             return self._guess_of_needs()
         while True:
             guess = self._last(self._seems_to_fit)
@@ -135,10 +137,6 @@ class Boundary:
         """The need, as a part of the card, at which all of it is reserved, as in the newest whole trace."""
         reserved = max(row["reserved_memory_bytes"] for row in newest.measurement.by_class)
         return self.needs.part(newest.value // self.unit) * self.capacity / reserved
-
-    def _host_was_full(self) -> bool:
-        """Whether what bounds the bracket is the memory of hosts, which is not predicted."""
-        return bool(self.too_large and host_is_full(self.too_large.measurement, self.candidates.cell))
 
     def _seems_to_fit(self, units: int) -> bool:
         """Whether the allocator serves the events of the newest whole trace, resized; if that is of another
