@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -48,9 +48,16 @@ class Guesses:
         events = [_events(each) for each in self._samples.values()]
         self.extrapolates = all(each == events[0] for each in events)
         self._program = cache(lambda size: _events(_memories(trace(size, "few"))))
-        self._needs = {0: 0.0}
+        self.memories = lru_cache(maxsize=1)(self._memories)
+        self._forget()
 
-    def memories(self, size: int) -> list[MemoryLog]:
+    def _forget(self) -> None:
+        """Forget all that is guessed of sizes, but for those that are sampled."""
+        self.memories.cache_clear()
+        self._needs = {0: 0.0} | {point: self._need(*logs) for point, logs in self._samples.items()}
+        self._served: dict[int, bool] = {}
+
+    def _memories(self, size: int) -> list[MemoryLog]:
         """The logs of the memory of the card and of the host at a size, by Lagrange's formula."""
         if not self.extrapolates:
             return _memories(self._trace(size, "guess"))
@@ -68,20 +75,25 @@ class Guesses:
         """Whether the size runs the program that it is guessed by; if not, sizes are traced from now on."""
         if self.extrapolates and self._program(size) != self._program(self._smallest):
             self.extrapolates = False
-            self._needs = {0: 0.0}
+            self._forget()
             return False
         return True
 
     def need(self, size: int) -> float:
         """The need as a part of what there is, of the card or of the host, whichever is larger."""
-        card, host = self.memories(size)
+        return self._need(*self.memories(size))
+
+    def _need(self, card: MemoryLog, host: MemoryLog) -> float:
         on_card = np.cumsum(card.signed_bytes())[card.step_start :].max() / self._capacity
         return max(on_card, part_of_host(self._cell, host_peaks(host)[-1]))
 
     def served(self, size: int) -> bool:
         """Whether the allocator of the card serves the step."""
-        log, kind = self.memories(size)[0], allocator_of(self._cell)
-        return replay(log.sizes, log.events, self._capacity, (), log.streams, kind).out_of_memory is None
+        if size not in self._served:
+            log, kind = self.memories(size)[0], allocator_of(self._cell)
+            replayed = replay(log.sizes, log.events, self._capacity, (), log.streams, kind)
+            self._served[size] = replayed.out_of_memory is None
+        return self._served[size]
 
     def last_that_fits(self, low: int, high: int) -> int:
         """The last size from ``low`` on, and below ``high``, of which the need is no more than there is;
@@ -91,15 +103,12 @@ class Guesses:
         low = max([low, *(n for n in needs if n < high and needs[n] <= 1)])
         high = min([high, *(n for n in needs if n > low and needs[n] > 1)])
         while high - low > 1:
+            at = middle = math.isqrt(max(low, 1) * high)
             near = [max(n for n in needs if n <= low), *sorted(n for n in needs if n > low)[:1]]
-            if len(near) == 1:
-                near = sorted(needs)[-2:]
-            if len(near) == 1 or len(needs) % 3 == 0:
-                at = math.isqrt(max(low, 1) * high)
-            else:
-                a, b = near
-                slope = (needs[b] - needs[a]) / (b - a)
-                at = a + int((1 - needs[a]) / slope) if slope > 0 else high - 1
+            a, b = near if len(near) == 2 else sorted(needs)[-2:]
+            slope = (needs[b] - needs[a]) / (b - a)
+            if len(needs) % 3 and slope > 0:  # not far beyond what is known, where a step may have many tiles
+                at = min(a + int((1 - needs[a]) / slope), max(8 * b, middle))
             at = max(low + 1, min(high - 1, at))
             needs[at] = self.need(at)
             low, high = (at, high) if needs[at] <= 1 else (low, at)

@@ -129,7 +129,7 @@ def guesses_of(need: Callable[[int], float], seen: list[int]) -> Guesses:
         return need(size)
 
     cell = cell_of("single", 1)
-    guesses = Guesses(cell, lambda size, effort: tracing.trace(cell), [1], 1)
+    guesses = Guesses(cell, lambda size, effort: tracing.trace(cell), [1], 2**50)
     guesses.need = noted  # type: ignore[method-assign]
     return guesses
 
