@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -61,6 +61,20 @@ class BackendSettings:
     moments: Literal["kept", "later"] = "kept"
     learning_rate: float = 1e-4
     options: Options | None = None
+
+
+class BytesInBackward(NamedTuple):
+    """Bytes that a rank has in backward beside :meth:`Backend.held`.
+
+    Attributes:
+        whole: of each element of all its weights.
+        shared: of each that it has where gradients are shared out, from one micro-batch to the next.
+        layer: of each element of a layer.
+    """
+
+    whole: int = 0
+    shared: int = 0
+    layer: int = 0
 
 
 class Backend(ABC):
@@ -295,15 +309,14 @@ class Backend(ABC):
         return elements * cls.gradient_dtype(step.precision, step.options).itemsize
 
     @classmethod
-    def gathered_bytes(cls, precision: Precision, options: Any, staged: bool) -> tuple[int, int]:
-        """Bytes that a rank has in backward beside :meth:`held`, where weights are gathered: for each element
-        of all of its weights, and of those of a layer.
+    def bytes_in_backward(cls, precision: Precision, options: Any, staged: bool) -> BytesInBackward:
+        """What a rank has in backward beside :meth:`held`.
 
         Args:
             options: of ``options_type``.
             staged: as stages of a pipeline have it.
         """
-        return 0, 0
+        return BytesInBackward()
 
     @classmethod
     @abstractmethod

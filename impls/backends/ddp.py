@@ -8,12 +8,13 @@ optimizer's float32 master 4, gradient 4 (kept, as fairseq's FP16Optimizer does)
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
-from spbench.impls.backends.backend import Backend
+from spbench.impls.backends.backend import Backend, BytesInBackward
 from spbench.impls.backends.buckets import BucketedGradients
-from spbench.impls.backends.optimizer import Optimizer
+from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.composition import trained_parameters
@@ -40,6 +41,10 @@ class DistributedDataParallel(Backend):
     def synchronize(self) -> None:
         self.buckets.finish()
         self.around.add_tied(self.module)
+
+    @classmethod
+    def bytes_in_backward(cls, precision: Precision, options: Any, staged: bool) -> BytesInBackward:
+        return BytesInBackward(precision.parameters.itemsize)  # the gradients that are copied to buckets
 
     def held_gradients(self) -> list[Tensor]:
         return self.buckets.tensors()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.backends.backend import Backend, HeldPart
+from spbench.impls.backends.backend import Backend, BytesInBackward, HeldPart
 from spbench.impls.backends.host_adam import HostAdam
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.host_shards import HostShards, move_to_host
@@ -64,14 +64,18 @@ class FullySharded(Backend):
         return weights if options.reduce_dtype == "weights" else torch.promote_types(weights, torch.float32)
 
     @classmethod
-    def gathered_bytes(cls, precision: Precision, options: ShardingOptions, staged: bool) -> tuple[int, int]:
+    def bytes_in_backward(
+        cls, precision: Precision, options: ShardingOptions, staged: bool
+    ) -> BytesInBackward:
         # a gradient is as its weight is, and once more in the buffer in which it is summed
         weight, summed = precision.parameters.itemsize, cls.gradient_dtype(precision, options).itemsize
         if staged:
-            return weight + summed, summed
+            return BytesInBackward(weight + summed, layer=summed)
+        wide = precision.master and options.state_dtype == "fp32"
+        shard = 0 if options.optimizer == "host" else 4 if wide else weight
         if cls.reshard_after_forward:  # the next layer's weights are gathered before this one's are freed
-            return 0, 3 * weight + summed
-        return weight, weight + summed
+            return BytesInBackward(0, shard, 3 * weight + summed)
+        return BytesInBackward(weight, shard, weight + summed)
 
     @classmethod
     def reshards(cls, rest: bool, options: ShardingOptions) -> bool:

@@ -131,13 +131,15 @@ class World:
             yield Meeting(q, matched, theirs, everyone, np.argsort(theirs))
 
     def _align(self) -> list[dict[int, dict[int, int]]]:
-        collectives: dict[Group, list[dict[int, int]]] = defaultdict(list)
+        number_of: dict[Group, int] = {}  # there are many collectives, and few groups, which are slow to hash
+        collectives: dict[int, list[dict[int, int]]] = defaultdict(list)
         alike: list[dict[int, dict[int, int]]] = []
         for number, steps in enumerate(self.steps):
             alike.append({})
-            begun: Counter[Group] = Counter()
+            groups = [number_of.setdefault(group, len(number_of)) for group in steps.program.groups]
+            begun: Counter[int] = Counter()
             for step in np.flatnonzero(steps.columns[0] == COLLECTIVE).tolist():
-                group = steps.program.groups[steps.partners[step]]
+                group = groups[steps.partners[step]]
                 if begun[group] == len(collectives[group]):
                     collectives[group].append({})
                 alike[number][step] = collectives[group][begun[group]]

@@ -40,6 +40,8 @@ class Simulation(SimulationState):
     def __init__(self, world: World, costs: Costs, unlike_axis: int | None = None):
         super().__init__(world, costs, unlike_axis)
         self._groups: dict[tuple[int, int], ProcessGroups] = {}
+        #: by program, group, name and bytes, the groups of a collective and its seconds in each
+        self._collectives: dict[tuple[int, int, int, float], tuple[ProcessGroups, np.ndarray]] = {}
         #: (step, program) that some ranks, given as a mask, can go on from
         self._heap: list[tuple[int, int]] = []
         self._runnable: dict[tuple[int, int], np.ndarray] = {}
@@ -227,10 +229,19 @@ class Simulation(SimulationState):
     def _gather(self, number: int, step: int, who: np.ndarray) -> None:
         """Start the collectives of some ranks whose members have all posted them."""
         steps = self.steps[number]
-        groups = self._groups_of(number, step)
-        program, event = steps.program, int(steps.at[step])
-        cost = groups.seconds(program.names[program.name[event]], steps.nbytes[step])
+        key = (number, steps.partners[step], steps.names[step], steps.nbytes[step])
+        if key not in self._collectives:
+            groups = self._groups_of(number, step)
+            seconds = groups.seconds(steps.program.names[steps.names[step]], steps.nbytes[step])
+            self._collectives[key] = groups, seconds
+        groups, cost = self._collectives[key]
         if groups.members is not None and self.posted[number][step] == len(steps.ranks) == len(who):
+            if len(who) == 1:  # numbers take less time than arrays of one
+                start_s = max(self.reached[number][step, 0], groups.free[0])
+                self.start[number][step, 0] = start_s
+                self.end[number][step, 0] = groups.free[0] = start_s + cost[0]
+                self._ended(number, step, who)
+                return
             ready = np.maximum(self.reached[number][step], groups.free)[groups.members].max(1)
             end = ready + cost
             self.start[number][step] = ready[groups.of]

@@ -33,6 +33,7 @@ class Steps:
         ranks: those.
         at: the program's event of each step; steps are what is not a kernel of the compute stream.
         kinds, streams, partners: of each step; a wait's partner is the step that it waits for.
+        names: of each step, the index of its name in the program's.
         nbytes: bytes of each step's payload.
         at_once: of each send, to how many peers the sends go that are posted with it (nothing between them
             but other posts). Those to the same peer go one after another.
@@ -46,6 +47,7 @@ class Steps:
     kinds: list[int] = field(init=False)
     streams: list[int] = field(init=False)
     partners: list[int] = field(init=False)
+    names: list[int] = field(init=False)
     nbytes: list[float] = field(init=False)
     at_once: list[int] = field(init=False)
 
@@ -60,6 +62,7 @@ class Steps:
         waits = program.kind[self.at] == WAIT
         partner[waits] = step_of[partner[waits]]
         self.partners = partner.tolist()
+        self.names = program.name[self.at].tolist()
         self.nbytes = program.nbytes[self.at].tolist()
         self.at_once = self._peers_at_once()
 

@@ -251,8 +251,8 @@ def _of_layouts(
             left_out[TOO_SLOW] += far
         return
     times_of = estimates.times(near, figures, computing[passing])
-    activations = estimates.activations(near[0])
-    memories_of = estimates.states(near, figures)[..., None] + activations
+    activations = estimates.activations(near, figures)
+    memories_of = estimates.states(near, figures)[..., None] + activations[:, None]
     folds, pipelined = best_folds(times_of, memories_of, usable), np.array(choices.pipelined)[:, None]
     may = pipelined if near[0].pp > 1 else np.ones_like(pipelined)
     bar.add(near[0], np.where(may & (memories_of * _MAY_FIT <= usable), times_of, np.inf).min(initial=np.inf))
@@ -262,7 +262,9 @@ def _of_layouts(
     if large.any() and (large == asked).all():  # the smallest says what would fit
         large &= memories_of > memories_of[large].min()
     left = undominated(times_of, memories_of, asked & ~large)
-    for layout, times, memories, kept_of in zip(near, times_of, memories_of, left, strict=True):
+    for layout, times, memories, own, kept_of in zip(
+        near, times_of, memories_of, activations, left, strict=True
+    ):
         fitting = np.where(memories * SURELY <= usable, times, np.inf)
         shortest = fitting.min(axis=1, initial=np.inf)
         for row in np.flatnonzero(kept_of.any(axis=1)).tolist():
@@ -272,7 +274,7 @@ def _of_layouts(
             for at in kept.tolist():
                 seconds, nbytes = float(times[row, at]), float(memories[row, at])
                 chosen = backends[row], settings[at], choices.texts[0][row], choices.texts[1][at]
-                yield Candidate(layout, options, *chosen, seconds, nbytes, float(activations[at]), twin)
+                yield Candidate(layout, options, *chosen, seconds, nbytes, float(own[at]), twin)
             yielded += len(kept)
     if left_out is not None:
         left_out[TOO_SLOW] += far + int((may & ~within).sum())

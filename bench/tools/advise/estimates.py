@@ -39,6 +39,8 @@ _HIDDEN_ONCE, _HIDDEN_EACH = 0.5, 0.8
 _MOVED = 3
 #: of the 16 bytes of a parameter that are on the host: what AdamW reads and writes, and what crosses
 _UPDATED, _COPIED = 28 / 16, 8 / 16
+#: how often the rows that go to experts of other ranks are there at once beside those of one rank alone
+_DISPATCHED = 2
 
 
 _NOTHING = Depths(0.0, 0.0)
@@ -269,11 +271,14 @@ class Estimates:
         sharing = layouts[0].dp * ranks_along(way.alike, layouts[0].sizes)
         whole, shared = self._of_states
         held = np.array([self._expert_elements(each, way) for each in layouts], dtype=float)[..., None]
-        kept, of_layer = np.array([e.gathered[layouts[0].pp > 1] for e in self.backends.values()]).T
-        of_others = (whole + kept + shared / sharing) * self._elements(layouts[0], way)
+        layout = layouts[0]
+        several = self.cell.shape[0] > layout.dp * layout.micro_batch
+        beside = np.array([e.in_backward[layout.pp > 1] for e in self.backends.values()], dtype=float).T
+        whole, shared, of_layer = whole + beside[0], shared + several * beside[1], beside[2]
+        of_others = (whole + shared / sharing) * self._elements(layout, way)
         experts = [way.experts.layer / math.prod(each.fold or (1,)) for each in layouts]
         at_once = (way.elements.layer + np.array(experts)[:, None]) / self.layers * self.periods
-        nbytes: np.ndarray = of_others + (whole + kept + shared / held[:, 1]) * held[:, 0]
+        nbytes: np.ndarray = of_others + (whole + shared / held[:, 1]) * held[:, 0]
         return nbytes + of_layer * at_once
 
     @cached_property
@@ -281,16 +286,19 @@ class Estimates:
         """[2, backends]: bytes of an element that every replica has, and that are shared out."""
         return np.array([(e.whole_bytes, e.shared_bytes) for e in self.backends.values()], dtype=float).T
 
-    def activations(self, layout: Layout) -> np.ndarray:
-        """Bytes of everything else on the fullest rank at its peak, for each saving."""
-        batch, _ = self.cell.shape
+    def activations(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
+        """Bytes of everything else on the fullest rank at its peak, [layouts, savings]."""
+        (batch, _), layout = self.cell.shape, layouts[0]
         stages, runs = layout.pp, layout.virtual_stages
         # of runs of layers in turns, the first rank has as many before its first backward, and one more
         most = stages if runs == 1 else ((runs - 1) * stages + 2 * (stages - 1) + 1) / runs
         at_once = min(most, batch // (layout.dp * layout.micro_batch))
         _, _, layer, ends = self._of_savings
         sample = self.periods / layout.pp * layer * at_once + ends
-        nbytes: np.ndarray = layout.micro_batch * sample / layout.way.ranks
+        sent = [
+            _DISPATCHED * way.dispatched.layer if (each.fold or (1, 1)) != (1, 1) else 0.0 for each in layouts
+        ]
+        nbytes: np.ndarray = layout.micro_batch * (sample / layout.way.ranks + np.array(sent)[:, None])
         return nbytes
 
     @cached_property

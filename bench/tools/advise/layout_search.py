@@ -30,7 +30,7 @@ from spbench.bench.tools.advise.candidates import (
 )
 from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layouts import Way, folds_anew
-from spbench.bench.tools.advise.learned import Learned, Waiting
+from spbench.bench.tools.advise.learned import UNKNOWN, Learned, Waiting
 from spbench.bench.tools.advise.look import Depth, looks
 from spbench.bench.tools.advise.possible import why_impossible
 from spbench.bench.tools.advise.question import Question
@@ -188,8 +188,9 @@ class Search:
         for at in places[np.argsort(expected_s[places], kind="stable")].tolist():
             candidate = waiting.candidates[at]
             name, way = candidate.strategy, candidate.layout.way
-            if len(chosen) >= _AT_ONCE * max(2, self.asking.jobs):
-                break
+            soonest_s = min(expected_s[[*chosen]], default=float("inf"))
+            if len(chosen) >= _AT_ONCE * max(2, self.asking.jobs) or expected_s[at] > UNKNOWN * soonest_s:
+                break  # what takes so much longer has time until these are traced
             if name in begun or way in begun or least_s[at] > of_kind.get(candidate.kind, bar):
                 continue
             if not self._may_fit(candidate) or self._outdone(candidate):
@@ -198,7 +199,7 @@ class Search:
                 # the first of a strategy tells how long its steps are only where one like it may fit
                 if name in self._roomy and candidate.estimated_bytes * _ROOM > self.most_bytes:
                     continue
-                if begun & (parts := self.learned.unknown_parts(name)):
+                if begun & (parts := self.learned.unsettled_parts(name)):
                     continue  # what one of them shows of the part tells of the others
                 begun |= {name, *parts}
             begun.add(way)

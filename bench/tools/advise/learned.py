@@ -23,6 +23,8 @@ _MARGIN_OF_STEP = 1.08
 UNKNOWN, _OF_PARTS = 1.35, 1.1
 #: until one was traced, estimated bytes may be too many by so much
 _MARGIN_OF_UNKNOWN = 1.25
+#: an excess of bytes is no more than so many times as large where there are more activations
+_MOST_SHARE = 4.0
 #: by so much, in logarithms, is a strategy that was not traced looked at before others as fast
 _BENEFIT = 0.1
 
@@ -105,7 +107,8 @@ class Excess(NamedTuple):
 
     def least(self, candidate: Candidate) -> float:
         """Bytes that a candidate like it takes at the least, whatever of these it is."""
-        return candidate.estimated_bytes + min(self.more * share for share in self._shares(candidate))
+        shares = (min(share, _MOST_SHARE) for share in self._shares(candidate))
+        return candidate.estimated_bytes + min(self.more * share for share in shares)
 
     def most(self, candidate: Candidate) -> float:
         """Bytes at the most."""
@@ -168,13 +171,20 @@ class Learned:
         """Whether a layout of it was traced."""
         return strategy in self._excess
 
-    def unknown_parts(self, strategy: str) -> set[str]:
-        """The parts of a strategy that were not traced in any."""
-        return {part for part in strategy.split(PLUS) if part not in self._parts}
+    def unsettled_parts(self, strategy: str) -> set[str]:
+        """The parts of a strategy that were traced neither alone nor in several others, so that nothing says
+        how much of a step is theirs."""
+        return {part for part in strategy.split(PLUS) if not self._ways_of_part(part)}
+
+    def _ways_of_part(self, part: str) -> Sequence[Way]:
+        """The traced ways that say how long a part takes."""
+        ways = self._parts.get(part, ())
+        strategies = {way.strategy for way in ways}
+        return ways if part in strategies or len(strategies) > 1 else ()
 
     def knows_parts(self, strategy: str) -> bool:
         """Whether a layout of it was traced, or of each of its parts one."""
-        return not self.unknown_parts(strategy)
+        return all(part in self._parts for part in strategy.split(PLUS))
 
     def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
         """What a trace of a candidate found."""
@@ -284,13 +294,8 @@ class Learned:
         """The largest factor of the parts of a strategy that were traced alone, or in several others: none of
         them takes less than in any of these. Where no part was, -inf."""
         parts = strategy.split(PLUS)
-        of_parts = {part: self._parts.get(part, ()) for part in parts if len(parts) > 1}
-        factors = [
-            min(self._of_ways[way] for way in ways)
-            for part, ways in of_parts.items()
-            if (names := {way.strategy for way in ways}) and (part in names or len(names) > 1)
-        ]
-        return max(factors, default=-math.inf)
+        of_parts = [ways for part in parts if len(parts) > 1 and (ways := self._ways_of_part(part))]
+        return max((min(self._of_ways[way] for way in ways) for ways in of_parts), default=-math.inf)
 
     def _relatives(self, strategy: str) -> float:
         """The factor of a strategy that was not traced: that of its slowest traced part, and else the mean of

@@ -52,6 +52,11 @@ Depth = Literal["small", "few_layers", "all_layers"]
 NEEDED = "needed"
 #: and under this one the seconds of a step by each attention kernel that was asked for and has rates
 BY_KERNEL = "by_kernel"
+#: of small looks, the meters have ``bytes`` under this name: the most that forward and backward have of
+#: other than states of training, of which what an update makes for itself is no part
+ACTIVATIONS = "activations"
+#: categories of memory that are states of training
+STATES = ("parameters", "gradients", "optimizer_state")
 #: what of a row of a closed form may grow with the number of layers
 _GROWING = ("count", "payload_bytes", "sent_bytes")
 
@@ -107,8 +112,13 @@ def look(cell: Cell, depth: Depth, kernels: Sequence[str] = ()) -> Measurement:
         by_depth = [_traced(cell, None)]
         (by_count,) = by_depth
         most = by_count[max(by_count)]
-        measurement = most.memory_measurement()
-        if depth != "small" and measurement.usable_memory_bytes is not None:
+        # of few layers, the allocator is asked about the fullest rank alone, and about no card's limit
+        measurement = _memory([most], more, cell) if depth == "few_layers" else most.memory_measurement()
+        if depth == "small":
+            measurement.meters[ACTIVATIONS] = {
+                "bytes": max(_activation_bytes(each.memory) for each in most.traces)
+            }
+        elif depth == "all_layers" and measurement.usable_memory_bytes is not None:
             measurement.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes, "exact": True}
         measurement.formula = _most_sent([planned.formula(each.first) for each in planned.classes])
     else:
@@ -223,10 +233,10 @@ def _grown(steps: Mapping[int, StepNumbers], micro_batches: int) -> StepNumbers:
 
 
 def _memory(by_depth: Sequence[ClassTraces], more: float, cell: Cell) -> Measurement:
-    """The peak of the rank class with the largest, and whether that fits the card; ``more`` as for
-    :func:`deep_peak`."""
-    usable = usable_memory_bytes(cell, by_depth[1].planned)
-    shallow, deeper = (each.traces for each in by_depth)
+    """The peak of the rank class with the largest, and whether that fits the card, by traces of all layers or
+    of two depths; ``more`` as for :func:`deep_peak`."""
+    usable = usable_memory_bytes(cell, by_depth[-1].planned)
+    shallow, deeper = by_depth[0].traces, by_depth[-1].traces
     peaks = [deep_peak(a.memory, b.memory, more) for a, b in zip(shallow, deeper, strict=True)]
     peak = max(peaks)
     fits = usable is None or peak <= usable
@@ -236,7 +246,7 @@ def _memory(by_depth: Sequence[ClassTraces], more: float, cell: Cell) -> Measure
     )
     deepest = deeper[peaks.index(peak)].memory
     tensors_bytes = round(peak * _reserved_share(deepest, cell))
-    measurement.meters[NEEDED] = {"tensors_bytes": tensors_bytes, "exact": False}
+    measurement.meters[NEEDED] = {"tensors_bytes": tensors_bytes, "exact": len(by_depth) == 1}
     return measurement
 
 
@@ -282,6 +292,14 @@ def _alike(here: np.ndarray, deeper: np.ndarray) -> tuple[int, int]:
         max(half, int(front[0]) if len(front) else n),
         max(n - half, n - 1 - int(back[-1]) if len(back) else n),
     )
+
+
+def _activation_bytes(log: MemoryLog) -> int:
+    """See :data:`ACTIVATIONS`."""
+    counted = np.array([category not in STATES for category in log.categories()])
+    live = np.cumsum(log.signed_bytes() * counted[np.abs(np.asarray(log.events)) - 1])
+    spans = (span for name, span in log.spans() if name in ("forward", "backward"))
+    return max((int(live[span].max(initial=0)) for span in spans), default=0)
 
 
 def _reserved_share(log: MemoryLog, cell: Cell) -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,9 +16,10 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.plan import backend_options, model_parameters, plan
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.layouts import backend_settings
-from spbench.bench.tools.advise.look import at_depth, few_experts, looks
+from spbench.bench.tools.advise.look import ACTIVATIONS, STATES, at_depth, few_experts, looks
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.fit.asking import Asking
+from spbench.impls.backends.backend import BytesInBackward
 from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.composition import Stage
 from spbench.impls.layout import Unsupported
@@ -30,8 +31,6 @@ _REPLICAS = (2, 4)
 _FEW_POSITIONS = 256
 #: stages of a pipeline, of which each asks for the same settings
 _STAGES = (1, 2, 4)
-#: categories of memory that are states of training
-STATES = ("parameters", "gradients", "optimizer_state")
 #: no settings, as text
 AS_IT_IS = ""
 
@@ -60,7 +59,7 @@ class Reference:
 
     Attributes:
         seconds: of a step without communication.
-        activation_bytes: at the peak.
+        activation_bytes: of forward and backward; see :data:`ACTIVATIONS`.
     """
 
     seconds: Depths
@@ -73,7 +72,7 @@ class BackendFigures:
 
     Attributes:
         whole_bytes, shared_bytes: of states that are on every replica, and that are shared out.
-        gathered: of what is not, without stages of a pipeline and with them: :meth:`Backend.gathered_bytes`.
+        in_backward: beside these, without stages of a pipeline and with them.
         once, each: (collective, bytes) that a rank's replicas exchange once a step, and each micro-batch.
         host_bytes: of states that are on the hosts of all replicas together.
     """
@@ -83,14 +82,14 @@ class BackendFigures:
     once: Mapping[str, float]
     each: Mapping[str, float]
     host_bytes: float = 0.0
-    gathered: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
+    in_backward: tuple[BytesInBackward, BytesInBackward] = (BytesInBackward(), BytesInBackward())
 
     @property
     def again(self) -> Mapping[str, float]:
         """What stages of a pipeline send with each micro-batch, likewise: gathers of one pass, where gathered
         weights are not kept."""
-        (kept, _), gathers = self.gathered[0], self.each.get("all_gather", 0.0)
-        return {"all_gather": gathers / 2} if gathers and not kept else {}
+        gathers = self.each.get("all_gather", 0.0)
+        return {"all_gather": gathers / 2} if gathers and not self.in_backward[0].whole else {}
 
 
 def as_text(settings: Mapping[str, Any]) -> str:
@@ -218,7 +217,7 @@ def _reference(outcomes: _Outcomes, text: str) -> Reference | None:
     measured = [each[1].measurement for each in both if each]
     return Reference(
         Depths(*(m["step_time_s"] - _updating_s(outcomes, n) for n, m in enumerate(measured, 1))),
-        Depths(*(_held(m, lambda name: name not in STATES) for m in measured)),
+        Depths(*(m["meters"][ACTIVATIONS]["bytes"] for m in measured)),
     )
 
 
@@ -232,8 +231,9 @@ def _updating_s(outcomes: _Outcomes, layers: int) -> float:
     return max(0.0, 2 * one_s - two_s)
 
 
-def _held(measurement: Mapping[str, Any], counts: Callable[[str], bool]) -> float:
-    return float(sum(n for name, n in measurement["peak_held"].items() if counts(name)))
+def _held(measurement: Mapping[str, Any]) -> float:
+    """Bytes of the states of training at the peak."""
+    return float(sum(measurement["peak_held"].get(name, 0) for name in STATES))
 
 
 def _backend(outcomes: _Outcomes, text: str) -> BackendFigures | None:
@@ -242,9 +242,7 @@ def _backend(outcomes: _Outcomes, text: str) -> BackendFigures | None:
         return None
     (cell, fewest), (_, most) = (each for each in both if each)
     elements = float(model_parameters(cell)) or 1.0  # a model without weights has no states either
-    few_bytes, many_bytes = (
-        _held(outcome.measurement, lambda name: name in STATES) / elements for outcome in (fewest, most)
-    )
+    few_bytes, many_bytes = (_held(outcome.measurement) / elements for outcome in (fewest, most))
     # bytes = whole + shared / replicas, at both numbers of replicas
     a, b = _REPLICAS
     shared = max(0.0, (few_bytes - many_bytes) / (1 / a - 1 / b))
@@ -260,7 +258,10 @@ def _backend(outcomes: _Outcomes, text: str) -> BackendFigures | None:
         {name: max(0.0, n - each[name]) for name, n in once.items()},
         each,
         a * (fewest.measurement["peak_host_memory_bytes"] or 0) / elements,
-        (backend.gathered_bytes(precision, options, False), backend.gathered_bytes(precision, options, True)),
+        (
+            backend.bytes_in_backward(precision, options, False),
+            backend.bytes_in_backward(precision, options, True),
+        ),
     )
 
 

@@ -141,23 +141,27 @@ def test_gathers_hide_only_where_no_rows_go_to_other_ranks(ep: int, hidden: floa
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_gathered_weights_of_experts_are_on_the_card(pp: int) -> None:
-    """With ZeRO-3 those of two layers and a layer's gradients, with stages all of a stage's."""
+    """With ZeRO-3 those of two layers and a layer's gradients, and shards of the gradients of micro-batches
+    before; with stages all of a stage's."""
     about, way = asked(16), Way("single", {})
     zero3 = backend_class("zero3")
-    gathered = [
-        zero3.gathered_bytes(PRECISIONS["bf16"], zero3.options_type(), staged) for staged in (False, True)
+    beside = [
+        zero3.bytes_in_backward(PRECISIONS["bf16"], zero3.options_type(), staged) for staged in (False, True)
     ]
-    assert gathered == [(0, 8), (4, 2)]
+    assert beside == [(0, 4, 8), (4, 0, 2)]
     reference = {"": Reference(Depths(1.0, 2.0), Depths(2.0, 3.0))}
-    figures_of = {"zero3": BackendFigures(0.0, 0.0, {}, {}, gathered=(gathered[0], gathered[1]))}
+    figures_of = {"zero3": BackendFigures(0.0, 0.0, {}, {}, in_backward=(beside[0], beside[1]))}
     estimated = Estimates(about.cell, about.gpus, reference, figures_of)
     figures = estimated.figures(way, {})
     of_layer = figures.elements.layer + figures.experts.layer / 4
     ends = figures.elements.ends + figures.experts.ends / 4
-    states = estimated.states([Layout(way, 16 // pp, pp, 1, fold=Fold(4, 1))], figures)
-    whole, at_once = gathered[pp > 1]
+    whole, shared, at_once = beside[pp > 1]
     held = of_layer * LAYERS / pp + ends / pp
-    assert states == pytest.approx(whole * held + at_once * of_layer)
+    every = LAYERS * (figures.elements.layer + figures.experts.layer) + figures.elements.ends
+    for dp, micro_batches in ((16 // pp, 1), (8 // pp, 2)):
+        states = estimated.states([Layout(way, dp, pp, 1, fold=Fold(4, 1))], figures)
+        shards = shared * (micro_batches > 1) * every / dp
+        assert states == pytest.approx(whole * held + shards + at_once * of_layer)
 
 
 def folds_of(about: Question, way: Way) -> list[object]:
