@@ -15,11 +15,8 @@ from pydantic import (
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
-    model_validator,
 )
 from typing_extensions import TypedDict
-
-from spbench.bench.old_names import measured_today
 
 #: what is measured or counted: far larger numbers are damage, and overflow where they are added
 Number = Annotated[float, Field(strict=True, ge=0, le=1e24, allow_inf_nan=False)]
@@ -257,11 +254,6 @@ class Measured(Measurement):
     time: Text = ""
     time_s: Number | None = None
     time_samples_s: list[Number] = []
-
-    @model_validator(mode="before")
-    @classmethod
-    def _todays_names(cls, content: Any) -> Any:
-        return measured_today(content)
 
 
 @dataclass(frozen=True)

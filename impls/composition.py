@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spbench.impls.axes import ALONE, Place
 from spbench.impls.collectives import add_from_peer, all_reduce
 from spbench.impls.dispatchers.traffic import experts_traffic
 from spbench.impls.folding import FOLDED_AXES, folds
+from spbench.impls.place import ALONE, Place
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.traffic import Traffic
 

@@ -25,8 +25,6 @@ from typing import Any
 
 from advice_tables import PRECISION, QUESTIONS
 
-from spbench.bench import old_names
-
 TREE = Path(__file__).parents[1]
 sys.path.append(str(TREE))
 
@@ -37,10 +35,13 @@ FOLDER = TREE / "results" / "frozen"
 NOT_FROZEN = {"cpu_s", "elapsed_s", "host", "provenance", "rounds", "seconds", "time"}
 #: today's names of keys, or of what stands in the text of a key, and the names that they had when
 #: the digests were frozen: where a name alone changes, no digest moves
-OLD_KEYS = {new: old for old, new in old_names.PARTS.items()}
-OLD_BOUNDS, OLD_WORK = (
-    {new: old for old, new in names.items()} for names in (old_names.BOUNDS, old_names.WORK)
-)
+OLD_KEYS = {"matmul_s": "products_s", "intra_node_s": "within_nodes_s", "inter_node_s": "across_nodes_s"}
+OLD_BOUNDS = {
+    "matmul": "products",
+    "intra-node links": "links within a node",
+    "inter-node links": "links across nodes",
+}
+OLD_WORK = {"matmul": "matrix product", " intra-node": " within a node", " inter-node": " between nodes"}
 OLD_WORDS = {"bound": OLD_BOUNDS, "band": OLD_BOUNDS, "work": OLD_WORK, "by": OLD_WORK}
 #: what a line shows beside its digest, where an answer has it
 SHOWN = ("status", "peak_memory_bytes", "step_time_s", "answer")

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.engines import tracing  # noqa: F401  registers the fake groups of single ranks
-from spbench.impls.axes import Place
 from spbench.impls.collectives import Ring, ring
 from spbench.impls.dispatchers.all_to_all import AllToAll
 from spbench.impls.dispatchers.dispatcher import Counts
 from spbench.impls.kernels.decay import DecayMask
+from spbench.impls.place import Place
 from spbench.impls.routing import RoutingPlan
 from spbench.impls.strategies.dsp import DynamicSequenceParallel
 from spbench.impls.strategies.lasp import Lasp

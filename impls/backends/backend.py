@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.axes import Place
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout, OptimizerOptions
@@ -27,6 +26,7 @@ from spbench.impls.folding import FOLDED_AXES, folds
 from spbench.impls.kernels.packed_weights import scales_in
 from spbench.impls.layout import Unsupported, is_expert
 from spbench.impls.options import Options
+from spbench.impls.place import Place
 from spbench.impls.strategies.base import Strategy, shard_of
 from spbench.impls.traffic import Traffic
 

@@ -13,7 +13,6 @@ the host runs ahead, in backward in the reverse of forward's order. ``forward_pr
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,9 +27,10 @@ from spbench.impls.backends.host_shards import HostShards, move_to_host
 from spbench.impls.backends.hybrid_mesh import SHARDS, in_groups, mesh_info
 from spbench.impls.backends.meta_device import cut_when_asked, materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
-from spbench.impls.backends.parameter_parts import cut_dim, held_rows, own_part, padded_elements
+from spbench.impls.backends.parameter_parts import cut_dim, held_rows, own_part
 from spbench.impls.backends.planned_step import PlannedStep
-from spbench.impls.backends.sharded_stages import gathers, keep_for_later, sum_in_backward, sum_kept
+from spbench.impls.backends.sharded_stages import keep_for_later, sum_in_backward, sum_kept
+from spbench.impls.backends.sharded_traffic import sharded_traffic
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.composition import chunks_of, summed_axes
@@ -322,44 +322,8 @@ class FullySharded(Backend):
 
     @classmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
-        options, count = step.options, step.micro_batches
-        assert isinstance(options, ShardingOptions)
-        width = cls.gradient_dtype(step.precision, options).itemsize
-        staged = step.around.stage.count > 1
-        kept = staged or options.reduce_at == "kept"
-        stages = [*zip(chunks_of(step.build()), step.passes(), strict=True)]
-        for summed in step.summed:
-            if options.own_weights == "apart" and summed.size == 1:
-                continue
-            axes, each, sums = summed.group_axes, options.sharing(summed.size), 0
-            #: elements by how often they are gathered
-            forward, backward = Counter[int](), Counter[int]()
-            for stage, passes in stages:
-                units = units_of(stage, options)
-                rest = {*stage.parameters()}.difference(*(unit.parameters() for unit in units))
-                for p in stage.parameters():
-                    if step.strategy.partial_axes(p) != summed.axes:
-                        continue
-                    elements = padded_elements(p.shape, each)
-                    sums += elements * p.requires_grad
-                    reshards = cls.reshards(p in rest, options)
-                    first, again = gathers(passes, reshards) if kept else (count, count * reshards)
-                    forward[first] += elements
-                    backward[again] += elements
-            for phase, words, gathered in (
-                ("forward", "weights", forward),
-                ("backward", "weights again", backward),
-            ):
-                for often, elements in gathered.items():
-                    nbytes = elements * step.element_bytes
-                    yield Traffic(phase, words, "all_gather", often, nbytes, axes, each)
-            often = 1 if staged or options.reduce_at != "each" else count
-            yield Traffic("backward", "gradients", "reduce_scatter", often, sums * width, axes, each)
-            if (groups := summed.size // each) > 1:
-                part = sums * width // each
-                yield Traffic("backward", "over groups", "all_reduce", often, part, axes, groups)
-            if step.precision.loss_scale:
-                yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, axes, each)
+        assert isinstance(step.options, ShardingOptions)
+        return sharded_traffic(step, cls.gradient_dtype(step.precision, step.options), cls.reshards)
 
 
 class KeptAfterForward(FullySharded):

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.axes import Place
 from spbench.impls.collectives import all_reduce
 from spbench.impls.kernels.gradient_norm import sum_of_squares
 from spbench.impls.layout import is_expert, shard_of
+from spbench.impls.place import Place
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from spbench.impls.axes import Place
+from spbench.impls.place import Place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

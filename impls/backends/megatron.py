@@ -39,7 +39,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.axes import Place
 from spbench.impls.backends.backend import Backend, HeldPart
 from spbench.impls.backends.gradient_norm import ClippedGradients, held_share, norm_traffic
 from spbench.impls.backends.host_optimizer import HostOptimizer
@@ -65,6 +64,7 @@ from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes, trained_parameters
 from spbench.impls.layout import Unsupported, is_expert, shard_of, stacks_experts
+from spbench.impls.place import Place
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 

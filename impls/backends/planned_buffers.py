@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from spbench.impls.axes import Place
 from spbench.impls.backends.buffer_layout import BucketLayout, laid_out
 from spbench.impls.backends.eight_bit_weights import in_eight_bits
 from spbench.impls.backends.flat import covered
@@ -19,6 +18,7 @@ from spbench.impls.backends.muon import is_matrix
 from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.composition import Composition, by_partial_axes, chunks_of, summed_axes
 from spbench.impls.layout import shard_of
+from spbench.impls.place import Place
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.traffic import Traffic
 

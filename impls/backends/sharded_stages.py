@@ -1,4 +1,4 @@
-"""Pipeline stages of sharded models: when weights are gathered, and when gradients are summed.
+"""Pipeline stages of sharded models: when gradients are summed, and weights freed.
 
 In torch.distributed.pipelining each backward of a stage adds to whole gradients and keeps gathered weights
 (``backward_maybe_with_nosync`` of its stage.py, torch 2.13). After the stage's last backward of the step it
@@ -7,7 +7,6 @@ reduce-scatters them, unit by unit, and frees the weights (``perform_reduce_grad
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -40,17 +39,3 @@ def _sum_after_backward(stage: FSDPModule, yes: bool) -> None:
     stage.set_is_last_backward(yes)
     stage.set_reshard_after_backward(yes)
     stage.set_requires_gradient_sync(yes)
-
-
-def gathers(passes: Iterable[bool], reshards: bool) -> tuple[int, int]:
-    """How often a stage's weights are gathered in a step: for forwards, and for backwards.
-
-    Args:
-        passes: of the stage in their order: True for a forward, False for a backward.
-        reshards: whether the weights are freed after each forward.
-    """
-    whole, counts = False, [0, 0]
-    for forward in passes:
-        counts[not forward] += not whole
-        whole = not (forward and reshards)
-    return counts[0], counts[1]

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.axes import Place
 from spbench.impls.backends.backend import HeldPart
 from spbench.impls.backends.buckets import BucketedGradients, in_buckets
 from spbench.impls.backends.ddp import DistributedDataParallel
@@ -37,6 +36,7 @@ from spbench.impls.collectives import all_gather_flat, all_gather_in_place
 from spbench.impls.composition import by_partial_axes, summed_axes, trained_parameters
 from spbench.impls.kernels.host_copies import to_host_
 from spbench.impls.options import check_choices
+from spbench.impls.place import Place
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 

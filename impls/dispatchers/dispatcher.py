@@ -19,9 +19,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from spbench.impls.axes import Place
 from spbench.impls.collectives import ReusedBuffer
 from spbench.impls.dispatchers.beside_dispatch import BesideDispatch
+from spbench.impls.place import Place
 from spbench.impls.routing import RoutingPlan
 from spbench.impls.traffic import Traffic
 

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spbench.impls.axes import Place
 from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher, ExpertCall
 from spbench.impls.kernels.permutation import permute, sent_rows, summed_rows, unpermute
+from spbench.impls.place import Place
 from spbench.impls.row_collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from spbench.impls.traffic import Traffic
 

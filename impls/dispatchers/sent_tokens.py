@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from spbench.impls.axes import Place
 from spbench.impls.dispatchers.dispatcher import Counts, ExpertCall
 from spbench.impls.folding import FOLDED_AXES, members, stage_ranks
+from spbench.impls.place import Place
 from spbench.impls.routing import capacity_of, taken
 
 if TYPE_CHECKING:

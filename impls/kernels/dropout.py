@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spbench.impls.axes import ALONE, Place
 from spbench.impls.kernels.operator import operator
+from spbench.impls.place import ALONE, Place
 
 
 @operator("spbench::masked_scale")

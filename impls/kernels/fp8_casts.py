@@ -152,14 +152,8 @@ def fp8_cast(
 
 
 @fp8_cast.register_kernel("cuda")
-def _(
-    x: Tensor,
-    largest: Tensor | None,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    scales: torch.dtype | None,
-    transposed: bool,
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, largest: Tensor | None, *how: Any) -> tuple[Tensor, Tensor]:
+    dtype, tile, scales, transposed = how
     view, kernels = x.mT if transposed else x, _kernels(x, tile, scales)
     if kernels is None:
         return _cast(view, largest, dtype, tile, scales)
@@ -172,14 +166,8 @@ def _(
 
 
 @fp8_cast.register_fake
-def _(
-    x: Tensor,
-    largest: Tensor | None,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    scales: torch.dtype | None,
-    transposed: bool,
-) -> tuple[Tensor, Tensor]:
+def _(x: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+    _, dtype, tile, scales, transposed = how
     shape = (x.shape[1], x.shape[0]) if transposed else (x.shape[0], x.shape[1])
     scale = x.new_empty(_scales_shape(shape, tile), dtype=scales or torch.float32)
     return x.new_empty(shape, dtype=dtype), scale
@@ -213,13 +201,9 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (r, c), of_scales = x.shape, scales or torch.float32
     data, transposed = x.new_empty(r, c, dtype=dtype), x.new_empty(c, r, dtype=dtype)
-    of_data, of_transposed = (_scales_shape(shape, tile) for shape in ((r, c), (c, r)))
-    return (
-        data,
-        x.new_empty(of_data, dtype=of_scales),
-        transposed,
-        x.new_empty(of_transposed, dtype=of_scales),
-    )
+    shapes = (_scales_shape(shape, tile) for shape in ((r, c), (c, r)))
+    of_data, of_transposed = (x.new_empty(shape, dtype=of_scales) for shape in shapes)
+    return data, of_data, transposed, of_transposed
 
 
 @operator("spbench::fp8_transpose")
@@ -289,17 +273,13 @@ def _products(prefix: str) -> tuple[object, object]:
         return _multiply(a, b, of_a, of_b, tiles, dtype).to(dtype)
 
     @fp8_mm.register_kernel("cuda")
-    def _(
-        a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        result = _multiplied_as_they_are(a, b, of_a, of_b, tiles, dtype)
-        return _multiply(a, b, of_a, of_b, tiles, dtype).to(dtype) if result is None else result
+    def _(*arguments: Any) -> Tensor:
+        result = _multiplied_as_they_are(*arguments)
+        return _multiply(*arguments).to(arguments[-1]) if result is None else result
 
     @fp8_mm.register_fake
-    def _(
-        a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+    def _(a: Tensor, b: Tensor, *others: Any) -> Tensor:
+        return a.new_empty(a.shape[0], b.shape[1], dtype=others[-1])
 
     @operator(f"spbench::{prefix}fp8_accumulate_mm_", mutates_args={"into"})
     def fp8_accumulate_mm_(

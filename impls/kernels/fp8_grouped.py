@@ -69,14 +69,8 @@ def fp8_cast_rows(
 
 
 @fp8_cast_rows.register_fake
-def _(
-    x: Tensor,
-    rows: Sequence[int],
-    largest: Tensor | None,
-    dtype: torch.dtype,
-    tile: Sequence[int],
-    scales: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, rows: Sequence[int], *how: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, dtype, tile, scales = how
     counts = [sum(each) for each in _scale_counts(rows, x.shape[1], tile)]
     of_data, of_turned = (x.new_empty(n, dtype=scales or torch.float32) for n in counts)
     return x.new_empty(x.shape, dtype=dtype), of_data, x.new_empty(x.shape, dtype=dtype), of_turned
@@ -116,16 +110,8 @@ def te_fp8_grouped_mm(
 
 
 @te_fp8_grouped_mm.register_fake
-def _(
-    a: Tensor,
-    b: Sequence[Tensor],
-    of_a: Tensor,
-    of_b: Sequence[Tensor],
-    rows: Sequence[int],
-    tiles: Sequence[int],
-    dtype: torch.dtype,
-) -> Tensor:
-    return a.new_empty(a.shape[0], b[0].shape[1], dtype=dtype)
+def _(a: Tensor, b: Sequence[Tensor], *others: Any) -> Tensor:
+    return a.new_empty(a.shape[0], b[0].shape[1], dtype=others[-1])
 
 
 @operator("spbench::te_fp8_grouped_mm_weights")
@@ -146,15 +132,8 @@ def te_fp8_grouped_mm_weights(
 
 
 @te_fp8_grouped_mm_weights.register_fake
-def _(
-    d_y: Tensor,
-    x: Tensor,
-    of_d_y: Tensor,
-    of_x: Tensor,
-    rows: Sequence[int],
-    tile: Sequence[int],
-    dtype: torch.dtype,
-) -> list[Tensor]:
+def _(d_y: Tensor, x: Tensor, *others: Any) -> list[Tensor]:
+    *_, rows, _, dtype = others
     return [x.new_empty(d_y.shape[1], x.shape[1], dtype=dtype) for _ in rows]
 
 

@@ -19,7 +19,7 @@ from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.layout import MeetingKind
 from spbench.impls.models.blocks.packing import Documents, PackedSequences, check_window
-from spbench.impls.models.blocks.softmax_mixer import FUSED_KERNELS
+from spbench.impls.models.blocks.softmax_options import FUSED_KERNELS
 from spbench.impls.models.model import Model, ModelPart
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Strategy, Unsupported

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spbench.impls.attended import CAUSAL, Attended
-from spbench.impls.axes import ALONE, MESH_AXES, Place, union
+from spbench.impls.axes import MESH_AXES, union
 from spbench.impls.collectives import ReusedBuffer
 from spbench.impls.kernels.dropout import DropoutRandom
 from spbench.impls.kernels.side_stream import SideStream
@@ -40,6 +40,7 @@ from spbench.impls.layout import (
     shard_of,
 )
 from spbench.impls.options import Options, set_options
+from spbench.impls.place import ALONE, Place
 from spbench.impls.strategies.attention import AttentionHooks
 from spbench.impls.strategies.auxiliary_losses import AuxiliaryLosses
 from spbench.impls.strategies.delegation import left_within, property_left_within

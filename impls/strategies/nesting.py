@@ -23,8 +23,8 @@ from dataclasses import dataclass, fields, make_dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from spbench.impls.axes import Place
 from spbench.impls.options import Options, set_options
+from spbench.impls.place import Place
 from spbench.impls.registries import strategies, strategy_class
 
 if TYPE_CHECKING:  # cells are checked and named with these, which needs no torch

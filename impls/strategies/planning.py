@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast, final
 
 from torch import nn
 
-from spbench.impls.axes import Place
 from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.layout import (
     HEEDED,
@@ -24,6 +23,7 @@ from spbench.impls.layout import (
     is_expert,
     shard_of,
 )
+from spbench.impls.place import Place
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.tiles import entries_of_tiles, tiles_of, tiling_of

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.verify.judged import relative_errors
-from spbench.impls.axes import Place
+from spbench.impls.place import Place
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import Nesting
 

@@ -15,8 +15,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-from spbench.bench.measure.engines import search, traces, tracing, virtual
-from spbench.bench.measure.engines.extrapolate import NotOneProgram
+from spbench.bench.measure.engines import extrapolate, traces, tracing, virtual
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.processes import starting as processes
 from spbench.bench.measure.scenarios.scenario import load_scenario
@@ -24,8 +23,8 @@ from spbench.bench.measure.trace import recorder
 from spbench.impls.layout import Unsupported
 
 
-def _not_one_program(*_: Any) -> None:
-    raise NotOneProgram("extrapolation is off")
+def _unlike_all_others(*_: Any) -> object:
+    return object()
 
 
 def _every_rank(traced: virtual.ClassTraces, *cluster: Any) -> Any:
@@ -51,7 +50,7 @@ _OFF: dict[str, tuple[Any, str, Any]] = {
     "repeated steps": (recorder, "choosing_steps", _nothing_chosen),
     "layers put together": (tracing, "few_layers", _all_layers),
     "folding": (virtual.ClassTraces, "simulator", _every_rank),
-    "extrapolation": (search, "Programs", _not_one_program),
+    "extrapolation": (extrapolate, "_events", _unlike_all_others),
     "preloaded": (processes, "START_METHOD", "spawn"),
 }
 

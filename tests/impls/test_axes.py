@@ -10,18 +10,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.impls.axes import (
-    ALONE,
-    MESH_AXES,
-    Place,
-    global_ranks,
-    in_order,
-    ranks_along,
-    spelled,
-    unused_axes,
-    whole_mesh,
-)
+from spbench.impls.axes import MESH_AXES, in_order, ranks_along, spelled, unused_axes, whole_mesh
 from spbench.impls.composition import Composition
+from spbench.impls.place import ALONE, Place, global_ranks
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
 

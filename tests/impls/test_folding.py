@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.impls.axes import Place, group_name, in_order, ranks_along, spelled, unused_axes
+from spbench.impls.axes import group_name, in_order, ranks_along, spelled, unused_axes
 from spbench.impls.folding import folded_sizes, members
+from spbench.impls.place import Place
 
 SIZES = {"dp": 2, "pp": 2, "tp": 2, "sp": 3, "ep": 3, "etp": 2}
 

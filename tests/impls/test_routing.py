@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spbench.impls.axes import Place
 from spbench.impls.dispatchers.sent_tokens import dropped_tokens, positions_of, rows_of_ranks, sent_tokens
 from spbench.impls.models.blocks.experts import call_of
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import model_preset
+from spbench.impls.place import Place
 from spbench.impls.routing import RoutingPlan
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting

@@ -28,7 +28,6 @@ from spbench.bench.measure.clusters.rates import (
     OperatorTimes,
     Sourced,
 )
-from spbench.bench.old_names import cluster_today
 from spbench.bench.yaml_files import (
     InferredSetting,
     StrictModel,
@@ -312,7 +311,7 @@ def cluster_of_content(path: Path, content: bytes) -> Cluster:
 @cache
 def _resolved(path: Path, content: bytes) -> dict[str, Any]:
     """What a file says and, below it, what the packaged cluster says that it extends."""
-    own = cluster_today(parse_yaml(path, content))
+    own = parse_yaml(path, content)
     host = own.get("host")
     if isinstance(host, dict) and "extends" in host:
         below = _packaged_below(path, host.pop("extends"), "host.extends")

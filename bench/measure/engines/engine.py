@@ -19,9 +19,9 @@ from typing import ClassVar
 
 from spbench.bench.cell import Cell
 from spbench.bench.measurement import Measurement
-from spbench.impls.axes import Place
 from spbench.impls.discovery import named_classes
 from spbench.impls.layout import Unsupported
+from spbench.impls.place import Place
 from spbench.impls.strategies.nesting import nesting
 
 

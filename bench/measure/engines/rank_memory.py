@@ -198,8 +198,10 @@ class RankMemory:
         if card.out_of_memory is not None:
             at = card.events
             step = log.step_of(at)
-            steps = replay(log.sizes, log.without_setup(), capacity, (), log.streams, kind)
-            fit = not step and steps.out_of_memory is None
+            fit = False
+            if not step:
+                steps = replay(log.sizes, log.without_setup(), capacity, (), log.streams, kind)
+                fit = steps.out_of_memory is None
             failure = Failure(step, log.phase_of(at), card.out_of_memory, fit)
             found = replay(log.sizes, log.events, None, stops, log.streams, kind)
         live, setup, peaks = log.levels(found.blocks)

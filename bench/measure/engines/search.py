@@ -16,14 +16,12 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.engines.deepened_traces import Effort
 from spbench.bench.measure.engines.engine import Candidates, Engine
-from spbench.bench.measure.engines.extrapolate import Needs, NotOneProgram, Programs
+from spbench.bench.measure.engines.extrapolate import Guesses
 from spbench.bench.measure.engines.plan import rank_classes
-from spbench.bench.measure.engines.rank_memory import allocator_of, host_is_full
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.memory.allocator import replay
 from spbench.bench.measurement import Measurement
 from spbench.impls.layout import Unsupported
 
@@ -69,8 +67,6 @@ class Boundary:
         self.best: Probe | None = None
         self.too_large: Probe | None = None
         self.proof: list[dict[str, Any]] = []
-        #: whether to look which program runs at a guess
-        self.confirming = True
         #: the rank class whose memory is predicted; mostly the first stage's, which runs furthest ahead
         self.predicted = 0
         #: how many sizes were out of memory that were said to fit
@@ -82,77 +78,24 @@ class Boundary:
         cell, quantity = self.candidates.cell, self.candidates.quantity
         smallest = quantity.smallest_sample(self.unit)
         points = [smallest * n for n in range(1, quantity.degree + 2)]
-        self.needs = Needs(cell, self._trace_at, self.capacity)
-        try:
-            self.programs: Programs | None = Programs(
-                lambda units: self._trace_at(units).memory,
-                points,
-                lambda units: self._trace_at(units, "few").memory,
-            )
-        except NotOneProgram:
-            self.programs = None
+        self.guesses = Guesses(cell, self._trace_at, points, self.capacity)
 
-    def _trace_at(self, units: int, effort: Effort = "guess") -> Trace:
+    def _trace_at(self, units: int, effort: Effort) -> Trace:
         cell = self.candidates.at(units * self.unit)
         return tracing.trace(cell, rank_classes(cell)[self.predicted].first, effort=effort)
 
-    def _last(self, fits: Callable[[int], bool]) -> int:
-        """The last unit inside the bracket that fits, by bisection; its lower end if none does."""
-        low, high = self.low, self.high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
-
     def _guess(self) -> int:
-        """The boundary as far as is known; by the needs of sizes if no program could be sampled."""
-        if self.programs is None or not self.confirming or self._host_was_full():
-            return self._guess_of_needs()
+        """The last unit inside the bracket that seems to fit; its lower end if none does.
+
+        What the allocator loses is asked after the first whole trace; a size is further below the bracket's
+        end with each that does not fit though it seemed so."""
         while True:
-            guess = self._last(self._seems_to_fit)
-            if guess == self.low:
-                return guess
-            try:
-                if self.programs.confirm(guess):
-                    return guess
-            except NotOneProgram:
-                # programs change too often there, as with tiles, of which a longer sequence has more
-                self.confirming = False
-                return self._guess_of_needs()
-
-    def _guess_of_needs(self) -> int:
-        """The last size that fits by guessed traces. These do not see what the allocator loses: the
-        first whole traces of one that may not flush tell it; else each disappointment goes further below."""
-        if self.newest and len(self.proof) < 4 and not self.candidates.cell.training.alloc_retries:
-            return self.needs.last_that_fits(self.low, self.high, self._most(self.newest))
-        if self.disappointed and not self.low:
-            return max(1, self.high - 2 ** (self.disappointed - 1))
-        if self.disappointed:
-            return (self.low + self.high) // 2
-        return self.needs.last_that_fits(self.low, self.high)
-
-    def _most(self, newest: Probe) -> float:
-        """The need, as a part of the card, at which all of it is reserved, as in the newest whole trace."""
-        reserved = max(row["reserved_memory_bytes"] for row in newest.measurement.by_class)
-        return self.needs.part(newest.value // self.unit) * self.capacity / reserved
-
-    def _host_was_full(self) -> bool:
-        """Whether what bounds the bracket is the memory of hosts, which is not predicted."""
-        return bool(self.too_large and host_is_full(self.too_large.measurement, self.candidates.cell))
-
-    def _seems_to_fit(self, units: int) -> bool:
-        """Whether the allocator serves the events of the newest whole trace, resized; if that is of another
-        program, or there is none yet, whether the predicted peak is below the card's memory."""
-        assert self.programs is not None
-        model = self.programs.model(units)
-        if self.newest is not None:
-            at, log = self.newest.value // self.unit, self.newest.traces.traces[self.predicted].memory
-            if self.programs.model(at) is model:
-                sizes = model.resized(log, at, units)
-                kind = allocator_of(self.candidates.cell)
-                served = replay(sizes, log.events, self.capacity, (), log.streams, kind)
-                return served.out_of_memory is None
-        return model(units) <= self.capacity
+            guess = self.guesses.last_that_fits(self.low, self.high)
+            if self.newest is not None:
+                count = guess - self.low
+                guess = self.low + largest_fitting(count, lambda n: self.guesses.served(self.low + n), count)
+            if guess == self.low or self.guesses.confirm(guess):
+                return min(guess, max(self.low + 1, self.high - 2**self.disappointed // 4))
 
     def probe(self, value: int) -> bool:
         """Trace the whole step at that value; returns whether it fits."""

@@ -16,13 +16,13 @@ from spbench.bench.measure.engines.plan import attention_kernel, backend_options
 from spbench.bench.measure.trace.memory import MemoryMeter
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.setting_values import VARIABLES
-from spbench.impls.axes import Place
 from spbench.impls.backends.meta_device import WholeParameters, attributes_of
 from spbench.impls.composition import Composition, rank_module
 from spbench.impls.kernels.grouped_matmul import GROUPED_STREAMS, GROUPED_WORKSPACES
 from spbench.impls.kernels.projection import USERBUFFER_STREAMS
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import Model, model_preset
+from spbench.impls.place import Place
 from spbench.impls.registries import backend_class
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting

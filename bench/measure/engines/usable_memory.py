@@ -7,7 +7,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.plan import Plan, plan
 from spbench.bench.measure.simulator.costs import node_of
-from spbench.impls.axes import Place
+from spbench.impls.place import Place
 
 
 def usable_memory_bytes(cell: Cell, planned: Plan | None = None) -> int | None:

@@ -71,11 +71,10 @@ class MemoryLog:
         run = np.cumsum(~follows[:-1])
         return replace(self, events=events[np.lexsort((-events, run))].tolist())
 
-    def signed_bytes(self, sizes: np.ndarray | None = None) -> np.ndarray:
-        """The change of allocated bytes at each event, in whole granules; ``sizes`` replaces the recorded."""
+    def signed_bytes(self) -> np.ndarray:
+        """The change of allocated bytes at each event, in whole granules."""
         events = np.asarray(self.events, dtype=np.int64)
-        rounded_sizes = rounded(np.asarray(self.sizes, dtype=np.int64) if sizes is None else sizes)
-        return np.sign(events) * rounded_sizes[np.abs(events) - 1]
+        return np.sign(events) * rounded(np.asarray(self.sizes, dtype=np.int64))[np.abs(events) - 1]
 
     def spans(self) -> list[tuple[str, slice]]:
         """The phases in order, each with its events; forward and backward once a micro-batch."""
@@ -113,11 +112,6 @@ class MemoryLog:
     def phase_of(self, event: int) -> str:
         """The phase that an event belongs to; SET_UP: it is before the first."""
         return next((name for name, first in reversed(self.marks) if first <= event), SET_UP)
-
-    def born_before_step(self) -> list[bool]:
-        """For each storage, in the order of their numbers: whether it was made before the first phase."""
-        births = sum(event > 0 for event in self.events[: self.step_start])
-        return [number < births for number in range(len(self.sizes))]
 
     def peak(self) -> Peak:
         """The largest sum of live bytes over the traced steps, in whole granules: what an allocator that

@@ -9,7 +9,7 @@ import numpy as np
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.impls.axes import Place
+from spbench.impls.place import Place
 
 #: collectives of which a rank sends to each of the others, so that a share of it leaves the node
 _TO_EACH = "all_to_all"

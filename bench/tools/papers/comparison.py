@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import read_text, write_whole
 from spbench.bench.measure.trust.bands import unknown_share
-from spbench.bench.old_names import measured_today
 from spbench.bench.units import six_digits
 from spbench.bench.yaml_files import finite
 
@@ -246,7 +245,7 @@ def read_records(
                     numbers[name] = read(row[name]) if row[name] else None
                 except ValueError as error:
                     raise UserError(f"{path}: row {at}: {name}: {row[name]!r} is no finite number") from error
-        lines.append(measured_today({**row, **numbers}))
+        lines.append({**row, **numbers})
     return lines
 
 

@@ -14,7 +14,6 @@ from spbench.bench.files import write_whole
 from spbench.bench.measure.engines.virtual import trace_classes
 from spbench.bench.measure.simulator.trace_export import trace_events
 from spbench.bench.measure.sweep.results import RESULTS_FILE
-from spbench.bench.old_names import trace_today
 from spbench.bench.row import Row, json_line
 
 #: the argument of `spbench reproduce`, and the folder
@@ -74,6 +73,6 @@ def read_trace(folder: Path, cell: Cell) -> Mapping[str, Any] | None:
     try:
         content = json.loads(gzip.decompress(trace_path(folder, cell).read_bytes()))
         is_its = {"otherData", "traceEvents"} <= content.keys() and content["otherData"]["cell"] == cell.key
-        return trace_today(content) if is_its else None
+        return content if is_its else None
     except (OSError, EOFError, ValueError, AttributeError, KeyError, TypeError):
         return None

@@ -13,32 +13,21 @@ V vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
-from spbench.impls.dispatchers.dispatcher import ExpertCall
-from spbench.impls.layout import SiteKind
-from spbench.impls.models.blocks.adapter_options import (
-    MLP_CLOSING,
-    adapter_sites,
-    frozen,
-    spared_by_packing,
-    trained_parameters,
-)
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderLayer
 from spbench.impls.models.blocks.decoder_module import Decoder
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
+from spbench.impls.models.blocks.decoder_sites import stage_parameters, stage_sites
 from spbench.impls.models.blocks.expert_options import ExpertOptions
 from spbench.impls.models.blocks.experts import MixtureOfExperts
 from spbench.impls.models.blocks.feed_forward import FeedForward, Mlp
-from spbench.impls.models.blocks.latent_mixer import LatentAttention
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
 from spbench.impls.models.blocks.savings import savings
@@ -60,13 +49,6 @@ TINY_SIZES: Mapping[str, Any] = {
     "inner": 96,
     "vocabulary": 96,
     "norm_epsilon": 0.1,
-}
-
-#: of ways of the loss that send other messages than Megatron-LM's own
-_CROSS_ENTROPY_SITES: Mapping[str, SiteKind] = {
-    "in_place": "cross_entropy_in_place",
-    "compiled": "cross_entropy_in_place",
-    "native": "cross_entropy_native",
 }
 
 
@@ -253,85 +235,11 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
     ) -> list[Site]:
         if self.vocabulary_tile and vocabulary_parts > 1:
             raise Unsupported("vocabulary_tile needs a head that no ranks split", "use loss_tile")
-        rows, layers = self.padded_vocabulary(vocabulary_parts), stage.layers(self.layers)
-        alike: Counter[tuple[SiteKind, tuple[tuple[str, int], ...], bool, ExpertCall | None]] = Counter()
-        predictions = [([layer], self.recomputes_layers) for layer in self.prediction_layers(stage)]
-        for run, again in [*self.recomputed_runs(layers), *predictions]:
-            for layer in run:
-                # what drops the output's elements keeps a mask, which the last matmul runs again for; tiles
-                # are one function, which runs whole; the layer of a prediction has a norm behind it
-                stops = layer == run[-1] and self.recompute_early_stop and layer in layers
-                spared = stops and not (self.dropout or self.mlp_tiling.dims or self.adapts([MLP_CLOSING]))
-                asked = self._layer_sites(layer, batch, seq_len, again, spared)
-                if self.lora_rank:
-                    asked = chain(frozen(asked), adapter_sites(self, layer, batch, seq_len, again))
-                for site in asked:
-                    alike[site.kind, tuple(site.dims.items()), site.recomputed, site.experts] += site.count
-        sites = [Site(kind, n, dict(d), again, call) for (kind, d, again, call), n in alike.items() if n]
-        sites += self.vocabulary_sites(batch, seq_len, rows, stage, tied=self.shares_embedding)
-        if predictions:
-            of_head = {"vocabulary_logits": len(predictions), "cross_entropy": len(predictions)}
-            sites = [replace(s, count=s.count + of_head.get(s.kind, 0)) for s in sites]
-            hidden = {"B": batch, "L": seq_len, "H": self.hidden, "V": rows}
-            sites.append(Site("embedding", len(predictions), hidden))
-        loss = _CROSS_ENTROPY_SITES.get(self.cross_entropy, "cross_entropy")
-        sites = [replace(s, kind=loss) if s.kind == "cross_entropy" else s for s in sites]
-        in_tiles, tiles = ("vocabulary_logits", loss), self.loss_tiling.dims
-        sites = [replace(s, dims={**s.dims, **tiles}) if s.kind in in_tiles else s for s in sites]
-        sites.append(Site("parameters", 1, self.parameters(rows, stage)))
-        sites += self.scale_sites(len(layers), len(predictions))
-        if not self.lora_rank:
-            return sites
-        trained = trained_parameters(self, rows, stage)
-        return [*frozen(sites, trained, spared_by_packing(self, layers), self.lora_whole)]
-
-    def _layer_sites(self, layer: int, batch: int, seq_len: int, again: bool, spared: bool) -> Iterator[Site]:
-        """What a layer asks of a strategy for one batch; the other arguments are those of
-        :meth:`FeedForward.sites`."""
-        mixer, feeding = self.mixing(layer), self.feeding(layer)
-        between = {"B": batch, "L": seq_len, "H": self.hidden, "F": mixer.width(self)}
-        once = {"gathered_once": 1} if mixer.gathers_once(self) else {}
-        kept = {"kept": 1} if self.keeps_operators else {}
-        if not isinstance(mixer, LatentAttention):  # which opens otherwise
-            yield Site("linear_in", 1, between | once | self.gathered_dims, again)
-        yield Site("linear_out", 1, between | kept, again and not (spared and feeding is None))
-        if feeding is not None:
-            yield from feeding.sites(self, batch, seq_len, again, spared)
-        yield from mixer.sites(self, batch, seq_len, again)
+        return stage_sites(self, batch, seq_len, self.padded_vocabulary(vocabulary_parts), stage)
 
     def parameters(self, rows: int, stage: Stage = ONE_STAGE) -> dict[str, int]:
-        """Counts of a stage's parameters: all ``elements``, of them those that can be ``split`` over features
-        and vocabulary, and of these the ``vocabulary``'s, which has that many ``rows``, those of each
-        ``mlp``, and the ``key_value`` ones that grouped heads share, with the number of these heads; those of
-        routed ``experts`` are not among those that can be split."""
-        h, predictions = self.hidden, self.prediction_layers(stage)
-        layers = [*stage.layers(self.layers), *predictions]
-        blocks: Counter[str] = Counter()
-        feeding = [each for i in layers if (each := self.feeding(i)) is not None]
-        for block in (*map(self.mixing, layers), *feeding):
-            blocks.update(block.parameters(self))
-        experts = blocks["experts"]
-        of_norm = h * (2 if self.norm == "layer" else 1) if self.weighted_norms else 0
-        of_block = 2 if self.norms == "around" else 1
-        normed = len(layers) + (0 if self.norms == "shared" else len(feeding))
-        whole = of_norm * (of_block * normed + stage.last) + blocks["whole"]
-        whole += (3 * of_norm + 2 * h * h) * len(predictions)
-        if self.biases:
-            whole += h * len(layers)  # of the projections that close mixers
-        if stage.first:
-            whole += (self.learned_positions or 0) * h
-        tables = stage.first or stage.last if self.tied else stage.first + stage.last
-        if predictions and not self.tied:
-            tables += not stage.first  # the copy of the embedding
-        vocabulary = tables * rows * h
-        split = blocks["split"] + vocabulary
-        counts = {"elements": split + whole + experts, "split": split, "vocabulary": vocabulary}
-        counts["mlp"] = blocks["mlp"]
-        if experts:
-            counts["experts"] = experts
-        if self.kv_heads is not None and blocks["key_value"]:
-            counts |= {"key_value": blocks["key_value"], "kv_heads": self.kv_heads}
-        return counts
+        """As :func:`stage_parameters`, with a vocabulary of that many rows."""
+        return stage_parameters(self, rows, stage)
 
     @property
     def period(self) -> int:

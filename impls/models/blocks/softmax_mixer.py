@@ -6,165 +6,42 @@ rank's features of it between projections), Z heads (this rank's), G heads of ke
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.attended import Attended
 from spbench.impls.kernels.host_reads import read_packing
 from spbench.impls.kernels.layer_norm import layer_norm
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.rms_norm import rms_norm
 from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angles, rotated_by_halves
-from spbench.impls.layout import SiteKind
-from spbench.impls.models.blocks.adapter_options import CLOSING, QKV, Adaptable
+from spbench.impls.models.blocks.adapter_options import CLOSING, QKV
 from spbench.impls.models.blocks.adapters import ClosingAdapter, OpeningAdapters
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.projected_heads import ProjectedHeads
 from spbench.impls.models.blocks.recomputation import recomputed
-from spbench.impls.options import check_choices
-from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.models.blocks.softmax_options import FLASH_KERNELS, SoftmaxOptions
+from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.grouped_query import GroupedQueryLinear
 from spbench.impls.strategies.layers import GroupedLinear, SeparateLinear
 
-#: kernels that take and return [B, L, Z, A]; they are alike but for their rates on a card
-_FLASH = (
-    "flash",
-    "flash_attention_1",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-    "triton",
-)
-#: those that make no scores
-FUSED_KERNELS = (*_FLASH, "cudnn")
-KERNELS = (*FUSED_KERNELS, "unfused")
-
 
 @dataclass(frozen=True)
-class SoftmaxAttention(Adaptable):
-    """A layer of causal softmax attention.
-
-    Attributes:
-        rotary_base: of RoPE's angles; None: no RoPE.
-        rotary_share: of each head's features, the first ones, that RoPE turns.
-        bias: whether the projection to queries, keys and values has one.
-        dropout: of probabilities.
-        kernel: "flash" or one of its kinds, by whose rates it is timed, "cudnn" (flash attention too, which
-            takes positions before the batch, so that libraries that lay out hidden states so make no second
-            copy of its output), or "unfused", which makes all scores.
-        window: positions that a position attends to at most, with its own; None: all (:class:`Attended`).
-        sinks: each head has a learned logit that joins the softmax's denominator
-            (:mod:`spbench.impls.kernels.sinks`).
-        gated: each head's output is multiplied by the sigmoid of a gate, which the input is projected to
-            (Qwen3-Next, whose code makes one product of queries and gates).
-    """
-
-    rotary_base: float | None = 10_000.0
-    bias: bool = False
-    dropout: float = 0.0
-    kernel: str = "flash"
-    rotary_share: float = 1.0
-    gated: bool = False
-    window: int | None = None
-    sinks: bool = False
-
-    adapted: ClassVar[Sequence[str]] = (*QKV, CLOSING)
-
-    def __post_init__(self) -> None:
-        check_choices(self, {"kernel": KERNELS})
-        if not 0 < self.rotary_share <= 1:
-            raise ValueError(f"rotary_share is above 0 and at most 1, not {self.rotary_share}")
+class SoftmaxAttention(SoftmaxOptions):
+    """A layer of causal softmax attention."""
 
     def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
+        """The module that mixes the tokens."""
         return SoftmaxAttentionMixer(self, model, strategy)
-
-    def by_groups(self, model: DecoderOptions) -> bool:
-        """Whether the projection's rows lie group by group of heads (:class:`GroupedQueryLinear`)."""
-        return self.bias or model.grouped
-
-    @property
-    def needs_all_positions(self) -> bool:
-        """Whether only a rank that has all positions can compute it."""
-        return self.dropout > 0 or self.kernel == "unfused"
-
-    def attended(self, packed: Attended, seq_len: int) -> Attended:
-        """What a position attends to in this layer of a sequence that is packed so."""
-        return packed.in_layer(self.window, seq_len)
-
-    def heeded(self, packed: Attended, seq_len: int) -> dict[str, int]:
-        """The dims of a site that say what this layer heeds beside the causal mask."""
-        return self.attended(packed, seq_len).dims | ({"sinks": 1} if self.sinks else {})
-
-    def width(self, model: DecoderOptions) -> int:
-        """Features between the projections that open and close the layer."""
-        return model.attention_width
-
-    def gathers_once(self, model: DecoderOptions) -> bool:
-        """Whether the input is one tensor for several products."""
-        return model.separate_projections
-
-    def norm_weights(self, model: DecoderOptions) -> int:
-        """How many weights and biases the norms of queries and keys have, of a head each."""
-        heads = model.heads + (model.kv_heads or model.heads) if model.qk_norm_over == "all" else 2
-        return heads * (2 if model.norm == "layer" else 1) if model.qk_norm else 0
-
-    def parameters(self, model: DecoderOptions) -> dict[str, int]:
-        """Counts of the layer's parameters: those that can be ``split`` over features, of these the
-        ``key_value`` ones that grouped heads share, and the ``whole`` ones that every rank holds."""
-        columns = model.hidden + (1 if self.bias else 0)
-        key_value = 2 * (model.kv_heads or model.heads) * model.head_size * columns
-        return {
-            "split": model.attention_width * (columns + (1 + self.gated) * model.hidden)
-            + key_value
-            + self.sinks * model.heads,
-            "key_value": key_value if model.grouped else 0,
-            "whole": model.head_size * self.norm_weights(model),
-        }
-
-    def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
-        """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
-        heads, sites = {"Z": model.heads, "A": model.head_size}, []
-        if model.separate_projections:
-            heads["G"] = model.kv_heads or model.heads
-            sites.append(Site("separate_linear_in", 1, heads, again))
-        elif self.by_groups(model):
-            heads["G"] = model.kv_heads or model.heads
-            bias = {"bias": 1} if self.bias else {}
-            sites.append(Site("grouped_query_linear_in", 1, heads | {"H": model.hidden} | bias, again))
-        if model.qk_norm and model.qk_norm_over == "all":
-            sites.append(Site("feature_norm", 1, {"B": batch, "L": seq_len, **heads}, again))
-        elif model.qk_norm:
-            sites.append(Site("shared_by_heads", self.norm_weights(model), {"A": model.head_size}, again))
-        if self.gated:
-            gate = {"B": batch, "L": seq_len, "H": model.hidden, "F": model.attention_width}
-            sites.append(Site("linear_in", 1, gate, again))
-        return [*sites, self.meeting(model, batch, seq_len, heads, again)]
-
-    def keeps_results(self, model: DecoderOptions) -> bool:
-        """Whether attention's results are kept where what it attends to is recomputed."""
-        return False
-
-    def meeting(
-        self, model: DecoderOptions, batch: int, seq_len: int, heads: Mapping[str, int], again: bool
-    ) -> Site:
-        """Where positions meet, with these dims of its heads."""
-        kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
-        kept = {"kept": 1} if model.keeps_operators or self.keeps_results(model) else {}
-        again = again or model.recomputes("core_attn") or self.keeps_results(model)
-        heeded = self.heeded(model.attended(seq_len), seq_len)
-        return Site(kind, 1, {"B": batch, "L": seq_len, **heads, **kept, **heeded}, again)
 
 
 class AttentionMixer(nn.Module):
     """What mixers of softmax attention share: how heads attend, RoPE, and the projection that closes the
     layer. A derived class makes the projections that open it."""
 
-    def __init__(self, kind: SoftmaxAttention, model: DecoderOptions, strategy: Strategy):
+    def __init__(self, kind: SoftmaxOptions, model: DecoderOptions, strategy: Strategy):
         super().__init__()
         self.kind, self.model, self.strategy = kind, model, strategy
 
@@ -195,7 +72,7 @@ class AttentionMixer(nn.Module):
         """The heads' features one after another [B, L, Z A], from o [B, Z, L, A]."""
         y = o.transpose(1, 2)
         del o
-        if self.model.fused and self.kind.kernel in _FLASH and len(y) > 1:
+        if self.model.fused and self.kind.kernel in FLASH_KERNELS and len(y) > 1:
             # the libraries' hidden states are [L, B, H]: they copy what this kernel returns, [B, L, H]
             y = y.clone(memory_format=torch.contiguous_format)
         return y.flatten(2)
@@ -251,7 +128,7 @@ class AttentionMixer(nn.Module):
 class SoftmaxAttentionMixer(AttentionMixer):
     """x [B, L, H] -> [B, L, H], without the bias of the projection that closes it."""
 
-    def __init__(self, kind: SoftmaxAttention, model: DecoderOptions, strategy: Strategy):
+    def __init__(self, kind: SoftmaxOptions, model: DecoderOptions, strategy: Strategy):
         super().__init__(kind, model, strategy)
         hidden, kv_heads = model.hidden, model.kv_heads or model.heads
         self.project: SeparateLinear | GroupedQueryLinear | GroupedLinear

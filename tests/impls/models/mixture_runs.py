@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.engines.plan import Plan, RankClass
 from spbench.bench.measure.trace.recorder import Recorder
-from spbench.impls.axes import Place
 from spbench.impls.composition import ONE_STAGE, Composition, composed_traffic
 from spbench.impls.layout import shard_of
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.options import set_options
+from spbench.impls.place import Place
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize

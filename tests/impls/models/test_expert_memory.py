@@ -12,12 +12,12 @@ import torch
 from spbench.bench.measure.engines.tracing import fake_mesh, no_cyclic_collection
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measure.trace.torch_internals import FakeTensorMode
-from spbench.impls.axes import Place
 from spbench.impls.kernels.grouped_matmul import GROUPED_STREAMS, GROUPED_WORKSPACES
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, mark_library
 from spbench.impls.models.blocks.experts import MixtureModule
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import model_preset
+from spbench.impls.place import Place
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.step import default_dtype
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from spbench.impls.axes import Place
 from spbench.impls.models.blocks.gated_deltanet import GatedDeltaNet
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.mamba2 import Mamba2
@@ -18,6 +17,7 @@ from spbench.impls.models.blocks.recurrent_mixer import RecurrentMixer
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.hybrid import HybridModel
 from spbench.impls.models.model import model_preset
+from spbench.impls.place import Place
 from spbench.impls.strategies.nesting import nesting
 
 KINDS = {GatedDeltaNet: "G", LinearAttention: "L", Mamba2: "M", SoftmaxAttention: "S"}

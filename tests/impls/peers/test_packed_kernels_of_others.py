@@ -22,7 +22,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.beside_values import document_of_positions
 from spbench.impls.attended import Attended, Range, Ranges
-from spbench.impls.axes import Place
 from spbench.impls.kernels.gated_delta import GatedDelta
 from spbench.impls.kernels.l2_norm import l2_norm
 from spbench.impls.kernels.ranged_attention import (
@@ -35,6 +34,7 @@ from spbench.impls.models.blocks.mamba2 import Mamba2
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.model import model_preset
 from spbench.impls.peers import flash_attn_stand_in
+from spbench.impls.place import Place
 from spbench.impls.registries import INSTALL
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.base import Strategy

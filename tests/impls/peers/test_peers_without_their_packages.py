@@ -14,10 +14,10 @@ import torch.nn.functional as F
 import spbench.impls.peers
 from spbench.bench.measure.scenarios.choices import strategy_problem
 from spbench.impls import registries
-from spbench.impls.axes import Place
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import model_preset
 from spbench.impls.peers import flash_attn_stand_in as stand_in
+from spbench.impls.place import Place
 from spbench.impls.registries import strategies
 from spbench.impls.strategies.nesting import nesting
 

@@ -16,9 +16,9 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
-from spbench.impls.axes import ALONE
 from spbench.impls.kernels.copy_stream import CopyStream
 from spbench.impls.models.model import model_preset
+from spbench.impls.place import ALONE
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.fpdt import FPDT, FPDTOptions
 from spbench.impls.strategies.nesting import nesting

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
-from spbench.impls.axes import Place
 from spbench.impls.models.model import Model, model_preset
+from spbench.impls.place import Place
 from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.dsp import DynamicSequenceParallel, plan_switches, switched_elements

@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.verify.beside_values import document_of_positions, seen_pairs
 from spbench.impls.attended import Attended
-from spbench.impls.axes import Place
 from spbench.impls.kernels import gated_delta_operators, linear_attention, state_space_operators
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.gated_delta import GatedDelta
 from spbench.impls.kernels.recurrence import Rule
 from spbench.impls.kernels.state_space import StateSpace
+from spbench.impls.place import Place
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.lasp import Lasp

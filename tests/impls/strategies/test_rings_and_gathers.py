@@ -13,9 +13,9 @@ from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.impls.axes import Place
 from spbench.impls.collectives import Ring
 from spbench.impls.kernels.decay import DecayMask
+from spbench.impls.place import Place
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.ring_attention import RingAttention

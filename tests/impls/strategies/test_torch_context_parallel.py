@@ -12,7 +12,7 @@ from torch.distributed.tensor.experimental._context_parallel._load_balancer impo
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.tracing import trace
-from spbench.impls.axes import Place
+from spbench.impls.place import Place
 from spbench.impls.registries import strategy_class
 
 N, LENGTH = 4, 48

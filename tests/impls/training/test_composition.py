@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.judged import relative_errors
-from spbench.impls.axes import Place
 from spbench.impls.backends.optimizer import PRECISIONS, default_dtype
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition, rank_module
 from spbench.impls.models.model import Model, model_preset
+from spbench.impls.place import Place
 from spbench.impls.strategies.base import Strategy, shard_of
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.step import Training, initialize

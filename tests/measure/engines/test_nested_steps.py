@@ -11,7 +11,7 @@ from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.impls.axes import ALONE
+from spbench.impls.place import ALONE
 from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.nesting import Nesting, nesting, pairs

@@ -18,7 +18,8 @@ from spbench.bench.measure.processes import rank_pool
 from spbench.bench.measure.processes.child import Child
 from spbench.bench.measure.processes.rank_pool import RankError, RankPool, Rendezvous, loopback_store
 from spbench.bench.measure.processes.stacks import GRACE_S, STACKS_FOLDER, STACKS_S, RankAnswer, collect
-from spbench.impls.axes import MESH_AXES, Place
+from spbench.impls.axes import MESH_AXES
+from spbench.impls.place import Place
 from tests.bench.processes import left_of, needs_proc, until
 
 

@@ -15,7 +15,7 @@ from spbench.bench.measure.simulator.program import Group, coordinates, offset, 
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.simulation import Simulation
-from spbench.impls.axes import Place
+from spbench.impls.place import Place
 from tests.measure.simulator.step_programs import (
     INFINITE,
     chain,

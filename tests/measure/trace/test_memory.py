@@ -70,7 +70,6 @@ def test_program_counted_by_hand(fake: bool) -> None:
     assert log.marks == [("forward", 1), ("backward", 5), ("optimizer", 10)]
     assert log.step_start == 1
     assert [log.step_of(event) for event in range(3)] == [0, 1, 1]
-    assert log.born_before_step() == [True] + 8 * [False]
     peak = log.peak()
     assert (peak.nbytes, peak.phase) == (1536 + 1536 + 512 + 4096 + 2048, "backward")
     expected = {"parameters": 1536, "activations": 1536 + 512, "temporaries": 4096 + 2048}

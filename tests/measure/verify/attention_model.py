@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.trace.recorder import Recorder
-from spbench.impls.axes import Place
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.layout import MeetingKind
 from spbench.impls.models.model import Model, ModelPart
+from spbench.impls.place import Place
 from spbench.impls.strategies.base import Site, Strategy
 
 

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.impls.axes import Place
 from spbench.impls.backends.legacy_ddp import ContiguousGradients
 from spbench.impls.models.bert import BertModel
 from spbench.impls.models.model import models
+from spbench.impls.place import Place
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
 

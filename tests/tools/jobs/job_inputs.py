@@ -4,50 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.jobs import (
-    accelerate,
-    arctic,
-    automodel,
-    axolotl,
-    bridge,
-    deepspeed,
-    llama_factory,
-    megatron,
-    model_zoo,
-    primus,
-    swift,
-    swift_megatron,
-    torchtitan,
-    veomni,
-    verl,
-)
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 
 INPUTS = Path(__file__).parent / "inputs"
 #: called without the search for kinds of jobs, which takes longer than they
-_MODULES = (
-    accelerate,
-    arctic,
-    automodel,
-    axolotl,
-    bridge,
-    deepspeed,
-    llama_factory,
-    megatron,
-    model_zoo,
-    primus,
-    swift,
-    swift_megatron,
-    torchtitan,
-    veomni,
-    verl,
+_KINDS = (
+    "accelerate arctic automodel axolotl bridge deepspeed llama_factory megatron model_zoo primus swift "
+    "swift_megatron torchtitan veomni verl"
 )
-READERS = {each.__name__.rpartition(".")[2]: each.read for each in _MODULES}
+READERS = {name: import_module(f"spbench.bench.tools.jobs.{name}").read for name in _KINDS.split()}
 JOBS = {
     "8B": ("torchtitan", ["llama3_8b.toml"]),
     "70B": ("torchtitan", ["llama3_70b.toml"]),

@@ -1,0 +1,221 @@
+"""The place of one rank on the mesh of ranks, with its process groups.
+
+Cells are checked with places too, so torch is imported only where there are process groups.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from spbench.impls.axes import MESH_AXES, Sizes, group_name, ranks_along, whole_mesh
+from spbench.impls.folding import (
+    EXPERT_AXES,
+    FOLDED_AXES,
+    folded_place,
+    folds,
+    given_folds,
+    members,
+)
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank of which mesh this one is.
+
+    Methods take axes of the mesh, or folded ones: "ep", "etp" and "edp".
+
+    Attributes:
+        sizes: ranks along each axis, in the order of the mesh; axes that are left out have one. With those
+            along ep and etp.
+        coordinates: of this rank along each axis of the mesh; 0 along those that are left out.
+        mesh: the device mesh with the process groups; None for a rank that is only planned with, and for a
+            single device.
+        flattened: axes, as "dp_sp" in the order of MESH_AXES, of the groups that :meth:`group` made over
+            several of them and :meth:`subgroup` over a part of their ranks, by the name of the group; also
+            of groups along folded axes.
+        subgroups: what :meth:`subgroup` has made, by its arguments, and :meth:`group` along folded axes.
+        submeshes: what :meth:`submesh` has made, by its axes; torch takes milliseconds to cut one.
+    """
+
+    sizes: Sizes = field(default_factory=dict)
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    mesh: DeviceMesh | None = None
+    flattened: dict[str, str] = field(default_factory=dict, compare=False)
+    subgroups: dict[tuple[tuple[str, ...], int, bool], dist.ProcessGroup] = field(
+        default_factory=dict, compare=False
+    )
+    submeshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def on(cls, mesh: DeviceMesh, sizes: Sizes | None = None) -> Place:
+        """The place of this process on a device mesh.
+
+        Args:
+            sizes: those of a cell, for the folded axes; None: there are none.
+        """
+        names = mesh.mesh_dim_names or ()
+        coordinates = mesh.get_coordinate()
+        assert coordinates is not None, "this process is not on the mesh"
+        of_mesh = dict(zip(names, mesh.shape, strict=True))
+        return cls(of_mesh | given_folds(sizes or {}), dict(zip(names, coordinates, strict=True)), mesh)
+
+    @classmethod
+    def of_rank(cls, sizes: Sizes, rank: int) -> Place:
+        """The place of a global rank on a mesh of these sizes."""
+        coordinates = {}
+        for axis, size in reversed(whole_mesh(sizes).items()):
+            rank, coordinates[axis] = divmod(rank, size)
+        return cls(sizes, coordinates)
+
+    def size(self, *axes: str) -> int:
+        """The number of ranks that these axes have together."""
+        return ranks_along(axes, self.sizes)
+
+    def rank(self, *axes: str) -> int:
+        """The number of this rank among those of the same coordinates along all other axes: its number in
+        their :meth:`group`, whose ranks are in the order of the mesh, not of ``axes``."""
+        folded = folds(axes)
+        coordinates = folded_place(self.stage_rank, self.sizes) if folded else self.coordinates
+        number = 0
+        for axis in EXPERT_AXES if folded else self.sizes:
+            if axis in axes:
+                number = number * self.size(axis) + coordinates.get(axis, 0)
+        return number
+
+    @property
+    def stage_rank(self) -> int:
+        """The number of this rank among those of its pipeline stage."""
+        return self.rank(*(axis for axis in self.sizes if axis not in ("pp", *FOLDED_AXES)))
+
+    @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """The axes over which a pipeline stage has several ranks."""
+        return tuple(axis for axis in self.sizes if axis not in ("pp", *FOLDED_AXES) and self.size(axis) > 1)
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this rank among all."""
+        return self.rank(*(axis for axis in self.sizes if axis not in FOLDED_AXES))
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The process group of the ranks that differ from this one along these axes alone; None where that is
+        this rank alone, and without a device mesh. Over several axes of more than one rank it is made at the
+        first call, so all ranks must ask for the same groups in the same order. One along folded axes is made
+        at its first call too, which only its ranks need to make."""
+        several = [axis for axis in axes if self.size(axis) > 1]
+        if self.mesh is None or not several:
+            return None
+        if folds(several):
+            return self._folded_group(several)
+        if len(several) == 1:
+            return self.mesh.get_group(several[0])
+        return self.submesh(*several).get_group()
+
+    def subgroup(self, *axes: str, size: int, across: bool = False) -> dist.ProcessGroup | None:
+        """The process group of this rank's run of consecutive ranks of :meth:`group`, which consists of runs
+        of ``size``; with ``across`` that of the ranks which have this one's place in each run. None where
+        that is this rank alone, and without a device mesh. It is made at the first call, which only the ranks
+        of the subgroup need to make.
+
+        Raises:
+            ValueError: ``size`` does not divide the ranks along the axes.
+        """
+        whole = self.size(*axes)
+        if whole % size:
+            along = ", ".join(axes)
+            raise ValueError(f"{whole} ranks along {along} cannot be divided into runs of {size}")
+        if self.mesh is None or size == (whole if across else 1):
+            return None
+        if size == (1 if across else whole):
+            return self.group(*axes)
+        key = (axes, size, across)
+        if key not in self.subgroups:
+            self.subgroups[key] = self._new_subgroup(axes, size, across)
+        return self.subgroups[key]
+
+    def _new_subgroup(self, axes: Sequence[str], size: int, across: bool) -> dist.ProcessGroup:
+        import torch.distributed as dist
+
+        along, number = dist.get_process_group_ranks(self.group(*axes)), self.rank(*axes)
+        first = number // size * size
+        ranks = along[number % size :: size] if across else along[first : first + size]
+        return self._new_group(ranks, axes)
+
+    def _folded_group(self, axes: Sequence[str]) -> dist.ProcessGroup:
+        key = (tuple(axis for axis in EXPERT_AXES if axis in axes), self.size(*axes), False)
+        if key not in self.subgroups:
+            self.subgroups[key] = self._new_group(self.members(*axes), axes)
+        return self.subgroups[key]
+
+    def members(self, *axes: str) -> list[int]:
+        """The global ranks of :meth:`group`, in its order; this rank alone where that is None."""
+        if not folds(axes):
+            others = [axis for axis in self.sizes if axis not in axes]
+            return [*global_ranks(self.sizes, {axis: [self.coordinates.get(axis, 0)] for axis in others})]
+        stage = [*global_ranks(self.sizes, {"pp": [self.coordinates.get("pp", 0)]})]
+        return [stage[number] for number in members(self.stage_rank, axes, self.sizes)]
+
+    def _new_group(self, ranks: list[int], axes: Sequence[str]) -> dist.ProcessGroup:
+        import torch.distributed as dist
+
+        # a pipeline stage without such a parameter does not ask
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        self.flattened[group.group_name] = group_name(axes, self.sizes)
+        return group
+
+    def submesh(self, *axes: str) -> DeviceMesh:
+        """The ranks of :meth:`group` as a mesh of one axis, which may be of one rank; made at the first call
+        unless it is along one axis of more than one rank, so all ranks must ask for the same.
+
+        Raises:
+            ValueError: there is no device mesh.
+        """
+        if self.mesh is None:
+            raise ValueError("process groups need a device mesh")
+        if axes not in self.submeshes:
+            self.submeshes[axes] = self._new_submesh(axes, self.mesh)
+        return self.submeshes[axes]
+
+    def _new_submesh(self, axes: tuple[str, ...], mesh: DeviceMesh) -> DeviceMesh:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        group = self.group(*axes) if folds(axes) else None
+        several = [axis for axis in self.sizes if axis in axes and self.size(axis) > 1]
+        # a device mesh keeps its ranks in real tensors on the CPU; inside a fake or metering mode these would
+        # be made fake, or counted as part of the step
+        with _disable_current_modes():
+            if group is not None:
+                return DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=axes[:1])
+            if len(several) == 1:
+                return mesh[several[0]]
+            if not several:  # a group that does communicate, unlike that of the axis
+                return DeviceMesh(mesh.device_type, [self.global_rank], mesh_dim_names=axes[:1])
+            name = "_".join(axis for axis in MESH_AXES if axis in several)
+            flat = mesh[tuple(several)]._flatten(name)
+        self.flattened[flat.get_group().group_name] = name
+        return flat
+
+
+#: the place of a single device
+ALONE = Place()
+
+
+def global_ranks(sizes: Sizes, coordinates: Mapping[str, Sequence[int]]) -> Iterator[int]:
+    """The global ranks whose coordinates are among those given along each axis, in the order in which these
+    are given, the last axis of the mesh fastest; along axes that are left out any coordinate will do."""
+    whole = whole_mesh(sizes)
+    chosen = [coordinates.get(axis, range(size)) for axis, size in whole.items()]
+    counts = [*whole.values()]
+    strides = [math.prod(counts[i + 1 :]) for i in range(len(counts))]
+    for place in itertools.product(*chosen):
+        yield sum(map(operator.mul, place, strides))
