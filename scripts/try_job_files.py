@@ -2,6 +2,8 @@
 
     python scripts/try_job_files.py RESULTS.csv FILE...
 
+FILE: there, all *.yaml, *.yml, *.toml and *.sh below `examples` of each program at the commit that the page
+names; `configs` of VeOmni, `projects` of ArcticTraining, and `tests/functional_tests` of Megatron-LM too.
 Imports each file alone with 8 GPUs, with 64 and with 1,024, until one number of them does or the complaint is
 of something else, on dgx-h100. Where a length alone is asked for by name, once more with that of LENGTH.
 Writes a line for each: the exit code, the last line of the complaint at the first number, and what was

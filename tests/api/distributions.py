@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -33,7 +32,7 @@ def environment(folder: Path) -> Path:
     """The interpreter of a new virtual environment that has this one's packages but spbench."""
     venv.create(folder, symlinks=True)
     site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    mine = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    mine = [path for path in sys.path if Path(path).name == "site-packages"]  # also of one below this one
     # not a .pth file, which would be followed to an editable install of ours
     for entry in (entry for path in mine for entry in Path(path).iterdir()):
         if "spbench" not in entry.name and entry.suffix != ".pth" and not (site / entry.name).exists():

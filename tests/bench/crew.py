@@ -23,8 +23,8 @@ class CrewHere:
     def idle(self, at_most: int) -> Any:
         return None if self.given else self
 
-    def give(self, cell: Cell, run: Run | None = None) -> None:
-        self.given.append((cell, run or self.run))
+    def give(self, cell: Cell, run: Run) -> None:
+        self.given.append((cell, run))
 
     def ended(self) -> list[tuple[Cell, Outcome]]:
         cell, run = self.given.pop()

@@ -6,7 +6,6 @@ Wall-clock times, of which an idle machine is a condition. Rows of one group bel
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -43,8 +42,8 @@ def nothing(cell: Cell) -> Measurement:
 
 
 def run_in_a_new_worker() -> None:
-    worker = Worker(pickle.dumps(nothing))
-    worker.give(Cell(model="bert-tiny", strategy="single", batch=1, seq_len=8))
+    worker = Worker()
+    worker.give(Cell(model="bert-tiny", strategy="single", batch=1, seq_len=8), nothing)
     while worker.outcome(1.0) is None:
         pass
     worker.stop()

@@ -146,7 +146,7 @@ def run_cell_here(sweep: SweepOnDask, cell: Cell, cluster: str, content: str) ->
     stays = False
     try:
         path.write_text(content, encoding="utf-8")
-        worker.give(cell.model_copy(update={"cluster": str(path)}))
+        worker.give(cell.model_copy(update={"cluster": str(path)}), sweep.run)
         while (outcome := worker.outcome(_LOOK_S)) is None:
             task = host.state.tasks.get(key)
             if host.status.name not in ("running", "paused") or task is None or task.state != "executing":
@@ -174,7 +174,7 @@ def _worker_for(sweep: SweepOnDask) -> Worker:
             if (worker := _idle.workers.pop()).usable:
                 return worker
             _end_all([worker])
-        return Worker(sweep.run, {**os.environ, **sweep.environment})
+        return Worker({**os.environ, **sweep.environment})
 
 
 def _end_idle() -> None:

@@ -262,7 +262,7 @@ def _outcomes(
     while waiting or crew.busy:
         while waiting and (worker := crew.idle(jobs)) is not None:
             on_start(waiting[-1])
-            worker.give(waiting.pop())
+            worker.give(waiting.pop(), crew.run)
         yield from crew.ended()
 
 

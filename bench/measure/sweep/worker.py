@@ -54,7 +54,6 @@ class Worker(Child):
     """A process that runs cells.
 
     Args:
-        run: the function that measures cells, pickled; importable by its name.
         environment: of the process; None: that of this one.
 
     Attributes:
@@ -65,10 +64,10 @@ class Worker(Child):
         folder: of its files, removed at its end.
     """
 
-    def __init__(self, run: bytes, environment: Mapping[str, str] | None = None):
+    def __init__(self, environment: Mapping[str, str] | None = None):
         self.folder = Path(tempfile.mkdtemp(prefix="spbench-worker-"))
         try:
-            super().__init__(_serve_cells, run, self.folder, environment=environment, leads_group=True)
+            super().__init__(_serve_cells, self.folder, environment=environment, leads_group=True)
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
@@ -77,15 +76,15 @@ class Worker(Child):
         self.deadline: float | None = None
         self.begun = self.hung = False
 
-    def give(self, cell: Cell, run: Run | None = None) -> None:
+    def give(self, cell: Cell, run: Run | bytes) -> None:
         """Start a cell. The connection becomes ready as the cell begins, and as it ends.
 
         Args:
-            run: runs this cell in place of the worker's own function.
+            run: measures it; a function of a module, or that pickled, where only the worker is to import it.
         """
         self.cell, self.begun = cell, False
         self.deadline = time.monotonic() + START_LIMIT_S if cell.timeout_s else None
-        self.send((cell, run))
+        self.send((cell, run if isinstance(run, bytes) else pickle.dumps(run)))
 
     def outcome(self, seconds: float = 0.0) -> Outcome | None:
         """The outcome of its cell; None: there is none within so many seconds. The status is failed if the
@@ -159,7 +158,7 @@ class Worker(Child):
         return text
 
 
-def _serve_cells(connection: Connection, pickled_run: bytes, folder: Path) -> None:
+def _serve_cells(connection: Connection, folder: Path) -> None:
     """The answer to each cell is None as it begins, then its outcome."""
     printed = os.open(folder / _PRINTED, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(printed, 1)
@@ -168,17 +167,17 @@ def _serve_cells(connection: Connection, pickled_run: bytes, folder: Path) -> No
     os.environ[STACKS_FOLDER] = str(folder / _STACKS)
     write_stacks_on_signal("stacks of the worker")
     end = when_parent_is_gone(lambda: _end_all(folder))
-    run = pickle.loads(pickled_run)  # here, so that an error of its import is in what is printed
     import torch
 
     from spbench.bench.measure.engines import traces
 
     torch.set_num_threads(1)  # the workers share the cores
     traces.use()
-    with suppress(OSError):
-        for cell, other in requests(connection):
+    with suppress(ConnectionError):
+        for cell, pickled_run in requests(connection):
+            run = pickle.loads(pickled_run)  # here, so that an error of its import is in what is printed
             connection.send_bytes(pickle.dumps(None))
-            outcome = measure(other or run, cell)
+            outcome = measure(run, cell)
             sys.stdout.flush()
             sys.stderr.flush()
             connection.send_bytes(pickle.dumps(outcome))
@@ -197,11 +196,14 @@ def _end_all(folder: Path) -> None:
 class Crew:
     """Workers that stay from sweep to sweep, so that each imports torch and fills its caches once.
 
+    Args:
+        run: measures the cells of sweeps; a function of a module.
+
     Leaving the context ends them all, whatever they do.
     """
 
     def __init__(self, run: Run = run_cell):
-        self.run = pickle.dumps(run)
+        self.run = run
         self.workers: list[Worker] = []
 
     def idle(self, at_most: int) -> Worker | None:
@@ -212,7 +214,7 @@ class Crew:
             if worker.usable:
                 return worker
             self._discard(worker)
-        self.workers.append(Worker(self.run))
+        self.workers.append(Worker())
         return self.workers[-1]
 
     def _busy(self) -> list[Worker]:

@@ -280,20 +280,27 @@ class Advice:
             return f"no other strategy fits than {winner.cell.strategy}"
         other = others[0]
         causes = causes_in_words(other, winner)
-        ratio = other.step_s / winner.step_s - 1
-        than = f"{other} takes {abs(ratio):.1%} {'more' if ratio >= 0 else 'less'} time"
-        if ratio >= 1:
-            than = f"{other} takes {1 + ratio:.1f} times as long"
-        apart = 1 + ratio
+        than = f"{other} {beside_in_words(other, winner)}"
+        apart = other.step_s / winner.step_s
         if not (self.is_tie(other) and self.is_tie(winner)):
             head = f"the next strategy, {than}"
-        elif max(ratio, -ratio / (1 + ratio)) < self.tie_limit - 1:
+        elif max(apart, 1 / apart) < self.tie_limit:
             head = f"a tie: {than}, which is within the errors of such times"
         else:
             apart = other.uncharged_s / winner.uncharged_s
             head = f"a tie: {than}, but {apart - 1:+.1%} without a charge fitted where it is little"
         order = packaged_model().order(self._rates, apart)
         return "; ".join(filter(None, [head, causes, order]))
+
+
+def beside_in_words(seen: Seen, other: Seen, named: str = "") -> str:
+    """How long a step takes beside another, which is ``named``: by a share, or from twice on by a factor."""
+    ratio = seen.step_s / other.step_s
+    share = abs(ratio - 1)
+    words, joint = f"{share:.{0 if share >= 0.1 else 1}%} {'more' if ratio >= 1 else 'less'} time", "than"
+    if ratio >= 2:
+        words, joint = f"{ratio:.1f} times as long", "as"
+    return f"takes {words} {joint if named else ''} {named}".rstrip()
 
 
 def causes_in_words(other: Seen, winner: Seen) -> str:

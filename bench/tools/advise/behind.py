@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from spbench.bench.tools.advise.advice import Advice, causes_in_words
+from spbench.bench.tools.advise.advice import Advice, beside_in_words, causes_in_words
 from spbench.bench.tools.advise.ranking import NAMED, Seen
 from spbench.bench.tools.jobs.argument_tables import shown
 from spbench.bench.tools.jobs.flags import OWN_WAYS, FlagChanges, differences, flag_changes
@@ -43,10 +43,10 @@ def _beside_the_best(answer: Advice, own: Seen) -> str:
     if fastest is None or own.step_s <= fastest.step_s:
         return "is the fastest that was traced"
     tie = f"; a tie (up to {answer.tie_limit - 1:.0%})" if answer.is_tie(own) else ""
-    ratio = own.step_s / fastest.step_s - 1
     causes = causes_in_words(own, fastest)
-    than = "the same with other settings" if str(own) == str(fastest) else str(fastest)
-    return f"takes {ratio:.0%} more time than {than}, the fastest{tie}{f': {causes}' if causes else ''}"
+    named = "the same with other settings" if str(own) == str(fastest) else str(fastest)
+    beside = beside_in_words(own, fastest, f"{named}, the fastest")
+    return f"{beside}{tie}{f': {causes}' if causes else ''}"
 
 
 def _changes_in_words(answer: Advice) -> Iterator[str]:

@@ -24,7 +24,7 @@ UNKNOWN, _OF_PARTS = 1.35, 1.1
 #: until one was traced, estimated bytes may be too many by so much
 _MARGIN_OF_UNKNOWN = 1.25
 #: an excess of bytes is no more than so many times as large where there are more activations
-_MOST_SHARE = 4.0
+_MOST_SHARE = 2.0
 #: by so much, in logarithms, is a strategy that was not traced looked at before others as fast
 _BENEFIT = 0.1
 
@@ -314,10 +314,10 @@ def _likenesses(candidate: Candidate) -> Iterator[tuple[float, Hashable]]:
     """What candidates have in common whose memory is alike, each with the margin of bytes for these."""
     way, saving, pp = candidate.layout.way, candidate.saving_text, candidate.layout.pp
     yield 1.03, (way, pp, saving, candidate.layout.fold)
-    yield 1.08, (candidate.strategy, pp, saving, candidate.training_text)
-    yield 1.08, (way, pp, candidate.training_text, candidate.layout.fold)
-    yield 1.08, way
-    yield 1.1, candidate.strategy
+    yield 1.05, (candidate.strategy, pp, saving, candidate.training_text)
+    yield 1.05, (way, pp, candidate.training_text, candidate.layout.fold)
+    yield 1.05, way
+    yield 1.06, candidate.strategy
 
 
 def _doublings(way: Way, other: Way) -> int:

@@ -17,7 +17,7 @@ import scipy  # whose parts, a second of imports, are imported as they are first
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.output import Output, Table, Verbatim
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.clusters.cluster import Calibration, load_cluster
@@ -218,7 +218,7 @@ def fitted_to_published(scenario: str, table: str, quantity: str, fits: Sequence
     lines = residuals(parsed, known, tables[table], quantity)
     records = [dataclasses.asdict(line) for line in lines]
     return Output(
-        [_errors(lines), summary(lines), _profile(calibration, known[0].cell.precision)],
+        [_errors(lines), summary(lines), profile(calibration, known[0].cell.precision)],
         {"calibration": calibration.model_dump(exclude_defaults=True), "residuals": records},
         records,
     )
@@ -241,14 +241,13 @@ def _errors(lines: Sequence[Residual]) -> Table:
     )
 
 
-def _profile(calibration: Calibration, precision: str) -> str:
+def profile(calibration: Calibration, precision: str) -> Verbatim:
     """The lines to copy into the cluster's file."""
-    return "\n".join(
-        [
-            "for the cluster's profile:",
-            f"calibration:\n  {precision}:",
-            *(f"    {scalar}: {value:.4g}" for scalar, value in calibration.scalars.items()),
-            "    fitted_on:",
-            *(f"      - {key}" for key in calibration.fitted_on),
-        ]
-    )
+    lines = [
+        "# for the cluster's file",
+        f"calibration:\n  {precision}:",
+        *(f"    {scalar}: {value:.4g}" for scalar, value in calibration.scalars.items()),
+        "    fitted_on:",
+        *(f"      - {key}" for key in calibration.fitted_on),
+    ]
+    return Verbatim("\n".join(lines))

@@ -79,8 +79,8 @@ def _hints(folder: Path, failing: Sequence[Assessment]) -> list[str]:
         (step.first_after.commit.short, a.series.metric) for a in failing for step in a.regressions
     )
     return [
-        f"if the change was meant, add to meant: in {folder / 'meant.yaml'}: "
-        f"- {{commit: '{commit}', metric: {metric.name}, reason: ...}}"
+        f"if the change was meant, add to meant: in {folder / 'meant.yaml'}:\n"
+        f"  - {{commit: '{commit}', metric: {metric.name}, reason: ...}}"
         for commit, metric in islice(regressions, 1)
     ]
 

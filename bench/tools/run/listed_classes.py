@@ -40,12 +40,13 @@ def _about_strategy(cls: type[Strategy]) -> str:
 
 
 def _about_model(model: Any) -> str:
-    """Its whole numbers, but switches that are off, as they usually are."""
+    """The sizes that a table of models shows, and its other whole numbers where they are not as usual."""
+    always = {names[0] for names in _SIZES.values()}
     sizes = {field.name: (getattr(model, field.name), field.default) for field in fields(model)}
     return ", ".join(
         f"{name} {value}"
         for name, (value, usual) in sizes.items()
-        if type(value) is int and (value > 1 or value != usual)
+        if type(value) is int and (value != usual or (value and name in always))
     )
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.plan import rank_classes
+from spbench.bench.measure.engines.plan import rank_classes, shares_whole_weights
 from spbench.bench.measure.engines.setup import build_training, rank_inputs, record_step
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.virtual import VirtualEngine
@@ -214,12 +214,14 @@ def on_a_real_rank(mesh: DeviceMesh, asked: Cell) -> Any:
 
 
 def assert_sends_its_closed_form(pool: RankPool, asked: Cell) -> None:
-    """On real ranks, and on the virtual rank that stands for each of them."""
+    """On real ranks, and on the virtual rank that stands for each of them: itself, where ranks of a class
+    update unlike weights, and may send unlike amounts."""
     really = pool.run(asked.mesh_sizes, on_a_real_rank, asked)
     assert all(counts and not difference for counts, difference in really)
     for each in rank_classes(asked):
-        virtually = seen(tracing.trace(asked, each.first))
-        assert [really[rank] for rank in each.ranks] == [virtually] * len(each.ranks)
+        for ranks in zip(each.ranks) if shares_whole_weights(asked) else [each.ranks]:
+            virtually = seen(tracing.trace(asked, ranks[0]))
+            assert [really[rank] for rank in ranks] == [virtually] * len(ranks)
 
 
 def heavy(backend: str, n: int) -> Cell:

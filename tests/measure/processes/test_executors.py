@@ -137,6 +137,15 @@ def test_a_cell_takes_its_cluster_along(address: str, tmp_path: Path) -> None:
     assert outcome.provenance is not None
 
 
+def test_a_process_that_stays_runs_what_each_cell_is_sent_with(address: str) -> None:
+    with opened(address) as executor:
+        for run, answer in ((fakes.answer, 1000), (fakes.cluster_of, None)):
+            ((_, outcome),) = executor.outcomes([cell(1)], run, lambda cell: None)
+            assert outcome.measurement["answer"] == answer
+            (worker,) = dask_task._idle.workers
+    assert not worker.folder.exists()
+
+
 HERE = Installation("1.0", "2.13.0", frozenset({"spbench.models:mine"}), "abc")
 
 

@@ -110,7 +110,7 @@ from spbench.bench.measure.sweep.worker import Crew
 from tests.bench import fakes
 crew = Crew(fakes.answer)
 for _ in range(12):
-    crew.idle(12).give(Cell(model="bert-tiny", strategy="ring_self_attention", batch=2, seq_len=8))
+    crew.idle(12).give(Cell(model="bert-tiny", strategy="ring_self_attention", batch=2, seq_len=8), crew.run)
 while crew.busy:
     crew.ended()
 os.kill(os.getpid(), signal.SIGKILL)

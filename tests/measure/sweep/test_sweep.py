@@ -1,7 +1,6 @@
 """Sweeps: failures are rows, deaths cost one cell, and what has ended is kept through any interruption."""
 
 import os
-import pickle
 import resource
 import signal
 from collections.abc import Iterator
@@ -96,7 +95,7 @@ def test_a_crew_stays_from_sweep_to_sweep(tmp_path: Path) -> None:
         rows = sweep([cell(2), cell(4)], results, crew=crew, jobs=1)
         assert [row["status"] for row in rows] == ["ok", "ok"]
         assert crew.workers == [worker]
-        crew.run = pickle.dumps(fakes.moody)  # of workers that are started from now on
+        crew.run = fakes.moody
         crew.dismiss()
         assert not worker.folder.exists()
         sweep([cell(2), cell(3)], results, crew=crew, jobs=1)

@@ -90,7 +90,7 @@ def test_beyond_the_errors_the_fastest_is_first() -> None:
 
 def test_a_reason_is_in_the_measurements() -> None:
     text = advice(FAST, FAR).why()
-    assert text.startswith(f"the next strategy, single dp8 takes {1.1 * TIE - 1:.1%} more time; ")
+    assert text.startswith(f"the next strategy, single dp8 takes {1.1 * TIE - 1:.0%} more time; ")
     assert "exposed intra-node communication 0.4 s against 0.05" in text
     known = {f"{n:.3g}" for each in (FAST, FAR) for n in each.measured["parts"].values()}
     assert set(re.findall(r"([\d.]+) s against", text)) | set(re.findall(r"against ([\d.]+)", text)) <= known
@@ -118,7 +118,7 @@ def test_what_a_fitted_charge_alone_tells_apart_is_a_tie() -> None:
     assert of_ring["matmul"] == pytest.approx(0.6)
     assert of_ring["matmul in blocks, by a fitted charge"] == 1.0
     text = advice(FAST, charged).why()
-    assert text.startswith("a tie: ulysses+ring_attention cp2xsp4 takes 50.0% less time, but +0.0% without")
+    assert text.startswith("a tie: ulysses+ring_attention cp2xsp4 takes 50% less time, but +0.0% without")
 
 
 def test_other_settings_of_the_fastest_are_told() -> None:

@@ -135,7 +135,7 @@ def test_how_far_it_is_behind_and_the_arguments_that_mend_it(tmp_path: Path) -> 
     )
     assert lines[1] == "to single dp2 (-33%) by Megatron-LM: without --tensor-model-parallel-size"
     first, second = own_in_words(answer(about, own, unlike, faster, own))
-    assert "takes 100% more time than single dp2, the fastest" in first
+    assert "takes 2.0 times as long as single dp2, the fastest" in first
     assert second.startswith("single dp2: Megatron-LM has no training.backend zero1 (it has megatron); to ")
     assert second.endswith("; to single dp2 (-33%) by Megatron-LM: without --tensor-model-parallel-size")
     assert [*own_in_words(answer(about, own, own))] == [

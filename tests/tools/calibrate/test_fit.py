@@ -7,13 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from spbench.bench.cell import Cell, Sizes
+from spbench.bench.command_line.output import Output
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Calibration
-from spbench.bench.tools.calibrate.fit import Fit, Known, chosen, fitted, residuals, summary
+from spbench.bench.tools.calibrate.fit import Fit, Known, chosen, fitted, profile, residuals, summary
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.selector import PublishedRow
+from tests.terminal import screen_of
 
 
 def known(size: int, compute_s: float, network_s: float, published: Calibration, noise: float = 1.0) -> Known:
@@ -50,6 +53,8 @@ def test_planted_scalars_are_found() -> None:
     assert [line.role for line in lines] == ["calibrated", "calibrated", "held out"]
     assert lines[2].relative_error == pytest.approx(0, abs=1e-9)
     assert summary(lines) == "1 cells held out: median error 0.0%, worst 0.0%"
+    copied = yaml.safe_load(screen_of(Output([profile(found, "fp16")]), 40))
+    assert copied["calibration"]["fp16"]["fitted_on"] == found.fitted_on
 
 
 def test_a_cost_is_found_too() -> None:

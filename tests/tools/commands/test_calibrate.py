@@ -114,7 +114,7 @@ def test_a_scenario_is_measured_and_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run, on_pool: None
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    group = "{strategy: single, batch: [1, 2], timing: {warmup: 0, samples: 2}}"
+    group = "{strategy: single, batch: [1, 2], engine: distributed, timing: {warmup: 0, samples: 2}}"
     Path("mine.yaml").write_text(f"{SCENARIO}  - {group}\n")
     words = ("calibrate", "--engine", "distributed", *TINY, "--check", "mine.yaml", "--format", "json")
     code, out, err = command_line(*words)

@@ -73,6 +73,9 @@ def test_lists(spbench: Run) -> None:
     for name in ("scenarios:", "tensor_parallel", "ring_self_attention", "bert-large", "piz-daint-p100"):
         assert name in out
     assert spbench("list", "clusters")[1] in out
+    (of_8b,) = (line for line in out.splitlines() if line.strip().startswith("llama3-8b "))
+    assert "layers 32, hidden 4096" in of_8b
+    assert "experts" not in of_8b  # which it has not, whatever their number a token would be
 
 
 def spawn(*arguments: str, **options: Any) -> subprocess.Popen[str]:

@@ -95,7 +95,7 @@ def test_a_session_gets_the_same_json_as_the_command(
     started = StdioServerParameters(command=sys.executable, args=["-m", "spbench", "mcp"])
 
     async def session() -> Any:
-        async with Client(stdio_client(started)) as client:
+        async with Client(stdio_client(started, sys.__stderr__)) as client:  # that of pytest is no file
             return await client.call_tool(tool, arguments)
 
     found = anyio.run(session)

@@ -83,10 +83,12 @@ def test_bands_are_written_into_the_package_where_that_is_asked(
 ) -> None:
     test_scenarios_run_on_the_clusters_of_their_names(reproduce, monkeypatch)
     (RESULTS / "bands.json").unlink()
-    page, classes = RESULTS / "times.md", Path("docs/trust.md")
+    page, classes, first = RESULTS / "times.md", Path("docs/trust.md"), Path("README.md")
     classes.parent.mkdir()
-    for path, part in ((page, "times"), (classes, "classes")):
-        path.write_text(f"a\n<!-- spbench reproduce bands: {part} -->\n<!-- end -->\nb\n")
+    for path, *parts in ((page, "times"), (classes, "classes", "left-out"), (first, "left-out")):
+        path.write_text(
+            "".join(f"a\n<!-- spbench reproduce bands: {part} -->\n<!-- end -->\nb\n" for part in parts)
+        )
     assert reproduce("bands", "--write")[0] == 0
     assert json.loads(Path("bench/measure/trust/bands.json").read_text())["strategies"] == [
         "",

@@ -69,11 +69,13 @@ def test_cells_that_look_alike_show_what_tells_them_apart(spbench: Run) -> None:
     )
     Path("small.yaml").write_text(alike)
     assert "options" not in spbench(*RUN, "--fresh")[1].splitlines()[1]
-    again = alike.replace("variants:", "  - {strategy: single, model_options: {layers: 2}}\nvariants:")
+    two = "  - {strategy: single, model_options: {layers: 2}, training: {micro_batches: 2}}\n"
+    again = alike.replace("variants:", f"{two}variants:")
     Path("small.yaml").write_text(again)
     lines = spbench(*RUN)[1].splitlines()
     assert "options" in lines[1]
-    assert sum("layers=1" in line for line in lines) == sum("layers=2" in line for line in lines) == 1
+    own = ("layers=1", "layers=2", "micro_batches=2")  # and no default beside
+    assert [sum(text in line for line in lines) for text in (*own, "micro_batches=")] == [1, 1, 1, 1]
 
 
 FAULTY = [

@@ -144,20 +144,20 @@ def test_gib_have_as_many_digits_as_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "options"),
+    ("layers", "options", "card_mib"),
     [
-        (10, {}),
-        slow(10, {"recompute": "full", "recompute_layers": 2}),
-        slow(10, {"recompute": "full"}),
-        slow(12, {"recompute": "full", "recompute_method": "block", "recompute_layers": 6}),
+        (10, {}, 30),
+        slow(10, {"recompute": "full", "recompute_layers": 2}, 10),
+        slow(10, {"recompute": "full"}, 8),
+        slow(12, {"recompute": "full", "recompute_method": "block", "recompute_layers": 6}, 20),
     ],
 )
 def test_a_guess_beyond_the_card_is_not_traced_whole(
-    layers: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layers: int, options: dict[str, Any], card_mib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = {"layers": layers, **options}
     asked: dict[str, Any] = {"model": "causal-transformer-tiny", "strategy": "single", "batch": 2}
-    cell = Cell(seq_len=512, model_options=model, cluster=write_cluster(tmp_path, 20), **asked)
+    cell = Cell(seq_len=512, model_options=model, cluster=write_cluster(tmp_path, card_mib), **asked)
     monkeypatch.setattr(module, "examine", lambda cell: pytest.fail("traced whole"))
     found = attempt(cell)
     assert found.status == "oom"

@@ -1,5 +1,6 @@
 """Published tables: each row beside its cell, out of memory by status, and one line for each mistake."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,13 @@ def test_out_of_memory_is_compared_by_status(tmp_path: Path) -> None:
     ]
     failed = compared(scenario, "failed")[0]
     assert (failed.reproduced, failed.status_reproduced) == (None, "failed")
+
+
+def test_a_terminal_counts_closed_forms_that_hold(tmp_path: Path) -> None:
+    first = compared(load_scenario(written(tmp_path)), "ok", peak_memory_bytes=2 * GIB)[0]
+    form = replace(first, quantity="sent_bytes", published=3.0, reproduced=3.0)
+    table = comparison_table([first, form, replace(form, reproduced=4.0), replace(form, reproduced=None)])
+    assert [*table.folded] == [1]
 
 
 def test_what_a_paper_shows_without_a_number(tmp_path: Path) -> None:
