@@ -46,24 +46,6 @@ def _silu_times_backward_(gradient: Tensor, gate: Tensor, up: Tensor) -> None:
     gate.copy_(d_gate)
 
 
-class _SwiGLUInPlace(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return _silu_times(gate, up)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        _silu_times_backward_(gradient, gate, up)
-        return gate, up
-
-
-def swiglu_in_place(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up [..., F] of gate and up [..., F], which nothing else may read after forward."""
-    return _SwiGLUInPlace.apply(gate, up)
-
-
 @operator("spbench::silu_times_backward")
 def _silu_times_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return _silu_gradients(gradient, gate, up)
@@ -88,6 +70,19 @@ class _SiLUTimes(torch.autograd.Function):
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up [..., F] of gate and up [..., F], as torch.compile fuses it: it keeps both."""
     return _SiLUTimes.apply(gate, up)
+
+
+class _SwiGLUInPlace(_SiLUTimes):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        _silu_times_backward_(gradient, gate, up)
+        return gate, up
+
+
+def swiglu_in_place(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up [..., F] of gate and up [..., F], which nothing else may read after forward."""
+    return _SwiGLUInPlace.apply(gate, up)
 
 
 @operator("spbench::squared_relu")

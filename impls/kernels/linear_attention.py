@@ -172,12 +172,12 @@ def _(x: Tensor, y: Tensor, decay: Tensor | None, block: int) -> Tensor:
 
 
 @linear_attention_output.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+def room_for_output(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
     return q.new_empty(v.shape)
 
 
 @linear_attention_input_gradients.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def room_for_input_gradients(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -119,14 +119,8 @@ def _(x: Tensor, y: Tensor, decay: Tensor | None, block: int, lengths: Sequence[
     return x.new_empty(shape, dtype=state_dtype(x.dtype))
 
 
-@packed_output.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return q.new_empty(v.shape)
-
-
-@packed_input_gradients.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+packed_output.register_fake(each.room_for_output)
+packed_input_gradients.register_fake(each.room_for_input_gradients)
 
 
 def _scores(lengths: Sequence[int], block: int) -> int:

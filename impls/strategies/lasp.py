@@ -15,7 +15,7 @@ Groups of ranks with sequences of their own (the paper's algorithm 1) are the me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,20 +110,12 @@ class Lasp(RecurrentChunks):
         first, middle, last = [0], list(range(1, size - 1)), [size - 1]
         return [ranks for ranks in (middle, first, last if size > 1 else []) if ranks]
 
-    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        sites = list(sites)
-        for site in sites:
-            if site.kind == "gated_recurrence":
-                yield from self.recurrence_traffic(site, element_bytes)
-            elif site.kind == "linear_attention":
-                d = site.dims
-                # states are in at least float32
-                state = d["B"] * d["Z"] * d["D"] * d["A"] * max(4, element_bytes)
-                again = int(site.recomputed) + int(not self.options.state_caching)
-                on, back = self.rank < self.size - 1, self.rank > 0
-                yield Traffic("forward", "state", "send", on * site.count, state)
-                yield Traffic("backward", "state, computed again", "send", on * again * site.count, state)
-                yield Traffic("backward", "gradient of the state", "send", back * site.count, state)
+    def state_traffic(self, site: Site, state: int) -> Iterator[Traffic]:
+        again = int(site.recomputed) + int(not self.options.state_caching)
+        on, back = self.rank < self.size - 1, self.rank > 0
+        yield Traffic("forward", "state", "send", on * site.count, state)
+        yield Traffic("backward", "state, computed again", "send", on * again * site.count, state)
+        yield Traffic("backward", "gradient of the state", "send", back * site.count, state)
 
     def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         # the right product is what LASP is about, so there is but one way

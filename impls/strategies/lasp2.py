@@ -9,7 +9,7 @@ chunks after its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -90,18 +90,10 @@ class Lasp2(RecurrentChunks):
     passing = Gather
     heeds = HEEDS_ALL
 
-    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        sites = list(sites)
-        for site in sites:
-            if site.kind == "gated_recurrence":
-                yield from self.recurrence_traffic(site, element_bytes)
-            elif site.kind == "linear_attention":
-                d = site.dims
-                # of all ranks, in at least float32
-                states = self.size * d["B"] * d["Z"] * d["D"] * d["A"] * max(4, element_bytes)
-                for phase in ["forward", "backward"] if site.recomputed else ["forward"]:
-                    yield Traffic(phase, "states", "all_gather", site.count, states)
-                yield Traffic("backward", "gradients of the states", "all_gather", site.count, states)
+    def state_traffic(self, site: Site, state: int) -> Iterator[Traffic]:
+        for phase in ["forward", "backward"] if site.recomputed else ["forward"]:
+            yield Traffic(phase, "states", "all_gather", site.count, self.size * state)
+        yield Traffic("backward", "gradients of the states", "all_gather", site.count, self.size * state)
 
     def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
         if self.size == 1:

@@ -19,7 +19,7 @@ ignore rows of another document.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -151,6 +151,19 @@ class RecurrentChunks(SequenceChunks):
                     f"chunks of {length} positions lack some of the {rows} rows that convolutions pass on",
                     f"use a sequence length of at least {self.size * rows}",
                 )
+
+    def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
+        for site in sites:
+            if site.kind == "gated_recurrence":
+                yield from self.recurrence_traffic(site, element_bytes)
+            elif site.kind == "linear_attention":
+                d = site.dims
+                # states are in at least float32
+                yield from self.state_traffic(site, d["B"] * d["Z"] * d["D"] * d["A"] * max(4, element_bytes))
+
+    @abstractmethod
+    def state_traffic(self, site: Site, state: int) -> Iterator[Traffic]:
+        """What a linear attention sends, of whose states each has that many bytes."""
 
     def recurrence_traffic(self, site: Site, element_bytes: int) -> Iterator[Traffic]:
         """The traffic of a gated recurrence and its convolution."""
