@@ -14,18 +14,15 @@ from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import usual_kernel
-from spbench.bench.measure.engines.plan import plan
-from spbench.bench.measure.engines.unlike_ranks import is_uneven_text
 from spbench.bench.measure.scenarios.choices import names, refusal
 from spbench.bench.measure.scenarios.expand import Problem, expand
 from spbench.bench.measure.scenarios.scenario import changed, load_scenario, written
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
-from spbench.bench.tools.fit.suggestions import usual_strategies
+from spbench.bench.tools.fit.suggestions import usual_placement, usual_strategies
 from spbench.bench.tools.fit.taken import SETTINGS_TAKEN
 from spbench.bench.tools.jobs.job_files import read_job
 from spbench.impls.axes import MESH_AXES, unused_axes
-from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import model_preset
 
 #: the option that says the attention kernel, and its value that says none
@@ -179,28 +176,13 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
         "training": {"backend": _usual_backend(sizes), **_TRAINING},
     }
     _check_axes(group, sizes)
-    cell = _placed(_made(group), settings)
+    cell = _made(group)
+    cell = changed(cell, usual_placement(cell, settings))
     remarks = []
     if ATTENTION not in asked.settings:
         cell, kernel = with_usual_attention(cell)
         remarks += [kernel] if kernel else []
     return [cell], remarks, settings
-
-
-def _placed(cell: Cell, settings: Mapping[str, Any]) -> Cell:
-    """A cell whose placement is the usual one where nothing says which: programs place text zigzag where
-    contiguous chunks would give ranks unlike work under its causal mask."""
-    name = "strategy_options.placement"
-    if cell.strategy == "single" or name in settings:
-        return cell
-    try:
-        if not is_uneven_text(cell):
-            return cell
-        zigzag = changed(cell, {name: "zigzag"})
-        plan(zigzag)
-    except (Unsupported, ValueError):  # what cannot be run is said where it is traced
-        return cell
-    return zigzag
 
 
 def with_usual_attention(cell: Cell) -> tuple[Cell, str]:

@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
 from spbench.bench.cell import Cell, TrainingOptions, strategy_axes
+from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.engines.unlike_ranks import is_uneven_text
+from spbench.bench.measure.scenarios.scenario import changed
 from spbench.impls.backends.backend import Backend
 from spbench.impls.folding import stage_ranks
+from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import model_preset
 from spbench.impls.options import Options, Saving, set_options
 from spbench.impls.registries import backend_class, backends, dispatchers, strategies
@@ -115,7 +121,23 @@ def _of_strategies(cell: Cell) -> Iterator[Change]:
         for name, strategy in usual_strategies().items():
             new = {strategy.axes[0]: n, "dp": dp // n}
             words = f"{strategy.summary}, over {n} ranks"
-            yield Change({"strategy": name, **_divided(cell, new)}, words)
+            settings = {"strategy": name, **_divided(cell, new)}
+            with suppress(UserError):  # which the change itself ends in where it is tried
+                settings |= usual_placement(changed(cell, settings), settings)
+            yield Change(settings, words)
+
+
+def usual_placement(cell: Cell, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The setting by which programs place text zigzag, where settings do not say a placement and contiguous
+    chunks would give ranks unlike work under its causal mask; else none."""
+    name = "strategy_options.placement"
+    if cell.strategy != "single" and name not in settings:
+        # what cannot be run is said where it is traced
+        with suppress(Unsupported, ValueError):
+            if is_uneven_text(cell):
+                plan(changed(cell, {name: "zigzag"}))
+                return {name: "zigzag"}
+    return {}
 
 
 def _of_experts(cell: Cell) -> Iterator[Change]:

@@ -95,7 +95,8 @@ def test_a_session_gets_the_same_json_as_the_command(
     started = StdioServerParameters(command=sys.executable, args=["-m", "spbench", "mcp"])
 
     async def session() -> Any:
-        async with Client(stdio_client(started, sys.__stderr__)) as client:  # that of pytest is no file
+        assert sys.__stderr__ is not None  # that of pytest is no file
+        async with Client(stdio_client(started, sys.__stderr__)) as client:
             return await client.call_tool(tool, arguments)
 
     found = anyio.run(session)
