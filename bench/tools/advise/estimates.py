@@ -21,8 +21,7 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.plan import planned_strategy
 from spbench.bench.tools.advise.collective_prices import CollectivePrices
 from spbench.bench.tools.advise.layouts import Fold, Layout, Way
-from spbench.bench.tools.advise.look import at_depth
-from spbench.bench.tools.advise.references import BackendFigures, Depths, Reference
+from spbench.bench.tools.advise.references import BackendFigures, Depths, Reference, at_depth
 from spbench.impls.axes import ranks_along
 from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.backends.planned_step import planned_sums

@@ -57,12 +57,12 @@ _AT_ONCE = 3
 BEST, _WHOLE = NAMED, 2
 #: after so many traces of few layers, of strategies that were traced before, by which the best together were
 #: not faster by so much, none is awaited
-_PATIENCE, _GAIN = 12, 1.005
+_PATIENCE, _GAIN = 12, 1.02
+#: of so many stages a trace takes several times as long, and counts as so many
+_DEEP, _COUNTS = 8, 3
 #: shares of a search's time that are behind, roughly, after small traces, traces of few layers, single
 #: changes of the best, and traces of all layers
 BEHIND = {"small": 0.1, "few": 0.6, "changes": 0.7, "all": 0.9}
-#: layouts whose estimated memory is so much more than a card has are not traced
-_TOO_LARGE = 1.25
 #: a layout whose estimated memory is so much less probably fits
 _ROOM = 1.1
 #: rounds of traces, each of as many as there are workers, of layouts without folding, and of simpler ones
@@ -161,7 +161,7 @@ class Search:
         # layouts with experts take long to trace: traces of all parts of a strategy tell of it too
         told = self.learned.knows_parts if has_experts(self.question.cell) else self.learned.knows
         while patience > 0 and (batch := self._next(waiting)):
-            again = sum(told(candidate.strategy) for candidate in batch)
+            again = sum(_COUNTS if each.layout.pp >= _DEEP else 1 for each in batch if told(each.strategy))
             self._look(batch)
             self._leave_out_the_same(waiting)
             if best := self._best_layouts():
@@ -176,8 +176,7 @@ class Search:
                 )
 
     def _next(self, waiting: Waiting) -> list[Candidate]:
-        """Take the most promising of those that could be among the best, of each way one at a time; of a
-        strategy that was not traced yet, one."""
+        """Take the most promising that could be among the best, one of each way and of each new strategy."""
         best = self._best_layouts()
         bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
         of_kind = {(seen.cell.strategy, mesh_alone(seen.cell)): seen.step_s for seen in best}

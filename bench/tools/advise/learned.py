@@ -293,8 +293,7 @@ class Learned:
     def _slowest_part(self, strategy: str) -> float:
         """The largest factor of the parts of a strategy that were traced alone, or in several others: none of
         them takes less than in any of these. Where no part was, -inf."""
-        parts = strategy.split(PLUS)
-        of_parts = [ways for part in parts if len(parts) > 1 and (ways := self._ways_of_part(part))]
+        of_parts = [ways for part in strategy.split(PLUS) if (ways := self._ways_of_part(part))]
         return max((min(self._of_ways[way] for way in ways) for ways in of_parts), default=-math.inf)
 
     def _relatives(self, strategy: str) -> float:

@@ -333,25 +333,3 @@ def _sent(cell: Cell, layers: Sequence[int], traces: ClassTraces, more: float) -
         {**a, **{name: round(a[name] + more * (b[name] - a[name])) for name in _GROWING}}
         for a, b in zip(shallow, deeper, strict=True)
     ]
-
-
-def at_depth(cell: Cell, layers: int) -> Cell:
-    """The cell with that many layers, or periods of them, where its model has a number of layers; all of the
-    kinds that repeat."""
-    model = model_preset(*cell.model_arguments)
-    if not hasattr(model, "layers"):
-        return cell
-    options = {**cell.model_options, "layers": layers * model.period}
-    if model.unlike_layers:
-        options["dense_layers"] = 0
-    return cell.model_copy(update={"model_options": options})
-
-
-def few_experts(cell: Cell) -> Cell:
-    """The cell with as many experts as a token meets: a step takes as long, but for the update of the others,
-    which ranks share."""
-    model = model_preset(*cell.model_arguments)
-    if not getattr(model, "experts", 0):
-        return cell
-    few = {"experts": model.experts_per_token, "router_groups": 0, "router_group_topk": 0, "routing": "even"}  # type: ignore[attr-defined]
-    return cell.model_copy(update={"model_options": {**cell.model_options, **few}})

@@ -16,7 +16,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.plan import backend_options, model_parameters, plan
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.layouts import backend_settings
-from spbench.bench.tools.advise.look import ACTIVATIONS, STATES, at_depth, few_experts, looks
+from spbench.bench.tools.advise.look import ACTIVATIONS, STATES, looks
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.fit.asking import Asking
 from spbench.impls.backends.backend import BytesInBackward
@@ -150,6 +150,28 @@ def cell_of(
             "training": TrainingOptions.model_validate(content),
         }
     )
+
+
+def at_depth(cell: Cell, layers: int) -> Cell:
+    """The cell with that many layers, or periods of them, where its model has a number of layers; all of the
+    kinds that repeat."""
+    model = model_preset(*cell.model_arguments)
+    if not hasattr(model, "layers"):
+        return cell
+    options = {**cell.model_options, "layers": layers * model.period}
+    if model.unlike_layers:
+        options["dense_layers"] = 0
+    return cell.model_copy(update={"model_options": options})
+
+
+def few_experts(cell: Cell) -> Cell:
+    """The cell with as many experts as a token meets: a step takes as long, but for the update of the others,
+    which ranks share."""
+    model = model_preset(*cell.model_arguments)
+    if not getattr(model, "experts", 0):
+        return cell
+    few = {"experts": model.experts_per_token, "router_groups": 0, "router_group_topk": 0, "routing": "even"}  # type: ignore[attr-defined]
+    return cell.model_copy(update={"model_options": {**cell.model_options, **few}})
 
 
 def references(

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple, Self
 
 from spbench.bench.cell import Cell
@@ -18,6 +19,7 @@ from spbench.bench.measure.processes.starting import usable_cores
 from spbench.bench.measure.sweep.executor import Executor
 from spbench.bench.measure.sweep.sweep import digest, unproven
 from spbench.bench.measure.sweep.worker import Crew
+from spbench.bench.measured_code import digest_of_files
 from spbench.bench.measurement import Outcome
 
 #: takes what is done, and the share of the task that is behind, of 1
@@ -28,6 +30,15 @@ COST = "cost"
 _LIMIT_BYTES = 2**28
 #: statuses that another run would find too
 _KEPT = ("ok", "oom", "unsupported", "mismatch")
+
+
+@functools.cache
+def _code() -> str:
+    """The digest of the tools' files that ask, which are no part of that of measurements."""
+    tools = Path(__file__).resolve().parents[1]
+    return digest_of_files(
+        tools, sorted(path for name in ("advise", "fit") for path in (tools / name).glob("*.py"))
+    )
 
 
 def unheard(text: str, share: float) -> None:
@@ -121,7 +132,7 @@ class Asking:
         return outcome
 
     def _key(self, task: Task) -> str:
-        question = json.dumps([_name(task.run), digest(task.cell)], sort_keys=True)
+        question = json.dumps([_code(), _name(task.run), digest(task.cell)])
         return hashlib.sha256(question.encode()).hexdigest()
 
     def _read(self, task: Task) -> Outcome | None:

@@ -41,6 +41,25 @@ def test_outcomes_are_read_where_they_can_be_kept(
     assert ran == runs
 
 
+def test_outcomes_of_other_code_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where only what asks has changed, and nothing that measures."""
+    monkeypatch.setattr(asking, "Crew", CrewHere)
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path))
+    ran.clear()
+    for code in ("before", "before", "after"):
+        monkeypatch.setattr(asking, "_code", lambda code=code: code)
+        with Asking(jobs=1) as ask:
+            assert [outcome.status for _, outcome in ask([Task(CELL, run)])] == ["ok"]
+    assert ran == [0, 0]
+
+
+def test_the_code_that_asks_is_that_of_fit_and_advise(monkeypatch: pytest.MonkeyPatch) -> None:
+    digested: list[str] = []
+    monkeypatch.setattr(asking, "digest_of_files", lambda root, paths: digested.extend(p.name for p in paths))
+    asking._code.__wrapped__()
+    assert {"look.py", "anatomy.py", "asking.py"} <= {*digested}
+
+
 def test_an_executor_takes_the_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many at once as it has room for, the cells of one function together; none runs here."""
     given: list[tuple[str, int]] = []
