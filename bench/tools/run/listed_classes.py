@@ -79,7 +79,7 @@ _SIZES = {
 _IMPORTANT = ("name", "parameters", "layers", "hidden", "heads", "experts", "kv heads", "vocabulary")
 #: presets for tests, and what a terminal says in their place
 _SMALL = re.compile(r"-(tiny|mini)\b")
-_FOLDED = "small sizes, for verification and tests"
+FOLDED = "small sizes, for verification and tests"
 #: in the order of size
 _UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 #: where a name says which of its family it is: a size, a version, or a kind of tuning
@@ -99,7 +99,7 @@ def tables_of_models(names: Sequence[str], *, each: bool) -> list[Table]:
     tables = []
     if ours:
         lines = [{"name": name, **_sizes(vars(model))} for name, model in ours.items()]
-        folded = {} if each else {i: _FOLDED for i, name in enumerate(ours) if _SMALL.search(name)}
+        folded = {} if each else {i: FOLDED for i, name in enumerate(ours) if _SMALL.search(name)}
         tables.append(Table("Presets", lines, _IMPORTANT, folded=folded))
     if theirs:
         lines = [*map(_line, theirs)] if each else [*_owners(theirs)]
