@@ -22,7 +22,7 @@ from spbench.bench.measure.engines.deepened_traces import leading_runs, stage_la
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.pipeline_stages import SHORT
 from spbench.bench.measure.engines.plan import check_sizes, closed_form, plan, sent_rows
-from spbench.bench.measure.engines.rank_memory import allocator_of
+from spbench.bench.measure.engines.rank_memory import allocator_of, host_peaks, limit_by_host
 from spbench.bench.measure.engines.step_line import StepNumbers
 from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
 from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
@@ -233,10 +233,17 @@ def _grown(steps: Mapping[int, StepNumbers], micro_batches: int) -> StepNumbers:
 
 
 def _memory(by_depth: Sequence[ClassTraces], more: float, cell: Cell) -> Measurement:
-    """The peak of the rank class with the largest, and whether that fits the card, by traces of all layers or
-    of two depths; ``more`` as for :func:`deep_peak`."""
+    """The peak of the rank class with the largest, and whether that fits the card, and what ranks hold on
+    hosts these, by traces of all layers or of two depths; ``more`` as for :func:`deep_peak`."""
     usable = usable_memory_bytes(cell, by_depth[-1].planned)
     shallow, deeper = by_depth[0].traces, by_depth[-1].traces
+    hosts = (
+        (host_peaks(each.host_memory)[-1] for each in pair) for pair in zip(shallow, deeper, strict=True)
+    )
+    by_rank = [
+        Measurement(peak_rank=trace.rank, peak_host_memory_bytes=round(low + more * (high - low)))
+        for trace, (low, high) in zip(deeper, hosts, strict=True)
+    ]
     peaks = [deep_peak(a.memory, b.memory, more) for a, b in zip(shallow, deeper, strict=True)]
     peak = max(peaks)
     fits = usable is None or peak <= usable
@@ -247,7 +254,7 @@ def _memory(by_depth: Sequence[ClassTraces], more: float, cell: Cell) -> Measure
     deepest = deeper[peaks.index(peak)].memory
     tensors_bytes = round(peak * _reserved_share(deepest, cell))
     measurement.meters[NEEDED] = {"tensors_bytes": tensors_bytes, "exact": len(by_depth) == 1}
-    return measurement
+    return limit_by_host(measurement, cell, by_rank)
 
 
 def deep_peak(shallow: MemoryLog, deeper: MemoryLog, more: float) -> int:

@@ -8,10 +8,14 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.deepened_traces import with_layers
 from spbench.bench.measure.engines.listed import NotAlike
+from spbench.bench.measure.engines.plan import model_parameters
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement
-from spbench.bench.tools.advise.look import _counts, _with, deep_peak, look
+from spbench.bench.tools.advise.look import ACTIVATIONS, _counts, _with, deep_peak, look
+from spbench.impls.backends.optimizer import PRECISIONS
+from spbench.impls.registries import backend_class
 from tests.slow import slow
 
 #: layers of made-up logs
@@ -208,3 +212,40 @@ def test_a_peak_is_where_something_is_born() -> None:
 
     # of five layers: five storages, and the last one with the deeper model's five still alive
     assert deep_peak(*map(log, DEPTHS), 5 - DEPTHS[0]) <= 6 * 1024
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+def test_hosts_that_are_full_are_seen_by_few_layers(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a trace of all of few layers, and by two depths of many."""
+    case = cell_of("zero3", model_options={**LARGE, "layers": layers})
+    training = case.training.model_copy(update={"optimizer": "host", "parameters": "host"})
+    cell = case.model_copy(update={"training": training})
+    held = virtual.trace_classes(cell).memory_measurement().node_host_memory_bytes
+    assert held
+    found = look(cell, "few_layers")
+    assert found.status == "ok"
+    assert found.node_host_memory_bytes == pytest.approx(held, rel=0.1)
+    monkeypatch.setattr("spbench.bench.measure.engines.rank_memory.host_is_full", lambda *_: True)
+    assert look(cell, "few_layers").reason.startswith("the host of a node has")
+
+
+@pytest.mark.parametrize("backend", ["ddp", "zero1", "zero3"])
+def test_what_a_backend_has_in_backward_beside_its_states(backend: str) -> None:
+    """At few positions a peak in backward is states, and what the backend says that it has beside them."""
+    training = {"backend": backend, "micro_batches": 2}
+    of_layers = {**LARGE, "vocabulary": 256}
+    cell = cell_of(
+        "zero3",
+        strategy="single",
+        sizes={"dp": 4},
+        batch=8,
+        seq_len=16,
+        model_options=of_layers,
+        training=training,
+    )
+    measured = look(cell, "small")
+    cls, elements = backend_class(backend), model_parameters(cell)
+    beside = cls.bytes_in_backward(PRECISIONS["bf16"], cls.options_type(), False)
+    of_layer = model_parameters(with_layers(cell, 2)) - model_parameters(with_layers(cell, 1))
+    expected = beside.whole * elements + beside.shared * elements / 4 + beside.layer * of_layer
+    assert measured.meters[ACTIVATIONS]["bytes"] == pytest.approx(expected, rel=0.15)
