@@ -163,12 +163,8 @@ def test_each_change_is_there_as_it_is_typed_with_its_price_in_time(
     code, out, _ = fit(*longer(small_cards(tmp_path, 100)))
     assert code == 0
     verdict, _, change = out.splitlines()[:3]
-    said = re.match(r"fits: no, (0\.\d+) GiB are missing \(needs (0\.\d+) of 0\.107 GiB\)", verdict)
-    assert said is not None
-    assert float(said[2]) - float(said[1]) == pytest.approx(0.1074, abs=1e-3)
-    assert re.match(
-        r"makes it fit: --set model_options\.recompute=full \(0\.0\d+ GiB to spare, step \+", change
-    )
+    assert verdict.startswith("fits: no, 0.114 GiB are missing (needs 0.222 of 0.107 GiB)")
+    assert change.startswith("makes it fit: --set model_options.recompute=full (0.00586 GiB to spare, step +")
     (line,) = (line for line in out.splitlines() if line.startswith("| model_options.recompute=full "))
     # timed on a card with room for both
     times = [run("dgx-a100", settings).step_time_s for settings in ({}, {"model_options.recompute": "full"})]
