@@ -7,10 +7,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -21,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from spbench.bench.programs import checked_program
+from spbench.bench.programs import Program
 from spbench.bench.setting_values import (
     MOST_POSITIONS,
     MOST_RANKS,
@@ -241,11 +240,9 @@ class Cell(StrictModel):
         device: where tensors are; the virtual engine's are fake ones on the CPU, whatever they stand for.
         rank: the rank that an engine plays which plays one alone; None: the one with the largest peak.
         meters: names of meters beside those of memory and communication.
-        program: the training program whose step it stands for, one of :data:`PROGRAMS`; no number but the
-            interval of its time depends on it. "": the step is that of this suite.
+        program: the training program whose step it stands for; "": none. Only the interval heeds it.
         variant: names a variant of settings within a scenario, for comparison and plots.
-        timeout_s: seconds after which a sweep gives the cell up; in no key or row, as it is not part of what
-            is measured.
+        timeout_s: seconds after which a sweep gives the cell up; in no key or row, as nothing depends on it.
     """
 
     model: str
@@ -267,7 +264,7 @@ class Cell(StrictModel):
     search: SearchRequest | None = None
     learning: Learning | None = None
     meters: list[str] = []
-    program: Annotated[str, AfterValidator(checked_program)] = ""
+    program: Program = ""
     variant: str = ""
     timeout_s: Seconds | None = Field(default=None, exclude=True)
 

@@ -4,7 +4,9 @@ that they run. Such steps were measured to take longer, so intervals of their ti
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import AfterValidator
 
 from spbench.bench.errors import shown, suggestion
 
@@ -78,10 +80,11 @@ def stand_ins(program: str, backend: str, ranks: Mapping[str, int]) -> Iterator[
             yield each
 
 
-def checked_program(name: str) -> str:
-    """The name of a program, or "". ValueError for one that is not known."""
+def _checked(name: str) -> str:
     if name and name not in PROGRAMS:
-        raise ValueError(
-            f"unknown program {shown(name)}{suggestion(name, PROGRAMS)}; leave it out for another"
-        )
+        raise ValueError(f"unknown program {shown(name)}{suggestion(name, PROGRAMS)}; others have none")
     return name
+
+
+#: the name of a program, or ""
+Program = Annotated[str, AfterValidator(_checked)]
