@@ -229,7 +229,7 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
     in common stands in the title. A terminal counts the rows that are unsupported by their reasons."""
     options, ties = _options([Cell.model_validate(row.cell) for row in rows]), tied(rows)
     entries: list[Entry] = [
-        {**flat(row), "options": option, "tie": tie, "communication": row.measurement.communication}
+        {**_flat(row), "options": option, "tie": tie, "communication": row.measurement.communication}
         for row, option, tie in zip(rows, options, ties, strict=True)
     ]
     shared = {name: entries[0][name] for name in _SHARED if len({entry[name] for entry in entries}) == 1}
@@ -261,6 +261,13 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
         below=("options", "reason"),
         folded=_unsupported(rows),
     )
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    """As :func:`flat`; the engine of times that a CPU took says so, as its cluster is another machine."""
+    entry = flat(row)
+    measured_here = entry.get("step_time_s") and not entry["rates"] and row.cell.get("device") != "cuda"
+    return entry | ({"engine": f"{entry['engine']} on a CPU"} if measured_here else {})
 
 
 def _unsupported(rows: Sequence[Row]) -> dict[int, str]:
