@@ -52,18 +52,13 @@ class StandIn(NamedTuple):
 STAND_INS = (
     StandIn("DeepSpeed", "fully_shard", ("deepspeed",), _SHARDED),
     StandIn("expert parallelism", "", axis="ep"),
-    StandIn("torchtitan's tensor parallelism", "Megatron's", ("torchtitan",), axis="tp"),
+    StandIn("torchtitan's TP", "Megatron's", ("torchtitan",), axis="tp"),
     StandIn("torchtitan over nodes", "", ("torchtitan",), _SHARDED, "nodes"),
 )
 
 
 #: the classes of times with them
 STOOD_IN = tuple(map(str, STAND_INS))
-
-
-def stand_in_of(price: Mapping[str, Any]) -> StandIn:
-    """Of an entry that :attr:`StandIn.price` made."""
-    return StandIn(price["work"], price["by"])
 
 
 def stand_ins(program: str, backend: str, ranks: Mapping[str, int]) -> Iterator[StandIn]:

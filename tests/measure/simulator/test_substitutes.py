@@ -128,7 +128,7 @@ def test_the_class_of_a_time_is_that_of_its_worst_price_that_counts() -> None:
     # work without any rate may take many times as long, so that a little of it counts
     assert of(extrapolated=0.5, transferred=0.5, substituted=0.011) == "substituted"
     named = [each.price for each in stand_ins("torchtitan", "zero3", {"tp": 2, "nodes": 2})]
-    names = ["torchtitan's tensor parallelism", "torchtitan over nodes"]
+    names = ["torchtitan's TP", "torchtitan over nodes"]
     assert [each["work"] for each in named] == names
     priced_by = [*named, {"grade": "substituted", "share": 0.5}]
     sourced = rates_of_step(load_cluster("a100-sxm-80gb"), "bf16", ("tnl-1b", "lasp"), priced_by)
