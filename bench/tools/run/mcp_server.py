@@ -1,7 +1,7 @@
 """The server of `spbench mcp`: tools whose arguments are the options of commands, and whose answers are what
 these print as JSON, the beginning of it (:func:`short_answer`).
 
-A tool runs its command in a process of its own (this module's, as a program), so that its answer is the
+A tool runs its command in a process of its own (:func:`program`), so that its answer is the
 command's, whatever else this process does. That process reads files as data alone, and ends with the server.
 The options that write files, or that use other machines, are no arguments of a tool.
 """
@@ -177,11 +177,13 @@ class Calls:
 
     async def _printed(self, name: str, words: Sequence[str]) -> Any:
         """The JSON that a command prints. Exit code 1 is an answer, as of a job that does not fit."""
-        run = [sys.executable, "-P", "-m", __spec__.name, *words]
+        run = [sys.executable, "-c", _PROGRAM.format(sys.path), *words]
+        # the second, so that no module in the working folder is taken for one of Python or of a package
+        data = {ONLY_DATA: "1", "PYTHONSAFEPATH": "1"}
         async with self.turns:
             with anyio.move_on_after(self.limit_s) as limit:
                 done = await anyio.run_process(
-                    run, check=False, stdin=subprocess.DEVNULL, env={**os.environ, ONLY_DATA: "1"}
+                    run, check=False, stdin=subprocess.DEVNULL, env={**os.environ, **data}
                 )
         if limit.cancelled_caught:
             raise ToolError(
@@ -258,6 +260,11 @@ def serve() -> int:
     return 0
 
 
-if __name__ == "__main__":
+#: runs a command by the code that the server runs
+_PROGRAM = f"import sys; sys.path[:] = {{}}; from {__name__} import program; program()"
+
+
+def program() -> None:
+    """The command `spbench`, in the process of a call: it ends with the server."""
     when_parent_is_gone()
     main()
