@@ -22,8 +22,7 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
 from spbench.bench.measure.trust.bands import run_of
-from spbench.bench.measure.trust.coverage import Covered, LeftOut, coverage, overall
-from spbench.bench.measure.trust.error_model import StepObservation
+from spbench.bench.measure.trust.error_model import Covered, LeftOut, StepObservation, coverage, overall
 from spbench.bench.programs import STOOD_IN
 from spbench.bench.tools.papers.comparison import OF_TIMES, Comparison, read_comparisons
 from spbench.bench.tools.papers.paper_findings import Line, distinct

@@ -9,8 +9,7 @@ from random import Random
 
 import pytest
 
-from spbench.bench.measure.trust.coverage import coverage, overall
-from spbench.bench.measure.trust.error_model import ErrorModel, StepObservation
+from spbench.bench.measure.trust.error_model import ErrorModel, StepObservation, coverage, overall
 from spbench.bench.measure.trust.intervals import ANY
 from spbench.bench.programs import STOOD_IN
 
