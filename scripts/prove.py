@@ -28,7 +28,7 @@ def main() -> None:
         why = f"{counts['RED']} cases are red" if counts["RED"] else f"no green case of {', '.join(absent)}"
         raise SystemExit(f"the code {code} is not proven: {why}")
     line = json.dumps({"code": code, "green": counts["green"], "pairs": sum("+" in name for name in proven)})
-    (TREE / "bench" / "measure" / "verify" / proof.PROVEN).write_text(line + "\n")
+    (TREE / "bench" / "measure" / "verify" / proof.PROVEN).write_text(line + "\n", encoding="utf-8")
     print(line)
 
 
