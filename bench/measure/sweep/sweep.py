@@ -188,9 +188,9 @@ def sweep(
     """Run the cells that are unfinished, and return the rows of all, in the order of ``cells``.
 
     A cell that raises, or whose process dies, is a row with status failed; one that reaches its limit
-    (:attr:`Cell.timeout_s`) is a row with status timeout; the sweep goes on. A cell whose strategy or backend
-    is not proven right is not run (:func:`unproven`). An interrupt, or a row that cannot be written, ends the
-    sweep and its processes; only cells that were running are lost.
+    (:attr:`Cell.timeout_s`) is a row with status timeout; one that is :func:`unproven` is not run; the sweep
+    goes on. An interrupt, or a row that cannot be written, ends the sweep and its processes; only cells that
+    were running are lost.
 
     Args:
         run: measures a cell; a function of a module, since other processes import it.
@@ -199,18 +199,16 @@ def sweep(
             others; None: the crew runs all.
         jobs: processes of the crew; None: one a usable core.
         digest_of: gives the digests of the cells; None: :func:`digests_of_a_run`.
-        unverified: run the cells that are not proven right too; their rows are a mismatch and say so.
-        say: told in a line what is verified before the first cell.
+        unverified: run cells that are not proven right too; their rows are a mismatch (:func:`marked`).
+        say: told what is verified.
         on_start, on_end: called as cells begin and end.
 
     Raises:
         UserError: a row cannot be written, or the executor's machines cannot go on.
-        KeyboardInterrupt: passed on.
     """
-    # the longest first: none is left at the end
     digest_of = digest_of or digests_of_a_run()
     todo = sorted(unfinished(cells, results, digest_of), key=_relative_cost, reverse=True)
-    # before the cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
+    # before cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
     made_by = {cell.key: digest_of(cell) for cell in todo}
     project = project_commit(Path.cwd()) if todo else None  # before rows are written, which it may track
     refused = unproven(todo, say=say)
@@ -219,13 +217,12 @@ def sweep(
     own = Crew(run) if crew is None else crew
     try:
         for cell, outcome in chain(
-            () if unverified else _refusals(todo, refused, on_start),
+            _refusals(todo, {} if unverified else refused, on_start),
             executor.outcomes(spread, run, on_start) if executor else (),
             _outcomes(together, jobs or usable_cores(), own, on_start),
             _outcomes(alone, 1, own, on_start),
         ):
-            outcome = marked(outcome, refused.get(cell.key))
-            row = as_row(cell, outcome, made_by[cell.key], project)
+            row = as_row(cell, marked(outcome, refused.get(cell.key)), made_by[cell.key], project)
             results.append(row)
             on_end(row)
     except BaseException:

@@ -95,11 +95,10 @@ def run_cells(
         crew: the workers; None: the sweep starts its own.
         executor: where cells run that need nothing of this machine; None: here.
         timeout_s: seconds that a cell may take; None: what the scenario says.
-        unverified: as of :func:`sweep`.
+        unverified: run cells that are not proven right too.
 
     Raises:
-        UserError: nothing is left to run, the folder cannot be written, or the scenario has a baseline in the
-            checkout around the working folder, and another tree is measured.
+        UserError: nothing is left to run, the folder cannot be written, or :func:`_check_measured_tree`.
         click.Abort: interrupted; it says how many cells are kept.
     """
     _check_measured_tree(scenario.name)
@@ -127,14 +126,13 @@ def run_cells(
                 )
         except KeyboardInterrupt as interrupt:
             kept = len(cells) - len(sweep.unfinished(cells, results, digest_of))
-            again = "the same command without --fresh" if fresh else "the same command"
-            text = f"interrupted; {kept} of {len(cells)} cells are in {results.path}, {again} goes on"
-            raise click.Abort(text) from interrupt
+            text = f"interrupted; {kept} of {len(cells)} cells are in {results.path}, the same command "
+            raise click.Abort(f"{text}{'without --fresh ' if fresh else ''}goes on") from interrupt
         by_key = {cell.key: cell for cell in [*declared, *cells]}
-        known = ((by_key[key], row) for key, row in results.rows.items() if key in by_key)
-        current = {cell.key: row for cell, row in known if is_current(cell, row, digest_of)}
+        kept_rows = ((by_key[key], row) for key, row in results.rows.items() if key in by_key)
+        current = {cell.key: row for cell, row in kept_rows if is_current(cell, row, digest_of)}
         comparisons = compare(scenario, declared, current)
-        files = [results.path, *([write_comparisons(comparisons, folder)] if comparisons else [])]
+        files = [results.path] + ([write_comparisons(comparisons, folder)] if comparisons else [])
     for text in _remarks(rows):
         message(f"{scenario.name}: {text}")
     return RanScenario(rows, list(current.values()), comparisons, files)
