@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.usable_memory import exchange_memory_bytes, usable_memory_bytes
+from spbench.bench.measure.engines.rank_memory import exchange_memory_bytes, usable_memory_bytes
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from tests.measure.engines.cells import write_cluster
 

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.trace import recorder, uncut_pieces
+from spbench.bench.measure.trace import recorder, repeated_steps
 from spbench.bench.measure.trace.operator_results import described, worked_out
 from spbench.bench.measure.trace.recorder import FastRecorder
 from spbench.bench.measure.trace.torch_internals import FakeTensor, fsdp_collectives
@@ -124,7 +124,7 @@ def test_no_more_is_remembered_than_there_may_be(most: int, monkeypatch: pytest.
 
 
 def test_only_fake_pieces_that_are_alike_stay_uncut() -> None:
-    with uncut_pieces.nothing_cut(lambda views: None):
+    with repeated_steps.nothing_cut(lambda views: None):
         ours = fsdp_collectives.torch
         real, fake = torch.arange(24.0).view(4, 6), FakeTensorMode().from_tensor(torch.empty(4, 6))
         assert torch.equal(
@@ -134,6 +134,6 @@ def test_only_fake_pieces_that_are_alike_stay_uncut() -> None:
             pieces = ours.chunk(whole, number, dim=dim)
             assert all(type(piece) is FakeTensor for piece in pieces)
         made = ours.cat(ours.chunk(fake, 3, dim=1), dim=0)
-        assert type(ours.chunk(fake, 3, dim=1)) is uncut_pieces._Uncut
+        assert type(ours.chunk(fake, 3, dim=1)) is repeated_steps._Uncut
         assert made.shape == (12, 2)
     assert fsdp_collectives.torch is torch

@@ -10,7 +10,6 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.virtual import VirtualEngine
-from spbench.bench.tools.papers.golden_departures import departures, varies_by
 from spbench.bench.tools.papers.megatron_cases import (
     ERRORS,
     EXPERT_CASES,
@@ -18,6 +17,7 @@ from spbench.bench.tools.papers.megatron_cases import (
     by_departure,
     cases,
 )
+from spbench.bench.tools.papers.sources import departures, varies_by
 
 ROOT = Path(__file__).parents[3]
 FILE = ROOT / "results" / "reproduction" / f"{EXPERT_CASES}_errors.csv"
