@@ -17,7 +17,7 @@ from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.meetings import Meetings
 from spbench.impls.strategies.placed_chunks import PlacedChunks
 from spbench.impls.strategies.ring_attention import RingAttention
-from tests.impls.strategies.test_packed_ranks import count, packings
+from tests.impls.strategies.test_packed_memory import count, packings
 from tests.slow import slow
 
 
