@@ -17,8 +17,7 @@ from spbench.plots.claims import claims_of, claims_panel
 from spbench.plots.grid import Drawn, Panel, PanelGrid
 from spbench.plots.paper import COLUMN_INCHES
 from spbench.plots.style import category_colors, contrast, looks, method_color, strategy_name, tick_texts
-from tests.plots.drawn import assert_nothing_overlaps, labels, legend
-from tests.plots.rows import compared, table
+from tests.plots.rows import assert_nothing_overlaps, compared, labels, legend, table
 
 
 def test_a_strategy_looks_the_same_whichever_others_are_drawn() -> None:

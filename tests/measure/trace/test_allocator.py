@@ -11,7 +11,7 @@ import pytest
 
 from spbench.bench.measure.memory.allocator import CachingAllocator, OutOfMemory, replay
 from spbench.bench.measure.memory.allocator_settings import ExpandableSegments, unsplit_from
-from tests.measure.trace.naive_allocator import MIB, NaiveAllocator
+from tests.measure.trace.test_any_program import MIB, NaiveAllocator
 
 KIB = 2**10
 

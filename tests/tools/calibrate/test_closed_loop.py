@@ -26,7 +26,7 @@ from spbench.bench.tools.calibrate.operator_times import OPERATOR
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.selector import PublishedRow
 from tests.terminal import screen_of
-from tests.tools.calibrate.machines import machine
+from tests.tools.calibrate.test_operator_times import machine
 
 
 def row(measured: float, simulated: float, seq_len: int = 128, spread: float = 0.0) -> ComparedCell:
