@@ -5,7 +5,7 @@ the values show which."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -252,3 +252,16 @@ def _alike(row: Mapping[str, str], other: Mapping[str, str] | None) -> bool:
 def _far(value: float, others: Sequence[float]) -> bool:
     """Whether a value is further than 5% from each of some others."""
     return bool(others) and all(abs(value / each - 1) > 0.05 for each in others)
+
+
+def publishers() -> Callable[[str], str]:
+    """A function from the ``source`` of a record to who published it: the figures and tables of a paper are
+    one, under the first word of their files' names."""
+    rows = [row for file, _ in COLLECTIONS.values() for row in published_file(file).rows]
+    measured_by = {row["file"]: row["measured by"] for row in rows}
+
+    def publisher(source: str) -> str:
+        file = source.partition(":")[0]
+        return measured_by.get(file) or file.partition("_")[0].upper()
+
+    return publisher
