@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
 from spbench.bench.measure.clusters.cluster import Cluster, Device, Precision
+from spbench.bench.measure.clusters.figures import Sourced
 from spbench.bench.measure.clusters.rate_tables import table_in_words
-from spbench.bench.measure.clusters.rates import AttentionRate, Link, RatedCollective, Sourced
+from spbench.bench.measure.clusters.rates import AttentionRate, Link, RatedCollective
 from spbench.bench.units import shown_time
 
 #: generations of cards by what is in their names, as NVIDIA numbers what they can do

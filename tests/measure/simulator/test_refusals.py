@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from spbench.bench.measure.clusters.carried_rates import RatesUnknown, check_rates
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.simulator.message_matching import Deadlock
-from spbench.bench.measure.simulator.needed_rates import RatesUnknown, check_rates
 from spbench.bench.measure.simulator.program import Group
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from tests.measure.simulator.step_programs import cluster, simulate, timed

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Sizes
+from spbench.bench.measure.clusters.carried_rates import RatesUnknown, check_rates
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.simulator.needed_rates import RatesUnknown, check_rates
 from spbench.bench.measure.sweep.sweep import digest
 from spbench.bench.tools.calibrate import compute_rates
 from spbench.bench.tools.calibrate.closed_loop import figures
