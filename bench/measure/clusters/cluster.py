@@ -22,11 +22,11 @@ from spbench.bench.measure.clusters.figures import (
     FlopsPerS,
     Latency,
     LongSeconds,
+    Loss,
     Many,
     MemoryBytes,
     MemoryRate,
     Share,
-    ShareOrNone,
     Sourced,
     implausible,
     inherited,
@@ -117,7 +117,7 @@ class Device(StrictModel):
     attention_efficiency: Sourced[Share] = NOT_MEASURED
     attention: AttentionRates | None = None
     attention_floor_s: Sourced[Latency] = NOT_MEASURED
-    overlap_loss: Sourced[ShareOrNone] = NOT_MEASURED
+    overlap_loss: Sourced[Loss] = NOT_MEASURED
     operators: dict[str, Sourced[OperatorTimes]] = {}
     launch_overhead_s: Sourced[Latency] = NOT_MEASURED
     kernel_floor_s: Sourced[Latency] = NOT_MEASURED
@@ -231,10 +231,11 @@ class Cluster(StrictModel):
 
     @model_validator(mode="after")
     def _collectives_known(self) -> Self:
-        links = [link for link in (self.node_link, self.network) if link is not None]
-        for link in links:
-            link.check_crossings(self.devices_per_node)
-        known = any(link.collectives or link.table.value for link in links)
+        by_name = {"node_link": self.node_link, "network": self.network}
+        links = {name: link for name, link in by_name.items() if link is not None}
+        for name, link in links.items():
+            link.check_crossings(self.devices_per_node, name)
+        known = any(link.collectives or link.table.value for link in links.values())
         if self.collective_model == "measured" and not known:
             raise ValueError("collective_model: measured needs collectives of node_link or network")
         if self.collective_model == "nccl" and self.nccl is None:

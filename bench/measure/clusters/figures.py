@@ -63,10 +63,11 @@ class Unit:
 
 def _written(value: float, factor: float) -> str:
     """A number times a factor, as a file has it: 989e12, 0.74, 85899345920."""
-    power = round(math.log10(factor))
-    if not math.isclose(factor, 10.0**power) or power == -2:
-        return f"{value * factor:.12g}"
-    return f"{value:g}e{power}"
+    meant = value * factor
+    if factor in _BINARY.values():
+        return f"{meant:.0f}"
+    power = 3 * math.floor(math.log10(meant) / 3 + 1e-9) if abs(math.log10(meant)) >= 3 else 0
+    return f"{meant / 10.0**power:.6g}{f'e{power}' if power else ''}"
 
 
 _BINARY = {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
@@ -77,11 +78,11 @@ FLOPS = Unit("FLOP/s", 1e9, 1e17, 3e14, {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP
 _MEMORY_RATE = Unit("bytes/s", 1e8, 1e14, 2e12, _RATES)
 _LINK_RATE = Unit("bytes/s", 1e5, 1e13, 1e11, _RATES)
 _CARD_RATE = Unit("bytes/s", 1e5, 2.5e11, 2.5e10, {**_RATES, "Gbit/s": 1.25e8, "bit/s": 0.125})
-_LATENCY = Unit("s", 1e-9, 0.1, 5e-6, _SHORT)
+_LATENCY = Unit("s", 1e-9, 1, 5e-6, _SHORT)
 _SECONDS = Unit("s", 1e-9, 1e4, 1e-2, _SHORT)
 _MEMORY = Unit("bytes", 1e6, 1e14, 1e11, _BINARY)
 _BUFFER = Unit("bytes", 4096, 1e12, 1e8, _BINARY)
-_SHARE = Unit("", 1e-6, 1, 0.5, {"a percentage": 0.01})
+_SHARE = Unit("", 0.02, 1, 0.5, {"a percentage": 0.01})
 #: beside what datasheets or other figures say, which it may exceed a little
 _FACTOR = Unit("", 1e-4, 10, 0.5, {"a percentage": 0.01})
 _PER_ELEMENT = Unit("s", 1e-16, 1e-6, 1e-10, {"ps": 1e-12, "ns": 1e-9})
@@ -94,7 +95,7 @@ LongSeconds = Annotated[NonNegativeFloat, _SECONDS]
 MemoryBytes = Annotated[PositiveInt, _MEMORY]
 BufferBytes = Annotated[NonNegativeInt, _BUFFER]
 Share = Annotated[PositiveFloat, _SHARE]
-ShareOrNone = Annotated[NonNegativeFloat, _SHARE]
+Loss = Annotated[NonNegativeFloat, Unit("", 1e-6, 1, 0.5, {"a percentage": 0.01})]
 HostScale = Annotated[PositiveFloat, Unit("", 1e-2, 100, 1)]
 Tokens = Annotated[NonNegativeFloat, Unit("tokens", 1e-3, 1e7, 1e3)]
 Many = Annotated[PositiveInt, Field(le=100_000)]
@@ -149,6 +150,8 @@ def implausible(part: Any, units: Sequence[Any] = (), at: str = "", peak: float 
         for key, each in part.items() if isinstance(part, dict) else enumerate(part):
             yield from implausible(each, units, f"{at}.{key}", peak)
     elif isinstance(part, int | float):
+        if ".operators." in at and at.endswith(".1"):  # of [bytes, seconds]
+            units = [_LATENCY]
         problem = next((unit.problem(part) for unit in units if isinstance(unit, Unit)), "")
         if not problem and at.endswith(".limit_flops_per_s") and 0 < _BOOST * peak < part:
             problem = f"{part:g} FLOP/s is above the card's peak_flops_per_s of {peak:g}"

@@ -296,12 +296,15 @@ class Link(StrictModel):
                 )
         return self
 
-    def check_crossings(self, devices: int) -> None:
-        """Raise ValueError unless each part of a node of so many devices holds several of the one below."""
+    def check_crossings(self, devices: int, name: str) -> None:
+        """Raise ValueError, with the link's name, unless each part of a node of so many devices holds several
+        of the one below."""
         sizes = [*(each.devices for each in self.crossings or ()), devices]
         if any(b % a or a == b for a, b in pairwise(sizes)):
+            parts = " and ".join(map(str, sizes[:-1]))
             raise ValueError(
-                f"crossings: {sizes[:-1]} devices do not divide each other, and {devices} of a node"
+                f"{name}.crossings: parts of {parts} devices do not divide a node of {devices} into several; "
+                "give those of this node, or crossings: null"
             )
 
     def rate_of(self, kind: str, ranks: int) -> BusRate | None:

@@ -111,6 +111,8 @@ def _made(group: Mapping[str, Any]) -> Cell:
     try:
         (cell,) = expand({}, [dict(group)], {}, "", Path())
     except Problem as problem:
+        if isinstance(problem.__cause__, UserError):  # of a file, which it names itself
+            raise problem.__cause__ from problem
         raise UserError(f"{group['model']}: {str(problem).removeprefix('groups[0].')}") from problem
     return cell
 
