@@ -74,7 +74,7 @@ def test_a_cluster_that_names_no_table_of_the_package_is_refused(tmp_path: Path)
     file = tmp_path / "mine.yaml"
     named = "{value: h200_sxm-colectives, source: mine}"
     file.write_text(f"extends: h200-sxm\nabout: mine\nnode_link: {{table: {named}}}\n")
-    with pytest.raises(UserError, match=r"mine.yaml: unknown table .*did you mean 'h200_sxm-collectives'"):
+    with pytest.raises(UserError, match=r"node_link.table: unknown table .*mean 'h200_sxm-collectives'"):
         load_cluster(str(file))
 
 

@@ -267,17 +267,17 @@ def test_clusters_of_ones_own(tmp_path: Path) -> None:
 about: a test
 device:
   name: d
-  memory_total_bytes: {value: 10, source: made up}
-  memory_context_bytes: {value: 10, source: made up}
-  memory_bandwidth_bytes_per_s: {value: 1.0, source: s}
+  memory_total_bytes: {value: 10000000, source: made up}
+  memory_context_bytes: {value: 10000000, source: made up}
+  memory_bandwidth_bytes_per_s: {value: 1.0e+12, source: s}
 network: {latency_s: {value: null, source: s}, bandwidth_bytes_per_s: {value: null, source: s}}
 """)
     path = write(tmp_path, yaml.safe_dump(content), "mine.yaml")
     with pytest.raises(UserError, match="leaves nothing of memory_total_bytes"):
         load_cluster(path)
-    content["device"]["memory_context_bytes"] = {"value": 4, "source": "made up"}
+    content["device"]["memory_context_bytes"] = {"value": 4000000, "source": "made up"}
     write(tmp_path, yaml.safe_dump(content), "mine.yaml")
-    assert load_cluster(path).usable_memory_bytes == 6
+    assert load_cluster(path).usable_memory_bytes == 6_000_000
     with pytest.raises(UserError, match=r"other.yaml: name: leave it out; a cluster has the name"):
         load_cluster(write(tmp_path, yaml.safe_dump(content | {"name": "mine"}), "other.yaml"))
     del content["network"]["latency_s"]["source"]
