@@ -5,6 +5,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
@@ -27,9 +28,13 @@ def artists(figure: Figure, gid: str) -> list[Any]:
 
 
 def data(figure: Figure, gid: str) -> list[Any]:
-    """The points of each line of that id, the length of each bar."""
+    """The points of each line of that id, those of each of several, the length of each bar."""
     return [
-        artist.get_xydata().tolist() if isinstance(artist, Line2D) else _length(artist)
+        [points.tolist() for points in artist.get_segments()]
+        if isinstance(artist, LineCollection)
+        else artist.get_xydata().tolist()
+        if isinstance(artist, Line2D)
+        else _length(artist)
         for artist in artists(figure, gid)
     ]
 

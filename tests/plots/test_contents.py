@@ -144,7 +144,7 @@ def test_every_table_of_measurements_has_a_name_for_people() -> None:
     )
     sources = {*measured.field_sources(field), *others["table"].str.partition(": ")[0]}
     assert len(sources) > 20
-    assert sources - measured.TABLES.keys() == set()
+    assert sources - measured.titles().keys() == set()
 
 
 @pytest.mark.parametrize("values", [[14.7, 14.9], [13.2, 12.2], [40.0, 900.0], [30.0, 6e4]])

@@ -20,10 +20,12 @@ from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cell
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measure.trust.bands import BANDS_FILE, MEMORY_ERRORS_FILE, packaged_model
 from spbench.bench.measure.trust.error_model import ErrorModel
+from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE, Evidence
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import RECORDS, Comparison, read_csv
 from spbench.bench.tools.papers.document import (
     FIRST_PAGE,
+    SUMMARY_PAGE,
     TIMES_PAGE,
     TRUST_PAGE,
     check_documents,
@@ -32,7 +34,7 @@ from spbench.bench.tools.papers.document import (
 )
 from spbench.bench.tools.papers.execution import opened_executor
 from spbench.bench.tools.papers.megatron_cases import CASES, EXPERT_CASES, of_all_machines, predicted_cases
-from spbench.bench.tools.papers.memory_errors import memory_errors
+from spbench.bench.tools.papers.memory_errors import certainty_lines, filled_runs, memory_errors
 from spbench.bench.tools.papers.paper_findings import markdown
 from spbench.bench.tools.papers.past_errors import (
     WITHOUT_RATES,
@@ -61,6 +63,8 @@ PACKAGED = Path("bench", "measure", "trust")
 #: the argument that fits the intervals, and the parts that it writes: of TIMES_PAGE, of docs/trust.md, and of
 #: that and README.md
 BANDS, TIMES, CLASSES, LEFT = "bands", "times", "classes", "left-out"
+#: of REPRODUCE.md: how sure verdicts on memory are
+CERTAINTY = "certainty"
 #: the columns of :func:`left_out_lines` that README.md has
 SHORT = ("left out in turn", "groups", "times", "within the 80% interval of the rest")
 
@@ -142,8 +146,8 @@ def _cases(request: Reproduction) -> Output:
 
 def fit_bands(request: Reproduction) -> Output:
     """Fit the intervals to the files of `spbench reproduce`, and say how many times of each source lie within
-    those that the other sources give; and keep the errors of memory. With --write they become those of the
-    package, and the pages that show them are written anew."""
+    those that the other sources give; and keep the errors of memory, and the evidence of verdicts. With
+    --write they become those of the package, and the pages that show them are written anew."""
     names = (*papers(), *WITHOUT_RATES)
     files = [path for name in names if (path := request.earlier(f"{name}.csv")).exists()]
     records, cells = counted_times(files), _all_cells()
@@ -166,10 +170,13 @@ def fit_bands(request: Reproduction) -> Output:
     scored = request.earlier(f"{CASES}_errors.csv")
     of_cases = read_csv(scored)[1] if scored.exists() else []
     memory = json.dumps(memory_errors(files, cells, of_cases), separators=(",", ":"))
+    runs, kinds = filled_runs(files, cells)
+    verdicts = certainty_lines(runs, kinds)
     folder = PACKAGED if request.write else request.output
     written = [
         write_whole(folder / BANDS_FILE, json.dumps(model.as_dict(), indent=1) + "\n"),
         write_whole(folder / MEMORY_ERRORS_FILE, f"{memory}\n"),
+        write_whole(folder / CERTAINTY_FILE, json.dumps(Evidence.of(runs, kinds)._asdict(), indent=1) + "\n"),
     ]
     if request.write:
         left_out = left_out_lines(records, cells)
@@ -179,14 +186,17 @@ def fit_bands(request: Reproduction) -> Output:
             write_part(TRUST_PAGE, BANDS, CLASSES, markdown(class_lines(records))),
             write_part(TRUST_PAGE, BANDS, LEFT, markdown(left_out)),
             write_part(FIRST_PAGE, BANDS, LEFT, markdown(in_short)),
+            write_part(SUMMARY_PAGE, BANDS, CERTAINTY, markdown(verdicts)),
             *write_shared(),
         ]
         packaged_model.cache_clear()
     tables = [
         Table("Published step times, and how many lie within the intervals of the other sources", lines),
         Table("Intervals of a simulated time of 1", intervals),
+        Table("Verdicts on the memory of published runs, each by those of other sources", verdicts),
     ]
-    return Output(tables, {"times": lines, "model": model.as_dict()}, lines, files=written)
+    content = {"times": lines, "model": model.as_dict(), "verdicts": verdicts}
+    return Output(tables, content, lines, files=written)
 
 
 def _all_cells() -> Mapping[str, Cell]:

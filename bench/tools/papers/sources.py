@@ -4,7 +4,7 @@ is reproduced as one paper is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -178,3 +178,16 @@ def scenarios_of(name: str) -> list[tuple[Paper, list[Scenario]]]:
     if not any(scenarios for _, scenarios in answering):
         raise UserError(f"no scenario answers to {name} yet")
     return [(paper, scenarios) for paper, scenarios in answering if scenarios]
+
+
+def publishers() -> Callable[[str], str]:
+    """A function from the ``source`` of a record to who published it: the figures and tables of a paper are
+    one, under the first word of their files' names."""
+    rows = [row for file, _ in COLLECTIONS.values() for row in published_file(file).rows]
+    measured_by = {row["file"]: row["measured by"] for row in rows}
+
+    def publisher(source: str) -> str:
+        file = source.partition(":")[0]
+        return measured_by.get(file) or file.partition("_")[0].upper()
+
+    return publisher
