@@ -15,22 +15,8 @@ from pydantic import BaseModel, PositiveFloat, PositiveInt, model_validator
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import read_file
-from spbench.bench.measure.clusters.figures import (
-    BufferBytes,
-    ElementSeconds,
-    Factor,
-    FlopsPerS,
-    Latency,
-    LongSeconds,
-    Loss,
-    Many,
-    MemoryBytes,
-    MemoryRate,
-    Share,
-    Sourced,
-    implausible,
-    inherited,
-)
+from spbench.bench.measure.clusters import figures as unit
+from spbench.bench.measure.clusters.figures import Sourced, implausible, inherited
 from spbench.bench.measure.clusters.rate_tables import wrong_tables
 from spbench.bench.measure.clusters.rates import (
     AttentionRates,
@@ -81,8 +67,9 @@ class Device(StrictModel):
             out has the rates of other matmuls.
         attention: what attention kernels reach, by kernel, direction, mask, head size and length.
         memory_efficiency: share of the memory bandwidth that kernels reach; null counts as all of it.
-        attention_efficiency: share of the peak rate of attention kernels that ``attention`` does not have,
-            where of a causal mask only what it leaves is counted; null: they reach what matmuls do.
+        attention_efficiency: share of the peak rate that attention reaches in calls that ``attention`` has no
+            rate of, where of a causal mask only what it leaves is counted; null: they reach what matmuls do.
+            It is that of the default kernel, and stands for others where none can be carried over.
         attention_floor_s: the least time of an attention kernel, which small ones take whatever their size;
             null counts as none.
         overlap_loss: seconds of computing lost for each second that a collective or a message runs beside it,
@@ -105,25 +92,25 @@ class Device(StrictModel):
 
     name: str
     same_processor: Sourced[str] = NOT_MEASURED
-    memory_total_bytes: Sourced[MemoryBytes]
-    memory_context_bytes: Sourced[BufferBytes]
-    memory_peer_bytes: Sourced[BufferBytes] = NOT_MEASURED
-    memory_bandwidth_bytes_per_s: Sourced[MemoryRate]
-    peak_flops_per_s: dict[Precision, Sourced[FlopsPerS]] = {}
-    compute_efficiency: Sourced[Share] = NOT_MEASURED
+    memory_total_bytes: Sourced[unit.MemoryBytes]
+    memory_context_bytes: Sourced[unit.BufferBytes]
+    memory_peer_bytes: Sourced[unit.BufferBytes] = NOT_MEASURED
+    memory_bandwidth_bytes_per_s: Sourced[unit.MemoryRate]
+    peak_flops_per_s: dict[Precision, Sourced[unit.FlopsPerS]] = {}
+    compute_efficiency: Sourced[unit.Share] = NOT_MEASURED
     matmul: dict[Precision, MatmulRate] | None = None
     grouped_matmul: dict[Precision, MatmulRate] = {}
-    memory_efficiency: Sourced[Share] = NOT_MEASURED
-    attention_efficiency: Sourced[Share] = NOT_MEASURED
+    memory_efficiency: Sourced[unit.Share] = NOT_MEASURED
+    attention_efficiency: Sourced[unit.Share] = NOT_MEASURED
     attention: AttentionRates | None = None
-    attention_floor_s: Sourced[Latency] = NOT_MEASURED
-    overlap_loss: Sourced[Loss] = NOT_MEASURED
+    attention_floor_s: Sourced[unit.Latency] = NOT_MEASURED
+    overlap_loss: Sourced[unit.Loss] = NOT_MEASURED
     operators: dict[str, Sourced[OperatorTimes]] = {}
-    launch_overhead_s: Sourced[Latency] = NOT_MEASURED
-    kernel_floor_s: Sourced[Latency] = NOT_MEASURED
-    multiprocessors: Sourced[Many] = NOT_MEASURED
-    l2_cache_bytes: Sourced[MemoryBytes] = NOT_MEASURED
-    workspaces: dict[Library, Sourced[BufferBytes]] = {}
+    launch_overhead_s: Sourced[unit.Latency] = NOT_MEASURED
+    kernel_floor_s: Sourced[unit.Latency] = NOT_MEASURED
+    multiprocessors: Sourced[unit.Many] = NOT_MEASURED
+    l2_cache_bytes: Sourced[unit.MemoryBytes] = NOT_MEASURED
+    workspaces: dict[Library, Sourced[unit.BufferBytes]] = {}
 
     @model_validator(mode="after")
     def _operators_in_order(self) -> Self:
@@ -159,13 +146,13 @@ class Calibration(StrictModel):
         fitted_on: the cells that the values were fitted on.
     """
 
-    efficiency: Factor = 1.0
-    compute_efficiency: Factor = 1.0
-    memory_efficiency: Factor = 1.0
-    link_efficiency: Factor = 1.0
-    step_overhead_s: LongSeconds = 0.0
-    parameter_overhead_s: ElementSeconds = 0.0
-    strided_element_s: ElementSeconds = 0.0
+    efficiency: unit.Factor = 1.0
+    compute_efficiency: unit.Factor = 1.0
+    memory_efficiency: unit.Factor = 1.0
+    link_efficiency: unit.Factor = 1.0
+    step_overhead_s: unit.LongSeconds = 0.0
+    parameter_overhead_s: unit.ElementSeconds = 0.0
+    strided_element_s: unit.ElementSeconds = 0.0
     fitted_on: list[str] = []
 
     @property
@@ -217,7 +204,7 @@ class Cluster(StrictModel):
     name: str
     about: str
     device: Device
-    devices_per_node: Many = 1
+    devices_per_node: unit.Many = 1
     #: between the devices of a node, a device; unknown or missing: they talk through the network
     node_link: Link | None = None
     network: Network

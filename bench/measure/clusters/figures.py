@@ -13,14 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, TypeVar, get_args
 
-from pydantic import (
-    BaseModel,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from spbench.bench.yaml_files import InferredSetting, StrictModel
 
@@ -74,33 +67,26 @@ _BINARY = {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 _RATES = {"MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12}
 _SHORT = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
 FLOPS = Unit("FLOP/s", 1e9, 1e17, 3e14, {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15})
-#: of a card's memory and of what matmuls read; of a link; of a network card, which datasheets have in bits
-_MEMORY_RATE = Unit("bytes/s", 1e8, 1e14, 2e12, _RATES)
-_LINK_RATE = Unit("bytes/s", 1e5, 1e13, 1e11, _RATES)
-_CARD_RATE = Unit("bytes/s", 1e5, 2.5e11, 2.5e10, {**_RATES, "Gbit/s": 1.25e8, "bit/s": 0.125})
-_LATENCY = Unit("s", 1e-9, 1, 5e-6, _SHORT)
-_SECONDS = Unit("s", 1e-9, 1e4, 1e-2, _SHORT)
-_MEMORY = Unit("bytes", 1e6, 1e14, 1e11, _BINARY)
-_BUFFER = Unit("bytes", 4096, 1e12, 1e8, _BINARY)
-_SHARE = Unit("", 0.02, 1, 0.5, {"a percentage": 0.01})
-#: beside what datasheets or other figures say, which it may exceed a little
-_FACTOR = Unit("", 1e-4, 10, 0.5, {"a percentage": 0.01})
-_PER_ELEMENT = Unit("s", 1e-16, 1e-6, 1e-10, {"ps": 1e-12, "ns": 1e-9})
+_PERCENT = {"a percentage": 0.01}
 FlopsPerS = Annotated[PositiveFloat, FLOPS]
-MemoryRate = Annotated[PositiveFloat, _MEMORY_RATE]
-LinkRate = Annotated[PositiveFloat, _LINK_RATE]
-CardRate = Annotated[PositiveFloat, _CARD_RATE]
-Latency = Annotated[NonNegativeFloat, _LATENCY]
-LongSeconds = Annotated[NonNegativeFloat, _SECONDS]
-MemoryBytes = Annotated[PositiveInt, _MEMORY]
-BufferBytes = Annotated[NonNegativeInt, _BUFFER]
-Share = Annotated[PositiveFloat, _SHARE]
-Loss = Annotated[NonNegativeFloat, Unit("", 1e-6, 1, 0.5, {"a percentage": 0.01})]
+#: of a card's memory and of what matmuls read; of a link; of a network card, which datasheets have in bits
+MemoryRate = Annotated[PositiveFloat, Unit("bytes/s", 1e8, 1e14, 2e12, _RATES)]
+LinkRate = Annotated[PositiveFloat, Unit("bytes/s", 1e5, 1e13, 1e11, _RATES)]
+CardRate = Annotated[
+    PositiveFloat, Unit("bytes/s", 1e5, 2.5e11, 2.5e10, {**_RATES, "Gbit/s": 1.25e8, "bit/s": 0.125})
+]
+Latency = Annotated[NonNegativeFloat, Unit("s", 1e-9, 1, 5e-6, _SHORT)]
+LongSeconds = Annotated[NonNegativeFloat, Unit("s", 1e-9, 1e4, 1e-2, _SHORT)]
+ElementSeconds = Annotated[NonNegativeFloat, Unit("s", 1e-16, 1e-6, 1e-10, {"ps": 1e-12, "ns": 1e-9})]
+MemoryBytes = Annotated[PositiveInt, Unit("bytes", 1e6, 1e14, 1e11, _BINARY)]
+BufferBytes = Annotated[NonNegativeInt, Unit("bytes", 4096, 1e12, 1e8, _BINARY)]
+Share = Annotated[PositiveFloat, Unit("", 0.02, 1, 0.5, _PERCENT)]
+Loss = Annotated[NonNegativeFloat, Unit("", 1e-6, 1, 0.5, _PERCENT)]
+#: beside what datasheets or other figures say, which it may exceed
+Factor = Annotated[PositiveFloat, Unit("", 1e-4, 10, 0.5, _PERCENT)]
 HostScale = Annotated[PositiveFloat, Unit("", 1e-2, 100, 1)]
 Tokens = Annotated[NonNegativeFloat, Unit("tokens", 1e-3, 1e7, 1e3)]
 Many = Annotated[PositiveInt, Field(le=100_000)]
-Factor = Annotated[PositiveFloat, _FACTOR]
-ElementSeconds = Annotated[NonNegativeFloat, _PER_ELEMENT]
 
 #: the end of the note of a figure that a user asked for, which may be as implausible as the question
 ASKED = "as it was asked for"
@@ -151,7 +137,7 @@ def implausible(part: Any, units: Sequence[Any] = (), at: str = "", peak: float 
             yield from implausible(each, units, f"{at}.{key}", peak)
     elif isinstance(part, int | float):
         if ".operators." in at and at.endswith(".1"):  # of [bytes, seconds]
-            units = [_LATENCY]
+            units = get_args(Latency)[1:]
         problem = next((unit.problem(part) for unit in units if isinstance(unit, Unit)), "")
         if not problem and at.endswith(".limit_flops_per_s") and 0 < _BOOST * peak < part:
             problem = f"{part:g} FLOP/s is above the card's peak_flops_per_s of {peak:g}"
@@ -193,8 +179,7 @@ def inherited(below: Part, own: Part, base: str) -> dict[str, Any]:
             if kept.get("node_link"):
                 kept["node_link"] = _marked(kept["node_link"], f"{card}'s")
         elif given not in (None, _value(below["device"], "memory_bandwidth_bytes_per_s")):
-            memory = {name: _marked(kept["device"].get(name, {}), f"{card}'s") for name in _OF_MEMORY}
-            kept["device"] = {**kept["device"], **{name: each for name, each in memory.items() if each}}
+            kept["device"] = _with_marked(kept["device"], _OF_MEMORY, f"{card}'s")
     for name in ("node_link", "network"):
         link, of_file = _part(below, name), _part(own, name)
         bandwidth = _value(of_file, "bandwidth_bytes_per_s")
@@ -202,9 +187,12 @@ def inherited(below: Part, own: Part, base: str) -> dict[str, Any]:
         if link and renamed:
             kept[name] = _marked(kept[name], f"{base}'s")
         elif link and bandwidth not in (None, _value(link, "bandwidth_bytes_per_s")):
-            reached = {key: _marked(kept[name].get(key), f"{base}'s") for key in _REACHED}
-            kept[name] = {**kept[name], **{key: each for key, each in reached.items() if each}}
+            kept[name] = _with_marked(kept[name], _REACHED, f"{base}'s")
     return _without_words_on_other_values(kept, own)
+
+
+def _with_marked(part: Part, keys: Sequence[str], whose: str) -> Part:
+    return {**part, **{key: _marked(part[key], whose) for key in keys if part.get(key)}}
 
 
 def _part(content: Part, name: str) -> Part:

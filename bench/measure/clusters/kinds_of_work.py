@@ -176,7 +176,8 @@ def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:
         fitted = cluster.calibration_of(precision)
         if share.value is None and fitted.compute_efficiency != 1:
             text = of_peak.format(fitted.compute_efficiency)
-            yield KindOfWork(work, text, f"calibration.{precision}, fitted on {len(fitted.fitted_on)} cells")
+            where = f"{len(fitted.fitted_on)} cells" if fitted.fitted_on else "another card"
+            yield KindOfWork(work, text, f"calibration.{precision}, fitted on {where}")
             continue
         yield _of(work, share, of_peak, "they count as at the peak")
     for precision, rate in device.grouped_matmul.items():

@@ -12,21 +12,8 @@ import numpy as np
 from pydantic import PositiveFloat, PositiveInt, field_validator, model_validator
 
 from spbench.bench.errors import suggestion
-from spbench.bench.measure.clusters.figures import (
-    FLOPS,
-    CardRate,
-    FlopsPerS,
-    HostScale,
-    Latency,
-    LinkRate,
-    LongSeconds,
-    Many,
-    MemoryBytes,
-    MemoryRate,
-    Share,
-    Sourced,
-    Tokens,
-)
+from spbench.bench.measure.clusters import figures as unit
+from spbench.bench.measure.clusters.figures import Sourced
 from spbench.bench.yaml_files import InferredSetting, StrictModel
 
 
@@ -47,16 +34,16 @@ class Host(StrictModel):
         scale: what this host takes for each of these, beside the one that they were measured on.
     """
 
-    operator_s: Sourced[Latency]
-    view_s: Sourced[Latency]
-    node_s: Sourced[Latency]
-    module_s: Sourced[Latency]
-    collective_s: Sourced[Latency]
-    step_s: Sourced[LongSeconds]
-    launch_latency_s: Sourced[Latency]
-    launches_ahead: Sourced[Many]
+    operator_s: Sourced[unit.Latency]
+    view_s: Sourced[unit.Latency]
+    node_s: Sourced[unit.Latency]
+    module_s: Sourced[unit.Latency]
+    collective_s: Sourced[unit.Latency]
+    step_s: Sourced[unit.LongSeconds]
+    launch_latency_s: Sourced[unit.Latency]
+    launches_ahead: Sourced[unit.Many]
     synchronous: bool = False
-    scale: Sourced[HostScale] = Sourced(value=1.0, source="the host that the figures were measured on")
+    scale: Sourced[unit.HostScale] = Sourced(value=1.0, source="the host that the figures were measured on")
 
     def seconds(self, figure: str) -> float:
         """What one of the figures is on this host; 0 where it is not known."""
@@ -78,12 +65,12 @@ class HostMemory(StrictModel):
         devices_per_link: how many devices share a link, all of which copy at once.
     """
 
-    total_bytes: Sourced[MemoryBytes] = Sourced(value=None, source="not known")
-    link_bandwidth_bytes_per_s: Sourced[LinkRate] = Sourced(value=None, source="not measured")
-    pageable_to_host_bytes_per_s: Sourced[LinkRate] = Sourced(value=None, source="not measured")
-    pageable_to_device_bytes_per_s: Sourced[LinkRate] = Sourced(value=None, source="not measured")
-    update_bytes_per_s: Sourced[LinkRate] = Sourced(value=None, source="not measured")
-    devices_per_link: Many = 1
+    total_bytes: Sourced[unit.MemoryBytes] = Sourced(value=None, source="not known")
+    link_bandwidth_bytes_per_s: Sourced[unit.LinkRate] = Sourced(value=None, source="not measured")
+    pageable_to_host_bytes_per_s: Sourced[unit.LinkRate] = Sourced(value=None, source="not measured")
+    pageable_to_device_bytes_per_s: Sourced[unit.LinkRate] = Sourced(value=None, source="not measured")
+    update_bytes_per_s: Sourced[unit.LinkRate] = Sourced(value=None, source="not measured")
+    devices_per_link: unit.Many = 1
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -130,11 +117,11 @@ class MatmulRate(StrictModel):
     """
 
     table: Sourced[str] = NO_TABLE
-    sustained: Sourced[Share] = Sourced(value=None, source="not measured")
-    unaligned: dict[Literal[2, 4, 8], Sourced[Share]] = {}
-    share: Sourced[Share]
-    bandwidth_bytes_per_s: Sourced[MemoryRate] = Sourced(value=None, source="one share for all shapes")
-    measured: Annotated[dict[PositiveInt, PositiveFloat], FLOPS] = {}
+    sustained: Sourced[unit.Share] = Sourced(value=None, source="not measured")
+    unaligned: dict[Literal[2, 4, 8], Sourced[unit.Share]] = {}
+    share: Sourced[unit.Share]
+    bandwidth_bytes_per_s: Sourced[unit.MemoryRate] = Sourced(value=None, source="one share for all shapes")
+    measured: Annotated[dict[PositiveInt, PositiveFloat], unit.FLOPS] = {}
 
 
 class AttentionRate(StrictModel):
@@ -155,15 +142,15 @@ class AttentionRate(StrictModel):
         measured: FLOPs a second by the lengths that were measured; the rate of others is extrapolated.
     """
 
-    head_size: Many
-    value_head_size: Many | None = None
+    head_size: unit.Many
+    value_head_size: unit.Many | None = None
     direction: Direction | None = None
     mask: Mask
     table: Sourced[str] = NO_TABLE
-    limit_flops_per_s: Sourced[FlopsPerS]
-    half_length: Sourced[Tokens] = Sourced(value=None, source="one rate for all lengths")
-    sustained: Sourced[Share] = Sourced(value=None, source="not measured")
-    measured: Annotated[dict[PositiveInt, PositiveFloat], FLOPS] = {}
+    limit_flops_per_s: Sourced[unit.FlopsPerS]
+    half_length: Sourced[unit.Tokens] = Sourced(value=None, source="one rate for all lengths")
+    sustained: Sourced[unit.Share] = Sourced(value=None, source="not measured")
+    measured: Annotated[dict[PositiveInt, PositiveFloat], unit.FLOPS] = {}
 
     def at(self, length: int) -> float:
         """FLOPs a second of sequences of that length; nan: not known."""
@@ -234,10 +221,10 @@ class BusRate(StrictModel):
         bandwidth_bytes_per_s: the bus bandwidth of large messages, one way.
     """
 
-    ranks: Many | None = None
-    latency_s: Sourced[Latency]
-    latency_per_rank_s: Sourced[Latency] = Sourced(value=0.0, source="in latency_s")
-    bandwidth_bytes_per_s: Sourced[LinkRate]
+    ranks: unit.Many | None = None
+    latency_s: Sourced[unit.Latency]
+    latency_per_rank_s: Sourced[unit.Latency] = Sourced(value=0.0, source="in latency_s")
+    bandwidth_bytes_per_s: Sourced[unit.LinkRate]
 
     def latency(self, ranks: int) -> float:
         """Seconds of the smallest message in a group of that many ranks."""
@@ -254,9 +241,9 @@ class Crossing(StrictModel):
         bandwidth_bytes_per_s: of all that leaves a part together, one way.
     """
 
-    devices: Many
+    devices: unit.Many
     path: Literal["PXB", "PHB", "NODE", "SYS"]
-    bandwidth_bytes_per_s: Sourced[LinkRate]
+    bandwidth_bytes_per_s: Sourced[unit.LinkRate]
 
 
 class Link(StrictModel):
@@ -274,8 +261,8 @@ class Link(StrictModel):
     """
 
     name: str = ""
-    latency_s: Sourced[Latency]
-    bandwidth_bytes_per_s: Sourced[LinkRate]
+    latency_s: Sourced[unit.Latency]
+    bandwidth_bytes_per_s: Sourced[unit.LinkRate]
     table: Sourced[str] = NO_TABLE
     collectives: dict[RatedCollective, list[BusRate]] = {}
     crossings: list[Crossing] | None = []
@@ -328,8 +315,8 @@ class Network(Link):
         inferred_from: the published numbers by which one of these was chosen, if it was.
     """
 
-    bandwidth_bytes_per_s: Sourced[CardRate]
-    nics_per_node: Many = 1
+    bandwidth_bytes_per_s: Sourced[unit.CardRate]
+    nics_per_node: unit.Many = 1
     one_card_a_part: bool = False
     inferred_from: list[InferredSetting] = []
 
@@ -346,6 +333,6 @@ class NcclSettings(StrictModel):
 
     generation: Generation
     cpu: Literal["intel", "amd"] = "intel"
-    channels: Sourced[Many] = Sourced(value=None, source="not known")
+    channels: Sourced[unit.Many] = Sourced(value=None, source="not known")
     algorithms: list[NcclAlgorithm] = ["ring", "tree"]
     protocols: list[NcclProtocol] = ["ll", "ll128", "simple"]

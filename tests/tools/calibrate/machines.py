@@ -7,6 +7,9 @@ from spbench.bench.tools.calibrate.measured_cluster import Machine
 #: of the large message, which takes a second longer than the small one
 LARGE_BYTES = 4096
 
+#: for monkeypatch: lets files have the figures of such machines, which are as slow as is easy to reckon with
+ANY_FIGURE = ("spbench.bench.measure.clusters.cluster.implausible", lambda cluster: ())
+
 
 def message(operation: str, ranks: int, small_s: float, large_s: float) -> list[RatePoint]:
     """A small and a large message."""
