@@ -144,7 +144,9 @@ def with_usual_attention(cell: Cell) -> tuple[Cell, str]:
     model, device = model_preset(*cell.model_arguments), load_cluster(cell.cluster).device
     has_kernel = is_dataclass(model) and "attention" in {each.name for each in fields(model)}
     kernel, half = usual_kernel(device), cell.precision in ("fp16", "bf16")
-    if not (has_kernel and half) or model.attention_kernel != NO_KERNEL or kernel == NO_KERNEL:
+    # said, "flash" is FlashAttention, as in programs' arguments
+    unsaid = "attention" not in cell.model_options and model.attention_kernel == NO_KERNEL
+    if not (has_kernel and half and unsaid) or kernel == NO_KERNEL:
         return cell, ""
     told = f"attention: not said, so taken: {kernel}, usual on {device.name}; --set {ATTENTION}=..."
     told += " changes it"

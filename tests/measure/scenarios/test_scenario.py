@@ -337,14 +337,14 @@ def test_cells_that_name_no_attention_kernel_have_the_usual_one(tmp_path: Path) 
         ("", (), "cudnn"),
         ("", ("dgx-a100",), None),  # whose usual kernel is its file's default
         ("unsaid_attention: file", (), None),
-        ("defaults: {model_options: {attention: triton}}", (), "triton"),
+        ("defaults: {model_options: {attention: flash}}", (), "flash"),
     ):
         scenario = load_scenario(write(tmp_path, f"title: t\ngroups: [{group}]\n{more}"))
         for choose in (declared_cells, narrowed_cells):
             (cell,) = choose(scenario, Narrowing(clusters=clusters))
             assert cell.model_options.get("attention") == kernel
         (cell,) = narrowed_cells(scenario, Narrowing(changes=[("cluster", "dgx-a100")]))
-        assert cell.model_options.get("attention") in (None, "triton")
+        assert cell.model_options.get("attention") in (None, "flash")
 
 
 def test_a_copied_cluster_file_loads_under_any_name(tmp_path: Path) -> None:
