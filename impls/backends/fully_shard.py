@@ -27,7 +27,14 @@ from spbench.impls.backends.host_shards import HostShards, move_to_host
 from spbench.impls.backends.hybrid_mesh import SHARDS, in_groups, mesh_info
 from spbench.impls.backends.meta_device import cut_when_asked, materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
-from spbench.impls.backends.parameter_parts import cut_dim, held_rows, own_part
+from spbench.impls.backends.parameter_parts import (
+    cut_dim,
+    cut_shape,
+    held_rows,
+    made_matrices,
+    own_part,
+    whole_shapes,
+)
 from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.backends.sharded_stages import keep_for_later, sum_in_backward, sum_kept
 from spbench.impls.backends.sharded_traffic import sharded_traffic
@@ -201,6 +208,7 @@ class FullySharded(Backend):
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         units = units_of(stage, self.options)
+        shapes = made_matrices(stage, lambda p: self._mesh_of(p).size(SHARDS))
         for unit in [*units, stage]:
             with cut_when_asked():
                 fully_shard(
@@ -214,6 +222,7 @@ class FullySharded(Backend):
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)  # a sum, as the loss is one
             unit.set_force_sum_reduction_for_comms(True)
+            whole_shapes(unit, shapes)
         embedding = getattr(stage, "embedding", None)
         self._prefetch([unit for unit in units if unit is not embedding], stage)  # type: ignore[misc, arg-type]
 
@@ -234,11 +243,15 @@ class FullySharded(Backend):
         from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
         from torch.distributed.tensor import Shard
 
-        mesh = self.meshes[self.strategy.partial_axes(parameter)]
+        mesh = self._mesh_of(parameter)
         group, size = mesh.get_group(SHARDS), mesh.size(SHARDS)
         if group not in self.infos:  # torch knows a group by the object that describes it
             self.infos[group] = mesh_info(mesh)
         return ShardPlacementResult(Shard(cut_dim(parameter.shape, size)), self.infos[group])
+
+    def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
+        """The ranks that sum the gradient of a parameter."""
+        return self.meshes[self.strategy.partial_axes(parameter)]
 
     def zero(self) -> None:
         for p in self.sharded.values():
@@ -305,6 +318,8 @@ class FullySharded(Backend):
         mesh, shape = self.meshes[self.axes[name]], self.shapes[name]
         size = mesh.size(SHARDS)
         first, _ = held_rows(shape, size, mesh.get_local_rank(SHARDS))
+        if cut_shape(shape, size) != shape:
+            return HeldPart(local.flatten(), first * shape[-1])
         return HeldPart(local, first, cut_dim(shape, size))
 
     @classmethod
