@@ -24,20 +24,24 @@ from spbench.impls.backends.backend import Backend, BytesInBackward, HeldPart
 from spbench.impls.backends.host_adam import HostAdam
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.host_shards import HostShards, move_to_host
-from spbench.impls.backends.hybrid_mesh import SHARDS, in_groups, mesh_info
 from spbench.impls.backends.meta_device import cut_when_asked, materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
-from spbench.impls.backends.parameter_parts import (
+from spbench.impls.backends.planned_step import PlannedStep
+from spbench.impls.backends.sharded_stages import (
+    SHARDS,
     cut_dim,
     cut_shape,
     held_rows,
+    in_groups,
+    keep_for_later,
     made_matrices,
+    mesh_info,
     own_part,
+    sharded_traffic,
+    sum_in_backward,
+    sum_kept,
     whole_shapes,
 )
-from spbench.impls.backends.planned_step import PlannedStep
-from spbench.impls.backends.sharded_stages import keep_for_later, sum_in_backward, sum_kept
-from spbench.impls.backends.sharded_traffic import sharded_traffic
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.composition import chunks_of, summed_axes
@@ -208,7 +212,8 @@ class FullySharded(Backend):
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         units = units_of(stage, self.options)
-        shapes = made_matrices(stage, lambda p: self._mesh_of(p).size(SHARDS))
+        axes_of = self.strategy.partial_axes
+        shapes = made_matrices(stage, lambda p: self.meshes[axes_of(p)].size(SHARDS))
         for unit in [*units, stage]:
             with cut_when_asked():
                 fully_shard(
@@ -243,15 +248,11 @@ class FullySharded(Backend):
         from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
         from torch.distributed.tensor import Shard
 
-        mesh = self._mesh_of(parameter)
+        mesh = self.meshes[self.strategy.partial_axes(parameter)]
         group, size = mesh.get_group(SHARDS), mesh.size(SHARDS)
         if group not in self.infos:  # torch knows a group by the object that describes it
             self.infos[group] = mesh_info(mesh)
         return ShardPlacementResult(Shard(cut_dim(parameter.shape, size)), self.infos[group])
-
-    def _mesh_of(self, parameter: nn.Parameter) -> DeviceMesh:
-        """The ranks that sum the gradient of a parameter."""
-        return self.meshes[self.strategy.partial_axes(parameter)]
 
     def zero(self) -> None:
         for p in self.sharded.values():

@@ -53,14 +53,15 @@ Row = Mapping[str, Any]
 Errors = Mapping[str, Mapping[str, Sequence[float]]]
 
 
-def _packaged(file: str) -> Any:
+def packaged(file: str) -> Any:
+    """The content of a JSON file of this folder."""
     return json.loads(files(__package__).joinpath(file).read_text(encoding="utf-8"))
 
 
 @cache
 def packaged_model() -> ErrorModel:
     """The errors that this version comes with."""
-    return ErrorModel.from_dict(_packaged(BANDS_FILE))
+    return ErrorModel.from_dict(packaged(BANDS_FILE))
 
 
 def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
@@ -233,7 +234,7 @@ class PastErrors:
 @cache
 def packaged_errors() -> Errors:
     """The errors of memory that this version comes with."""
-    content: Errors = _packaged(MEMORY_ERRORS_FILE)
+    content: Errors = packaged(MEMORY_ERRORS_FILE)
     return content
 
 

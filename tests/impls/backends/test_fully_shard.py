@@ -15,7 +15,7 @@ from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends import meta_device
 from spbench.impls.backends.fully_shard import FullySharded
-from spbench.impls.backends.parameter_parts import padded_elements
+from spbench.impls.backends.sharded_stages import padded_elements
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.layout import Unsupported
 from tests.impls.backends.one_device import assert_right, assert_sends_its_closed_form, cell
