@@ -62,7 +62,8 @@ def run(
     timeout: float | None,
     plain_trace: bool,
     memory: bool,
-    require: str | None,
+    must_fit: bool,
+    unverified: bool,
     dry_run: bool,
 ) -> Output:
     """The outcome of `spbench run`, whose options the arguments are."""
@@ -75,9 +76,11 @@ def run(
         return planned(loaded, narrowing, folder, fresh or plain_trace)
     fresh = fresh or plain_trace
     with only_plain_traces() if plain_trace else nullcontext(), opened_executor(executor) as there:
-        ran = run_cells(loaded, narrowing, folder, jobs, fresh, executor=there, timeout_s=timeout)
+        ran = run_cells(
+            loaded, narrowing, folder, jobs, fresh, executor=there, timeout_s=timeout, unverified=unverified
+        )
     drawn, figure_failed = draw_figure(loaded, ran, folder)
-    return results(loaded, ran, drawn, code=1 if ran.failed(require) or figure_failed else 0, memory=memory)
+    return results(loaded, ran, drawn, code=1 if ran.failed(must_fit) or figure_failed else 0, memory=memory)
 
 
 def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool) -> Output:
