@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, BytesInBackward, HeldPart
+from spbench.impls.backends.buckets import weakly
 from spbench.impls.backends.host_adam import HostAdam
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.host_shards import HostShards, move_to_host
@@ -43,7 +44,6 @@ from spbench.impls.backends.sharded_stages import (
     whole_shapes,
 )
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
-from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.composition import chunks_of, summed_axes
 from spbench.impls.kernels.packed_weights import scales_in
 from spbench.impls.layout import Unsupported

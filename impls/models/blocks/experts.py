@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.dispatchers.beside_dispatch import BesideDispatch
-from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher, ExpertCall
+from spbench.impls.dispatchers.dispatcher import BesideDispatch, Counts, Dispatched, Dispatcher, ExpertCall
 from spbench.impls.dispatchers.sent_tokens import planned_counts, positions_of
 from spbench.impls.kernels.activations import weighted_swiglu
 from spbench.impls.kernels.projection import LIBRARIES, project

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.impls.kernels.latent_rotary import keys_and_values, turned_queries
+from spbench.impls.kernels.rotary import keys_and_values, turned_queries
 from spbench.impls.models.blocks.adapter_options import CLOSING, LATENT, QKV, LatentProjection
 from spbench.impls.models.blocks.adapters import OpeningAdapters
 from spbench.impls.models.blocks.decoder_options import DecoderOptions

@@ -14,8 +14,7 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.attended import Attended
 from spbench.impls.composition import Stage
-from spbench.impls.kernels.latent_rotary import keys_and_values, turned_queries
-from spbench.impls.kernels.rotary import fused_rotary, rotated
+from spbench.impls.kernels.rotary import fused_rotary, keys_and_values, rotated, turned_queries
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.token_prediction import shifted_inputs
 from spbench.impls.models.causal_transformer import CausalTransformerModel
