@@ -14,9 +14,8 @@ from spbench.plots.convergence import draw as draw_convergence
 from tests.docs.blocks import ROOT
 from tests.plots.cases_of_sizes import BARS, LARGEST
 from tests.plots.cases_over_gpus import OVER_GPUS, OVER_LENGTHS
-from tests.plots.drawn import artists, below_zero, data, drawn, legend, notes
 from tests.plots.figure_cases import RSA, Case, Row
-from tests.plots.rows import compared, ran, table
+from tests.plots.rows import artists, below_zero, compared, data, drawn, legend, notes, ran, table
 
 
 def learned(strategy: str, off: float, precision: str = "fp32", backend: str = "legacy_ddp") -> Row:
