@@ -58,7 +58,7 @@ LONGEST = (
     "measure/sweep/test_sweep.py",
     "measure/engines/test_virtual.py",
     "impls/backends/test_host_states.py",
-    "measure/engines/test_grid_steps.py",
+    "measure/engines/test_strategy_steps.py",
     "impls/backends/test_megatron.py",
     "impls/backends/test_fully_shard.py",
     "impls/training/test_composition.py",
