@@ -86,6 +86,7 @@ def run_cells(
     executor: Executor | None = None,
     timeout_s: float | None = None,
     unverified: bool = False,
+    progress: SweepProgress | None = None,
 ) -> RanScenario:
     """Run a scenario's cells into a folder, show progress, and compare them with what was published.
 
@@ -96,6 +97,7 @@ def run_cells(
         executor: where cells run that need nothing of this machine; None: here.
         timeout_s: seconds that a cell may take; None: what the scenario says.
         unverified: run cells that are not proven right too.
+        progress: of several scenarios, all of whose cells it expects; None: these cells have their own.
 
     Raises:
         UserError: nothing is left to run, the folder cannot be written, or :func:`_check_measured_tree`.
@@ -111,7 +113,7 @@ def run_cells(
         todo = sweep.unfinished(cells, results, digest_of)
         _announce(scenario, results, cells, todo, sweep.at_once(todo, jobs, executor), digest_of)
         try:
-            with SweepProgress(len(todo)) as progress:
+            with nullcontext(progress) if progress else SweepProgress(len(todo)) as shown:
                 rows = sweep.sweep(
                     cells,
                     results,
@@ -121,8 +123,8 @@ def run_cells(
                     digest_of=digest_of,
                     unverified=unverified,
                     say=lambda text: remark(f"{scenario.name}: {text}"),
-                    on_start=progress.begin,
-                    on_end=progress.end,
+                    on_start=shown.begin,
+                    on_end=shown.end,
                 )
         except KeyboardInterrupt as interrupt:
             kept = len(cells) - len(sweep.unfinished(cells, results, digest_of))
