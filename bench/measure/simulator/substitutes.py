@@ -2,7 +2,7 @@
 link of which no more is known than the datasheet, a length that was not measured.
 
 Three grades, by how wrong that may be. "substituted": nothing of the kind was measured, such as an attention
-kernel that is priced as matmuls or by another's share of the peak, or a link that is the datasheet's or another machine's.
+kernel that is priced as matmuls, or a link that is the datasheet's or another machine's.
 "transferred": a kernel or a host by the rate of another card, kernel or host. "extrapolated":
 by the rate of the same kernel or link at another size, mask or group. Intervals of such times are those of
 their grade (:mod:`measure.trust`).
@@ -115,8 +115,7 @@ def _attention(
         elif text := device.attention_efficiency.substitute:
             yield Substitute(work, text, "transferred"), events
         elif rates is not None and not (default and softmax):
-            grade: Grade = "substituted" if softmax else "transferred"  # no ratio of two kernels was measured
-            yield Substitute(work, f"{rates.default}'s share of the peak", grade), events
+            yield Substitute(work, f"{rates.default}'s share of the peak", "transferred"), events
 
 
 def _unlike(rate: AttentionRate, call: AttentionCall) -> str:

@@ -52,11 +52,6 @@ def test_a_kernel_without_a_rate_counts_as_matrix_products_and_is_named() -> Non
     assert of_kernels(card(rate(10.0)), "triton", attention(16)) == []
     # one share of the peak for all kernels is a figure of attention
     assert of_kernels(with_card(attention_efficiency=figure(0.5)), "triton", attention(16)) == []
-    of_cudnn = {"default": "cudnn", "kernels": {"cudnn": [rate(100.0)]}}
-    by_share = of_kernels(
-        with_card(attention_efficiency=figure(0.5), attention=of_cudnn), "flash_attention_2", attention(16)
-    )
-    assert by_share == [("attention by flash_attention_2", "cudnn's share of the peak", "substituted")]
     # rates are of half precisions
     single = attention(16, dtype=torch.float32)
     assert of_kernels(card(rate(10.0)), "triton", single) == by_matmuls
