@@ -63,7 +63,7 @@ class Account:
         given: arguments of the job, by their first spelling.
         environment: variables that are set when the job runs.
         by_default: the source of a setting that comes from no argument; "": the key whose default it is.
-        unasked: what is missing for an argument of which nothing was made; "": that depends on the problems.
+        unasked: what is missing for an argument of which nothing was made, unless there are problems.
         made_of: what was made of each argument or variable.
         idle: arguments that could have had an effect, and why they have none here.
         approximated: arguments that something close stands for, or nothing, and what they may move.
@@ -224,7 +224,7 @@ class Account:
             return APPROXIMATED, argument.detail
         if argument.outcome == "refused":
             return "refused", f"{argument.detail}: not modelled"
-        if self.problems and not self.unasked:
+        if self.problems:
             return "mapped", "not before the job is right"
         return "refused", self.unasked or "nothing here has it"
 
