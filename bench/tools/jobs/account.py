@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.jobs.argument_tables import (
-    ArgumentTable,
-    ProgramArgument,
-    may_move,
-    shown,
-)
+from spbench.bench.tools.jobs.argument_tables import ArgumentTable, ProgramArgument, may_move, shown
 from spbench.bench.tools.jobs.job import (
     APPROXIMATED,
     MOST_NAMED,
@@ -93,6 +88,10 @@ class Account:
     def has(self, name: str) -> bool:
         """Whether an argument is given."""
         return name in self.given
+
+    def given_of(self, *names: str) -> tuple[str, ...]:
+        """Those of the names that the job gives."""
+        return tuple(filter(self.has, names))
 
     def value(self, name: str) -> Any:
         """The value of an argument, or its default; the default too where the value is wrong."""

@@ -59,10 +59,7 @@ def shell_of(file: JobFile, environment: Mapping[str, str]) -> Shell:
 
 
 def launched(
-    file: JobFile,
-    programs: re.Pattern[str],
-    environment: Mapping[str, str],
-    kinds: Collection[str] = (),
+    file: JobFile, programs: re.Pattern[str], environment: Mapping[str, str], kinds: Collection[str] = ()
 ) -> Launch | None:
     """The command of a shell script that runs one of the programs, by their file's name; None: there is none.
 

@@ -8,12 +8,7 @@ from spbench.bench.tools.jobs.command_values import options_of
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.launch import Launch
-from spbench.bench.tools.jobs.program_files import (
-    deepspeed_of,
-    given_of,
-    with_deepspeed,
-    with_trainer,
-)
+from spbench.bench.tools.jobs.program_files import deepspeed_of, with_deepspeed, with_trainer
 from spbench.bench.tools.jobs.swift_launch import PROCESSES, gpus_of, named_modules, tuning_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.transformers_step import Adapted, Said, TransformersStep, precision_of, said
@@ -63,24 +58,24 @@ def _step(k: Account, launch: Launch) -> TransformersStep:
         sequence=said(k, "sequence_parallel_size"),
         micro_batch=said(k, "per_device_train_batch_size"),
         accumulation=said(k, "gradient_accumulation_steps"),
-        precision=Said(dtype, given_of(k, "torch_dtype", "bf16", "fp16")),
+        precision=Said(dtype, k.given_of("torch_dtype", "bf16", "fp16")),
         recompute=said(k, "gradient_checkpointing"),
         attention=said(k, "attn_impl"),
-        liger=Said(liger, given_of(k, "use_liger_kernel")),
+        liger=Said(liger, k.given_of("use_liger_kernel")),
         optimizer=Said(
             "adam"
             if optimizer.startswith("adamw") and "8bit" not in optimizer
             else "adam 8 bits"
             if "8bit" in optimizer
             else optimizer,
-            given_of(k, "optim"),
+            k.given_of("optim"),
         ),
-        lora=Said(k.value("lora_rank") if tuned == "lora" else 0, given_of(k, "tuner_type", "lora_rank")),
+        lora=Said(k.value("lora_rank") if tuned == "lora" else 0, k.given_of("tuner_type", "lora_rank")),
         adapted=Adapted(
             named_modules(k, "target_modules"), named_modules(k, "modules_to_save"), said(k, "use_dora")
         ),
-        quantized=Said(k.value("quant_bits") or 0, given_of(k, "quant_bits")),
+        quantized=Said(k.value("quant_bits") or 0, k.given_of("quant_bits")),
         packed=Said(
-            bool(k.value("packing") or k.value("padding_free")), given_of(k, "packing", "padding_free")
+            bool(k.value("packing") or k.value("padding_free")), k.given_of("packing", "padding_free")
         ),
     )
