@@ -14,7 +14,7 @@ from spbench.bench.tools.jobs.program_files import (
     with_deepspeed,
 )
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
-from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
+from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, either, said
 
 _ADAM = ("", "fusedadam", "fused_adam", "cpu_adam", "cpuadam", "adam", "adamw")
 
@@ -55,10 +55,7 @@ def _step(k: Account) -> TransformersStep:
         ),
         recompute=Said(not k.value(off), k.given_of(off), "of each layer by default"),
         reentrant=Said(True),
-        kept=Said(
-            "pageable" if k.value("activation_checkpoint_cpu_offload") else "device",
-            k.given_of("activation_checkpoint_cpu_offload"),
-        ),
+        kept=either(k, {"activation_checkpoint_cpu_offload": "pageable"}, "device"),
         attention=said(k, "model.attn_implementation"),
         liger=Said(liger if k.value(kind) == "liger" else "", k.given_of(kind)),
         mlp_tiles=said(k, "tiled_mlp_compute"),

@@ -11,7 +11,14 @@ from spbench.bench.tools.jobs.job import Argument, Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.program_files import configuration, values_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
-from spbench.bench.tools.jobs.transformers_step import Adapted, Said, TransformersStep, replicas_of, said
+from spbench.bench.tools.jobs.transformers_step import (
+    Adapted,
+    Said,
+    TransformersStep,
+    either,
+    replicas_of,
+    said,
+)
 from spbench.bench.tools.jobs.variables import variables
 from spbench.impls.models.blocks.adapter_options import LATENT, PROJECTIONS
 
@@ -96,9 +103,7 @@ def _step(k: Account) -> TransformersStep:
         foreach=Said(_foreach(k, optimizer), target, "torch's default"),
         lora=Said(k.value("peft.dim") if k.has(_PEFT) else 0, k.given_of(_PEFT, "peft.dim")),
         **_adapted(k),
-        quantized=Said(
-            4 if k.value("quantization.load_in_4bit") else 0, k.given_of("quantization.load_in_4bit")
-        ),
+        quantized=either(k, {"quantization.load_in_4bit": 4}, 0),
         liger=_fused(k),
         fp8=_fp8(k),
         library=Said("transformer-engine" if k.has(_TE_FP8) else "torch", k.given_of(_TE_FP8)),

@@ -20,6 +20,7 @@ from spbench.bench.tools.jobs.transformers_step import (
     precision_of,
     replicas_of,
     said,
+    torchao_of,
 )
 
 _ADAMS = {"adam", "adamw", "paged_adamw", "ao_adamw", "flash_adamw"}
@@ -91,7 +92,7 @@ def _step(k: Account) -> TransformersStep:
         adapted_experts=_adapted_experts(k),
         quantized=_quantized(k),
         packed=said(k, "sample_packing"),
-        fp8=_fp8(k),
+        fp8=torchao_of(k, bool(k.value("fp8")), "fp8_enable_fsdp_float8_all_gather", "fp8"),
         compiled=said(k, "torch_compile"),
     )
 
@@ -191,16 +192,6 @@ def _optimizer(k: Account) -> Said:
     if kind not in _ADAMS:
         return Said(name, k.given_of("optimizer"))
     return Said(f"adam {bits[0]} bits" if bits in ("4bit", "8bit") else "adam", k.given_of("optimizer"))
-
-
-def _fp8(k: Account) -> Said:
-    """torchao's matmuls in eight bits, as accelerate switches them on."""
-    on = bool(k.value("fp8"))
-    gathered = "fp8_enable_fsdp_float8_all_gather"
-    if on and k.value(gathered):
-        k.leave("time and memory", "weights are gathered in sixteen bits and cast then", gathered)
-    k.ignore("weights are gathered in sixteen bits", gathered)
-    return Said("tensorwise" if on else "", k.given_of("fp8"), "torchao's default recipe")
 
 
 def _lora(k: Account) -> Said:

@@ -14,9 +14,11 @@ from spbench.bench.tools.jobs.transformers_step import (
     Adapted,
     Said,
     TransformersStep,
+    optimizer_of,
     precision_of,
     replicas_of,
     said,
+    torchao_of,
 )
 
 _OLD, _NEW = ("stage", "finetuning_type"), ("model", "cutoff_len")
@@ -66,7 +68,7 @@ def _step(k: Account) -> TransformersStep:
         kept=Said("host" if k.value("use_unsloth_gc") else "device", k.given_of("use_unsloth_gc")),
         attention=said(k, "flash_attn"),
         liger=Said(liger, k.given_of("enable_liger_kernel")),
-        optimizer=_optimizer(k, "optim"),
+        optimizer=optimizer_of(k, "optim"),
         lora=Said(k.value("lora_rank") if tuned == "lora" else 0, k.given_of("finetuning_type", "lora_rank")),
         adapted=Adapted(_names(k, "lora_target"), _names(k, "additional_target"), said(k, "use_dora")),
         quantized=Said(k.value("quantization_bit") or 0, k.given_of("quantization_bit")),
@@ -88,16 +90,8 @@ def _fp8(k: Account) -> Said:
     on = bool(k.value("fp8") or k.value(gathered))
     if on and k.value(backend) not in ("auto", "torchao"):
         k.refuse("matmuls in eight bits by another library than torchao", backend)
-    if on and k.value(gathered):
-        k.leave("time and memory", "weights are gathered in sixteen bits and cast then", gathered)
-    k.ignore("no matmul is in eight bits", backend, gathered)
-    return Said("tensorwise" if on else "", k.given_of("fp8", backend, gathered), "torchao's default recipe")
-
-
-def _optimizer(k: Account, name: str) -> Said:
-    value = str(k.value(name)).lower()
-    kind = "adam 8 bits" if "8bit" in value else "adam" if value.startswith("adamw") else value
-    return Said(kind, k.given_of(name))
+    k.ignore("no matmul is in eight bits", backend)
+    return torchao_of(k, on, gathered, "fp8", backend, gathered)
 
 
 def _newer_step(k: Account) -> TransformersStep:

@@ -42,7 +42,7 @@ def _launch_of(files: JobFiles, program: str) -> Launch | None:
         return None
     launch = launched(script, re.compile(program), files.environment, _KINDS)
     if launch is None and program == "swift" and "accelerate launch" not in script.text:  # that has a reader
-        launch = launched(script, re.compile(r"(.*/)?swift/cli/(sft|pt)\.py"), files.environment)
+        launch = launched(script, re.compile(r"swift/cli/(sft|pt)\.py"), files.environment)
         return launch and replace(launch, arguments=["sft", *launch.arguments])
     return launch
 
