@@ -23,13 +23,13 @@ from spbench.bench.tools.advise.layouts import (
     folded,
     layouts,
     settings_of,
+    things_to_set,
     ways,
 )
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.references import as_text, has_stages, twins_of
 from spbench.impls.axes import MESH_AXES, spelled
 from spbench.impls.layout import Unsupported
-from spbench.impls.strategies.nesting import PLUS
 
 #: a layout whose estimated bytes are so much less than a card has surely fits
 SURELY = 2.0
@@ -111,9 +111,9 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """How many strategies it has, and axes of several ranks."""
-        strategies = 0 if self.strategy == "single" else len(self.strategy.split(PLUS))
-        return strategies, sum(n > 1 for n in self.layout.sizes.values())
+        """How many strategies and memory switches it has, and axes of several ranks."""
+        things = things_to_set(self.strategy, self.saving, self.training)
+        return things, sum(n > 1 for n in self.layout.sizes.values())
 
     @cached_property
     def variants(self) -> tuple[Variant, ...]:

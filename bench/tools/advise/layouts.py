@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -106,6 +106,19 @@ def folds_anew(sizes: Mapping[str, int]) -> bool:
     is not the ranks along tp, or ``ep`` does not divide the replicas."""
     ep, etp, tp, dp = (sizes.get(axis, 1) for axis in ("ep", "etp", "tp", "dp"))
     return etp != tp or dp % ep != 0
+
+
+def switch_of(option: str) -> str:
+    """The memory switch that an option of a model belongs to: recompute_layers and recompute_method say how
+    what recompute switches on is done."""
+    return "recompute" if option.startswith("recompute") else option
+
+
+def things_to_set(strategy: str, model: Iterable[str], training: Mapping[str, Any]) -> int:
+    """How many strategies there are, and memory switches: of the options of a model, by name, and of a
+    backend those that hold states on the host."""
+    strategies = 0 if strategy == "single" else len(strategy.split(PLUS))
+    return strategies + len({*map(switch_of, model)}) + ("host" in training.values())
 
 
 @dataclass

@@ -3,13 +3,15 @@ and micro-batches.
 
 A layer more, or a micro-batch more once the pipeline is full, adds the same time to a step each time, and the
 same bytes: so both follow from traces of two depths and two counts. Peaks of a deep model are those of
-:func:`deep_peak`; a step of all layers is traced with that many, and only micro-batches are added.
+:func:`deep_peak`, which a transient of the first layers can put far too high: so no price is printed of such
+a look. A look at all layers finds what `spbench run` does; of very many micro-batches few are traced, and the
+peak lacks what a rank holds of the others' inputs (less than 0.01%).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
@@ -47,8 +49,10 @@ _DEPTHS_OF_SHARDS = (2, 3)
 _FEW_STAGES = 4
 #: how closely a cell is looked at: "small": as it is, timed whatever it needs; else see :func:`look`
 Depth = Literal["small", "few_layers", "all_layers"]
+#: without stages of a pipeline, so many micro-batches are all traced in a look at all layers
+_EVERY = 16
 #: under this name the meters of a measurement have ``tensors_bytes``, the least that the allocator must
-#: reserve for the fullest ranks, and whether that is ``exact``, or follows from traces of few layers
+#: reserve for the fullest ranks
 NEEDED = "needed"
 #: and under this one the seconds of a step by each attention kernel that was asked for and has rates
 BY_KERNEL = "by_kernel"
@@ -74,18 +78,29 @@ def step_of(traces: ClassTraces, kernel: str | None = None) -> StepNumbers:
 
 
 def looks(
-    asking: Asking, cells: Iterable[Cell], depth: Depth, **settings: Any
+    asking: Asking,
+    cells: Iterable[Cell],
+    depth: Depth,
+    ended: Callable[[int, int], None] = lambda n, of: None,
+    **settings: Any,
 ) -> Iterator[tuple[Cell, Outcome]]:
     """Look at cells, with further arguments of :func:`look`; yields each with what was found: "ok", "oom" or
     "unsupported". They come as they were asked for: no answer depends on which worker was quick.
+
+    Args:
+        ended: takes how many looks have ended, and of how many, as soon as one has.
 
     Raises:
         RuntimeError: a look failed, took too long or contradicts the closed forms, so that an answer would
             lack it.
     """
     tasks = {cell.key: Task(cell, partial(look, depth=depth, **settings)) for cell in cells}
-    places = {key: place for place, key in enumerate(tasks)}
-    for (cell, _), outcome in sorted(asking([*tasks.values()]), key=lambda each: places[each[0].cell.key]):
+    outcomes: dict[str, Outcome] = {}
+    for task, outcome in asking([*tasks.values()]):
+        outcomes[task.cell.key] = outcome
+        ended(len(outcomes), len(tasks))
+    for key, (cell, _) in tasks.items():
+        outcome = outcomes[key]
         if outcome.status not in ("ok", "oom", "unsupported"):
             raise RuntimeError(f"{cell.key}: {outcome.status}: {outcome.reason}\n{outcome.traceback}")
         yield cell, outcome
@@ -119,7 +134,7 @@ def look(cell: Cell, depth: Depth, kernels: Sequence[str] = ()) -> Measurement:
                 "bytes": max(_activation_bytes(each.memory) for each in most.traces)
             }
         elif depth == "all_layers" and measurement.usable_memory_bytes is not None:
-            measurement.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes, "exact": True}
+            measurement.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes}
         measurement.formula = _most_sent([planned.formula(each.first) for each in planned.classes])
     else:
         check_sizes(cell)
@@ -179,10 +194,16 @@ def _with_one_leading(cell: Cell) -> Cell:
     return cell.model_copy(update={"model_options": {**cell.model_options, "dense_layers": 1}})
 
 
-def _counts(cell: Cell) -> tuple[int, int] | tuple[int]:
+def _counts(cell: Cell, layers: int | None = 1) -> tuple[int, int] | tuple[int]:
     """The numbers of micro-batches of which steps are timed: two from which on each more takes as long as the
-    one before, or all if there are no more."""
+    one before, or all if there are no more.
+
+    Args:
+        layers: as of :func:`_traced`.
+    """
     training, pp = cell.training, cell.sizes.pp
+    if layers is None and pp == 1 and training.micro_batches <= _EVERY:
+        return (training.micro_batches,)
     # the second backward of a rank is neither its first, nor its last
     first, second = (pp, 2 * pp) if training.schedule == "interleaved" else (pp + 1, pp + 2)
     # with so many, ranks between the first and the last are put together from one short step
@@ -196,7 +217,7 @@ def _traced(cell: Cell, layers: int | None) -> dict[int, ClassTraces]:
     """Traces of the cell with so many layers in the stage that has fewest, None: with all, by their numbers
     of micro-batches. Those of fewer are cut out of those of more, where these say it; memory then is that of
     more."""
-    counts = _counts(cell)
+    counts = _counts(cell, layers)
     most = virtual.trace_classes(_with(cell, layers, counts[-1]), events=True)
     if len(counts) == 1:
         return {counts[0]: most}
@@ -253,7 +274,7 @@ def _memory(by_depth: Sequence[ClassTraces], more: float, cell: Cell) -> Measure
     )
     deepest = deeper[peaks.index(peak)].memory
     tensors_bytes = round(peak * _reserved_share(deepest, cell))
-    measurement.meters[NEEDED] = {"tensors_bytes": tensors_bytes, "exact": len(by_depth) == 1}
+    measurement.meters[NEEDED] = {"tensors_bytes": tensors_bytes}
     return limit_by_host(measurement, cell, by_rank)
 
 

@@ -57,11 +57,6 @@ def test_the_best_layouts_and_why(advise: Run) -> None:
     assert "| floors " in out
     assert " layouts looked at in " in out
     assert answer["why"] in out
-    (title,) = (line for line in out.splitlines() if line.startswith("What memory switches cost in "))
-    assert f"{layouts[0]['strategy']} {layouts[0]['mesh']}, " in title
-    assert answer["prices"]
-    for price in answer["prices"]:
-        assert f"| {price['settings']} " in out
 
 
 @pytest.mark.slow
