@@ -105,6 +105,7 @@ def advise(
         own = settings if length is None else {**settings, "seq_len": length}
         asked = Asked(cluster, n, None, own, given=values)
         one = question(subject, asked, batch_tokens, only, without, fixed, program or "")
+        one.check_axes("--why", asked_about)
         questions += [one.with_figures(figures) for figures in sweep(of_cluster)]
     varying([each.place for each in questions])
     answers = []

@@ -117,6 +117,17 @@ def test_more_ranks_hold_fewer_experts_and_send_more_rows() -> None:
     assert estimated.seconds("all_to_all", 2**20, ("ep",), whole.sizes) == 0
 
 
+@pytest.mark.parametrize(("ep", "etp"), [(1, 2), (2, 1), (2, 2)])
+def test_rows_go_to_experts_by_an_all_to_all_and_to_their_parts_by_an_all_gather(ep: int, etp: int) -> None:
+    estimated = estimates(asked(16))
+    layout = Layout(Way("tensor_parallel", {"tp": 2}), 8, 1, 1, fold=Fold(ep, etp))
+    to_each = estimated.seconds("all_to_all", 1e6, ("ep",), layout.sizes)
+    of_parts = estimated.seconds("all_gather", etp * 1e6, ("etp",), layout.sizes)
+    assert (to_each > 0, of_parts > 0) == (ep > 1, etp > 1)
+    # there and back, and so the gradients
+    assert estimated._dispatch_s(layout, 1e6) == pytest.approx(4 * (to_each + of_parts))
+
+
 @pytest.mark.parametrize(("ep", "hidden"), [(1, 0.8), (4, 0.0)])
 def test_gathers_hide_only_where_no_rows_go_to_other_ranks(ep: int, hidden: float) -> None:
     about, way, computed = asked(16), Way("single", {}), 2e-5
