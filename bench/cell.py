@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from spbench.bench.programs import Program
 from spbench.bench.setting_values import (
     MOST_POSITIONS,
     MOST_RANKS,
@@ -239,9 +240,9 @@ class Cell(StrictModel):
         device: where tensors are; the virtual engine's are fake ones on the CPU, whatever they stand for.
         rank: the rank that an engine plays which plays one alone; None: the one with the largest peak.
         meters: names of meters beside those of memory and communication.
+        program: the training program whose step it stands for; "": none. Only the interval heeds it.
         variant: names a variant of settings within a scenario, for comparison and plots.
-        timeout_s: seconds after which a sweep gives the cell up; in no key or row, as it is not part of what
-            is measured.
+        timeout_s: seconds after which a sweep gives the cell up; in no key or row, as nothing depends on it.
     """
 
     model: str
@@ -263,6 +264,7 @@ class Cell(StrictModel):
     search: SearchRequest | None = None
     learning: Learning | None = None
     meters: list[str] = []
+    program: Program = ""
     variant: str = ""
     timeout_s: Seconds | None = Field(default=None, exclude=True)
 

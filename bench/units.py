@@ -56,6 +56,14 @@ def shown_bytes(nbytes: float) -> str:
     return f"{three_digits(nbytes / unit)} {name}"
 
 
+def shown_count(count: float) -> str:
+    """A number of parameters: "8.03 billion", "151 million", "148,000"."""
+    for unit, name in ((1e9, "billion"), (1e6, "million")):
+        if count >= unit:
+            return f"{three_digits(count / unit)} {name}"
+    return f"{count:,.0f}"
+
+
 def shown_share(share: float | None) -> str | None:
     """A part of a whole in percent, without digits after the point; None for none."""
     return None if share is None else f"{share:.0%}"

@@ -27,6 +27,7 @@ from spbench.impls.collectives import (
     start_all_gather,
     with_gradient,
 )
+from spbench.impls.kernels.kept_results import kept_exchange
 
 
 def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
@@ -75,9 +76,12 @@ def _own_rows(whole: Tensor, rows: Sequence[int]) -> list[Tensor]:
 def _rows_exchanged(
     x: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    y = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(y, x.contiguous(), [*received], [*sent], group=group)
-    return y
+    def exchanged() -> Tensor:
+        y = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(y, x.contiguous(), [*received], [*sent], group=group)
+        return y
+
+    return kept_exchange(exchanged)
 
 
 def _rows_exchanged_back(

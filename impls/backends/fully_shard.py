@@ -24,13 +24,21 @@ from spbench.impls.backends.backend import Backend, BytesInBackward, HeldPart
 from spbench.impls.backends.host_adam import HostAdam
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.host_shards import HostShards, move_to_host
-from spbench.impls.backends.hybrid_mesh import SHARDS, in_groups, mesh_info
 from spbench.impls.backends.meta_device import cut_when_asked, materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
-from spbench.impls.backends.parameter_parts import cut_dim, held_rows, own_part
 from spbench.impls.backends.planned_step import PlannedStep
-from spbench.impls.backends.sharded_stages import keep_for_later, sum_in_backward, sum_kept
-from spbench.impls.backends.sharded_traffic import sharded_traffic
+from spbench.impls.backends.sharded_stages import (
+    SHARDS,
+    cut_dim,
+    held_rows,
+    in_groups,
+    keep_for_later,
+    mesh_info,
+    own_part,
+    sharded_traffic,
+    sum_in_backward,
+    sum_kept,
+)
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.composition import chunks_of, summed_axes

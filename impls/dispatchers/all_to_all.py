@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher, ExpertCall
@@ -40,6 +41,7 @@ class _State(NamedTuple):
     places: Tensor
     tokens: int
     lengths: _Lengths
+    weights: Tensor | None
 
 
 class AllToAll(Dispatcher):
@@ -48,7 +50,7 @@ class AllToAll(Dispatcher):
     name = "all_to_all"
     summary = "all-to-all of a row for each expert of each token"
     source = "arXiv 2006.16668"
-    overlaps = True
+    overlaps = weighs_tokens = True
 
     def _lengths(self, sent: np.ndarray) -> _Lengths:
         by_rank = sent.reshape(self.ep, self.etp, self.experts)
@@ -61,16 +63,21 @@ class AllToAll(Dispatcher):
         assert counts is not None
         lengths = self._lengths(counts.sent)
         own, own_weights, places = permute(x, weights, chosen, sum(lengths.sent), self.permutation)
+        if self.weighted == "sent":
+            own = _times(own, own_weights)
         with self.sending():
             received = all_to_all_rows(own, lengths.sent, lengths.received, self.group)
-        row_weights = all_to_all_rows(own_weights, lengths.sent, lengths.received, self.group)
         rows = all_gather_rows(received, lengths.gathered, self.etp_group)
-        row_weights = all_gather_rows(row_weights, lengths.gathered, self.etp_group)
+        row_weights, travel = None, self.weighted == "neither"
+        if travel:
+            row_weights = all_to_all_rows(own_weights, lengths.sent, lengths.received, self.group)
+            row_weights = all_gather_rows(row_weights, lengths.gathered, self.etp_group)
         if self._sorts:
-            sizes, order = self._to_experts(lengths)
-            rows, row_weights = sort_chunks(rows, row_weights, sizes, order, self.permutation)
+            rows, ordered = sort_chunks(rows, row_weights, *self._to_experts(lengths), self.permutation)
+            row_weights = ordered if travel else None
         per_expert = lengths.chunks.sum((0, 1)).tolist()
-        return Dispatched(rows, row_weights, per_expert, _State(places, len(x), lengths), (own, received))
+        state = _State(places, len(x), lengths, own_weights if self.weighted == "returned" else None)
+        return Dispatched(rows, row_weights, per_expert, state, (own, received))
 
     def to_ranks(self, rows: Tensor, state: Any) -> Tensor:
         lengths: _Lengths = state.lengths
@@ -85,6 +92,8 @@ class AllToAll(Dispatcher):
             return all_to_all_rows(rows, lengths.received, lengths.sent, self.group)
 
     def to_tokens(self, rows: Tensor, state: Any) -> Tensor:
+        if state.weights is not None:
+            rows = _times(rows, state.weights)
         return unpermute(rows, state.places, state.tokens, self.permutation)
 
     @property
@@ -110,7 +119,7 @@ class AllToAll(Dispatcher):
         if self.place.size("ep", "etp") > 1 and not call.padded:
             told = counts.sent.size * 8
             yield Traffic("forward", "tokens of each expert", "all_gather", 1, told, ("ep", "etp"))
-        of_weight, row = call.weight_bytes(width), hidden * width
+        of_weight, row = 0 if call.weighs_at == "tokens" else call.weight_bytes(width), hidden * width
         # the payload of an all-to-all is what goes in: of a gradient, and of the way back, what came out
         out, back = sum(lengths.sent), sum(lengths.received)
         for phase, n, purpose, nbytes in (
@@ -121,7 +130,8 @@ class AllToAll(Dispatcher):
             ("backward", back, "gradient of weights", of_weight),
             ("backward", back, "gradient of tokens to experts", row),
         ):
-            yield Traffic(phase, purpose, "all_to_all", 1, n * nbytes, ("ep",))
+            if nbytes:
+                yield Traffic(phase, purpose, "all_to_all", 1, n * nbytes, ("ep",))
         whole = len(lengths.gathered) * max(lengths.gathered)
         for phase, collective, purpose, nbytes in (
             ("forward", "all_gather", "tokens of experts' features", row),
@@ -131,4 +141,11 @@ class AllToAll(Dispatcher):
             ("backward", "reduce_scatter", "gradient of weights", of_weight),
             ("backward", "reduce_scatter", "gradient of tokens of experts' features", row),
         ):
-            yield Traffic(phase, purpose, collective, 1, whole * nbytes, ("etp",))
+            if nbytes:
+                yield Traffic(phase, purpose, collective, 1, whole * nbytes, ("etp",))
+
+
+def _times(rows: Tensor, weights: Tensor) -> Tensor:
+    """Rows [R, H] times their weights [R], in float32 at least, as torchtitan's MoE multiplies them."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    return (rows.to(dtype) * weights.to(dtype)[:, None]).to(rows.dtype)

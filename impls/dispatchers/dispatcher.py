@@ -37,6 +37,8 @@ class ExpertCall:
         precise_weights: whether the router's weights are in float32 at least.
         aux_loss: see :class:`ExpertOptions`.
         node_ranks: see :class:`ExpertOptions`.
+        weighs_at: see ``expert_weighting_at`` of :class:`ExpertOptions`.
+        kept: the collectives whose results a second run of the block has.
         learned: whether the router decides, so that what ranks with values send is not known before.
     """
 
@@ -48,6 +50,8 @@ class ExpertCall:
     aux_loss: str
     learned: bool
     node_ranks: int
+    weighs_at: str = "experts"
+    kept: tuple[str, ...] = ()
 
     def weight_bytes(self, element_bytes: int) -> int:
         """Bytes of one of the router's weights."""
@@ -72,7 +76,7 @@ class Dispatched:
 
     Attributes:
         rows: [R, H], by expert.
-        weights: the router's, of each row [R].
+        weights: the router's, of each row [R]; None: they are multiplied where the tokens are.
         lengths: how many rows each of this rank's experts has.
         state: what the way back needs.
         held: what was sent and received, which programs refer to until the tokens are back (custom_forward of
@@ -80,7 +84,7 @@ class Dispatched:
     """
 
     rows: Tensor
-    weights: Tensor
+    weights: Tensor | None
     lengths: Sequence[int]
     state: Any
     held: Sequence[Tensor] = ()
@@ -107,6 +111,8 @@ class Dispatcher(ABC):
     gathers_choices: ClassVar[bool] = False
     #: whether tokens beyond an expert's capacity stay where they are
     heeds_capacity: ClassVar[bool] = True
+    #: whether tokens' own ranks have a row for each of their experts, to be multiplied with the weights there
+    weighs_tokens: ClassVar[bool] = False
     #: whether shared experts can run beside what it sends, inside :meth:`sending`
     overlaps: ClassVar[bool] = False
 
@@ -118,6 +124,8 @@ class Dispatcher(ABC):
         self.held = experts // self.ep
         #: shared experts that run beside what it sends; None: there are none
         self.beside: BesideDispatch | None = None
+        #: what the weights multiply on the tokens' own rank: what is "sent", or what has "returned"
+        self.weighted = "neither"
         #: where gathered tokens lie, if not in memory that is made for them
         self.buffer: ReusedBuffer | None = None
         # before a step, which is metered by the names that groups have got

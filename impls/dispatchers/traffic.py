@@ -42,6 +42,6 @@ def experts_traffic(site: Site, strategy: Strategy, element_bytes: int) -> Itera
         entries += [replace(entry, varies=varies) for entry in sends]
     for entry in entries:
         yield entry.times(site.count)
-        if site.recomputed and entry.phase == "forward":
+        if site.recomputed and entry.phase == "forward" and entry.collective not in call.kept:
             again = replace(entry, phase="backward", purpose=f"{entry.purpose}, again")
             yield again.times(site.count)

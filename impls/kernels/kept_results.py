@@ -22,11 +22,12 @@ class KeptResults:
 
     Args:
         products: whether every other product of a projection is kept too.
+        exchanges: whether what rows of an all-to-all arrive as is kept too.
     """
 
-    def __init__(self, *, products: bool = False) -> None:
+    def __init__(self, *, products: bool = False, exchanges: bool = False) -> None:
         self.results: deque[Tensor | tuple[Tensor, ...]] = deque()
-        self.again, self.products = False, products
+        self.again, self.products, self.exchanges = False, products, exchanges
         # counted anew in each run: a block may have an odd number
         self._counts = {False: 0, True: 0}
 
@@ -81,6 +82,12 @@ def kept_product(make: Callable[[], Result]) -> Result:
     if keeper is None or not keeper.keeps_next(again=keeper.again):
         return make()
     return kept(make)
+
+
+def kept_exchange(make: Callable[[], Tensor]) -> Tensor:
+    """As :func:`kept`, of what an all-to-all brings, where the block keeps that."""
+    keeper = _in_use.get()
+    return make() if keeper is None or not keeper.exchanges else kept(make)
 
 
 def kept_number(make: Callable[[], Tensor]) -> Tensor:

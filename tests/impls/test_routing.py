@@ -31,7 +31,7 @@ def planned(strategy: str, sizes: dict[str, int], rank: int = 0) -> Strategy:
     return nesting(strategy).configured(Place.of_rank(sizes, rank))
 
 
-@pytest.mark.parametrize(("experts", "per_token"), [(12, 3), (8, 2), (160, 6), (128, 8), (5, 5)])
+@pytest.mark.parametrize(("experts", "per_token"), [(12, 3), (8, 2), (160, 6), (128, 8), (5, 5), (1, 1)])
 def test_even_routing_gives_each_expert_as_many_tokens(experts: int, per_token: int) -> None:
     plan = RoutingPlan("even", experts, per_token)
     chosen = plan.of_positions(2 * experts)

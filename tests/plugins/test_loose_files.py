@@ -115,6 +115,12 @@ WRONG = [
     ("model", "exits.py", "exits.py:2: cannot be imported: sys.exit(0) would end the command"),
     ("strategy", "ends.py", "ends.py:2: cannot be imported: RuntimeError: os._exit(0) would end the command"),
     ("strategy", "odd.py", "odd.py:5: cannot be imported: Odd: its message cannot be built: ValueError"),
+    (
+        "strategy",
+        "train.py",
+        "train.py: has no class derived from spbench.Strategy with a name, so it is not",
+    ),
+    ("model", "train.py", "so it is not run; a script that trains is read by spbench import, beside its"),
     ("strategy", "../naive.py", "have one name; rename one"),
     ("strategy", "taken.py", "two of one name"),
 ]
@@ -122,10 +128,12 @@ WRONG = [
 
 @pytest.mark.parametrize(("kind", "name", "message"), WRONG)
 def test_a_file_that_cannot_be_used(folder: Path, kind: str, name: str, message: str) -> None:
-    (folder / "broken.py").write_text("import spbench\nbrokn\n")
-    (folder / "exits.py").write_text("import sys\nsys.exit(0)\n")
-    (folder / "ends.py").write_text("import os\nos._exit(0)\n")
-    (folder / "odd.py").write_text(ODD)
+    holding = "class A(B): name = 'a'\nPRESETS = {}\n"  # what a file must have to be imported at all
+    (folder / "broken.py").write_text(f"import spbench\nbrokn\n{holding}")
+    (folder / "exits.py").write_text(f"import sys\nsys.exit(0)\n{holding}")
+    (folder / "ends.py").write_text(f"import os\nos._exit(0)\n{holding}")
+    (folder / "odd.py").write_text(ODD + holding)
+    (folder / "train.py").write_text("class Set(Data):\n    size = 1\n\nraise RuntimeError('it was run')\n")
     (folder / "taken.py").write_text(STRATEGY.replace('"gathered_attention"', '"lasp"'))
     (folder.parent / "naive.py").write_text(STRATEGY)
     if name.startswith(".."):

@@ -8,6 +8,7 @@ from typing import Any
 
 from spbench.bench.measure.clusters.cluster import Cluster
 from spbench.bench.measure.simulator.substitutes import Substitute
+from spbench.bench.programs import STAND_IN, stand_in_of
 
 #: the least share of a step for which it is named what some work is priced by
 NAMED = 0.01
@@ -26,8 +27,9 @@ def by_share(seconds: Mapping[Substitute, float], step_time_s: float) -> list[di
 def rates_of_step(
     cluster: Cluster, precision: str, program: tuple[str, str], priced_by: Sequence[Mapping[str, Any]]
 ) -> str:
-    """What the rates of a step are: the worst grade of what is priced by something else, as far as that takes
-    a part of the step that counts, or what those of the cluster are where there is none. A scalar that was
+    """What the rates of a step are: what stands in for a part of its program, else the worst grade of what is
+    priced by something else, as far as that takes a part of the step that counts, or what those of the
+    cluster are where there is none. A scalar that was
     fitted to steps has taken up what their kernels were priced by: "fitted" stays for the model and strategy
     that it was fitted to, and is "fitted elsewhere" for others, which do not do what nobody
     modelled of these.
@@ -41,6 +43,9 @@ def rates_of_step(
         return "fitted" if program in _fitted_to(cluster, precision) else "fitted elsewhere"
     if of_cluster != "sourced":
         return of_cluster
+    for each in priced_by:
+        if each["grade"] == STAND_IN:
+            return str(stand_in_of(each))
     shares: Counter[str] = Counter()
     for each in priced_by:
         shares[each["grade"]] += each["share"]

@@ -34,6 +34,7 @@ from spbench.bench.measure.simulator.step_parts import Flops, flops_of
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measurement import Measurement
+from spbench.bench.programs import stand_ins
 from spbench.impls import loose_files
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import nesting
@@ -157,6 +158,10 @@ def add_step_time(
         measurement.calibration = cluster.calibration_of(cell.precision).label
         if cluster.rates_of(cell.precision) != "datasheet":  # of which all is priced by the datasheet
             measurement.priced_by = by_share(priced_by, step_time_s)
+        nodes = -(-cell.sizes.world // cluster.devices_per_node)
+        ranks = {**cell.sizes.by_axis, "nodes": nodes}
+        stood_in = stand_ins(cell.program, cell.training.backend, ranks)
+        measurement.priced_by = [*(each.price for each in stood_in), *measurement.priced_by]
         program = cell.model, cell.strategy
         measurement.rates = rates_of_step(cluster, cell.precision, program, measurement.priced_by)
 

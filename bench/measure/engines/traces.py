@@ -127,7 +127,7 @@ LIMIT_BYTES = 2 * 2**30
 
 #: fields of a cell that no trace depends on: what the trace is for, and on which cards it is timed
 _NOT_TRACED = frozenset(
-    {"cluster", "engine", "device", "rank", "timing", "search", "learning", "meters", "variant"}
+    {"cluster", "engine", "device", "rank", "timing", "search", "learning", "meters", "program", "variant"}
 )
 
 #: entry of a file's archive that is no array of numbers

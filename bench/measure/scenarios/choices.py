@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 from spbench.bench.cell import Cell, TrainingOptions, requirements
 from spbench.bench.errors import UserError, shown, suggestion
-from spbench.bench.files import resolved
+from spbench.bench.files import read_file, resolved
 from spbench.bench.measure.engines.engine import Candidates, engine_class, engines, quantities
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.trace.meter import meters
@@ -84,10 +85,44 @@ def check_known(kind: str, given: Iterable[str], allowed: Sequence[str]) -> None
             raise UserError(unknown(kind, name, allowed))
 
 
+#: by kind, what a file has that may be given for its name
+_IN_FILES = {
+    "model": "mapping PRESETS of models",
+    "strategy": "class derived from spbench.Strategy with a name",
+}
+
+
+def _may_have(kind: str, path: Path) -> bool:
+    """Whether a file's text binds PRESETS, or has a class with a base and a name; a file that is no Python
+    may, as its import says what is wrong."""
+    try:
+        nodes = [*ast.walk(ast.parse(read_file(path)))]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True
+    if kind == "model":
+        bound = (getattr(node, "asname", None) or getattr(node, "name", "") for node in nodes)
+        assigned = (
+            each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+        )
+        return "PRESETS" in {*bound, *assigned}
+    classes = (node for node in nodes if isinstance(node, ast.ClassDef) and node.bases)
+    named = (ast.unparse(target) for cls in classes for node in cls.body for target in _targets(node))
+    return "name" in named
+
+
+def _targets(node: ast.stmt) -> list[ast.expr]:
+    """What an assignment binds; nothing for other statements."""
+    if isinstance(node, ast.AnnAssign):
+        return [node.target]
+    return node.targets if isinstance(node, ast.Assign) else []
+
+
 def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Path()) -> list[str]:
     """The names by which cells call what a user calls ``text``: it itself, unless it is FILE.py, which stands
-    for all strategies or models in that file, or FILE.py:NAME, which stands for one of them. UserError if
-    there is no such file, it cannot be imported, or has nothing of that kind or name.
+    for all strategies or models in that file, or FILE.py:NAME, which stands for one of them. A file whose
+    text has none of that kind, as a script that trains, is not run.
+
+    UserError if there is no such file, it cannot be imported, or has nothing of that kind or name.
 
     Args:
         text: of strategies also several around each other, with plus signs between.
@@ -104,6 +139,9 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
         return [text]
     if not path.is_file():
         raise UserError(f"unknown {kind} {shown(text)}: there is no file {path}")
+    if not _may_have(kind, path):
+        mend = "a script that trains is read by spbench import, beside its configuration"
+        raise UserError(f"{path}: has no {_IN_FILES[kind]}, so it is not run; {mend}")
     try:
         module = loose_files.add(path)
     except KeyboardInterrupt:
@@ -112,12 +150,11 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
         raise UserError(f"{place(error, (path,)) or path}: cannot be imported: {raised(error)}") from error
     if kind == "model":
         presets = vars(module).get("PRESETS")
-        defined, base = list(presets) if isinstance(presets, Mapping) else [], "mapping PRESETS of models"
+        defined = list(presets) if isinstance(presets, Mapping) else []
     else:
         defined = [each for each, cls in strategies().items() if cls.__module__ == module.__name__]
-        base = "class derived from spbench.Strategy with a name"
     if not defined:
-        raise UserError(f"{path}: has no {base}")
+        raise UserError(f"{path}: has no {_IN_FILES[kind]}")
     if name and name not in defined:
         raise UserError(f"{path}: {unknown(kind, name, defined)}")
     return [name] if name else defined

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +19,8 @@ from statistics import median
 from typing import Any
 
 from spbench.bench.measure.trust.error_model import ErrorModel
-from spbench.bench.measure.trust.intervals import NO_RATE
+from spbench.bench.measure.trust.intervals import EVER_WORSE, NO_RATE
+from spbench.bench.programs import STAND_IN, STOOD_IN, StandIn, stand_in_of
 from spbench.bench.units import shown_time
 from spbench.plots.series import grouped
 
@@ -35,6 +37,7 @@ _MARKED = {"datasheet": ", uncalibrated", "fitted elsewhere": ", fitted to other
 
 #: grades of prices other than a rate of their own (:mod:`measure.simulator.substitutes`), the worst first
 GRADES = {
+    STAND_IN: "Another program",
     "substituted": "No rate of its own",
     "transferred": "The rate of another",
     "extrapolated": "Extrapolated",
@@ -50,14 +53,15 @@ Row = Mapping[str, Any]
 Errors = Mapping[str, Mapping[str, Sequence[float]]]
 
 
-def _packaged(file: str) -> Any:
+def packaged(file: str) -> Any:
+    """The content of a JSON file of this folder."""
     return json.loads(files(__package__).joinpath(file).read_text(encoding="utf-8"))
 
 
 @cache
 def packaged_model() -> ErrorModel:
     """The errors that this version comes with."""
-    return ErrorModel.from_dict(_packaged(BANDS_FILE))
+    return ErrorModel.from_dict(packaged(BANDS_FILE))
 
 
 def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
@@ -73,17 +77,24 @@ def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
     if not (step_time_s and rates and bound):
         return dict(row)
     strategy = row["cell"].get("strategy") or ""
-    low, high, words = (model or packaged_model()).band(rates, bound, strategy, unknown_share(measured))
+    priced_by = measured.get("priced_by") or ()
+    stood_in = [str(stand_in_of(each)) for each in priced_by if each["grade"] == STAND_IN]
+    if rates in stood_in:  # the rates then are of the worst grade, whatever its share
+        grades = {each["grade"] for each in priced_by}
+        rates = next((grade for grade in EVER_WORSE[:0:-1] if grade in grades), EVER_WORSE[0])
+    unknown = unknown_share(measured)
+    low, high, words = (model or packaged_model()).band(rates, bound, strategy, unknown, stood_in)
     ends: dict[str, Any] = {
         "step_time_low_s": step_time_s * low,
         "step_time_high_s": step_time_s * high,
-        "lacks": None,
     }
-    if lacking := _lacking(measured):
-        ends["lacks"] = lacking["work"]
+    lacks = [each["work"] for each in priced_by if each["grade"] == STAND_IN]
+    if lacking := _lacking(rates, priced_by):
+        lacks.append(lacking["work"])
         cluster = row["cell"].get("cluster") or "this cluster"
         words = f"no rate of {lacking['work']} on {cluster}, priced by {lacking['by']}; {words}"
-    return {**row, "measurement": {**measured, **ends, "band": words}}
+    ends |= {"lacks": ", ".join(lacks) or None, "band": words}
+    return {**row, "measurement": {**measured, **ends}}
 
 
 def unknown_share(measured: Mapping[str, Any]) -> float:
@@ -93,24 +104,24 @@ def unknown_share(measured: Mapping[str, Any]) -> float:
 
 
 def shown_band(measured: Mapping[str, Any]) -> str:
-    """A step time with its interval, such as "2.31 s ±9%", "2.31 s -12% +40%, uncalibrated" or "2.31 s ±60%,
-    no rate of forward attention by triton"; "" without a time, the time alone where it has no interval."""
+    """A step time with its interval, such as "2.31 s ±9%", "2.31 s -12% +40%, uncalibrated", "2.31 s ±60%,
+    no rate of forward attention by triton" or "2.31 s -15% +110%, DeepSpeed priced as fully_shard"; ""
+    without a time, the time alone where it has no interval."""
     step_time_s, low, high = (measured.get(f"step_time_{name}s") for name in ("", "low_", "high_"))
     if not step_time_s:
         return ""
     if low is None or high is None:
         return shown_time(step_time_s)
-    lacks = measured.get("lacks")
-    word = f", no rate of {lacks}" if lacks else _MARKED.get(measured.get("rates") or "", "")
+    rates, lacks = measured.get("rates") or "", measured.get("lacks")
+    marked = _MARKED | {name: f", {name}" for name in STOOD_IN}
+    word = f", no rate of {lacks}" if lacks and rates in NO_RATE else marked.get(rates, "")
     return f"{shown_time(step_time_s)} {_spread(low / step_time_s - 1, high / step_time_s - 1)}{word}"
 
 
-def _lacking(measured: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _lacking(rates: str, priced_by: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """What makes the class of a time that has no rate of its own: of its grade, the price with the largest
     share of the step; None of other times."""
-    rates = measured.get("rates")
-    priced_by = measured.get("priced_by") or () if rates in NO_RATE else ()
-    return next((each for each in priced_by if each["grade"] == rates), None)
+    return next((each for each in priced_by if each["grade"] == rates), None) if rates in NO_RATE else None
 
 
 def _spread(low: float, high: float) -> str:
@@ -164,18 +175,24 @@ def run_of(cell: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def priced_by_in_words(measurements: Iterable[Mapping[str, Any]]) -> str:
-    """What the times of some measurements are priced by instead of a rate of its own, each with its largest
-    share of a step, by grade: "no rate of its own: attention by triton (68%): matmuls";
-    "" where there is no such price."""
-    shares: dict[tuple[str, str, str], float] = {}
-    for measured in measurements:
-        for each in measured.get("priced_by") or ():
-            key = each["grade"], each["work"], each["by"]
-            shares[key] = max(each["share"], shares.get(key, 0.0))
+    """What the times of some measurements are priced by instead of a rate of its own, each with its share of
+    a step, by grade: "no rate of its own: attention by triton (68%): matmuls"; "up to 68%" where steps differ
+    in it, as the largest shares may be of several steps; "" where there is no such price."""
+    steps = [priced for measured in measurements if (priced := measured.get("priced_by"))]
+    shares: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
+    prices: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    for number, each in ((number, each) for number, step in enumerate(steps) for each in step):
+        shares[each["grade"], each["work"]][number] += each["share"]
+        prices[each["grade"], each["work"]][each["by"]] = None
     parts: list[str] = []
     for grade, words in GRADES.items():
-        of_grade = sorted(((-share, *key) for key, share in shares.items() if key[0] == grade))
-        named = [f"{work} ({-share:.0%}): {by}" for share, _, work, by in of_grade[:MOST]]
+        of_grade = sorted((-max(some.values()), key) for key, some in shares.items() if key[0] == grade)
+        named = []
+        for share, key in of_grade[:MOST]:
+            differ = len({f"{shares[key][number]:.0%}" for number in range(len(steps))}) > 1
+            by = " and ".join(prices[key])
+            priced = f"{key[1]} ({'up to ' if differ else ''}{min(1.0, -share):.0%}): {by}"
+            named.append(str(StandIn(key[1], by)) if grade == STAND_IN else priced)
         if len(of_grade) > MOST:
             named.append(f"{len(of_grade) - MOST} more")
         if named:
@@ -217,7 +234,7 @@ class PastErrors:
 @cache
 def packaged_errors() -> Errors:
     """The errors of memory that this version comes with."""
-    content: Errors = _packaged(MEMORY_ERRORS_FILE)
+    content: Errors = packaged(MEMORY_ERRORS_FILE)
     return content
 
 

@@ -27,10 +27,12 @@ from spbench.bench.measure.trust.intervals import (
     intervals_by_bound,
     mixed,
     of_missing_bound,
+    of_stand_in,
     of_unknown,
     widen,
     widest,
 )
+from spbench.bench.programs import STOOD_IN
 from spbench.plots.series import grouped
 
 #: pairs of times are counted by the part of the shorter one by which the longer one is more: from each of
@@ -102,6 +104,7 @@ class ErrorModel:
         of_unknown: by rates of :data:`NO_RATE`, half width of the price of what has no rate.
         of_orders: by rates, and ANY: of such pairs how many were in the simulated order, by how far they are
             apart.
+        of_stand_ins: by class of :data:`STOOD_IN`, that of its steps, which no other interval rests on.
     """
 
     intervals: Mapping[str, Mapping[str, Interval]]
@@ -110,6 +113,7 @@ class ErrorModel:
     of_ties: Mapping[str, float]
     of_orders: Mapping[str, Sequence[Pairs]]
     of_unknown: Mapping[str, float] = field(default_factory=dict)
+    of_stand_ins: Mapping[str, Interval] = field(default_factory=dict)
 
     @classmethod
     def fit(cls, observations: Sequence[StepObservation]) -> Self:
@@ -118,7 +122,8 @@ class ErrorModel:
         Raises:
             ValueError: ``observations`` is empty.
         """
-        if not observations:
+        stood_in = grouped((o for o in observations if o.rates in STOOD_IN), lambda o: o.rates)
+        if not (observations := [o for o in observations if o.rates not in STOOD_IN]):
             raise ValueError("no measured step")
         classes = {ANY: list(observations), **grouped(observations, lambda o: o.rates)}
         by_rates = {name: _by_bound(some) for name, some in classes.items() if name != ANY}
@@ -135,6 +140,10 @@ class ErrorModel:
                 name: of_unknown(parts, max(i.half_width for i in by_rates[name].values()))
                 for name, parts in unknown.items()
             },
+            of_stand_ins={
+                name: of_stand_in({s: [o.log_error for o in of] for s, of in _by_source(some).items()})
+                for name, some in stood_in.items()
+            },
         )
 
     def interval(self, rates: str, bound: str) -> tuple[Interval, str]:
@@ -148,12 +157,28 @@ class ErrorModel:
             words = f"{rates} rates, no measured step bound by {bound or 'that'}, so a wider one: "
         else:
             interval, words = of_class[bound], f"{rates} rates, {bound}: "
-        sources = "1 source" if interval.sources == 1 else f"{interval.sources} sources"
-        return interval, f"{words}{sources}, {interval.rows} row{'s' if interval.rows > 1 else ''}"
+        return interval, f"{words}{interval.evidence}"
 
-    def band(self, rates: str, bound: str, strategy: str, unknown: float = 0.0) -> tuple[float, float, str]:
+    def band(
+        self, rates: str, bound: str, strategy: str, unknown: float = 0.0, stood_in: Sequence[str] = ()
+    ) -> tuple[float, float, str]:
         """The factors of a time's interval, and what it rests on in words; wider for a strategy of which no
-        step was measured, and narrower where a small share of the step is ``unknown``."""
+        step was measured, and narrower where a small share of the step is ``unknown``.
+
+        Args:
+            stood_in: of :data:`STOOD_IN`, beside ``rates``: the interval is no narrower than any of theirs.
+        """
+        if rates in STOOD_IN:
+            rates, stood_in = "sourced", (rates, *stood_in)
+        low, high, words = self._band(rates, bound, strategy, unknown)
+        for name in reversed(stood_in):
+            interval = self.of_stand_ins.get(name)
+            said = interval.evidence if interval else "no measured step, so the widest of such"
+            factors = (interval or widest([*self.of_stand_ins.values(), Interval(0, 0, 0, 0)])).factors()
+            low, high, words = min(low, factors[0]), max(high, factors[1]), f"{name}: {said}; {words}"
+        return low, high, words
+
+    def _band(self, rates: str, bound: str, strategy: str, unknown: float) -> tuple[float, float, str]:
         interval, words = self.interval(rates, bound)
         more, none = 0.0, ""
         if not {*strategy.split("+")} <= {*self.strategies}:
@@ -200,7 +225,7 @@ class ErrorModel:
 def _by_bound(of_class: Sequence[StepObservation]) -> dict[str, Interval]:
     """The intervals of a class by bound."""
     by_bound = grouped(of_class, lambda o: o.bound)
-    errors = {bound: grouped(some, lambda o: o.source) for bound, some in by_bound.items()}
+    errors = {bound: _by_source(some) for bound, some in by_bound.items()}
     return intervals_by_bound(
         {
             bound: {source: [o.log_error for o in of] for source, of in some.items()}
@@ -209,16 +234,20 @@ def _by_bound(of_class: Sequence[StepObservation]) -> dict[str, Interval]:
     )
 
 
+def _by_source(observations: Sequence[StepObservation]) -> dict[str, list[StepObservation]]:
+    return grouped(observations, lambda o: o.source)
+
+
 def _unknown_parts(of_class: Sequence[StepObservation]) -> dict[str, list[tuple[float, float]]]:
     """By source, the errors of a class with the shares of their steps that have no rate."""
-    by_source = grouped(of_class, lambda o: o.source)
+    by_source = _by_source(of_class)
     return {source: [(o.log_error, o.unknown) for o in some] for source, some in by_source.items()}
 
 
 def _of_strategies(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
     """By source with several strategies, how far the mean error of each is from the source's."""
     by_source = {}
-    for source, some in grouped(observations, lambda o: o.source).items():
+    for source, some in _by_source(observations).items():
         means = [fmean(o.log_error for o in of) for of in grouped(some, lambda o: o.strategy).values()]
         if len(means) > 1:
             by_source[source] = [mean - fmean(means) for mean in means]

@@ -60,6 +60,12 @@ class Interval:
     sources: int
     rows: int
 
+    @property
+    def evidence(self) -> str:
+        """What it rests on, as "1 source, 4 rows"."""
+        sources = "1 source" if self.sources == 1 else f"{self.sources} sources"
+        return f"{sources}, {self.rows} row{'s' if self.rows > 1 else ''}"
+
     def factors(self, more: float = 0.0) -> tuple[float, float]:
         """What the simulated time is multiplied by for the ends of the interval, which the simulated time
         itself is always in.
@@ -172,6 +178,17 @@ def mixed(known: tuple[float, float], share: float, half_width: float) -> tuple[
     ends = math.exp(-half_width), math.exp(half_width)
     low, high = ((1 - share) * rest + share * part for rest, part in zip(known, ends, strict=True))
     return low, high
+
+
+def of_stand_in(errors: Errors) -> Interval:
+    """The interval of steps in which one thing stands in for another: up and down the quantile of errors to
+    that side, or, of fewer than :data:`FEW` sources, which do not say how sources differ, the largest."""
+    down, up = (
+        half_width(some) if len(some) >= FEW else max(e for es in some.values() for e in es)
+        for some in ({s: [max(0.0, sign * e) for e in es] for s, es in errors.items()} for sign in (1, -1))
+    )
+    rows = sum(map(len, errors.values()))
+    return Interval((down - up) / 2, (down + up) / 2, len(errors), rows)
 
 
 def _centre(means: Sequence[float]) -> float:

@@ -11,6 +11,7 @@ from spbench.bench.command_line.options import (
     Bytes,
     Function,
     Length,
+    WholeNumber,
     body,
     changes,
     figure_option,
@@ -26,7 +27,7 @@ from spbench.impls.axes import MESH_AXES
 
 def _asking(command: Function) -> Function:
     """Add the options that say what the cells are."""
-    positive = click.IntRange(min=1)
+    positive = WholeNumber(min=1)
     options = [
         click.option("--cluster", metavar="NAME", help="That it runs on: its name (spbench list) or file."),
         click.option("--gpus", type=positive, help="How many; what scenario, job or sizes say if left out."),
@@ -51,7 +52,9 @@ def _asking(command: Function) -> Function:
 @click.option("--budget", type=Bytes(), help="Choose the switches that need no more at the least cost.")
 @figure_option("Draw memory over the steps, by kind, into this file (.png, .pdf or .svg).")
 @path_option("--snapshot", "Write what PyTorch's memory viewer (pytorch.org/memory_viz) opens.")
-@click.option("--must-fit", is_flag=True, help="Exit code 1 where it does not fit, for launchers.")
+@click.option(
+    "--must-fit", is_flag=True, help="Exit code 1 where it does not fit or is tight, for launchers."
+)
 @jobs
 @printed
 @body("fit.fit_report:fit")
@@ -59,7 +62,8 @@ def command() -> None:
     """Say whether a job fits its cards, and what would make it fit.
 
     SUBJECT... is a scenario (name or file), the files of a job that spbench import reads, or a model (name,
-    config.json or .py file) with --cluster, --gpus and --seq-len. The answer has the fullest ranks, the step
-    and the module at the peak, and what holds the memory then. Where it does not fit, changes that make it
-    fit follow, each proved by a trace: single ones, and pairs where none is enough.
+    config.json or .py file) with --cluster, --gpus and --seq-len. The answer is yes, tight (with the reason)
+    or no; it has the fullest ranks, the step and the module at the peak, and what holds the memory then.
+    Where it does not fit, changes that make it fit follow, each proved by a trace: single ones, and pairs
+    where none is enough.
     """

@@ -11,6 +11,7 @@ from typing import Any
 
 from spbench.bench.command_line.output import Column, Output, Table, memory_table, records
 from spbench.bench.command_line.progress import Progress
+from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import given as settings_given
 from spbench.bench.measure.trust.bands import (
     PEAK,
@@ -26,7 +27,7 @@ from spbench.bench.tools.fit.fit_verdict import MEMORY_COLUMNS, VERDICT_COLUMNS,
 from spbench.bench.tools.fit.fitting import Fitting, fitting
 from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
 from spbench.bench.tools.fit.proofs import Proofs
-from spbench.bench.tools.fit.taken import experts_line, taken, taken_line, tokens_of_rank
+from spbench.bench.tools.fit.taken import experts_line, model_line, taken, taken_line, tokens_of_rank
 from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import card_gib, shown_price, shown_share
 from spbench.impls.models.model import model_preset
@@ -49,7 +50,7 @@ _OWN_SIZES = ("seq_len", "batch")
 
 def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     """The answer for people and for programs; ``must_fit``: with the exit code 1 where something does not
-    fit."""
+    fit, or is tight."""
     fullest, proofs = answer.fullest, answer.proofs
     backend = fullest.cell.training.backend
     errors = [each for quantity in (PEAK, RESERVED) if (each := past_errors(backend, quantity))]
@@ -57,7 +58,8 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     details: list[Table | str] = []
     program = answer.subject.job
     sections.append("\n".join([*_verdict_lines(answer), _first_change(answer)]))
-    sections.append(taken_line(fullest.cell, answer.subject.said))
+    model, said = model_line(fullest.cell, answer.subject.name), answer.subject.said
+    sections.append(f"{model}\n{taken_line(fullest.cell, said)}")
     if len(answer.verdicts) + len(answer.others) > 1:
         sections += [f"the fullest: {fullest.cell.key}", _cells_table(answer)]
     sections += [*_help(answer), *switches_table(answer), *_holding(fullest)]
@@ -73,6 +75,8 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     cells += [{"cell": cell.key, "fits": None, "reason": reason} for cell, reason in answer.others]
     content = {
         "fits": answer.fits,
+        "verdict": fullest.certainty.word,
+        "tight_because": fullest.certainty.reason,
         "cells": cells,
         "detail": {
             "cell": fullest.cell.key,
@@ -85,18 +89,21 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
         "budget": answer.plan and plan_content(answer, answer.plan),
         "errors": [vars(each) for each in errors],
         "not_modelled": list(NOT_MODELLED),
-        "taken": {each.what: vars(each) for each in taken(fullest.cell, answer.subject.said)},
+        "model": model,
+        "taken": {each.what: vars(each) for each in taken(fullest.cell, said)},
         "tokens_of_rank": tokens_of_rank(fullest.cell),
         "remarks": list(answer.subject.remarks),
         "files": [str(path) for path in files],
     }
-    code = int(must_fit and not answer.fits)
+    code = int(must_fit and not answer.surely_fits)
     return Output(sections, content, cells, (), answer.subject.remarks, files, code, details)
 
 
 def _verdict_lines(answer: Fitting) -> list[str]:
-    """Whether the fullest fits, by how much, and where the peak is."""
-    return [str(answer.fullest), answer.fullest.peak(answer.subject.job)]
+    """Whether the fullest fits, by how much, why that is not sure, and where the peak is."""
+    fullest = answer.fullest
+    because = [f"tight, as {reason}" for reason in filter(None, [fullest.certainty.reason])]
+    return [str(fullest), *because, fullest.peak(answer.subject.job)]
 
 
 # -- what is there -------------------------------------------------------------------------------------------
@@ -106,7 +113,7 @@ def _cells_table(answer: Fitting) -> Table:
     lines = [
         {
             "cell": each.cell.key,
-            "fits": "yes" if each.fits else "no",
+            "fits": each.certainty.answer,
             "needs GiB": card_gib(each.memory.total_bytes),
             "spare GiB": card_gib(each.memory.spare_bytes),
             "on": each.where_in(answer.subject.job),
@@ -280,6 +287,10 @@ def fit(
     own = {name if name in _OWN_SIZES else f"sizes.{name}": size for name, size in sizes.items()}
     settings = {name: size for name, size in own.items() if size is not None} | settings_given(changes)
     asked = Asked(cluster, gpus, strategy, settings, micro_batch, where, variant, given_values(given))
+    if must_fit and longest:
+        raise UserError(
+            "--must-fit judges the sizes as they are, and --longest looks for others; leave one out"
+        )
     if kind_of(subject) == "model":
         ask_for({"--cluster NAME": cluster, "--seq-len N": settings.get("seq_len")}, subject[0])
     with Progress() as progress:

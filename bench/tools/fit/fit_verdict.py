@@ -15,7 +15,8 @@ from pydantic import TypeAdapter
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.usable_memory import exchange_memory_bytes
+from spbench.bench.measure.engines.rank_memory import exchange_memory_bytes
+from spbench.bench.measure.trust.fit_certainty import FITS, NO, Certainty, certainty
 from spbench.bench.tools.fit.anatomy import ANATOMY, Anatomy, Part
 from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
 from spbench.bench.tools.fit.suggestions import Change
@@ -143,12 +144,17 @@ class Verdict:
         moment = self.anatomy.moment
         return str(replace(moment, module=moment.module and in_program_words(moment.module, program)))
 
+    @cached_property
+    def certainty(self) -> Certainty:
+        """Whether it fits, and how sure that is."""
+        return (self.fits and certainty(self.cell, self.measurement)) or Certainty(FITS if self.fits else NO)
+
     def __str__(self) -> str:
-        """The first line of an answer: yes or no, and by how much."""
+        """The first line of an answer: yes, tight or no, and by how much."""
         memory = self.memory
         needs = f"(needs {card_gib(memory.total_bytes)} of {card_gib(memory.card_bytes)} GiB)"
         if self.fits:
-            return f"fits: yes, {card_gib(memory.spare_bytes)} GiB to spare {needs}"
+            return f"fits: {self.certainty.answer}, {card_gib(memory.spare_bytes)} GiB to spare {needs}"
         if self.devices_fit:
             return f"fits: no, {self.reason}"
         return f"fits: no, {card_gib(-memory.spare_bytes)} GiB are missing {needs}"
@@ -199,7 +205,7 @@ MEMORY_COLUMNS = columns(
 )
 #: the answer on a cell in a line, for programs
 VERDICT_COLUMNS = [
-    *columns(cell="cell.key", fits="fits"),
+    *columns(cell="cell.key", fits="fits", verdict="certainty.word", tight_because="certainty.reason"),
     *MEMORY_COLUMNS,
     *columns(
         peak_memory_bytes="anatomy.peak_memory_bytes",

@@ -10,6 +10,7 @@ from pathlib import Path
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.files import cache_folder
+from spbench.bench.measure.trust.fit_certainty import FITS
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.fit.anatomy import examine, plain, trace_stage
 from spbench.bench.tools.fit.asked import Asked
@@ -18,6 +19,7 @@ from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.proofs import ENOUGH, MOST, Largest, Proofs, largest, prove
 from spbench.bench.tools.fit.snapshot import write_snapshot
 from spbench.bench.tools.fit.subject import Subject, advise_command, subject
+from spbench.bench.tools.fit.taken import model_line
 from spbench.bench.tools.fit.under_budget import BudgetPlan, plan_budget
 from spbench.plots.style import length_text, model_name, strategy_name
 
@@ -48,13 +50,21 @@ class Fitting:
 
     @property
     def fullest(self) -> Verdict:
-        """The verdict with the least room, of those that do not fit if there are any."""
-        return min(self.verdicts, key=lambda each: (each.fits, each.memory.spare_bytes))
+        """The verdict with the least room, of those that do not fit if there are any, else of the tight."""
+        return min(
+            self.verdicts,
+            key=lambda each: (each.fits, each.certainty.word == FITS, each.memory.spare_bytes),
+        )
 
     @property
     def fits(self) -> bool:
         """Whether every cell can run and fits."""
         return not self.others and self.fullest.fits
+
+    @property
+    def surely_fits(self) -> bool:
+        """Whether every cell can run and fits, and none is tight."""
+        return self.fits and all(each.certainty.word == FITS for each in self.verdicts)
 
     def written(self, figure: Path | None, snapshot: Path | None) -> list[Path]:
         """Write a figure and a snapshot of the fullest ranks, where a path is given; returns the paths."""
@@ -99,7 +109,7 @@ def fitting(
     """
     about = subject(words, asked)
     with Asking(jobs) as asking:
-        examined = [*_examined(about.cells, asking, within(say, 0, _EXAMINED))]
+        examined = [*_examined(about, asking, within(say, 0, _EXAMINED))]
         verdicts = [Verdict(cell, outcome.measurement) for cell, outcome in examined if outcome.measurement]
         others = [(cell, outcome.reason) for cell, outcome in examined if not outcome.measurement]
         if not verdicts:
@@ -120,16 +130,17 @@ def fitting(
     return Fitting(about, verdicts, others, proofs, sizes, plan, advise_command(words, fullest.cell, asked))
 
 
-def _examined(cells: Sequence[Cell], asking: Asking, say: Say) -> Iterator[tuple[Cell, Outcome]]:
+def _examined(about: Subject, asking: Asking, say: Say) -> Iterator[tuple[Cell, Outcome]]:
     """The cells with their outcomes, in their order."""
+    cells = about.cells
     tasks = [Task(cell, examine) for cell in cells]
     beside = stages_beside(cells, asking.jobs)
-    say("tracing a step", 0)
+    say(f"tracing a step of {model_line(cells[0], about.name)}", 0)
     outcomes: dict[str, Outcome] = {}
     for task, outcome in asking([*beside[:1], *tasks, *beside[1:]]):
         if task.run is examine:  # of a stage it finds the trace, or what is wrong with it
             outcomes[task.cell.key] = outcome
-            say(f"{task.cell.key}: {outcome.status}", len(outcomes) / len(cells))
+            say(f"{about.shown(task.cell)}: {outcome.status}", len(outcomes) / len(cells))
             if outcome.status in ("failed", "timeout"):
                 raise RuntimeError(f"{task.cell.key}: {outcome.reason}")
     yield from ((cell, outcomes[cell.key]) for cell in cells)

@@ -44,12 +44,18 @@ class Subject:
         remarks: on how they were made, one a line.
         job: the kind of job that they were read from; "": of none.
         said: settings that were given, by dotted name; what else there is was taken.
+        name: what the user calls the model, the first file of a job; "": cells call it so themselves.
     """
 
     cells: list[Cell]
     remarks: Sequence[str] = ()
     job: str = ""
     said: Collection[str] = ()
+    name: str = ""
+
+    def shown(self, cell: Cell) -> str:
+        """The key of a cell, with the model as the user calls it."""
+        return cell.key.replace(cell.model, self.name or cell.model, 1)
 
 
 def subject(words: Sequence[str], asked: Asked) -> Subject:
@@ -82,10 +88,13 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
         if asked.strategy is not None:
             settings["strategy"] = asked.strategy
     cells = [changed(cell, settings) if settings else cell for cell in cells]
+    cells = [
+        *{cell.key: cell for cell in cells}.values()
+    ]  # cells of a scenario that differed in a setting alone
     said |= {"strategy"} if asked.strategy else set()
     said |= {"training.micro_batches"} if asked.micro_batch else set()
     checked_cells = [_checked(_with_micro_batch(cell, asked.micro_batch)) for cell in cells]
-    return Subject(checked_cells, remarks, program, said)
+    return Subject(checked_cells, remarks, program, said, Path(first).name if kind == "job" else "")
 
 
 def _of_scenario(name: str, asked: Asked) -> list[Cell]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.plan import model_parameters
+from spbench.bench.units import shown_count
 from spbench.impls.axes import ranks_along
 from spbench.impls.models.model import model_preset
 from spbench.impls.options import set_options
@@ -87,6 +89,23 @@ def _settings(cell: Cell) -> Iterator[tuple[str, Taken]]:
     yield "training.backend", Taken("backend", cell.training.backend, "--set training.backend")
 
 
+def model_line(cell: Cell, name: str = "") -> str:
+    """The line of an answer on what its model is taken for: its parameters, those that a token meets where
+    experts are routed to, and its layers.
+
+    Args:
+        name: what the user calls it; "": as the cell does.
+    """
+    model: Any = model_preset(*cell.model_arguments)
+    every, idle = model_parameters(cell), 0.0
+    if experts := getattr(model, "experts", 0):
+        routed = model.parameters(model.padded_vocabulary(1))["experts"]
+        idle = routed * (1 - model.experts_per_token / experts)
+    active = f", {shown_count(every - idle)} of them active" if experts else ""
+    layers = f", {model.layers} layers" if hasattr(model, "layers") else ""
+    return f"the model {name or cell.model}: {shown_count(every)} parameters{active}{layers}"
+
+
 def experts_line(cell: Cell) -> str:
     """The line of an answer on routed experts: how many a rank has, and their part of the model; "" where
     there are none."""
@@ -96,10 +115,7 @@ def experts_line(cell: Cell) -> str:
     counts = model.parameters(model.padded_vocabulary(1))
     here = model.experts // cell.sizes.by_axis.get("ep", 1)
     share = counts["experts"] / counts["elements"]
-    return (
-        f"routed experts: {share:.0%} of the model's {counts['elements'] / 1e9:.3g} billion parameters; "
-        f"{here} of {model.experts} in each layer are on a rank"
-    )
+    return f"routed experts: {share:.0%} of parameters; {here} of {model.experts} in each layer are on a rank"
 
 
 def taken_line(cell: Cell, said: Collection[str]) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table
 from spbench.bench.tools.jobs.command_values import options_of
-from spbench.bench.tools.jobs.deepspeed import DeepSpeedJob
-from spbench.bench.tools.jobs.deepspeed_files import sorted_files
+from spbench.bench.tools.jobs.deepspeed import job_of_contents
+from spbench.bench.tools.jobs.deepspeed_files import CLASSES, class_of_script, sorted_files
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.launch import shell_of
@@ -61,12 +61,11 @@ def read(files: JobFiles) -> Job | None:
     beside = {name: dict(contents.get(name, {})) for name in ("accelerate", "trainer")}
     contents = {
         **contents,
+        CLASSES: contents[CLASSES] or class_of_script(PurePosixPath(words[at]).name),
         "accelerate": {**beside["accelerate"], **own},
         "trainer": {**beside["trainer"], **trainer},
     }
-    job = DeepSpeedJob(contents, files)
-    job.keys.problems += problems
-    return job.job("accelerate")
+    return job_of_contents("accelerate", contents, files, problems)
 
 
 def _words(script: JobFile, files: JobFiles) -> Sequence[str] | None:

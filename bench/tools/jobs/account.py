@@ -297,7 +297,10 @@ def key_account(
     chosen = {name: scalar_of(text) for name, text in (overrides or {}).items() if name in table.arguments}
     for name, value in [*((n, v) for n, v in values if n not in chosen), *chosen.items()]:
         if counts(name):
-            wrong = table.arguments[name].wrong(value) if name in table.arguments else ""
+            argument = table.arguments.get(name)
+            wrong = argument.wrong(value) if argument else ""
+            if argument and argument.outcome == "mapped" and str(value).startswith("$("):
+                wrong = f"{shown(value)} is known to a run alone; --given {name}=VALUE"
             given[name] = Given(name, value, f"= {shown(value)}", wrong)
     problems = [f"{name}: {each.wrong}" for name, each in given.items() if each.wrong]
     return Account(table=table, given=given, problems=problems)

@@ -121,6 +121,10 @@ def set_frozen_bits(
     ``tiles``: the MLP is computed in some."""
     bits, names = quantized.value, quantized.names
     precision = next((each.value for each in k.settings if each.path == "precision"), "bf16")
+    if bits and not lora.value:
+        k.problems.append(
+            f"{' and '.join(map(k.spelled, names))}: weights in {bits} bits are not trained; add adapters"
+        )
     lacking = any(map(fields.get, ("kv_lora_rank", *LINEAR_ATTENTION))) or tiles or precision == "fp32"
     if bits in (4, 8) and lora.value and not lacking:
         k.set("model_options.frozen_bits", bits, *names, note="unpacked for each use")

@@ -76,8 +76,8 @@ class ProgramArgument:
         """What is wrong with a value; "" if nothing is."""
         if value is None and self.optional:
             return ""
-        if self.outcome == "no effect" and isinstance(value, str) and "$" in value:
-            return ""  # what only a run could tell, of something that does not count
+        if self.outcome != "mapped" and isinstance(value, str) and "$" in value:
+            return ""  # what only a run could tell, of something that is not read
         kinds = self.takes.split("/")
         if "any" in kinds or any(_is(kind, value) for kind in kinds):
             return ""
@@ -223,13 +223,14 @@ def may_move(what: str, because: str) -> str:
 def flat(
     content: Mapping[str, Any], arguments: Mapping[str, ProgramArgument], above: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings by the names of their keys, with dots between."""
+    """The values of nested mappings by the names of their keys, with dots between; of a section that is null,
+    nothing."""
     for key, value in content.items():
         name = f"{above}{key}"
         as_one = name in arguments and {"map", "any"} & {*arguments[name].takes.split("/")}
         if isinstance(value, Mapping) and not as_one:
             yield from flat(value, arguments, f"{name}.")
-        else:
+        elif value is not None or name in arguments or not any(n.startswith(f"{name}.") for n in arguments):
             yield name, value
 
 

@@ -285,8 +285,6 @@ def _fp8(k: Account) -> Said:
 def _length(k: Account) -> Said:
     names = ("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.seq_length")
     given = [name for name in names if k.value(name)]
-    if not given:
-        k.problems.append("how long sequences are is not said; --given dataset.seq_length=N")
-        return Said(1)
-    k.ignore(f"rows have the length of {given[0]}", *given_of(k, *names))
-    return Said(k.value(given[0]), (given[0],))
+    first = [*given, names[-1]][0]
+    k.ignore(f"rows have the length of {first}", *given_of(k, *names))
+    return Said(k.value(first), (first,))

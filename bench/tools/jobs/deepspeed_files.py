@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
+from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.python_calls import training_script
 
 #: of a config.json, beside its fields
 MODEL_PATH = "path of the file"
+#: which configurations of TRL's trainers a job has, as keys
+CLASSES = "classes"
+#: arguments that TRL's SFTConfig has and TrainingArguments has not; and scripts of its trainers
+_OF_TRL = {"packing", "dataset_text_field", "completion_only_loss", "assistant_only_loss", "padding_free"}
+_OF_TRL |= {
+    "packing_strategy",
+    "chat_template_path",
+    "activation_offloading",
+    "dataset_num_proc",
+    "eval_packing",
+}
+_SCRIPTS = re.compile(r"(?:.*[_-])?(sft|dpo|grpo|kto|rloo|orpo|cpo|ppo|gkd|reward)(?:[_-].*)?\.py")
 #: of what a file is, by keys of which it has some: the Trainer's are the last, as they have most names
 _SIGNS: Mapping[str, frozenset[str]] = {
     "model": frozenset({"model_type"}),
@@ -31,9 +44,9 @@ _WORDS = {
 }
 
 
-def _trains(named: tuple[JobFile, Mapping[str, Any]]) -> bool:
-    """Whether a file of the Trainer's arguments alone is a job: it names a model and data."""
-    return {"model_name_or_path", "dataset_name"} <= {*named[1]}
+def _trains(content: Mapping[str, Any]) -> bool:
+    """Whether a file of the Trainer's arguments alone is a job of TRL's: it names a model and data."""
+    return {"model_name_or_path", "dataset_name"} <= {*content}
 
 
 def sorted_files(files: JobFiles, *, of_script: bool = False) -> dict[str, Mapping[str, Any]] | None:
@@ -51,7 +64,11 @@ def sorted_files(files: JobFiles, *, of_script: bool = False) -> dict[str, Mappi
         else:
             contents.append((file, mapping_in(file) or {}))
     kinds = [next((kind for kind, signs in _SIGNS.items() if signs & {*c}), "") for _, c in contents]
-    known = of_script or {"accelerate", "deepspeed"} & {*kinds} or any(map(_trains, contents))
+    known = (
+        of_script
+        or {"accelerate", "deepspeed"} & {*kinds}
+        or any(_trains(content) for _, content in contents)
+    )
     scripts = not of_script and any(file.path.suffix in (".sh", ".bash", ".slurm") for file in files.files)
     if not known or scripts or any(_OTHERS & {*content} for _, content in contents):
         return None
@@ -65,4 +82,14 @@ def sorted_files(files: JobFiles, *, of_script: bool = False) -> dict[str, Mappi
         by_kind[kind] = {**content, MODEL_PATH: str(file.path)} if kind == "model" else content
     for kind, said in script.items():
         by_kind[kind] = {**said, **by_kind.get(kind, {})}
+    by_kind.setdefault(CLASSES, {})
+    trainer = by_kind.get("trainer", {})
+    if not script and (_OF_TRL & {*trainer} or _trains(trainer)):
+        by_kind[CLASSES] = {"SFTConfig": True}
     return by_kind
+
+
+def class_of_script(name: str) -> Mapping[str, bool]:
+    """The configuration of TRL that a script has by its name: sft.py is TRL's own, or one like it."""
+    match = _SCRIPTS.fullmatch(name)
+    return {f"{match[1].upper() if len(match[1]) < 6 else 'Reward'}Config": True} if match else {}

@@ -44,6 +44,8 @@ OWN_WAYS = {
     "model_options.routing",
     *(f"model_options.{name}" for name in ("loader_mask", "rms_norm", "separate_projections", "unfused")),
     *(f"training.{name}" for name in (*VARIABLES, "initialize", "wrap", "reshard_rest")),
+    # DeepSpeed's ZeRO-3 sums gradients in a buffer
+    "training.gradient_buffer_kib",
     *(f"training.{name}" for name in ("reduce_dtype", "reduce_at", "forward_prefetch", "backward_prefetch")),
 }
 _PREDICTION = {"mtp_layers", "mtp_weight"}

@@ -62,7 +62,7 @@ class Setting:
 #: in the order in which a reader wants them
 _ORDER = (
     *("model", "strategy", "strategy_options", "sizes", "mesh", "batch", "seq_len", "precision", "cluster"),
-    *("model_options", "training"),
+    *("program", "model_options", "training"),
 )
 
 

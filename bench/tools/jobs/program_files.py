@@ -106,34 +106,65 @@ def deepspeed_of(k: Account, key: str, otherwise: str = "fsdp") -> dict[str, Any
         key: that names a file of DeepSpeed.
         otherwise: the sharding where the job has no DeepSpeed.
     """
-    zero = f"{OF_DEEPSPEED}zero_optimization"
-    stage, optimizer, params = (
-        f"{zero}.stage",
-        f"{zero}.offload_optimizer.device",
-        f"{zero}.offload_param.device",
-    )
     own = [name for name in k.given if name.startswith(OF_DEEPSPEED)]
     if not own:
         return _brought(k, key, otherwise)
     k.took("its file is given", key)
-    for name in own:
-        argument = k.program_arguments.get(name)
-        if name not in (stage, optimizer, params) and argument and argument.outcome == "mapped":
-            k.ignore("as the program around DeepSpeed says", name)
-    if k.value(stage) not in (1, 2, 3):
-        k.refuse("DeepSpeed's own data parallelism, without ZeRO", stage)
-        return {"sharding": Said("zero3", (stage,))}
-    for place in (optimizer, params):
-        if k.value(place) not in ("cpu", "none", None):
-            k.refuse("keeping weights or optimizer on a disk", place)
-    on_host = [place == "cpu" for place in (k.value(optimizer), k.value(params))]
-    host = "all" if all(on_host) else "optimizer" if on_host[0] else "params" if on_host[1] else ""
-    bucket = f"{zero}.reduce_bucket_size"
+    fields = zero_of(k, OF_DEEPSPEED)
+    mapped = [name for name in own if getattr(k.program_arguments.get(name), "outcome", "") == "mapped"]
+    k.ignore("as the program around DeepSpeed says", *mapped)
+    return fields
+
+
+def zero_of(k: Account, prefix: str, beside: str = "") -> dict[str, Any]:
+    """The fields ``sharding``, ``host`` and ``buffer`` of a step from DeepSpeed's configuration.
+
+    Args:
+        prefix: that its keys begin with in the program's table.
+        beside: what keys of accelerate begin with that count before them; "": there are none.
+    """
+    zero = f"{prefix}zero_optimization."
+    stage, name = k.chosen(*[f"{beside}zero_stage"] * bool(beside), f"{zero}stage")
+    buckets = [f"{zero}{each}_bucket_size" for each in ("reduce", "allgather")]
+    overlap = f"{zero}overlap_comm"
+    if stage not in (1, 2, 3):
+        k.refuse("DeepSpeed's own data parallelism, without ZeRO" if stage == 0 else "a stage of ZeRO", name)
+        return {"sharding": Said("zero3", (name,))}
+    size = k.value(buckets[0])
+    if stage < 3 and size != "auto":
+        gib = size * 2 * (2 if k.value(overlap) is True else 1) / 2**30
+        held = f"DeepSpeed's buckets of reduce_bucket_size, {gib:.2f} GiB more, are not held"
+        k.approximate(held, *buckets, overlap)
+    if stage == 3 and k.value(overlap) is False:
+        because = "messages are hidden behind computation, where theirs are waited for"
+        k.stand_in("messages beside which nothing is computed", "time", because, overlap)
+    fetched = [f"{zero}stage3_{each}" for each in ("prefetch_bucket_size", "max_live_parameters")]
+    k.ignore(f"of another stage of ZeRO than {stage}, or as large as the job makes them", *fetched, *buckets)
+    k.ignore("so it is by default" if stage == 3 else "without buckets it does nothing", overlap)
+    if stage == 3:
+        k.leave("time and memory", "weights of a layer are gathered at once, none ahead", *fetched)
+    host, places = _host(k, zero, beside, stage)
     return {
-        "sharding": Said(f"zero{k.value(stage)}", (stage,)),
-        "host": Said(host, given_of(k, optimizer, params)),
-        "buffer": Said(k.value(bucket), given_of(k, bucket)),
+        "sharding": Said(f"zero{stage}", (name,)),
+        "host": Said(host, places),
+        "buffer": Said(size if stage == 3 else None, buckets[:1]),
     }
+
+
+def _host(k: Account, zero: str, beside: str, stage: int) -> tuple[str, tuple[str, ...]]:
+    """What a stage of ZeRO keeps on the host, and the keys that say so."""
+    held, names, key = dict[str, bool](), list[str](), ""
+    for kind in ("optimizer", "param"):
+        accelerates = [f"{beside}offload_{kind}_device"] * bool(beside)
+        place, key = k.chosen(*accelerates, f"{zero}offload_{kind}.device")
+        if place not in ("cpu", "none", None):
+            k.refuse("keeping weights or optimizer on a disk", key)
+        held[kind] = place == "cpu"
+        names += given_of(k, key)
+    if held["param"] and stage < 3:
+        k.refuse("weights on the host below ZeRO-3", key)
+    both = held["optimizer"] and held["param"]
+    return "all" if both else "optimizer" if held["optimizer"] else "params" * held["param"], tuple(names)
 
 
 def _brought(k: Account, key: str, otherwise: str) -> dict[str, Said]:

@@ -1,5 +1,5 @@
 """What a training script in Python says in plain values, without running it: the arguments of its calls of
-TrainingArguments, SFTConfig and ParallelismConfig, and the model that it loads.
+TrainingArguments, of TRL's configurations and of ParallelismConfig, and the model that it loads.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from typing import Any
 
 from spbench.bench.tools.jobs.job_files import JobFile
 
-_TRAINER = {"TrainingArguments", "SFTConfig", "Seq2SeqTrainingArguments"}
+_TRAINER = ("TrainingArguments", "Seq2SeqTrainingArguments")
 _PARALLEL, _HANDLER = "ParallelismConfig", "DeepSpeedSequenceParallelConfig"
 _LOADS = "from_pretrained"
+#: of TRL, that are no configuration of a trainer
+_NO_TRAINER = ("ModelConfig", "DatasetMixtureConfig", "DatasetConfig")
 
 
 def training_script(file: JobFile) -> dict[str, dict[str, Any]]:
-    """The content of a script as files of accelerate ("accelerate") and of the Trainer ("trainer").
+    """The content of a script as files of accelerate ("accelerate") and of the Trainer ("trainer"), and the
+    configurations of TRL that it names ("classes"). What only a run could tell of an argument is ``$(...)``.
 
     Raises:
         UserError: it is no Python.
@@ -26,27 +29,47 @@ def training_script(file: JobFile) -> dict[str, dict[str, Any]]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise file.wrong(f"no Python: {str(error)[:150]}") from error
     names = dict(_constants(tree))
+    classes = dict.fromkeys(_of_trl(tree), True)
     trainer: dict[str, Any] = {}
-    parallel: dict[str, Any] = {}
+    parallel, loaded = dict[str, Any](), dict[str, Any]()
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-        called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        said = dict(_plain(call, names))
-        if called in _TRAINER:
+        called = _last_name(call.func)
+        said = {keyword.arg or "**": _value(keyword.value, names) for keyword in call.keywords}
+        if called in _TRAINER or called in classes:
             trainer |= said
         elif called in (_PARALLEL, _HANDLER):
             parallel |= {f"parallelism_config_{name}": value for name, value in said.items()}
         elif called == _LOADS and "Model" in ast.unparse(call.func) and call.args:
-            model = _value(call.args[0], names)
-            if isinstance(model, str):
-                trainer.setdefault("model_name_or_path", model)
+            trainer.setdefault("model_name_or_path", _value(call.args[0], names))
+            loaded |= said
+        elif called.endswith("Trainer") and isinstance(said.get("model"), str):
+            trainer.setdefault("model_name_or_path", said["model"])
     if (length := parallel.get("parallelism_config_sp_seq_length")) and "max_length" not in trainer:
         trainer["max_length"] = length
+    if loaded and isinstance(own := trainer.get("model_init_kwargs") or {}, dict):
+        trainer["model_init_kwargs"] = loaded | own
     contents = {"trainer": trainer, "accelerate": {"parallelism_config": parallel} if parallel else {}}
-    return {kind: content for kind, content in contents.items() if content}
+    return {kind: content for kind, content in (contents | {"classes": classes}).items() if content}
+
+
+def _of_trl(tree: ast.Module) -> Iterator[str]:
+    """The configurations of TRL's trainers that a script imports, or names as ``trl.DPOConfig``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "trl":
+            named = [each.name for each in node.names]
+        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "trl":
+            named = [node.attr]
+        else:
+            continue
+        yield from (name for name in named if name.endswith("Config") and name not in _NO_TRAINER)
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
-    """Names that the script gives to plain values, once each, outside of functions."""
+    """Names that the script gives to plain values, once each."""
     assigned: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
@@ -58,18 +81,19 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
             yield name, values[0].value
 
 
-def _plain(call: ast.Call, names: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for keyword in call.keywords:
-        value = _value(keyword.value, names)
-        if keyword.arg is not None and value is not None:
-            yield keyword.arg, value
-
-
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """A plain value, or that of a name that has one; None where only a run could tell."""
-    if isinstance(node, ast.Name):
-        return names.get(node.id)
+    """A plain value, that of a name that has one, or a type of torch by its name; ``$(...)`` where only a run
+    could tell."""
+    if isinstance(node, ast.Name) and node.id in names:
+        return names[node.id]
+    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+        keys = [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
+        return dict(zip(keys, (_value(each, names) for each in node.values), strict=True))
+    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "dict" and not node.args:
+        return {each.arg or "**": _value(each.value, names) for each in node.keywords}
+    if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "torch":
+        return node.attr
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return None
+        return f"$({ast.unparse(node)})"

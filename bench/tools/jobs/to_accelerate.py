@@ -1,4 +1,4 @@
-"""A cell as an `accelerate launch` of trl's sft.py, whose arguments are the Trainer's."""
+"""A cell as an `accelerate launch` of a script whose arguments are the Trainer's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.flags import Flag, Flags, several_ranks
 from spbench.impls.models.model import model_preset
 
-_SCRIPT = "sft.py"
+_SCRIPT = "train.py"
 #: by strategy: how torch's context parallelism rotates keys and values
 _ROTATIONS = {"all_gather_kv": "allgather", "ring_attention": "alltoall"}
 _PARALLEL = "--parallelism_config_"

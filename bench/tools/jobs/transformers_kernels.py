@@ -73,6 +73,14 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
     if "loss" in liger:
         k.set("model_options.loss_tile", "liger", *step.liger.names, note=step.liger.note)
         k.set("model_options.cross_entropy", "in_place", *step.liger.names)
+    elif step.loss_tile.value:
+        tokens, rows = step.loss_tile.value
+        whole = {**fields, **fields.get("text_config", {})}.get("vocab_size") or rows
+        k.set("model_options.loss_tile", max(1, tokens * rows // max(whole, rows)), note=step.loss_tile.note)
+        k.set(
+            "model_options.cross_entropy", "in_place", note="a tile's gradient takes the place of its logits"
+        )
+        k.approximate("a tile's logits are not made again in backward, and its sums are not in float32")
     else:
         for option, each in (("cross_entropy", step.cross_entropy), ("logits_held", step.logits_held)):
             if each.value not in ("plain", "none"):

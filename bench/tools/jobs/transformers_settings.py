@@ -27,7 +27,10 @@ SEQUENCES = {
     "all-gather by heads": ("all_gather_kv", {"placement": "contiguous"}),
 }
 #: keys that name a model in programs whose files may leave it out
-_MODELS = ("model.model_path", "model.pretrained_model_name_or_path", "model.path")
+_MODELS = (
+    *("model.model_path", "model.pretrained_model_name_or_path", "model.path"),
+    "TrainingArguments.model_name_or_path",
+)
 
 
 def job_of_files(
@@ -54,7 +57,10 @@ def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
     replicas = _layout(k, step, files)
     if replicas is not None:
         _batch(k, step, replicas)
-    if _count(k, step.length, "tokens of a sequence"):
+    if step.length.value is None:
+        given = f"; --given {step.length.names[0]}=N" if step.length.names else ""
+        k.problems.append(f"how long sequences are is not said{given}")
+    elif _count(k, step.length, "tokens of a sequence"):
         k.set("seq_len", step.length.value, *step.length.names, note=step.length.note)
     k.set("precision", step.precision.value, *step.precision.names, note=step.precision.note)
     set_pipeline(k, step, fields)
@@ -88,8 +94,9 @@ def _model(k: Account, model: Said, files: JobFiles) -> dict[str, Any]:
 def _count(k: Account, number: Said, what: str) -> bool:
     if type(number.value) is int and number.value > 0:
         return True
-    where = " and ".join(map(k.spelled, number.names)) or f"how many {what} there are is not said"
-    k.problems.append(f"{where}: {shown(number.value)} is no number of {what}" if number.names else where)
+    given = " and ".join(map(k.spelled, filter(k.has, number.names)))
+    wrong = f"{given}: {shown(number.value)} is no number of {what}"
+    k.problems.append(wrong if given else f"how many {what} there are is not said")
     return False
 
 
@@ -137,9 +144,13 @@ def _layout(k: Account, step: TransformersStep, files: JobFiles) -> int | None:
         k.problems.append(f"{shown(gpus)} GPUs are no multiple of {least}, which share a batch or a model")
         return None
     replicas = int(gpus // shared)
+    if step.replicas.value not in (None, replicas):
+        said = " and ".join(map(k.spelled, step.replicas.names))
+        k.problems.append(f"{said}: {gpus} GPUs / {shared} leave {replicas} for data parallelism")
+    k.took(f"sizes.dp: {replicas}", *step.replicas.names)
     if groups > 1:
         k.set("training.data_parallel_replicate_degree", groups, *step.groups.names)
-    k.set("sizes.dp", replicas, note=f"{gpus} GPUs / {shared}")
+    k.set("sizes.dp", replicas, note=f"{gpus} GPUs" + f" / {shared}" * (shared > 1))
     if pp > 1:
         k.set("mesh", ["pp", "dp", "sp", "tp"], note="a stage's ranks follow on each other")
     return replicas
@@ -147,6 +158,8 @@ def _layout(k: Account, step: TransformersStep, files: JobFiles) -> int | None:
 
 def _batch(k: Account, step: TransformersStep, replicas: int) -> None:
     micro, parts, total = step.micro_batch, step.accumulation, step.batch
+    if micro.value is None and type(total.value) is int:
+        micro = Said(total.value // max((parts.value or 1) * replicas, 1), total.names)
     if not _count(k, micro, "sequences of a micro-batch"):
         return
     if total.value is not None and parts.value is None and _count(k, total, "sequences of a step"):
@@ -161,8 +174,10 @@ def _batch(k: Account, step: TransformersStep, replicas: int) -> None:
         parts = Said(1, parts.names)
     if not _count(k, parts, "micro-batches"):
         return
-    k.ignore("it follows from micro-batches", *total.names)
     product = f"micro-batch {micro.value} x accumulation {parts.value} x {replicas} replicas"
+    if total.value not in (None, micro.value * parts.value * replicas):
+        k.problems.append(f"{' and '.join(map(k.spelled, total.names))} is not {product}")
+    k.took(f"batch: {micro.value * parts.value * replicas}", *total.names)
     names = [*dict.fromkeys((*micro.names, *parts.names))]
     k.set("batch", micro.value * parts.value * replicas, *names, note=product)
     set_pieces(k, step, parts.value, parts.names)

@@ -41,6 +41,7 @@ def set_sharding_of(k: Account, step: TransformersStep, fields: Mapping[str, Any
         k.set("training.distributed_optimizer", True, *names, note="masters and moments in parts")
         k.set("training.accumulate_allreduce_grads_in_fp32", False, *names, note="gradients as the weights")
         k.set("training.gradient_accumulation_fusion", False, note="no matmul adds to a gradient")
+        k.set("training.check_for_nan_in_loss_and_grad", False, note="no pass looks for NaN")
         k.approximate("gradients are summed after backward in buffers of Megatron-Core's sizes")
     elif kind == "ddp" and step.precision.value != "fp32":
         k.approximate(
@@ -48,9 +49,14 @@ def set_sharding_of(k: Account, step: TransformersStep, fields: Mapping[str, Any
         )
     elif step.reduce.value == "fp32" and not whole and step.precision.value != "fp32":
         k.set("training.reduce_dtype", "fp32", *step.reduce.names, note=step.reduce.note)
-    k.took("gradients are summed in the dtype of the weights", *step.reduce.names)
+    if step.reduce.value != "fp32":
+        k.took("gradients are summed in the dtype of the weights", *step.reduce.names)
     if kind == "zero3":
         k.approximate("a layer's weights are gathered at once, without the next prefetch bucket")
+    elif kind == "zero2":
+        k.approximate(
+            "weights are gathered in forward, not after the optimizer's step; the sums of bytes differ"
+        )
     if kind == "zero3" and isinstance(step.buffer.value, int) and step.buffer.value > 0:
         kib = -(-2 * step.buffer.value // 1024)
         k.set(
@@ -73,6 +79,8 @@ def _host(k: Account, step: TransformersStep, of_torch: bool) -> None:
         k.stand_in("weights on the host without the optimizer", "time and memory", because, *names)
     elif held:
         k.set("training.optimizer", "host", *names)
+        if step.sharding.value == "zero1":
+            k.approximate("the host holds what Megatron-Core's optimizer does, 2 bytes a parameter less")
         if held == "all" and step.sharding.value in ("zero3", "fsdp"):
             k.set("training.parameters", "host", *names)
             if not of_torch:

@@ -63,6 +63,7 @@ class TransformersStep:
         tensor, tensor_by: ranks of tensor parallelism, and its strategy.
         tensor_loss: from which logits these compute the loss: option ``loss`` of their strategies.
         groups: of replicas, each of which shards all weights.
+        replicas: how many there are, where the job says it, to be checked; None: not said.
         pipeline, schedule: its ranks, and the order in which they run micro-batches, as torch names it.
         stage_layers, rounded: layers of a stage, None: as many as of others; and whether the number of stages
             is rounded "up" or "down" to a multiple of the ranks.
@@ -84,6 +85,7 @@ class TransformersStep:
         cross_entropy: model_options.cross_entropy where no kernel of Liger's has the head.
         logits_held: model_options.logits_held.
         liger: which of Liger's kernels run: words of "norm", "swiglu", "loss".
+        loss_tile: head and loss are computed in tiles of so many tokens by so many rows of the vocabulary.
         mlp_tiles: the MLP is computed in tiles, each of as many tokens as the model is wide, or that number.
         optimizer: "adam", "adam 8 bits", "muon", or another.
         foreach: its update is torch's default, a kernel for each operation on all weights.
@@ -107,6 +109,7 @@ class TransformersStep:
     tensor_by: Said = Said("tensor_parallel")
     tensor_loss: Said = Said("gathered", (), "transformers' tp_plan")
     groups: Said = Said(1)
+    replicas: Said = Said(None)
     pipeline: Said = Said(1)
     schedule: Said = Said("1f1b")
     stage_layers: Said = Said(None)
@@ -131,6 +134,7 @@ class TransformersStep:
     cross_entropy: Said = Said("plain")
     logits_held: Said = Said("none")
     liger: Said = Said("")
+    loss_tile: Said = Said(None)
     mlp_tiles: Said = Said(False)
     optimizer: Said = Said("adam")
     foreach: Said = Said(False)
@@ -156,3 +160,25 @@ def either(k: Account, words: dict[str, Any], otherwise: Any = None) -> Said:
     given = tuple(name for name in words if k.has(name))
     value = next((words[name] for name in given if k.value(name)), otherwise)
     return Said(value, given)
+
+
+def bits_of(k: Account, words: dict[str, Any]) -> Said:
+    """The bits of frozen weights, by the keys that ask for them; a problem where two ask for other ones."""
+    asked = [name for name in words if k.value(name)]
+    if len({words[name] for name in asked}) > 1:
+        k.problems.append(
+            f"{' and '.join(map(k.spelled, asked))}: weights are in one number of bits; leave one"
+        )
+    return either(k, words, 0)
+
+
+def precision_of(k: Account, bf16: Sequence[str], fp16: Sequence[str]) -> Said:
+    """The precision of a job, by the keys that ask for one; a problem where some ask for another."""
+    names = (*bf16, *fp16)
+    if bf16 and fp16:
+        k.problems.append(
+            f"{' and '.join(map(k.spelled, names))}: bf16 and fp16 are both asked for; leave one"
+        )
+    return Said(
+        "bf16" if bf16 else "fp16" if fp16 else "fp32", names, "" if names else "neither bf16 nor fp16"
+    )

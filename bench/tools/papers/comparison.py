@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import read_text, write_whole
 from spbench.bench.measure.trust.bands import unknown_share
+from spbench.bench.measure.trust.fit_certainty import filled
 from spbench.bench.units import six_digits
 from spbench.bench.yaml_files import finite
 
@@ -31,11 +32,13 @@ NUMBERS = ("published", "reproduced", "relative_error")
 OF_TIMES = ("rates", "bound")
 #: the share of a time that has no rate of its own, where there is such a share
 UNKNOWN = "unknown"
-#: columns of PAPER.csv, of which the last six say where a number comes from, and our time
+#: of a run: the part of its card that our fullest rank reserves
+FILLED = "filled"
+#: columns of PAPER.csv, of which the last seven say where a number comes from, our time and our memory
 RECORDS = (
     *("table", "cell", "strategy", "quantity", *NUMBERS),
     *("status_published", "status_reproduced", "role", "scenario", "variant", "note", "source", *OF_TIMES),
-    UNKNOWN,
+    *(UNKNOWN, FILLED),
 )
 
 
@@ -57,6 +60,7 @@ class Comparison:
         scenario, rates, bound: of a line of PAPER.csv: its scenario, and what our time rests on and what
             bounds the step, as :class:`Measurement` has them; else "".
         unknown: of such a line: :func:`unknown_share` of the step, three digits; else "".
+        filled: of such a line of a table: :func:`filled`, six digits; else "".
     """
 
     claim: str
@@ -79,6 +83,7 @@ class Comparison:
     rates: str = ""
     bound: str = ""
     unknown: str = ""
+    filled: str = ""
 
     @property
     def of_table(self) -> bool:
@@ -113,12 +118,20 @@ class Comparison:
     @property
     def share(self) -> float:
         """The share of our time that has no rate of its own; 0: none is told. UserError if it is none."""
+        return min(1.0, self._part(UNKNOWN) or 0.0)
+
+    @property
+    def filled_part(self) -> float | None:
+        """The part of its card that our fullest rank reserves; None: none is told. UserError if it is
+        none."""
+        return self._part(FILLED)
+
+    def _part(self, column: str) -> float | None:
+        text = getattr(self, column)
         try:
-            return min(1.0, max(0.0, finite(self.unknown or "0")))
+            return max(0.0, finite(text)) if text else None
         except ValueError as error:
-            raise UserError(
-                f"{self.source}: {UNKNOWN}: {shown(self.unknown)} is no share of a time"
-            ) from error
+            raise UserError(f"{self.source}: {column}: {shown(text)} is no part of a whole") from error
 
     @property
     def both(self) -> tuple[float, float]:
@@ -139,6 +152,8 @@ class Comparison:
         changed |= {name: measurement.get(name, "") if self.is_time else "" for name in OF_TIMES}
         if self.is_time and (share := unknown_share(measurement)):
             changed[UNKNOWN] = f"{share:.3g}"
+        if self.of_table and (part := filled(measurement)):
+            changed[FILLED] = f"{part:.6g}"
         return replace(self, table=self.table or self.claim, scenario=scenario, **changed)
 
     @classmethod
@@ -198,7 +213,9 @@ def as_frame(comparisons: Sequence[Comparison]) -> DataFrame:
     from pandas import DataFrame
 
     columns = [
-        field.name for field in fields(Comparison) if field.name not in ("scenario", *OF_TIMES, UNKNOWN)
+        field.name
+        for field in fields(Comparison)
+        if field.name not in ("scenario", *OF_TIMES, UNKNOWN, FILLED)
     ]
     frame = DataFrame([asdict(c) for c in comparisons], columns=columns)
     return frame.astype(dict.fromkeys(NUMBERS, float))

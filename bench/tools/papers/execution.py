@@ -4,12 +4,12 @@ compare them with what was published, and draw their figure. Progress goes to st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,7 +25,7 @@ from spbench.bench.measure.sweep.executor import Executor, opened
 from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.sweep import Digesting, digests_of_a_run, is_current, outdated
 from spbench.bench.measure.sweep.worker import Crew
-from spbench.bench.measure.trust.bands import NO_RATE, priced_by_in_words
+from spbench.bench.measure.trust.bands import NO_RATE, priced_by_in_words, with_band
 from spbench.bench.measured_code import has_baseline, refuse_unmeasured_checkout, unmeasured_checkout
 from spbench.bench.row import FAULTS, FINAL, Row
 from spbench.bench.tools.papers.answer import compare
@@ -230,7 +230,7 @@ def draw_figure(scenario: Scenario, ran: RanScenario, folder: Path) -> tuple[lis
     figure = scenario.document.figure
     if figure is None or not ran.known:
         return [], False
-    return _drawn(figure, ran.known, as_frame(ran.comparisons), folder)
+    return _drawn(figure, [with_band(row) for row in ran.known], as_frame(ran.comparisons), folder)
 
 
 def draw_records(paper: str, records: DataFrame, folder: Path) -> tuple[list[Path], bool]:
@@ -243,7 +243,9 @@ def draw_records(paper: str, records: DataFrame, folder: Path) -> tuple[list[Pat
     return _drawn(paper, [], records, folder)
 
 
-def _drawn(figure: str, rows: Sequence[Row], comparison: DataFrame, folder: Path) -> tuple[list[Path], bool]:
+def _drawn(
+    figure: str, rows: Sequence[Mapping[str, Any]], comparison: DataFrame, folder: Path
+) -> tuple[list[Path], bool]:
     """The files of a figure, none where there is no such figure, and whether drawing failed."""
     if figure not in FIGURES:
         return [], False

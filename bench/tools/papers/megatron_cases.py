@@ -29,16 +29,16 @@ from spbench.bench.tools.jobs.megatron_kernels import CONTAINER
 from spbench.bench.tools.papers.answer import document_model
 from spbench.bench.tools.papers.comparison import write_csv
 from spbench.bench.tools.papers.execution import RanScenario
-from spbench.bench.tools.papers.golden_departures import (
+from spbench.bench.tools.papers.sources import (
     GOLDEN_FILES,
     GPUS,
     MEMORY,
     RESUMED,
     departures,
     machine_of,
+    published_file,
     varies_by,
 )
-from spbench.bench.tools.papers.sources import published_file
 from spbench.bench.units import percent, shown_share
 
 #: arguments of `spbench reproduce`, and files of what is predicted: of GPT and BERT; of experts and hybrids

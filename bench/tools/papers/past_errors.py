@@ -26,7 +26,7 @@ from spbench.bench.measure.trust.coverage import Covered, LeftOut, coverage, ove
 from spbench.bench.measure.trust.error_model import StepObservation
 from spbench.bench.tools.papers.comparison import OF_TIMES, Comparison, read_comparisons
 from spbench.bench.tools.papers.paper_findings import Line, distinct
-from spbench.bench.tools.papers.sources import COLLECTIONS, published_file
+from spbench.bench.tools.papers.sources import published_file, publishers
 from spbench.bench.units import difference, percent, shown_share, three_digits
 from spbench.plots.series import grouped
 
@@ -194,12 +194,10 @@ def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> li
         records: of :func:`counted_times`.
         cells: by key; a record whose cell is not there is compared with no other.
     """
-    sources = [row for file, _ in COLLECTIONS.values() for row in published_file(file).rows]
-    measured_by = {row["file"]: row["measured by"] for row in sources}
+    source_of = publishers()
 
     def observation(record: Comparison) -> StepObservation:
-        file = record.source.partition(":")[0]
-        source = measured_by.get(file) or file.partition("_")[0].upper()
+        source = source_of(record.source)
         rests = record.rates, record.bound, record.strategy, log_error(record)
         if (cell := cells.get(record.cell)) is None:
             return StepObservation(source, *rests, unknown=record.share)

@@ -10,6 +10,7 @@ import click
 from spbench.bench.command_line.options import (
     WORDS,
     Limit,
+    WholeNumber,
     choosing_cells,
     device,
     executor,
@@ -29,7 +30,7 @@ from spbench.bench.measure.processes.starting import beginning_server
 @device
 @click.option(
     "--rank",
-    type=click.IntRange(min=0),
+    type=WholeNumber(min=0),
     help="The rank that an engine plays which plays one alone; that with the largest peak if left out.",
 )
 @jobs

@@ -21,6 +21,7 @@ from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
 from spbench.bench.measure.sweep.results import RESULTS_FILE, flat, flat_rows, read_rows
 from spbench.bench.measure.sweep.sweep import digests_of_a_run, is_final, outdated
 from spbench.bench.measure.trust.bands import TIE, TIE_LEGEND, priced_by_in_words, shown_band, tied, with_band
+from spbench.bench.measure.trust.fit_certainty import TIGHT, certainty
 from spbench.bench.row import FAULTS, Row, finite
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import Comparison
@@ -28,7 +29,7 @@ from spbench.bench.tools.papers.execution import RanScenario, draw_figure, opene
 from spbench.bench.tools.papers.paper_findings import compared, errors_by_role
 from spbench.bench.tools.papers.sources import unknown_paper
 from spbench.bench.units import gib, mib, shown_share, three_digits
-from spbench.plots.series import differing
+from spbench.plots.series import differing, grouped
 
 #: a row as :func:`flat`, with its ``tie``, ``options`` and ``communication``
 Entry = Mapping[str, Any]
@@ -141,7 +142,10 @@ def results(
     files = [*ran.files, *figures]
     content: dict[str, Any] = {
         "scenario": scenario.name,
-        "rows": [{**with_band(row), "tie": tie} for row, tie in zip(ran.rows, ties, strict=True)],
+        "rows": [
+            {**with_band(row), "tie": tie, "fits": word, "tight_because": reason}
+            for row, tie, (word, reason) in zip(ran.rows, ties, map(_fits, ran.rows), strict=True)
+        ],
         "comparison": [dataclasses.asdict(entry) for entry in ran.comparisons],
         "files": [str(path) for path in files],
     }
@@ -310,24 +314,21 @@ def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> Iterator[
         if named:
             more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
             yield f"{status}: {'; '.join(named[:_NAMED])}{more}"
-    yield from _returning(rows)
+    yield from _tight(rows)
     counts = Counter(row.status for row in rows)
     cells = f"{len(rows)} cell{'' if len(rows) == 1 else 's'}"
     yield f"{cells}: {', '.join(f'{count} {status}' for status, count in counts.most_common())}"
 
 
-def _returning(rows: Sequence[Row]) -> Iterator[str]:
-    """Cells with a time whose allocator returns memory to a full card in their last step."""
-    most = {}
-    for row in rows:
-        classes = row.measurement.get("by_class") or []
-        if row.status == "ok" and row.measurement.get("step_time_s") and classes:
-            last = max(entry["step"] for entry in classes)
-            most[row.key] = max(e.get("returned_bytes", 0) for e in classes if e["step"] == last)
-    named = [f"{'/'.join(key.split('/')[:5])} {gib(nbytes)} GiB" for key, nbytes in most.items() if nbytes]
-    if named:
-        more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-        yield (
-            "memory that the allocator returns to a full card in each step, which the step time does not "
-            f"count: {'; '.join(named[:_NAMED])}{more}"
-        )
+def _fits(row: Row) -> tuple[str | None, str | None]:
+    """Whether it fits, is tight or does not, and why it is tight; None: nothing says it."""
+    return certainty(Cell.model_validate(row.cell), row.measurement) or (None, None)
+
+
+def _tight(rows: Sequence[Row]) -> Iterator[str]:
+    """The cells that fit and may not on a real card, by the reason."""
+    verdicts = ((_fits(row), "/".join(row.key.split("/")[:5])) for row in rows)
+    tight = [(reason, cell) for (word, reason), cell in verdicts if word == TIGHT]
+    for reason, of in grouped(tight, lambda each: each[0]).items():
+        more = f" and {len(of) - _NAMED} more" if len(of) > _NAMED else ""
+        yield f"tight: {'; '.join(cell for _, cell in of[:_NAMED])}{more}: {reason}"

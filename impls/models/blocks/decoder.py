@@ -114,6 +114,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "fp8_transposes": True,
         "attention_views": False,
         "recompute": "none",
+        "recompute_keeps": (),
         "recompute_early_stop": False,
         "recompute_reentrant": False,
         "checkpoints": "device",
@@ -122,6 +123,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         "tiling": "alst",
         "vocabulary_tile": 0,
         "dispatcher": "all_gather",
+        "expert_weighting_at": "experts",
         "shared_overlap": False,
         "experts_matmul": "sequential",
         "permutation": "plain",
@@ -172,7 +174,13 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         return [*self._dense_variants(), *self.expert_variants()]
 
     def _dense_variants(self) -> list[Mapping[str, Any]]:
-        recompute = {"recompute", "recompute_early_stop", "recompute_reentrant", "checkpoints"}
+        recompute = {
+            "recompute",
+            "recompute_keeps",
+            "recompute_early_stop",
+            "recompute_reentrant",
+            "checkpoints",
+        }
         others = {"checkpointing", "unfused", "mlp_tile", "loss_tile", "tiling"} | recompute
         plain = {k: v for k, v in self.plain_options.items() if k not in others}
         # only strategies that split heads refuse 3 over 2 or 4 ranks; all ranks hold one of keys and values

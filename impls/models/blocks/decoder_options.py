@@ -44,7 +44,12 @@ _WAYS = {
     "tiling": ("alst", "fpdt"),
     "checkpoints": ("device", "host", "save_on_cpu", "pageable"),
 }
-_WORDS = {"recompute_modules": RECOMPUTE_MODULES, "fusions": tuple(COMPILED), "unfused": FUSIONS}
+_WORDS = {
+    "recompute_modules": RECOMPUTE_MODULES,
+    "recompute_keeps": ("all_to_all",),
+    "fusions": tuple(COMPILED),
+    "unfused": FUSIONS,
+}
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             "core_attn": softmax attention; "moe_act": the activation of experts; "moe": experts with router
             and dispatch; "shared_experts"; "mlp": MLPs without experts; "layernorm": norms that no projection
             of the library includes; "mla_up_proj": the up-projections of latent attention.
+        recompute_keeps: of "operators", what is kept too: "all_to_all": what brings rows to their experts and
+            back (torchtitan since its pull request 1672 of September 2025).
         recompute_method: of full recomputation: "uniform": all layers, in runs of ``recompute_layers``;
             "block": the first ``recompute_layers`` of each pipeline stage, one by one; "interval": one of
             each ``recompute_layers`` layers of a stage, the last of them.
@@ -165,6 +172,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
     recompute: str = "none"
     recompute_method: str = "uniform"
     recompute_modules: Sequence[str] = ("core_attn",)
+    recompute_keeps: Sequence[str] = ()
     recompute_layers: int = 1
     recompute_early_stop: bool = False
     recompute_reentrant: bool = False
@@ -224,6 +232,8 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             yield "a reentrant checkpoint runs whole; leave recompute_early_stop out"
         if self.checkpointed_angles < 0 or (self.checkpointed_angles and self.checkpoints != "pageable"):
             yield "checkpointed_angles is at least 0, and needs checkpoints: pageable"
+        if self.recompute_keeps and not self.keeps_operators:
+            yield "recompute_keeps needs recompute: operators; set that, or leave it out"
         if self.mlp_tile and self.keeps_operators:
             yield "recompute: operators keeps matmuls, and mlp_tile keeps none; leave one out"
 
@@ -301,8 +311,14 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
         return {
             "early_stop": self.recompute_early_stop,
             "keep": self.keeps_operators,
+            "keep_exchanges": "all_to_all" in self.recompute_keeps,
             "reentrant": self.recompute_reentrant,
         }
+
+    @property
+    def kept_collectives(self) -> tuple[str, ...]:
+        """The collectives whose results layers have when they run again."""
+        return ("reduce_scatter", *self.recompute_keeps) if self.keeps_operators else ()
 
     @property
     def mlp_tiling(self) -> Tiling:

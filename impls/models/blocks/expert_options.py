@@ -18,6 +18,7 @@ _CHOICES = {
     "router_dtype": ("float32", "model"),
     "aux_loss": ("none", "batch", "sequence", "global"),
     "expert_weighting": ("output", "input"),
+    "expert_weighting_at": ("experts", "tokens"),
     "experts_matmul": ("grouped", "sequential"),
     "permutation": PERMUTATIONS,
 }
@@ -39,6 +40,8 @@ class ExpertOptions:
         expert_pattern: 1 for a layer with experts, 0 for one with an MLP, again and again.
         expert_biases: of the experts' projections (gpt-oss, arXiv 2508.10925).
         expert_weighting: what the router's weights multiply: an expert's "output", or its "input" (Llama 4).
+        expert_weighting_at: where: on the rank of the "experts", which the weights are sent to; or where the
+            "tokens" are, in float32, before rows go out or when they are back (torchtitan).
         router: "softmax", "sigmoid" (DeepSeek-V3, arXiv 2412.19437), or "sinkhorn": the choice by a balanced
             softmax, without gradient.
         router_scores: "all": scores of all experts, of which the largest are chosen (Qwen3); "chosen": the
@@ -78,6 +81,7 @@ class ExpertOptions:
     expert_pattern: Sequence[int] = (1,)
     expert_biases: bool = False
     expert_weighting: str = "output"
+    expert_weighting_at: str = "experts"
     router: str = "softmax"
     router_scores: str = "all"
     router_normalized: bool = False
@@ -124,6 +128,8 @@ class ExpertOptions:
             raise ValueError(f"aux_loss {self.aux_loss} with aux_weight {self.aux_weight}; set both or none")
         if not dispatchers()[self.dispatcher].heeds_capacity and self.capacity is not None:
             raise ValueError(f"{self.dispatcher} sends every token; leave capacity out, or use all_to_all")
+        if self.expert_weighting_at == "tokens" and not dispatchers()[self.dispatcher].weighs_tokens:
+            raise ValueError(f"{self.dispatcher} sums rows on its way; leave expert_weighting_at out")
         if self.shared_overlap:
             self._check_overlap()
         if self.capacity_padded and self.capacity is None:
@@ -191,9 +197,11 @@ class ExpertOptions:
                 "router": "sigmoid",
                 "router_normalized": False,
                 "expert_weighting": "input",
+                "expert_weighting_at": "tokens",
             }
             | {"expert_pattern": (0, 1), "shared_inner": 48},
-            {"mlp": "clamped_swiglu", "expert_biases": True, "router_linear_bias": True},
+            {"mlp": "clamped_swiglu", "expert_biases": True, "router_linear_bias": True}
+            | {"expert_weighting_at": "tokens", "recompute": "operators", "recompute_keeps": ("all_to_all",)},
         ]
 
     @property

@@ -93,6 +93,8 @@ def call_of(model: DecoderModel) -> ExpertCall:
         model.aux_loss,
         model.routing == LEARNED,
         model.node_ranks,
+        model.expert_weighting_at,
+        model.kept_collectives,
     )
 
 
@@ -105,6 +107,8 @@ class MixtureModule(nn.Module):
         self.router = Router(model, strategy)
         dispatcher = dispatchers()[model.dispatcher]
         self.dispatcher: Dispatcher = dispatcher(place, model.experts, model.permutation, model.node_ranks)
+        if model.expert_weighting_at == "tokens":
+            self.dispatcher.weighted = "sent" if model.expert_weighting == "input" else "returned"
         if model.library != LIBRARIES[0]:
             # use_global_buffer of Megatron-Core's MoEAllGatherTokenDispatcher
             self.dispatcher.buffer = strategy.buffer
@@ -210,9 +214,9 @@ class MixtureModule(nn.Module):
 
     # -- what experts do ---------------------------------------------------------------------------------
 
-    def _experts(self, x: Tensor, weights: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Rows x [R, H] of experts with that many each -> [R, H], times their weights [R]."""
-        if self.model.expert_weighting == "input":
+    def _experts(self, x: Tensor, weights: Tensor | None, lengths: Sequence[int]) -> Tensor:
+        """Rows x [R, H] of experts with that many each -> [R, H], times their weights [R] if there are."""
+        if weights is not None and self.model.expert_weighting == "input":
             return self._matmuls(x * weights.to(x.dtype)[:, None], None, lengths)
         return self._matmuls(x, weights, lengths)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,16 +30,17 @@ def recomputed(
     *inputs: Any,
     early_stop: bool = False,
     keep: bool = False,
+    keep_exchanges: bool = False,
     keep_results: bool = False,
     reentrant: bool = False,
     on_host: HostCheckpoints | None = None,
 ) -> Output:
     """``block(*inputs)``, of which only the inputs are kept until backward, and with ``keep`` what every
-    other matmul made, attention, and sums that are scattered (torchtitan's selective checkpointing by "op");
-    with ``keep_results`` attention alone. With ``on_host`` tensors among the inputs are kept there. With
-    ``early_stop`` it runs again as far as the last tensor that its backward needs, as torch's own default is.
-    ``reentrant``: what torch's reentrant checkpoint holds meanwhile is held too, see
-    :class:`BackwardFrame`."""
+    other matmul made, attention, and sums that are scattered (torchtitan's selective checkpointing by "op"),
+    with ``keep_exchanges`` what all-to-alls of rows brought too; with ``keep_results`` attention alone. With
+    ``on_host`` tensors among the inputs are kept there. With ``early_stop`` it runs again as far as the last
+    tensor that its backward needs, as torch's own default is. ``reentrant``: what torch's reentrant
+    checkpoint holds meanwhile is held too, see :class:`BackwardFrame`."""
     first = random.number
     within: Callable[..., Output] = BackwardFrame(block) if reentrant else block
 
@@ -46,7 +48,8 @@ def recomputed(
         random.number = first  # the same dropout masks when backward runs it again
         return within(*inputs)
 
-    contexts = _keeping if keep else _keeping_results if keep_results else noop_context_fn
+    operators = partial(_keeping, exchanges=keep_exchanges)
+    contexts = operators if keep else _keeping_results if keep_results else noop_context_fn
     where = nullcontext() if on_host is None else on_host.keeping()
     # the papers' frameworks run the whole block again
     with set_checkpoint_early_stop(early_stop), where:
@@ -56,10 +59,10 @@ def recomputed(
         return output
 
 
-def _keeping() -> tuple[Any, Any]:
+def _keeping(*, exchanges: bool) -> tuple[Any, Any]:
     """The contexts of a block's forward and of its second run, which share what is kept: every other matrix
     product, and what is :func:`kept`."""
-    results = KeptResults(products=True)
+    results = KeptResults(products=True, exchanges=exchanges)
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         # none of those within a result that is kept, which are not run again

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.collectives import all_reduce
+from spbench.impls.kernels.kept_results import keeping
 from spbench.impls.kernels.projection import LIBRARIES, library_of, te_mm, te_mm_to
 from spbench.impls.routing import capacity_of
 from spbench.impls.strategies.base import Strategy
@@ -189,7 +190,9 @@ class _RouterLogits(torch.autograd.Function):
             logits = te_mm_to(x, weight.mT, dtype)
         else:
             logits = torch.mm(x.to(dtype), weight.to(dtype).mT)
-        return logits if bias is None else logits.add_(bias.to(dtype))
+        if bias is None:
+            return logits
+        return logits + bias.to(dtype) if keeping() else logits.add_(bias.to(dtype))  # see keeping
 
     @staticmethod
     def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor | None, ...]:

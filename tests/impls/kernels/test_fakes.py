@@ -15,8 +15,7 @@ from spbench.impls.attended import Range, Ranges
 from spbench.impls.kernels.flash_attention import flash_attention
 from spbench.impls.kernels.linear_attention import linear_attention_state_gradients, linear_attention_states
 from spbench.impls.kernels.packed_weights import initial_scales
-from tests.impls.kernels.made import bits, made
-from tests.impls.kernels.recurrence_arguments import recurrence_arguments
+from tests.impls.kernels.made import bits, made, recurrence_arguments
 
 import_module("spbench.impls.backends.narrow_moments")  # which has an operator of its own
 for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):

@@ -90,6 +90,47 @@ def test_activations_that_are_made_again_are_not_kept() -> None:
     assert peak_of_layer({}) - peak_of_layer(again) == pytest.approx(2 * 2**15 * 2048 * 2, rel=0.01)
 
 
+def saved_by_layer(options: Mapping[str, Any], sizes: Mapping[str, int], strategy: str) -> int:
+    """Bytes that a layer's forward of 64 positions of a tiny model keeps for backward."""
+    kept: dict[int, int] = {}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return x
+
+    model = model_preset("moe-tiny", options)
+    assert isinstance(model, CausalTransformerModel)
+    with fake_mesh(sizes, 0) as mesh, FakeTensorMode(), default_dtype(torch.bfloat16):
+        layer = MixtureModule(model, nesting(strategy).configured(Place.on(mesh, sizes)))
+        mark_library(layer, model.library)
+        x = torch.empty(1, 64 // sizes.get("tp", 1), model.hidden, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            layer(x)
+    return sum(kept.values())
+
+
+# by experts, features [24] and their weights are kept in bf16, or rows [48]
+@pytest.mark.parametrize(("weighted", "features"), [("output", 24), ("input", 48)])
+def test_rows_that_tokens_weigh_are_kept_in_float32(weighted: str, features: int) -> None:
+    sizes, weighing = {"dp": 2, "ep": 2}, {"expert_weighting": weighted}
+    by_experts, by_tokens = (
+        saved_by_layer(weighing | {"expert_weighting_at": at}, sizes, "single")
+        for at in ("experts", "tokens")
+    )
+    assert by_tokens - by_experts == 64 * 3 * ((48 + 1) * 4 - (features + 1) * 2)
+
+
+@pytest.mark.parametrize("fp8", ["none", "tensorwise"])
+def test_input_of_shared_experts_is_gathered_once_beside_the_dispatch(fp8: str) -> None:
+    options = {"shared_inner": 64, "fp8": fp8, "library": TRANSFORMER_ENGINE}
+    in_turn, beside = (
+        saved_by_layer(options | {"shared_overlap": overlap}, {"tp": 2}, "megatron_sp")
+        for overlap in (False, True)
+    )
+    assert beside - in_turn == (64 * 48 * 2 if fp8 == "none" else 0)
+
+
 @pytest.mark.parametrize("library", ["torch", TRANSFORMER_ENGINE])
 def test_megatron_gathers_tokens_into_a_buffer_that_stays(library: str) -> None:
     model, sizes = (

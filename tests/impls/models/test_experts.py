@@ -11,6 +11,14 @@ from tests.impls.models.mixture_runs import Setting, worst_of_rank
 
 TWICE = {"dispatcher": "node_deduplicated", "permutation": "fused"}
 HYBRID = {"dispatcher": "hybrid_ep", "permutation": "fused"}
+#: torchtitan's
+KEPT = {
+    "recompute": "operators",
+    "recompute_keeps": ("all_to_all",),
+    "expert_weighting_at": "tokens",
+    "expert_biases": True,
+    "router_linear_bias": True,
+}
 EVEN = {"routing": "even"}
 BESIDE = {"shared_inner": 48, "shared_gate": True, "shared_overlap": True, "routing": "zipf:1.5"}
 #: a weight that is normalized alone would be 1, and have no gradient
@@ -64,6 +72,11 @@ SETTINGS = {
         {"tp": 2, "sp": 2, "ep": 4}, "megatron_sp+ring_attention", options={**BESIDE, **TWICE}
     ),
     "zigzag": Setting({"sp": 4, "ep": 2}, "ring_attention", options={"routing": "zipf:1.5"}, zigzag=True),
+    # what reduce-scatters bring is kept too
+    "kept, weighed by tokens": Setting({"sp": 4, "ep": 2, "etp": 2}, options={**KEPT, "routing": "zipf:1.5"}),
+    "kept, weighed by tokens before": Setting(
+        {"sp": 2, "ep": 2}, options={**KEPT, "expert_weighting": "input", "recompute_keeps": ()}
+    ),
     "tp": Setting(
         {"tp": 2, "sp": 2, "ep": 4}, "megatron_sp+ring_attention", options={"permutation": "fused"}
     ),
@@ -79,6 +92,7 @@ ALWAYS = (
         "once a node",
         "gathered choices",
         "biases under etp",
+        "kept, weighed by tokens",
         "tp",
     ),
 )

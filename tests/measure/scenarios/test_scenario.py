@@ -96,6 +96,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("grups", [], "unknown key; did you mean 'groups'?"),
     ("groups", [], "is empty; give at least one"),
     ("groups[0].btach", 4, "unknown key; did you mean 'batch'?"),
+    ("groups[0].program", "deepsped", "unknown program 'deepsped'; did you mean 'deepspeed'?"),
     ("groups[1].variant", "x", "unknown key; variants have a section of their own"),
     ("variants.all", {}, "'all' stands for every variant"),
     ("variants.first.training.moments", "latr", "must be 'kept' or 'later'"),

@@ -17,7 +17,8 @@ from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.substitutes import Substitute, kernel_substitutes
 from spbench.bench.measure.trace.operator_prices import price_of
 from spbench.bench.measure.trust.bands import priced_by_in_words
-from tests.measure.simulator.step_programs import cluster, everyone, simulate
+from spbench.bench.programs import stand_ins
+from tests.measure.simulator.step_programs import cluster, of_links
 from tests.measure.simulator.test_card_rates import figure, rate, with_card
 
 
@@ -71,19 +72,6 @@ def test_the_rate_of_another_card_or_of_other_calls_is_named() -> None:
     assert unlike == [(work, "its rate with a causal mask, at head size 8", "extrapolated")]
 
 
-def of_links(on: Cluster, ranks: int, *, sends: bool = False) -> dict[tuple[str, str, str], float]:
-    """What an all-to-all over so many ranks, or a send of each to the next, is priced by."""
-    b = ProgramBuilder((1, 1, 1, ranks))
-    if sends:
-        posted = [b.send(8.0, (0, 0, 0, 1)), b.recv(8.0, (0, 0, 0, -1))]
-    else:
-        posted = [b.collective("all_to_all", 8.0, everyone(ranks))]
-    for each in posted:
-        b.wait(each)
-    timeline = simulate([b.program()], [range(ranks)], on)
-    return {tuple(each): seconds for each, seconds in timeline.priced_by.items()}
-
-
 def linked(devices: int, *, substitute: str = "", **collectives: Any) -> Cluster:
     document = cluster(devices=devices).model_dump()
     document["node_link"]["bandwidth_bytes_per_s"]["substitute"] = substitute
@@ -126,6 +114,13 @@ def test_the_class_of_a_time_is_that_of_its_worst_price_that_counts() -> None:
     assert of(extrapolated=0.5, transferred=0.06) == "transferred"
     # work without any rate may take many times as long, so that a little of it counts
     assert of(extrapolated=0.5, transferred=0.5, substituted=0.011) == "substituted"
+    named = [each.price for each in stand_ins("torchtitan", "zero3", {"tp": 2, "nodes": 2})]
+    names = ["torchtitan's tensor parallelism", "torchtitan over nodes"]
+    assert [each["work"] for each in named] == names
+    priced_by = [*named, {"grade": "substituted", "share": 0.5}]
+    sourced = rates_of_step(load_cluster("a100-sxm-80gb"), "bf16", ("tnl-1b", "lasp"), priced_by)
+    assert sourced == f"{names[0]} priced as Megatron's"
+    assert not [*stand_ins("", "zero3", {"ep": 8})]
     # a scalar has taken up what its own program lacks, and that of no other program
     fitted, missing = load_cluster("a100-lasp"), [{"grade": "substituted", "share": 1.0}]
     assert rates_of_step(fitted, "bf16", ("tnl-1b", "lasp"), missing) == "fitted"
@@ -138,9 +133,11 @@ def test_prices_in_words_are_those_of_the_largest_shares() -> None:
         return {"priced_by": [Substitute(work, "matmuls", grade)._asdict() | {"share": share}]}  # type: ignore[arg-type]
 
     some = [measured(0.2, "a"), measured(0.5, "a"), measured(0.1, "b", "extrapolated"), {}]
-    assert priced_by_in_words(some) == "no rate of its own: a (50%): matmuls. Extrapolated: b (10%): matmuls"
+    assert priced_by_in_words(some) == (
+        "no rate of its own: a (up to 50%): matmuls. Extrapolated: b (up to 10%): matmuls"
+    )
     many = [measured(0.1 * n, f"w{n}") for n in range(1, 6)]
-    assert priced_by_in_words(many).endswith("w3 (30%): matmuls; 2 more")
+    assert priced_by_in_words(many).endswith("w3 (up to 30%): matmuls; 2 more")
     assert priced_by_in_words([{}]) == ""
 
 

@@ -20,6 +20,7 @@ from spbench.bench.measure.trust.bands import (
 )
 from spbench.bench.measure.trust.error_model import ErrorModel
 from spbench.bench.measure.trust.intervals import ANY, Interval
+from spbench.bench.programs import STAND_INS, StandIn
 
 #: intervals of log errors of 0.1 and 0.5; ties up to 5%
 MODEL = ErrorModel(
@@ -32,6 +33,7 @@ MODEL = ErrorModel(
     of_strategies=0.2,
     of_ties={ANY: 0.05},
     of_orders={},
+    of_stand_ins={"DeepSpeed priced as fully_shard": Interval(-0.4, 0.3, 1, 4)},
 )
 
 
@@ -95,6 +97,29 @@ def test_a_row_names_the_rate_that_makes_its_class() -> None:
     )  # which has all that counts
 
 
+def stood_in(*some: StandIn) -> dict[str, Any]:
+    return {"rates": str(some[0]), "priced_by": [each.price for each in some]}
+
+
+DEEPSPEED = stood_in(STAND_INS[0])
+
+
+def test_a_row_names_the_program_that_another_stands_in_for() -> None:
+    measured = with_band(row(**DEEPSPEED), MODEL)["measurement"]
+    assert measured["lacks"] == "DeepSpeed"
+    said = "DeepSpeed priced as fully_shard: 1 source, 4 rows; sourced rates, matmul: 1 source, 1 row"
+    assert measured["band"] == said
+    both = {**DEEPSPEED, "priced_by": [*DEEPSPEED["priced_by"], *LACKING["priced_by"]]}
+    lacking = with_band(row(**both), MODEL)["measurement"]
+    assert lacking["lacks"] == "DeepSpeed, forward attention by triton"
+
+
+@pytest.mark.parametrize("missing", ["step_time_low_s", "step_time_high_s"])
+def test_a_time_with_one_end_of_its_interval_stands_alone(missing: str) -> None:
+    """As of a damaged row."""
+    assert shown_band({**with_band(row(), MODEL)["measurement"], missing: None}) == "2.00 s"
+
+
 @pytest.mark.parametrize(
     ("measured", "text"),
     [
@@ -105,6 +130,11 @@ def test_a_row_names_the_rate_that_makes_its_class() -> None:
         ({"rates": "substituted"} | LACKING, "2.00 s -50% +101%, no rate of forward attention by triton"),
         ({"rates": "datasheet", "bound": ANY}, "2.00 s -10% +101%, uncalibrated"),
         ({"rates": "", "bound": ""}, "2.00 s"),
+        (DEEPSPEED, "2.00 s -10% +101%, DeepSpeed priced as fully_shard"),
+        # no narrower than that of its rates, and of what was never measured as wide as others
+        (DEEPSPEED | {"bound": "bubble"}, "2.00 s -50% +101%, DeepSpeed priced as fully_shard"),
+        (stood_in(STAND_INS[1]), "2.00 s -50% +101%, expert parallelism, measured slower"),
+        (stood_in(*STAND_INS[:2]) | {"rates": "datasheet"}, "2.00 s -50% +101%, uncalibrated"),
         ({"step_time_s": None}, ""),
     ],
 )

@@ -100,15 +100,16 @@ def test_a_run_ends_with_what_is_not_ok_and_the_counts() -> None:
     ]
 
 
-def test_a_run_names_cells_whose_allocator_returns_memory_in_the_last_step() -> None:
+def test_a_run_names_cells_that_are_tight() -> None:
     def full(*returned: int) -> dict[str, Any]:
-        steps = [{"step": step, "returned_bytes": nbytes} for step, nbytes in enumerate(returned)]
-        return simulated(by_class=[*steps, {"step": len(steps) - 1}])
+        steps = [
+            {"step": at, "returned_bytes": n, "reserved_memory_bytes": 1} for at, n in enumerate(returned)
+        ]
+        return simulated(by_class=steps, usable_memory_bytes=2**40)
 
     note, _ = verdict([full(0, 2**30, 2**31)], [])
-    assert note.startswith("memory that the allocator returns to a full card in each step, which the step")
-    assert note.endswith(" 2.00 GiB")
-    assert len([*verdict([full(0, 2**30, 0), ended("single", "ok")], [])]) == 1
+    assert note.startswith("tight: bert-tiny/single/1/b2/L8: PyTorch gives 2.00 GiB of segments back")
+    assert len([*verdict([full(2**30, 0, 0), ended("single", "ok")], [])]) == 1
 
 
 def test_a_terminal_counts_what_is_unsupported_by_reason() -> None:

@@ -49,7 +49,7 @@ def longer(card: str) -> tuple[str, ...]:
 def test_the_first_lines_say_yes_and_by_how_much(fit: Run, card: Card) -> None:
     code, out, _ = fit(*shorter(card(100)), "--must-fit")
     assert code == 0
-    first, second, third, _, fifth, *_ = out.splitlines()
+    first, second, third, _, model, fifth, *_ = out.splitlines()
     shown = re.fullmatch(r"fits: yes, (\S+) GiB to spare \(needs (\S+) of (\S+) GiB\)", first)
     assert shown is not None
     spare, needed, has = map(float, shown.groups())
@@ -59,6 +59,7 @@ def test_the_first_lines_say_yes_and_by_how_much(fit: Run, card: Card) -> None:
         r": activations of blocks\.\*\.mixer [\d.]+, activations of blocks\.\*\.mlp [\d.]+ GiB$", second
     )
     assert third == "no change is needed; --suggest tries those that take less memory"
+    assert model == "the model causal-transformer-tiny: 148,080 parameters, 6 layers"
     assert fifth == (
         "taken where nothing was said: micro-batch 4 (--micro-batch), strategy single (--strategy), kernel "
         "flash (--set model_options.attention), precision bf16 (--set precision), backend zero3 "
@@ -245,7 +246,7 @@ def test_the_script_of_a_job(fit: Run, card: Card) -> None:
     code, out, _ = fit("train.sh", "--cluster", card(100), "--gpus", "2", "--must-fit")
     assert (code, out.split(",")[0]) == (0, "fits: yes")
     assert "output_layer and the loss" in out.splitlines()[1]
-    assert "tokens of a micro-batch on a rank: 64" in out.splitlines()[4]
+    assert "tokens of a micro-batch on a rank: 64" in out.splitlines()[5]
     assert "of the backend megatron" in out
 
 
@@ -286,6 +287,7 @@ REFUSED: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
     ((*H100, "--set", "batch=8,batch=4"), "given twice", ()),
     ((*H100, "--figure", "m.gif"), "m.gif: a figure is written as .png, .svg, .pdf", ()),
     ((*H100, "--given", "TP=8"), "--given is for the files of a job, which the model llama", ()),
+    ((*H100, "--must-fit", "--longest"), "--must-fit judges the sizes as they are, and --longest", ()),
     ((*H100, "--gpus", "8", "--tp", "3"), "tp 3 is 3 ranks, and 8 no multiple of that", ()),
     ((*H100, "--cluster", "local"), "cluster local has no memory limit: name one", ("--cluster", "l40s")),
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from spbench.bench.tools.jobs import accelerate
 from spbench.bench.tools.jobs.flags import differences, program_flags
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
-from tests.tools.jobs.job_inputs import INPUTS
+from tests.tools.jobs.job_inputs import INPUTS, read
 
 STEP: dict[str, Any] = {
     "model": "Qwen/Qwen3-8B",
@@ -53,6 +54,8 @@ def cells(draw: st.DrawFn) -> Cell:
     }
     if backend["backend"] == "zero3" and draw(st.booleans()):
         backend |= {"optimizer": "host", "parameters": "host"}
+    if by_deepspeed:
+        backend["gradient_buffer_kib"] = 976563
     if parts > 1 and not by_deepspeed:
         backend["reduce_at"] = "last"
     return Cell.model_validate(
@@ -116,3 +119,35 @@ def test_a_launch_is_read_with_its_script_and_files() -> None:
     assert (made.cell().strategy, made.cell().sizes.dp) == ("all_gather_kv", 2)
     with pytest.raises(UserError, match="several commands train"):
         job(f"{text}\naccelerate launch sft.py\n")
+
+
+AGAIN = "gradient_checkpointing_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("", "", ("full", True, None, 883, 16384)),
+        ("packing", f"{AGAIN}={{'offload': True}}, packing", ("full", True, "host", 883, 16384)),
+        ("packing", f"{AGAIN}=dict(offload=True), packing", ("full", True, "host", 883, 16384)),
+        ("packing", f"{AGAIN}={{'ofload': True}}, packing", r"kwargs.ofload \(did you mean"),
+        ("packing", f"{AGAIN}={{'selective': True}}, packing", "what some operators keep"),
+        ("packing", "gradient_checkpointing=False, packing", (None, None, None, 883, 16384)),
+        ("max_length=LENGTH, ", "", ("full", True, None, 883, 1024)),
+        ("SFTConfig", "DPOConfig", "DPOConfig of TRL: preferences"),
+        ("trl import SFTConfig", "ours import SFTConfig", "how long sequences are is not said"),
+        ("LENGTH,", "args.length,", r"max_length: \$\(args.length\) is known to a run alone; --given"),
+        ("packing", "**more, packing", r"TrainingArguments.\*\*"),
+    ],
+)  # fmt: skip
+def test_a_script_of_trl_has_trls_defaults(old: str, new: str, expected: tuple[object, ...] | str) -> None:
+    """trl/trainer/base_config.py and sft_config.py of TRL 1.16; job 06 takes 56.2 GB with them."""
+    changes = {"train.py": (old, new), "accelerate_fsdp2.yaml": ("fsdp_activation_checkpointing: true", "")}
+    made = read("deepspeed", ["accelerate_fsdp2.yaml", "train.py"], changes)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            made.cell()
+        return
+    cell = replace(made, strict=False).cell()
+    names = "recompute", "recompute_early_stop", "checkpoints", "loss_tile"
+    assert (*map(cell.model_options.get, names), cell.seq_len) == expected
