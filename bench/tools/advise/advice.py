@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell
@@ -26,6 +26,7 @@ from spbench.bench.tools.advise.ranking import (
     tie_limit,
 )
 from spbench.bench.tools.advise.switch_prices import Price
+from spbench.bench.tools.fit.subject import ATTENTION
 from spbench.bench.tools.fit.suggestions import dotted
 from spbench.bench.units import GIB, shown_price
 from spbench.bench.yaml_text import dump
@@ -53,7 +54,6 @@ class Advice:
         seconds, cpu_s: that the search took, and of cores: its own and those of its looks, when these were
             taken.
         prices: of the named layout's memory switches, and of the other settings that it could have.
-        by_kernel: of the named layout, the times by other attention kernels over its own.
         absence: of the layouts that were asked about; None: nothing was asked.
     """
 
@@ -62,7 +62,6 @@ class Advice:
     seconds: float = 0.0
     cpu_s: float = 0.0
     prices: Sequence[Price] = ()
-    by_kernel: Mapping[str, float] = field(default_factory=dict)
     absence: Absence | None = None
 
     @property
@@ -140,6 +139,7 @@ class Advice:
             "mfu": measured["mfu"],
             "peak_memory_bytes": seen.peak,
             **memory,
+            "verdict": seen.certainty.word,
             "sent_bytes": sum(row["sent_bytes"] for row in measured["formula"]),
             "exposed_communication": breakdown["exposed_communication_s"] / step,
             "bubble": breakdown["bubble_s"] / step,
@@ -156,7 +156,8 @@ class Advice:
         """A warning of a winner that is too full, with the first that ties and is not; "" of others."""
         winner = self.winner
         if winner is None or not winner.fits or not winner.is_full:
-            return ""
+            because = winner.certainty.reason if winner else ""
+            return f"{winner} is tight: {because}" if because else ""
         left = winner.memory.spare_bytes / GIB
         text = f"{winner} leaves {left:.1f} GiB, less than {SPARE:.0%} of a card"
         ties = [s for s in ranked(self.result.best) if self.is_tie(s) and s.exact and s is not winner]
@@ -192,13 +193,14 @@ class Advice:
         return priced_by_in_words(seen.measured for seen in self.result.best)
 
     def attention(self) -> str:
-        """The named layout's attention kernel, and what its step would take by others, in words; "": nothing
-        fits, or there is none."""
-        if self.winner is None or not self.by_kernel:
+        """The named layout's attention kernel, and what its step would take by others, the shortest first, in
+        words; "": no other was priced."""
+        others = sorted((p for p in self.prices if p.settings.startswith(ATTENTION)), key=lambda p: p.ratio)
+        if self.winner is None or not others:
             return ""
         kernel = model_preset(*self.winner.cell.model_arguments).attention_kernel
-        others = ", ".join(f"{name} {shown_price(ratio)}" for name, ratio in self.by_kernel.items())
-        return f"attention by {kernel}; a step by others: {others}"
+        steps = ", ".join(f"{p.settings.partition('=')[2]} {shown_price(p.ratio)}" for p in others)
+        return f"attention by {kernel}; a step by others: {steps}"
 
     def bars(self) -> list[dict[str, Any]]:
         """The records, with the seconds of a step by what they are spent on, in words."""

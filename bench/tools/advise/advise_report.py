@@ -11,6 +11,7 @@ from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.measure.trust.bands import TIE, shown_band
+from spbench.bench.measure.trust.fit_certainty import TIGHT
 from spbench.bench.tools.advise.advice import Advice, scenario_text
 from spbench.bench.tools.advise.behind import own_content, own_in_words
 from spbench.bench.tools.advise.possible import left_out_by_length, spelled
@@ -66,7 +67,6 @@ def report(
             "layouts": answer.records(),
             "why": answer.why(),
             "prices": [each.content() for each in answer.prices],
-            "attention_kernels": answer.by_kernel,
             "strategies": [_brief(seen) for seen in answer.result.of_strategies],
             "nearest": answer.result.nearest and _brief(answer.result.nearest),
             "own": own_content(answer),
@@ -240,7 +240,8 @@ def _layouts(answer: Advice) -> Iterator[dict[str, Any]]:
     """The records of the layouts with what people are shown beside."""
     for seen, record in zip(answer.ranked, answer.records(), strict=True):
         beside = record["settings"].replace("model_options.", "").replace("strategy_options.", "")
-        mark = " ".join(filter(None, [TIE if record["tie"] else "", "yours" if record["yours"] else ""]))
+        marks = {TIE: record["tie"], "yours": record["yours"], TIGHT: record["verdict"] == TIGHT}
+        mark = " ".join(word for word, has in marks.items() if has)
         yield {
             **record,
             "mark": mark,

@@ -59,8 +59,7 @@ def answered(
                     raise
                 answer = Advice(each, SearchResult(impossible=str(error)))
             if winner := answer.winner:
-                prices, by_kernel = search.whole.prices(winner), search.whole.by_kernel(winner)
-                answer = replace(answer, prices=prices, by_kernel=by_kernel)
+                answer = replace(answer, prices=search.whole.prices(winner))
             if asked_about:
                 why = absence(each, answer.result, asked_about, search.every, search.too_large, search.bar)
                 answer = replace(answer, absence=why)

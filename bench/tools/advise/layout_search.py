@@ -36,6 +36,7 @@ from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import (
     NAMED,
     SearchResult,
+    Seen,
     complexity,
     has_experts,
     ranked,
@@ -44,7 +45,6 @@ from spbench.bench.tools.advise.ranking import (
 from spbench.bench.tools.advise.references import references, savings_of
 from spbench.bench.tools.advise.same_steps import SAME_STEP
 from spbench.bench.tools.advise.single_changes import changes_beside, cheaper_savings
-from spbench.bench.tools.advise.unfolded_layouts import unfolded_layouts
 from spbench.bench.tools.advise.whole_looks import WholeLooks
 from spbench.bench.tools.fit.asking import Asking, Say, unheard
 
@@ -63,8 +63,8 @@ _BEHIND = {"small": (0.0, 0.15), "few": (0.2, 0.6), "all": (0.6, 1.0)}
 _BESIDE = 6
 #: a layout whose estimated memory is so much less probably fits
 _ROOM = 1.1
-#: rounds of traces, each of as many as there are workers, of layouts without folding, and of simpler ones
-_UNFOLDED, _SIMPLER = 3, 4
+#: rounds of traces, each of as many as there are workers, of simpler layouts
+_SIMPLER = 4
 
 
 class Search(LookedAt):
@@ -116,9 +116,11 @@ class Search(LookedAt):
         self._simpler(left)
         counts[TOO_SLOW] += len(left)
         self._polish()
-        self._without_folding()
         self.behind.begin("the best with all layers", *_BEHIND["all"])
         self.whole.run()
+        while self.seen and not self.fitting() and not (near := min(self.seen.values(), key=_peak)).exact:
+            self.looked_at([near.cell], "all_layers")  # what few layers say it needs may be too much
+            self.whole.run()
         self._conclude()
         return self.result
 
@@ -134,7 +136,6 @@ class Search(LookedAt):
         estimates = Estimates(
             question.cell, question.gpus, *references(question, self.asking, savings, self.behind.ended)
         )
-        self._estimated = estimates, savings
         every = candidates(question, estimates, savings, refused, self.usable, counts, bar=self.bar)
         self.every = [*every]
         if not self.every:
@@ -257,21 +258,6 @@ class Search(LookedAt):
                 break  # the next ones save more memory, and take longer
             waiting = waiting[len(begun) :]
 
-    def _without_folding(self) -> None:
-        """Where the best layout folds, look for one of the best strategies that does not, until one fits."""
-        if self.unfolded() is None:
-            return
-        best = [seen.cell for seen in self.fitting()[: 4 * BEST]]
-        every = unfolded_layouts(self.question, self._estimated, best, self.usable)
-        if not (small := [each for each in every if each.estimated_bytes <= self.too_large]):
-            return
-        order = np.argsort(self.learned.bounds(Waiting(small)).expected_s, kind="stable")
-        for at in range(0, _UNFOLDED * self.asking.jobs, self.asking.jobs):
-            if self.unfolded():
-                return
-            chosen = [small[n] for n in order[at : at + self.asking.jobs]]
-            self.looked_at([each.cell(self.question.cell) for each in chosen], "few_layers")
-
     def _changes_looked_at(self, changes: Sequence[Cell]) -> None:
         cells = [cell for cell in changes if cell.key not in self.seen]
         self.result.counts["looked at"] += len(cells)
@@ -285,6 +271,10 @@ class Search(LookedAt):
         result.best = self.best_layouts()
         result.of_strategies = self.best_strategies()
         if not fitting and self.seen:
-            result.nearest = min(self.seen.values(), key=lambda s: s.peak)
+            result.nearest = min(self.seen.values(), key=_peak)
         result.counts["traced with few layers"] = len(self.seen)
         result.counts["of these with all layers"] = sum(s.depth == "all_layers" for s in result.traced)
+
+
+def _peak(seen: Seen) -> int:
+    return seen.peak

@@ -95,11 +95,6 @@ class Layout:
         """Ranks of a stage of the pipeline."""
         return self.dp * self.way.ranks
 
-    @property
-    def folds_anew(self) -> bool:
-        """Whether experts have other groups of ranks than tensor parallelism and parts of the replicas."""
-        return self.fold is not None and folds_anew(self.sizes)
-
 
 def folds_anew(sizes: Mapping[str, int]) -> bool:
     """Whether experts have other groups of ranks than tensor parallelism and parts of the replicas: ``etp``

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.tools.advise.candidates import mesh_alone
-from spbench.bench.tools.advise.layouts import folds_anew
 from spbench.bench.tools.advise.look import Depth, looks
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import SearchResult, Seen, best_of, has_experts
@@ -104,14 +103,6 @@ class LookedAt:
         longer than by few layers, as where the host falls behind, so will this one."""
         ratios = self._longer.get(seen.cell.strategy, ())
         return seen.step_s * (min(ratios) if not seen.exact and len(ratios) > 1 else 1.0)
-
-    def unfolded(self) -> list[Seen] | None:
-        """Where the best layout has groups of ranks of its own for experts, those that have none, the fastest
-        first; None: it has none, or there are no experts."""
-        fitting = self.fitting() if has_experts(self.question.cell) else []
-        if not fitting or not folds_anew(fitting[0].cell.sizes.by_axis):
-            return None
-        return [each for each in fitting if not folds_anew(each.cell.sizes.by_axis)]
 
     def best_layouts(self) -> list[Seen]:
         """Of each strategy and mesh the best; see :func:`best_of`."""

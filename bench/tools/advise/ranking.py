@@ -10,6 +10,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.trust.bands import packaged_model
+from spbench.bench.measure.trust.fit_certainty import FITS, NO, Certainty, certainty
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.layouts import Refused, things_to_set
 from spbench.bench.tools.advise.look import NEEDED, Depth
@@ -77,6 +78,11 @@ class Seen:
     def is_full(self) -> bool:
         """Whether it leaves too little of its card to be sure that it fits (docs/trust.md)."""
         return self.memory.spare_bytes < SPARE * self.memory.card_bytes
+
+    @property
+    def certainty(self) -> Certainty:
+        """How sure it is that it fits; see :mod:`measure.trust.fit_certainty`."""
+        return (self.fits and certainty(self.cell, self.measured)) or Certainty(FITS if self.fits else NO)
 
     @property
     def exact(self) -> bool:

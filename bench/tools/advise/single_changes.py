@@ -12,6 +12,8 @@ from spbench.bench.measure.scenarios.scenario import changed, written
 from spbench.bench.tools.advise.candidates import ordered
 from spbench.bench.tools.advise.layouts import other_folds, settings_of, switch_of
 from spbench.bench.tools.advise.question import Question
+from spbench.bench.tools.advise.switch_prices import other_kernels
+from spbench.bench.tools.fit.subject import ATTENTION
 from spbench.bench.tools.fit.suggestions import dotted
 from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.models.model import model_preset
@@ -70,8 +72,11 @@ def _less_of_model(asked: Mapping[str, Any], cell: Cell) -> Iterator[tuple[dict[
 
 
 def other_settings(question: Question, cell: Cell) -> dict[str, Cell]:
-    """A cell with each other setting of its strategy, and each other order of its mesh, by what is set."""
-    others: dict[str, Cell] = {}
+    """A cell with each other setting of its strategy, order of its mesh, and attention kernel that the card
+    has rates of, by what is set."""
+    own_kernel = model_preset(*cell.model_arguments).attention_kernel
+    kernels = [{ATTENTION: name} for name in other_kernels(cell) if name != own_kernel]
+    others = {written(each): changed(cell, each) for each in kernels}
     for each in changes_beside(question, cell):
         if each.sizes == cell.sizes:
             own, options = cell.strategy_options, each.strategy_options

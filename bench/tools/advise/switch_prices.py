@@ -1,16 +1,14 @@
-"""What a single setting of a layout costs, and what other attention kernels would, by traces of the layout
-with that one changed, whole as `spbench run` has them."""
+"""What a single setting of a layout costs: by a trace of the layout with that one changed, whole as
+`spbench run` has it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import cannot_run
-from spbench.bench.tools.advise.look import BY_KERNEL
 from spbench.bench.tools.advise.ranking import Seen
 from spbench.impls.models.model import model_preset
 
@@ -64,17 +62,3 @@ def other_kernels(cell: Cell) -> list[str]:
         str(name) for name, rates in rates_of.kernels.items() if rates and not cannot_run(device, name)
     ]
     return kernels if len(kernels) > 1 else []
-
-
-def by_kernel(cell: Cell, measurement: Mapping[str, Any]) -> dict[str, float]:
-    """By each other attention kernel, the time of a step over that by the layout's own, the shortest first.
-
-    Args:
-        measurement: of a look at the layout with :func:`other_kernels`.
-    """
-    own = model_preset(*cell.model_arguments).attention_kernel
-    seconds = measurement.get("meters", {}).get(BY_KERNEL, {})
-    if own not in seconds:
-        return {}
-    ratios = {name: s / seconds[own] for name, s in seconds.items() if name != own}
-    return dict(sorted(ratios.items(), key=lambda each: each[1]))

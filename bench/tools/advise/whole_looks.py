@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from itertools import islice
 
 from spbench.bench.cell import Cell
+from spbench.bench.tools.advise.layouts import folds_anew
 from spbench.bench.tools.advise.look import looks
 from spbench.bench.tools.advise.looked_at import LookedAt
 from spbench.bench.tools.advise.ranking import NAMED, TOSS, Seen, ranked, simpler
 from spbench.bench.tools.advise.single_changes import other_settings, without_switches
-from spbench.bench.tools.advise.switch_prices import Price, by_kernel, other_kernels
+from spbench.bench.tools.advise.switch_prices import Price
 
 #: so many of the fastest are traced whole, named or not
 _WHOLE = 2
@@ -45,13 +46,13 @@ class WholeLooks:
 
     def _compared(self) -> list[Seen]:
         """The best two, those that are named, what is simpler than the first of these, the best of the next
-        strategy, and where the fastest folds the fastest that does not."""
+        strategy, and of a model with experts the fastest that does not fold."""
         if not (best := self.so_far.best_layouts()):
             return []
         first, *_ = named = ranked(best)[:NAMED]
         others = (s for s in self.so_far.best_strategies() if s.cell.strategy != first.cell.strategy)
-        unfolded = (self.so_far.unfolded() or [])[:1]
-        return [*best[:_WHOLE], *named, *simpler(best, first), *islice(others, 1), *unfolded]
+        unfolded = (seen for seen in best if not folds_anew(seen.cell.sizes.by_axis))
+        return [*best[:_WHOLE], *named, *simpler(best, first), *islice(others, 1), *islice(unfolded, 1)]
 
     def _lighten(self) -> bool:
         """Look at the named layouts without one of their memory switches each, and take for better what
@@ -93,17 +94,10 @@ class WholeLooks:
             *((*each, True) for each in switches.items()),
             *((*each, False) for each in others.items()),
         ]
-        self.so_far.behind.expect("what its settings and other attention kernels cost", len(changes))
+        self.so_far.behind.expect("what its settings cost", len(changes))
         seen = self._looked_at([each for _, each, _ in changes])
         return [
             Price(settings, used, layout, other)
             for (settings, _, used), other in zip(changes, seen, strict=True)
             if other is not None
         ]
-
-    def by_kernel(self, layout: Seen) -> dict[str, float]:
-        """What other attention kernels would cost; see :func:`.switch_prices.by_kernel`."""
-        if not (kernels := other_kernels(layout.cell)):
-            return {}
-        ((_, outcome),) = looks(self.so_far.asking, [layout.cell], "all_layers", kernels=kernels)
-        return by_kernel(layout.cell, outcome.measurement)

@@ -214,38 +214,6 @@ class Answers:
             yield task, Outcome("ok", measurement=found)
 
 
-def test_where_the_fastest_folds_one_that_does_not_is_looked_at() -> None:
-    about, answers = asked(8), Answers()
-    search = Search(about, answers)  # type: ignore[arg-type]
-    layer = Depths(0.5, 1.0)
-    backend = {'{"backend": "zero2"}': BackendFigures(4.0, 12.0, {"all_reduce": 4.0}, {})}
-    search._estimated = Estimates(about.cell, 8, {"": Reference(layer, layer)}, backend), {"": {}}
-    best = about.cell.model_copy(
-        update={
-            "strategy": "ulysses",
-            "sizes": Sizes(dp=2, sp=4, ep=4),
-            "training": TrainingOptions(backend="zero2", micro_batches=8),
-        }
-    )
-    outcome = Outcome("ok", measurement={"step_time_s": 0.5, "peak_memory_bytes": 2})
-    search.seen[best.key] = Seen(best, outcome, "few_layers")
-    search._without_folding()
-    assert answers.looks == [False, False]  # a round of as many as there are workers
-    others = [each.cell for each in search.fitting() if each.cell is not best]
-    assert {(each.strategy, each.training.backend) for each in others} == {("ulysses", "zero2")}
-    search._without_folding()
-    assert len(answers.looks) == 2  # one is there
-
-
-def test_where_the_fastest_does_not_fold_nothing_more_is_looked_at() -> None:
-    search = Search(asked(8), answers := Answers())  # type: ignore[arg-type]
-    cell = asked(8).cell.model_copy(update={"sizes": Sizes(dp=8, ep=4)})
-    outcome = Outcome("ok", measurement={"step_time_s": 0.5, "peak_memory_bytes": 2})
-    search.seen[cell.key] = Seen(cell, outcome, "few_layers")
-    search._without_folding()
-    assert answers.looks == []
-
-
 def test_a_layout_that_fills_its_card_by_few_layers_counts_where_no_other_fits() -> None:
     search = Search(asked(8), Answers())  # type: ignore[arg-type]
     for dp, share in ((8, 0.97), (4, 0.9)):

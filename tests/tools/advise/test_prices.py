@@ -17,17 +17,16 @@ from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.advice import Advice
 from spbench.bench.tools.advise.advise_report import report
 from spbench.bench.tools.advise.ask import answered
-from spbench.bench.tools.advise.look import BY_KERNEL, look
+from spbench.bench.tools.advise.look import look
 from spbench.bench.tools.advise.looked_at import LookedAt
 from spbench.bench.tools.advise.question import question
 from spbench.bench.tools.advise.ranking import SearchResult, Seen, ranked
 from spbench.bench.tools.advise.single_changes import without_switches
-from spbench.bench.tools.advise.switch_prices import by_kernel, other_kernels
+from spbench.bench.tools.advise.switch_prices import other_kernels
 from spbench.bench.tools.advise.whole_looks import WholeLooks
 from spbench.bench.tools.fit import asking as module
 from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.asking import Asking, Task
-from spbench.bench.tools.fit.subject import ATTENTION
 from spbench.bench.tools.fit.suggestions import dotted
 from tests.bench.crew import CrewHere
 from tests.slow import mostly_slow, slow
@@ -228,25 +227,7 @@ def test_prices_of_an_answer_are_what_runs_show(at: int) -> None:
         assert not {"checkpoints", "mlp_tile"} & {*answer.winner.cell.model_options}
 
 
-def test_a_step_by_another_kernel_is_that_of_the_model_that_names_it() -> None:
-    kernels = ("flash_attention_2", "triton")
-    cell = layout({}, micro_batches=2).model_copy(update={"seq_len": 2**17})
-    found = look(cell, "few_layers", kernels).meters[BY_KERNEL]
-    named = [changed(cell, {ATTENTION: name}) for name in kernels]
-    assert found == {
-        name: look(other, "few_layers").step_time_s for name, other in zip(kernels, named, strict=True)
-    }
-    assert len({*found.values()}) == 2
-
-
-def test_other_kernels_beside_the_layouts_own() -> None:
-    cell = layout({"attention": "flash_attention_2"})
-    kernels = other_kernels(cell)
+def test_other_kernels_are_those_that_the_card_has_rates_of() -> None:
+    kernels = other_kernels(layout({"attention": "flash_attention_2"}))
     assert len(kernels) > 1
     assert "flash_attention_2" in kernels
-    seconds = {"triton": 3.0, "flash_attention_2": 2.0, "flash_attention_1": 2.5}
-    assert [*by_kernel(cell, {"meters": {BY_KERNEL: seconds}}).items()] == [
-        ("flash_attention_1", 1.25),
-        ("triton", 1.5),
-    ]
-    assert by_kernel(cell, {"meters": {BY_KERNEL: {"triton": 3.0}}}) == {}
