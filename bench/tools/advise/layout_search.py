@@ -59,7 +59,7 @@ _PATIENCE, _GAIN = 12, 1.02
 _DEEP, _COUNTS = 8, 3
 #: from which share of a search's time to which its parts are, roughly: small traces, traces of few layers,
 #: also beside the best, of which there are some so many, and traces of all layers
-_BEHIND = {"small": (0.0, 0.15), "few": (0.2, 0.6), "all": (0.6, 1.0)}
+_BEHIND = {"small": (0.08, 0.15), "few": (0.15, 0.4), "all": (0.4, 1.0)}
 _BESIDE = 6
 #: a layout whose estimated memory is so much less probably fits
 _ROOM = 1.1

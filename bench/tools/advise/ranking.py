@@ -183,16 +183,18 @@ def stands_for(own: Seen, seen: Seen) -> bool:
 
 
 def simpler(best: Sequence[Seen], named: Seen) -> list[Seen]:
-    """The layouts that fit and are simpler than a named one: of each number of things to set up and axes the
-    fastest.
+    """The layouts that fit and are simpler than a named one, and than all that are faster: things to set up
+    count before axes.
 
     Args:
         best: the fastest first.
     """
-    by_shape: dict[tuple[int, ...], Seen] = {}
+    simpler_ones, most = list[Seen](), complexity(named.cell)[:2]
     for seen in best:
-        by_shape.setdefault(complexity(seen.cell)[:2], seen)
-    return [seen for shape, seen in by_shape.items() if shape < complexity(named.cell)[:2]]
+        if (shape := complexity(seen.cell)[:2]) < most:
+            simpler_ones.append(seen)
+            most = shape
+    return simpler_ones
 
 
 def complexity(cell: Cell) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ class WholeLooks:
         while True:
             if cells := [*{seen.cell.key: seen.cell for seen in self._compared() if not seen.exact}.values()]:
                 text = f"tracing {len(cells)} of the best with all layers"
-                self.so_far.behind.expect(text, len(cells) + 2 * NAMED)
+                self.so_far.behind.expect(text, len(cells) + 3 * NAMED)
                 self.so_far.looked_at(cells, "all_layers")
             elif not self._lighten():
                 return
