@@ -59,7 +59,8 @@ class WholeLooks:
         leaves enough of a card free and takes no longer; returns whether there was any to look at."""
         lighter: dict[str, tuple[Seen, Cell]] = {}
         left = 0
-        for seen in ranked(self.so_far.best_layouts())[:NAMED]:
+        own = self.so_far.result.own  # is asked about as it is
+        for seen in (each for each in ranked(self.so_far.best_layouts())[:NAMED] if each is not own):
             cells = without_switches(self.question, seen.cell).values()
             if new := [each for each in cells if each.key not in self._beside]:
                 lighter[new[0].key], left = (seen, new[0]), left + len(new)

@@ -258,7 +258,9 @@ def test_few_layers_count_one_dense_layer_at_most(kept_traces: None) -> None:
 
 def test_the_folding_of_the_fastest_layout_is_said() -> None:
     for sizes, said in ((Sizes(sp=4, ep=4), True), (Sizes(dp=4, ep=4), False)):
-        best = SimpleNamespace(cell=deep(2, 0).model_copy(update={"sizes": sizes}), fits=True)
+        best = SimpleNamespace(
+            cell=deep(2, 0).model_copy(update={"sizes": sizes}), fits=True, exact=True, step_s=1.0
+        )
         found = Advice.folding(SimpleNamespace(result=SimpleNamespace(best=[best], traced=[best])))  # type: ignore[arg-type]
         assert bool(found) == said
         assert not said or found.endswith("over ranks of several axes; none without it that was traced fits")
