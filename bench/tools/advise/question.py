@@ -220,13 +220,14 @@ def question(
         )
     remarks += _said(about.remarks)
     asked_question = Question(plain, gpus, only, without, axes, options, remarks, "", program, own)
-    asked_question.check_axes("--fixed", axes)
     _check_program(asked_question)
     return asked_question
 
 
 def _check_program(asked: Question) -> None:
-    """Raises a UserError where the program has no arguments for what is trained, with no backend."""
+    """Raises a UserError where the program has no arguments for what is trained, with no backend, or no layout
+    can have the ranks that are given."""
+    asked.check_axes("--fixed", asked.fixed)
     if not asked.program:
         return
     of_layouts = (*_BELONGS["strategy"], "training")

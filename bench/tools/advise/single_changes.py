@@ -38,8 +38,8 @@ def cheaper_savings(question: Question, cell: Cell) -> list[Cell]:
 
 
 def without_switches(question: Question, cell: Cell) -> dict[str, Cell]:
-    """A cell without each of its memory switches, by what is set with it: those of its backend first, then of
-    its model, recomputation after what needs that. What another switch needs is left out."""
+    """A cell without each of its memory switches, and what needs it, by what is set with it: those of its
+    backend first, then of its model, recomputation after its checkpoints."""
     cells: dict[str, Cell] = {}
     for settings, other in (*_less_on_host(cell), *_less_of_model(question.cell.model_options, cell)):
         if not {*settings} & {*question.options}:
@@ -65,6 +65,8 @@ def _less_of_model(asked: Mapping[str, Any], cell: Cell) -> Iterator[tuple[dict[
     of_switches: dict[str, dict[str, Any]] = {}
     for name in sorted(own, key=lambda name: not name.startswith("checkpoint")):
         of_switches.setdefault(switch_of(name), {})[name] = own[name]
+    if "recompute" in of_switches:  # checkpoints are of what is computed again
+        of_switches["recompute"] |= {name: own[name] for name in own if name.startswith("checkpoint")}
     for switch in of_switches.values():
         before = {name: asked[name] for name in switch if name in asked}
         rest = {name: value for name, value in cell.model_options.items() if name not in switch}

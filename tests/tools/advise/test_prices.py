@@ -77,8 +77,16 @@ OVERLAPPED = {"overlap_grad_reduce": True, "distributed_optimizer": True, "overl
 @pytest.mark.parametrize(
     ("options", "training", "fixed", "taken"),
     [
-        # what needs recomputation goes before it
-        ({"recompute": "full", "checkpoints": "host"}, {}, (), ["model_options.checkpoints=host"]),
+        # what needs recomputation goes before it, and with it
+        (
+            {"recompute": "full", "checkpoints": "host"},
+            {},
+            (),
+            [
+                "model_options.checkpoints=host",
+                "model_options.recompute=full,model_options.checkpoints=host",
+            ],
+        ),
         (
             {"cross_entropy": "in_place", "recompute": "full", "recompute_layers": 2},
             {"optimizer": "host"},
