@@ -225,8 +225,8 @@ def question(
 
 
 def _check_program(asked: Question) -> None:
-    """Raises a UserError where the program has no arguments for what is trained, with no backend, or no layout
-    can have the ranks that are given."""
+    """Raises a UserError where the program has no arguments for what is trained, with no backend, or no
+    layout can have the ranks that are given."""
     asked.check_axes("--fixed", asked.fixed)
     if not asked.program:
         return
