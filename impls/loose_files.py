@@ -30,6 +30,12 @@ SUFFIX = ".py"
 __path__: list[str] = []
 
 
+def is_packaged(cls: type) -> bool:
+    """Whether a class is of this package: of no plug-in, and of no file that was added."""
+    module = cls.__module__
+    return module.startswith("spbench.impls.") and not module.startswith(f"{__name__}.")
+
+
 def paths() -> tuple[Path, ...]:
     """The files that were added, in their order."""
     return _paths(os.environ.get(LOOSE_FILES, ""))

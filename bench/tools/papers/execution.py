@@ -19,7 +19,7 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import usual_kernel
 from spbench.bench.measure.scenarios.choices import option_mistakes
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells, narrowed_cells
+from spbench.bench.measure.scenarios.select import NO_KERNEL, Narrowing, declared_cells, narrowed_cells
 from spbench.bench.measure.sweep import sweep
 from spbench.bench.measure.sweep.executor import Executor, opened
 from spbench.bench.measure.sweep.results import ResultsFile
@@ -31,7 +31,10 @@ from spbench.bench.row import FAULTS, FINAL, Row
 from spbench.bench.tools.papers.answer import compare
 from spbench.bench.tools.papers.comparison import Comparison, as_frame
 from spbench.bench.tools.papers.comparison import write as write_comparisons
+from spbench.impls.loose_files import is_packaged
+from spbench.impls.models.model import model_preset
 from spbench.impls.outside_code import told
+from spbench.impls.strategies.nesting import nesting
 from spbench.plots import FIGURES, NothingToDraw
 
 if TYPE_CHECKING:
@@ -54,18 +57,18 @@ class RanScenario:
     comparisons: list[Comparison]
     files: list[Path]
 
-    def failed(self, require: str | None = None) -> bool:
-        """Whether cells have no result or a wrong one, or another status than is required; if so, a message
-        says how many, by status."""
+    def failed(self, must_fit: bool = False) -> bool:
+        """Whether cells have no result or a wrong one, or do not fit where they must; if so, a message says
+        how many, by status."""
         counts = Counter(row["status"] for row in self.rows if row["status"] in FAULTS)
         if counts:
             detail = "" if counts.keys() == {"failed"} else f" ({_counted(counts)})"
             again = "; the same command tries them again" if counts.keys() - set(FINAL) else ""
             message(f"spbench: {counts.total()} of {len(self.rows)} cells failed{detail}{again}")
-        others = Counter(row["status"] for row in self.rows if require not in (None, row["status"]))
+        others = Counter(row["status"] for row in self.rows if must_fit and row["status"] != "ok")
         if others:
             count = f"{others.total()} of {len(self.rows)}"
-            message(f"spbench: {count} cells are not {require}: {_counted(others)}")
+            message(f"spbench: {count} cells are not ok: {_counted(others)}")
         return bool(counts or others)
 
 
@@ -82,6 +85,8 @@ def run_cells(
     crew: Crew | None = None,
     executor: Executor | None = None,
     timeout_s: float | None = None,
+    unverified: bool = False,
+    progress: SweepProgress | None = None,
 ) -> RanScenario:
     """Run a scenario's cells into a folder, show progress, and compare them with what was published.
 
@@ -91,10 +96,11 @@ def run_cells(
         crew: the workers; None: the sweep starts its own.
         executor: where cells run that need nothing of this machine; None: here.
         timeout_s: seconds that a cell may take; None: what the scenario says.
+        unverified: run cells that are not proven right too.
+        progress: of several scenarios, all of whose cells it expects; None: these cells have their own.
 
     Raises:
-        UserError: nothing is left to run, the folder cannot be written, or the scenario has a baseline in the
-            checkout around the working folder, and another tree is measured.
+        UserError: nothing is left to run, the folder cannot be written, or :func:`_check_measured_tree`.
         click.Abort: interrupted; it says how many cells are kept.
     """
     _check_measured_tree(scenario.name)
@@ -107,7 +113,7 @@ def run_cells(
         todo = sweep.unfinished(cells, results, digest_of)
         _announce(scenario, results, cells, todo, sweep.at_once(todo, jobs, executor), digest_of)
         try:
-            with SweepProgress(len(todo)) as progress:
+            with nullcontext(progress) if progress else SweepProgress(len(todo)) as shown:
                 rows = sweep.sweep(
                     cells,
                     results,
@@ -115,20 +121,22 @@ def run_cells(
                     executor=executor,
                     jobs=jobs,
                     digest_of=digest_of,
-                    on_start=progress.begin,
-                    on_end=progress.end,
+                    unverified=unverified,
+                    say=lambda text: remark(f"{scenario.name}: {text}"),
+                    on_start=shown.begin,
+                    on_end=shown.end,
                 )
         except KeyboardInterrupt as interrupt:
             kept = len(cells) - len(sweep.unfinished(cells, results, digest_of))
-            again = "the same command without --fresh" if fresh else "the same command"
-            text = f"interrupted; {kept} of {len(cells)} cells are in {results.path}, {again} goes on"
-            raise click.Abort(text) from interrupt
+            text = f"interrupted; {kept} of {len(cells)} cells are in {results.path}, the same command "
+            raise click.Abort(f"{text}{'without --fresh ' if fresh else ''}goes on") from interrupt
         by_key = {cell.key: cell for cell in [*declared, *cells]}
-        known = ((by_key[key], row) for key, row in results.rows.items() if key in by_key)
-        current = {cell.key: row for cell, row in known if is_current(cell, row, digest_of)}
+        kept_rows = ((by_key[key], row) for key, row in results.rows.items() if key in by_key)
+        current = {cell.key: row for cell, row in kept_rows if is_current(cell, row, digest_of)}
         comparisons = compare(scenario, declared, current)
-        files = [results.path, *([write_comparisons(comparisons, folder)] if comparisons else [])]
-    for text in _remarks(rows):
+        files = [results.path] + ([write_comparisons(comparisons, folder)] if comparisons else [])
+    unsaid = any("attention" not in c.model_options for each in scenario.cells.values() for c in each)
+    for text in _remarks(rows, unsaid):
         message(f"{scenario.name}: {text}")
     return RanScenario(rows, list(current.values()), comparisons, files)
 
@@ -185,9 +193,9 @@ def _announce(
     remark(f"{scenario.name}: {scenario.document.title}: {total} cells{kept}{running}")
 
 
-def _remarks(rows: Sequence[Row]) -> Iterator[str]:
+def _remarks(rows: Sequence[Row], unsaid: bool) -> Iterator[str]:
     """What is to be known of the times of some rows: operators whose cost is not known, each with its most
-    calls in one cell; times without a rate; and an attention kernel that nobody named."""
+    calls in one cell; times without a rate; and, where that is ``unsaid``, the attention kernel."""
     calls: dict[str, int] = {}
     for row in rows:
         for name, n in (row["measurement"].get("unpriced_operators") or {}).items():
@@ -198,27 +206,43 @@ def _remarks(rows: Sequence[Row]) -> Iterator[str]:
     missing = [row["measurement"] for row in rows if row["measurement"].get("rates") in NO_RATE]
     if missing:
         yield f"{len(missing)} of {len(rows)} times lack a rate: {priced_by_in_words(missing)}"
-    if kernels := default_attention(rows):
+    if names := _attending_by_matmuls(rows):
+        yield (
+            f"{', '.join(names)}: softmax attention by matmuls, priced as these, with its scores in memory; "
+            "F.scaled_dot_product_attention would count as attention (docs/add_strategy.md)"
+        )
+    if kernels := default_attention(rows) if unsaid else []:
         yield f"attention not said, so taken: {'; '.join(kernels)}; model_options.attention says one"
 
 
+def _attending_by_matmuls(rows: Sequence[Row]) -> list[str]:
+    """The strategies of users whose models have causal softmax attention, where steps run no kernel of it."""
+    names = dict[str, None]()
+    for row in rows:
+        cell, parts = row["cell"], row["measurement"].get("parts") or {}
+        if not parts or parts.get("attention_s") or all(map(is_packaged, nesting(cell["strategy"]).classes)):
+            continue
+        model = model_preset(cell["model"], cell["model_options"], cell["model_config_json"])
+        if any(site.kind == "causal_attention" for site in model.sites(1, cell["seq_len"] or 1)):
+            names[cell["strategy"]] = None
+    return [*names]
+
+
 def default_attention(rows: Sequence[Row]) -> list[str]:
-    """The attention kernel of each cluster that simulated times take because nobody named one, where programs
-    on the cluster usually run another one than the default of its file."""
+    """The attention kernel of each cluster that simulated times take, where that is the usual one of its
+    programs and not the default of its file, or that default although programs usually run another one."""
     kernels: dict[str, str] = {}
     for row in rows:
         cell, attention_s = row["cell"], (row["measurement"].get("parts") or {}).get("attention_s")
-        name, kernel = cell["cluster"], (cell.get("model_options") or {}).get("attention", "flash")
-        if not attention_s or kernel != "flash" or name in kernels:
-            continue
-        device = load_cluster(name).device
-        rates, usual = device.attention, usual_kernel(device)
-        if rates is None or usual == rates.default:
+        name, kernel = cell["cluster"], (cell.get("model_options") or {}).get("attention", NO_KERNEL)
+        rates, usual = load_cluster(name).device.attention, usual_kernel(load_cluster(name).device)
+        if not attention_s or rates is None or usual == rates.default or kernel not in (NO_KERNEL, usual):
             continue
         # a model whose attention is linear has no such option
         config = cell.get("model_config_json")
         if not option_mistakes("model_options", cell["model"], {"attention": usual}, config):
-            kernels[name] = f"{rates.default}, the default of {name} (its programs usually run {usual})"
+            of_file = f"{rates.default}, the default of {name} (its programs usually run {usual})"
+            kernels.setdefault(name, f"{usual}, usual on {name}" if kernel == usual else of_file)
     return list(kernels.values())
 
 

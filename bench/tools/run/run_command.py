@@ -55,10 +55,9 @@ from spbench.bench.measure.processes.starting import beginning_server
     help="Show the memory of each class of ranks at each traced step: which fits, and what holds it.",
 )
 @click.option(
-    "--require",
-    type=click.Choice(["ok"]),
-    help="Exit code 1 where a cell is not ok: where it does not fit, or is unsupported, too.",
+    "--must-fit", is_flag=True, help="Exit code 1 where a cell does not fit or is unsupported, too."
 )
+@click.option("--unverified", is_flag=True, help="Run what is not proven right too; its rows are a mismatch.")
 @click.option("--dry-run", is_flag=True, help="Say what would run, and run nothing.")
 @printed
 def command(dry_run: bool, **asked: Any) -> Output:

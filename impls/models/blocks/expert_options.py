@@ -35,7 +35,7 @@ class ExpertOptions:
         shared_inner: width of all experts together that every token meets; 0: there are none.
         shared_gate: these have a sigmoid gate, a number a token (Qwen2-MoE, arXiv 2407.10671).
         shared_overlap: the experts that every token meets run on a stream of their own while tokens are
-            sent; see :mod:`spbench.impls.dispatchers.beside_dispatch`.
+            sent; see :mod:`spbench.impls.dispatchers.dispatcher`.
         dense_layers: the first so many layers have an MLP instead.
         expert_pattern: 1 for a layer with experts, 0 for one with an MLP, again and again.
         expert_biases: of the experts' projections (gpt-oss, arXiv 2508.10925).
@@ -120,6 +120,13 @@ class ExpertOptions:
                 f"{self.experts} experts cannot be in {self.router_groups} groups, of which a token meets "
                 f"{self.router_group_topk}"
             )
+        if self.router_groups:
+            met = self.router_group_topk * self.experts // self.router_groups
+            if self.experts_per_token > met:
+                raise ValueError(
+                    f"a token meets the {met} experts of {self.router_group_topk} groups, fewer than "
+                    f"experts_per_token {self.experts_per_token}; raise router_group_topk"
+                )
         if self.router == "sinkhorn" and (self.aux_loss != "none" or self.router_groups or self.router_bias):
             raise ValueError(
                 "router: sinkhorn balances by itself; leave aux_loss, groups and router_bias out"

@@ -18,8 +18,7 @@ from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
 from spbench.impls.backends import main_weights
 from spbench.impls.backends.main_gradients import GradientBucket
 from spbench.impls.backends.megatron_options import MegatronOptions
-from spbench.impls.backends.narrow_moments import NarrowMoments
-from spbench.impls.backends.optimizer import PRECISIONS
+from spbench.impls.backends.optimizer import PRECISIONS, NarrowMoments
 from spbench.impls.kernels.fp8_casts import E4M3
 from spbench.impls.models.model import model_preset
 from tests.impls.backends.one_device import set_weights

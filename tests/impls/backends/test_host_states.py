@@ -16,10 +16,9 @@ from spbench.bench.measure.processes.rank_pool import RankError, RankPool
 from spbench.bench.measure.scenarios.choices import refusal
 from spbench.impls.backends import megatron
 from spbench.impls.backends.backend import Backend
-from spbench.impls.backends.host_optimizer import HostOptimizer
+from spbench.impls.backends.host_optimizer import HostOptimizer, PartOnHost, first_of
 from spbench.impls.backends.legacy_ddp import LegacyOptions
 from spbench.impls.backends.megatron_options import MegatronOptions
-from spbench.impls.backends.part_on_host import PartOnHost, first_of
 from spbench.impls.backends.sharding_options import ShardingOptions
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import backends

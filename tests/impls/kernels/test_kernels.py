@@ -16,7 +16,7 @@ from spbench.impls.backends.optimizer import PRECISIONS, Optimizer
 from spbench.impls.kernels.activations import bias_gelu
 from spbench.impls.kernels.cross_entropy import vocab_parallel_cross_entropy
 from spbench.impls.kernels.dropout import bias_dropout_add, masked_dropout
-from spbench.impls.kernels.host_reads import samples_begun
+from spbench.impls.kernels.host_copies import samples_begun
 from spbench.impls.kernels.layer_norm import LayerNorm
 from spbench.impls.kernels.rms_norm import plain_rms_norm, rms_norm
 from spbench.impls.kernels.softmax import MASKED_SCORE, masked_softmax, megatron_fuses
