@@ -25,17 +25,21 @@ from typing import Any
 from filelock import FileLock
 
 from spbench.bench.errors import UserError
+from spbench.impls.loose_files import ONLY_DATA
 
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a file; pipes are read to their end.
+    """The content of a file; pipes are read to their end, but for an agent, whose call may meet one that
+    has none.
 
     Raises:
         UserError: there is none, it cannot be read, or it is a device, which may have no end.
     """
     try:
+        if os.environ.get(ONLY_DATA) and not stat.S_ISREG(path.stat().st_mode):
+            raise UserError(f"cannot read {path}: it is no regular file")
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):

@@ -11,7 +11,7 @@ Cells are checked and named with these, so torch is imported only where there ar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from spbench.impls.folding import (
@@ -31,6 +31,8 @@ class Axes(Sequence[str]):
 
     def __init__(self, *names: str):
         self._names = list(names)
+        #: imports what brings further axes; :mod:`impls.registries` says how
+        self.look: Callable[[], object] = lambda: None
 
     def add(self, names: Iterable[str]) -> None:
         """Add the axes that a strategy brings; those that are there stay where they are."""
@@ -38,9 +40,7 @@ class Axes(Sequence[str]):
 
     def __contains__(self, name: object) -> bool:
         if name not in self._names:
-            from spbench.impls.registries import strategies  # each brings its axes as it is imported
-
-            strategies()
+            self.look()
         return name in self._names
 
     def __getitem__(self, index: Any) -> Any:

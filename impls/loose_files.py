@@ -21,10 +21,19 @@ from types import ModuleType
 #: of the environment: the paths of the files, with ``os.pathsep`` between
 LOOSE_FILES = "SPBENCH_FILES"
 
+#: of the environment: files are data here, and none is imported
+ONLY_DATA = "SPBENCH_ONLY_DATA"
+
 SUFFIX = ".py"
 
 #: makes a package of this module, whose submodules :class:`_Finder` finds
 __path__: list[str] = []
+
+
+def is_packaged(cls: type) -> bool:
+    """Whether a class is of this package: of no plug-in, and of no file that was added."""
+    module = cls.__module__
+    return module.startswith("spbench.impls.") and not module.startswith(f"{__name__}.")
 
 
 def paths() -> tuple[Path, ...]:
@@ -51,9 +60,12 @@ def add(path: Path) -> ModuleType:
     that this one starts.
 
     Raises:
+        PermissionError: no file's code may run here.
         ValueError: another file of that name was added.
         BaseException: whatever the file raises, as SystemExit.
     """
+    if os.environ.get(ONLY_DATA):
+        raise PermissionError("no code of files is run here; run the command in a shell instead")
     path = path.resolve()
     for other in paths():
         if other != path and _module_name(other) == _module_name(path):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from spbench.impls.axes import MESH_AXES
 from spbench.impls.discovery import installed_version, looked_up, named_classes
 
 if TYPE_CHECKING:
@@ -85,3 +86,6 @@ def dispatchers() -> Mapping[str, type[Dispatcher]]:
     from spbench.impls.dispatchers.dispatcher import Dispatcher
 
     return named_classes("spbench.impls.dispatchers", Dispatcher, "spbench.dispatchers")
+
+
+MESH_AXES.look = strategies  # each brings its axes as it is imported

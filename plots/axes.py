@@ -25,6 +25,8 @@ BAND = 0.115
 #: room above the highest value, of a linear axis as a part of it, and at both ends of a logarithmic one as a
 #: part of its length
 _ROOM, _LOG_ROOM = 0.14, 0.06
+#: steps of the ticks of logarithmic axes between powers of ten, the fewest first
+_STEPS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), tuple(tenths / 10 for tenths in range(10, 100, 2)))
 _MARGIN = 0.45  # of an x axis, in octaves, at both ends
 
 
@@ -46,13 +48,23 @@ def logarithmic_axis(ax: Axes, values: Sequence[float], *, marks: bool) -> None:
     foot, top = low - room, high + room
     ax.set_yscale("log")
     ax.set_ylim(10 ** (foot - (top - foot) * BAND / (1 - BAND) if marks else foot), 10**top)
-    steps = (1,) if math.floor(top) > math.ceil(foot) else (1, 2, 5)
-    ticks = [m * 10.0**n for n in range(math.ceil(foot) - 1, math.floor(top) + 1) for m in steps]
-    set_ticks(ax.yaxis, [tick for tick in ticks if foot <= math.log10(tick) <= top])
+    powers = [10.0**n for n in range(math.ceil(foot), math.floor(top) + 1)]
+    set_ticks(ax.yaxis, powers if len(powers) > 1 else ticks_between(10**foot, 10**top))
     ax.yaxis.set_minor_locator(NullLocator() if marks else LogLocator(subs=range(2, 10)))
     ax.yaxis.set_minor_formatter(FixedFormatter([]))
     if marks:
         ax.axhline(10**foot, color=GREY, linewidth=0.7)
+
+
+def ticks_between(low: float, high: float) -> list[float]:
+    """The ticks of a logarithmic axis: powers of ten, and between them if there are few."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    scales = (
+        [m * 10.0**n for n in powers for m in some if low <= m * 10.0**n <= high]
+        for some in _STEPS[(high <= 20 * low) + (high <= 4 * low) :]
+    )
+    ticks = next((ticks for ticks in scales if len(ticks) > 1), [])
+    return ticks[:: 1 + len(ticks) // 7]
 
 
 def set_ticks_within(axis: Axis, locator: MaxNLocator, first: float, last: float) -> None:
@@ -70,6 +82,13 @@ def set_ticks(axis: Axis, ticks: Sequence[float], texts: Sequence[str] | None = 
     """Ticks at these values alone, with these texts or with the values as text."""
     axis.set_major_locator(FixedLocator(list(ticks)))
     axis.set_major_formatter(FixedFormatter(list(texts or tick_texts(ticks))))
+
+
+def write_beside(
+    ax: Axes, text: str, at: tuple[float, float], points: tuple[float, float], **style: Any
+) -> None:
+    """Write a small text so many points right of and above a place."""
+    ax.annotate(text, at, xytext=points, **{"textcoords": "offset points", "fontsize": 7, **style})
 
 
 def inches_wide(ax: Axes) -> float:

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import Transform
 
-from spbench.plots.axes import BAND, inches_wide, panels_abreast, set_ticks, status_mark
+from spbench.plots.axes import BAND, inches_wide, panels_abreast, set_ticks, status_mark, write_beside
 from spbench.plots.grid import Drawn
 from spbench.plots.lines import Value
 from spbench.plots.series import Row, strategy
@@ -110,15 +110,7 @@ def draw_bars(ax: Axes, bars: Sequence[Bar], names: Sequence[str], width: float)
             ax.add_patch(patch)
             foot += segment.length
         if bar.text:
-            ax.annotate(
-                bar.text,
-                (bar.at, foot),
-                xytext=(0, 2),
-                textcoords="offset points",
-                ha="center",
-                fontsize=7,
-                rotation=90 * upright,
-            )
+            write_beside(ax, bar.text, (bar.at, foot), (0, 2), ha="center", rotation=90 * upright)
     # the room that an upright text needs beyond that of a level one
     room = 1 + 0.055 * (longest - 2) * upright
     return Drawn(marks=marks, values=[room * bar.length for bar in bars])
@@ -171,18 +163,10 @@ def draw_levels(ax: Axes, bars: Sequence[Bar], names: Sequence[str], reach: floa
             ax.add_patch(Rectangle((left, level - _LEVEL / 2), width, _LEVEL, **_style(segment)))
             left += width
         cut = bar.length > end * (1 + 1e-9)
-        ax.annotate(
-            ("\N{MUCH GREATER-THAN} " if cut else "") + (bar.text or number(bar.length)),
-            (left, level),
-            xytext=(2, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=7,
-            color=INK,
-            # what crosses a panel, as the line of a limit, must not cross the text
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.4},
-            zorder=4,
-        )
+        text = ("\N{MUCH GREATER-THAN} " if cut else "") + (bar.text or number(bar.length))
+        # what crosses a panel, as the line of a limit, must not cross the text
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4}
+        write_beside(ax, text, (left, level), (2, 0), va="center", color=INK, bbox=box, zorder=4)
     longest = max((len(text.get_text()) for text in ax.texts), default=0)
     # the names stand in the panel's part of the figure, of panels side by side in that of the first
     shown = _TEXT_INCHES * max(map(len, names), default=0) / panels_abreast(ax)

@@ -14,7 +14,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from pandas import DataFrame, isna
 
-from spbench.plots.axes import figure_of, marker_line, set_error_ticks, set_ticks
+from spbench.plots.axes import figure_of, marker_line, set_error_ticks, set_ticks, write_beside
 from spbench.plots.grid import Drawn, Panel
 from spbench.plots.paper import PAGE_INCHES
 from spbench.plots.style import GREY, INK, TIMES, model_name, number, short_name, shortened
@@ -109,15 +109,8 @@ def _draw_claims(ax: Axes, claims: Sequence[DrawnClaim]) -> Drawn:
             ax.text(0.02, y, note, transform=ax.get_yaxis_transform(), color=GREY, fontsize=7, va="center")
             continue
         ax.plot([0, claim.relative_error], [y, y], color=INK, linewidth=1.2, zorder=2)
-        ax.plot(
-            [claim.relative_error],
-            [y],
-            marker="o",
-            color=INK,
-            markerfacecolor=_ROLES.get(claim.role, (INK, ""))[0],
-            zorder=3,
-            gid=f"claim {claim.name} {claim.variant}".strip(),
-        )
+        gid, face = f"claim {claim.name} {claim.variant}".strip(), _ROLES.get(claim.role, (INK, ""))[0]
+        ax.plot([claim.relative_error], [y], "o", color=INK, markerfacecolor=face, zorder=3, gid=gid)
     for column, points in columns.items():
         _beside(ax, -0.85, points, column, GREY, "normal")
     ax.axvline(0, color=INK, linewidth=1)
@@ -168,16 +161,5 @@ def _columns(claims: Sequence[DrawnClaim]) -> dict[str, float]:
 
 
 def _beside(ax: Axes, y: float, points: float, text: str, color: str, weight: str) -> None:
-    ax.annotate(
-        text,
-        (1, y),
-        xycoords=("axes fraction", "data"),
-        xytext=(points, 0),
-        textcoords="offset points",
-        horizontalalignment="right",
-        verticalalignment="center",
-        fontsize=7,
-        color=color,
-        fontweight=weight,
-        annotation_clip=False,
-    )
+    style = {"ha": "right", "va": "center", "color": color, "fontweight": weight, "annotation_clip": False}
+    write_beside(ax, text, (1, y), (points, 0), xycoords=("axes fraction", "data"), **style)

@@ -12,8 +12,8 @@ from pandas import DataFrame
 from spbench.plots.axes import Along, set_ticks
 from spbench.plots.grid import Drawing, PanelGrid
 from spbench.plots.lines import PlottedQuantity, line_grid, lines_of, measured
-from spbench.plots.series import Row, gpus, grouped, model, option
-from spbench.plots.style import TIMES, model_name
+from spbench.plots.series import Row, gpus, gpus_of, grouped, model, option
+from spbench.plots.style import model_name
 
 _ZIPF, _HUNDREDTHS = "zipf:", 100
 
@@ -61,13 +61,11 @@ def expert_skew(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
     rows = [row for row in rows if _routing(row).startswith(_ZIPF)]
     facets = {
         name: lines_of(some, _SKEW, lambda row: str(row["cell"].get("variant") or ""))
-        for name, some in grouped(rows, _machine).items()
+        for name, some in grouped(
+            rows, lambda row: f"{model_name(model(row))}, {gpus_of(row['cell']['cluster'], gpus(row))}"
+        ).items()
     }
     return line_grid(rows, facets, _QUANTITIES, comparison, "What a skewed router costs", _SKEW)
-
-
-def _machine(row: Row) -> str:
-    return f"{model_name(model(row))}, {gpus(row)} {TIMES} {row['cell']['cluster']}"
 
 
 draw = Drawing("expert_skew", expert_skew, "cells whose routing is zipf:S")

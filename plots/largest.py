@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 from pandas import DataFrame
 
-from spbench.plots.axes import GPUS, marker_line, set_ticks, set_ticks_within, status_mark
+from spbench.plots.axes import GPUS, marker_line, set_ticks, set_ticks_within, status_mark, write_beside
 from spbench.plots.bars import Bar, Segment, bar_width, draw_bars
 from spbench.plots.claims import DrawnClaim, claims_of, claims_panel
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
@@ -31,6 +31,7 @@ from spbench.plots.series import (
     by_model,
     gpu_counts,
     gpus,
+    gpus_of,
     grouped,
     option,
     searches_for,
@@ -190,12 +191,7 @@ def _machines(rows: Sequence[Row]) -> dict[str, list[Row]]:
             panels[-1] += some
         else:
             panels.append(some)
-    return {f"{_ends(gpu_counts(some))} {TIMES} {_machine(some[0])[0]}": some for some in panels}
-
-
-def _ends(counts: Sequence[int]) -> str:
-    """The fewest and the most GPUs; one number where they are the same."""
-    return " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    return {gpus_of(_machine(some[0])[0], *gpu_counts(some)): some for some in panels}
 
 
 def _machine(row: Row) -> tuple[str, int]:
@@ -268,37 +264,14 @@ def _draw_ladder(
             color = method_color(strategy(row))
             ax.barh([y], [answer / 1e6], 0.62, color=color, gid=f"ours longest {name}")
         if theirs is not None:
-            ax.plot(
-                [theirs / 1e6],
-                [y],
-                marker="D",
-                markersize=4,
-                color=INK,
-                markerfacecolor="white",
-                linestyle="",
-            )
+            ax.plot([theirs / 1e6], [y], "D", markersize=4, color=INK, markerfacecolor="white")
         largest = max(each / 1e6 for each in (answer or 0, theirs or 0))
         reach = max(reach, largest)
-        ax.annotate(
-            _length(answer),
-            (largest, y),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=7,
-            color=INK if answer else GREY,
-        )
+        write_beside(ax, _length(answer), (largest, y), (5, 0), va="center", color=INK if answer else GREY)
         if price := paid.get(but_length(row)):
             # one below the other, right of all bars
-            ax.text(
-                0.99,
-                y,
-                f"step {price}",
-                transform=ax.get_yaxis_transform(),
-                ha="right",
-                va="center",
-                fontsize=7,
-            )
+            right = ax.get_yaxis_transform()
+            ax.text(0.99, y, f"step {price}", transform=right, ha="right", va="center", fontsize=7)
     ax.set_xlim(0, (_WITH_PRICES if paid else _BESIDE) * reach or 1)
     set_ticks_within(ax.xaxis, MaxNLocator(5), 0, reach or 1)
     ax.set_ylim(len(rows) - 0.5, -0.5)

@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.transforms import ScaledTranslation, blended_transform_factory
 from pandas import DataFrame, isna
 
-from spbench.plots.axes import BAND, GPUS, LENGTHS, Along, marker_line, reason_of, status_mark
+from spbench.plots.axes import BAND, GPUS, LENGTHS, Along, figure_of, marker_line, reason_of, status_mark
 from spbench.plots.grid import Drawn, Panel, PanelGrid
 from spbench.plots.series import Row, differing_settings, grouped, strategy, title
 from spbench.plots.style import INK, Look, looks, strategy_name
@@ -43,12 +43,14 @@ class PlottedQuantity:
     Attributes:
         column: the quantity's name in a comparison table and in the ids of what is drawn.
         logarithmic: for values that grow with the x axis, so that relative errors can be seen everywhere.
+        interval: the ends of a row's bar; None: values have none.
     """
 
     column: str
     axis_label: str
     value: Value
     logarithmic: bool = False
+    interval: Callable[[Row], tuple[float, float] | None] | None = None
 
 
 #: of every figure of throughput over lengths or many GPUs
@@ -59,12 +61,14 @@ TOKENS_PER_SECOND = PlottedQuantity(
 
 @dataclass(frozen=True)
 class Line:
-    """Rows along the x axis that are drawn as one line; ``name`` is its label."""
+    """Rows along the x axis that are drawn as one line; ``name`` is its label, and it is drawn ``aside`` of
+    its places by so many points."""
 
     name: str
     look: Look
     rows: tuple[Row, ...]
     linestyle: Any = "-"
+    aside: float = 0.0
 
 
 def lines_of(rows: Sequence[Row], along: Along, setting: Callable[[Row], str] = lambda _: "") -> list[Line]:
@@ -178,6 +182,7 @@ def draw_lines(
     values: list[float] = []
     for line in lines:
         points = [(along.at(row), y) for row in line.rows if (y := quantity.value(row)) is not None]
+        beside = ax.transData + ScaledTranslation(line.aside / 72, 0, figure_of(ax).dpi_scale_trans)
         drawn += ax.plot(
             *_columns(points),
             color=line.look.color,
@@ -187,8 +192,14 @@ def draw_lines(
             label=line.name,
             gid=f"ours {quantity.column} {line.name}",
             zorder=2,
+            transform=beside,
         )
         values += [value for _, value in points]
+        if quantity.interval:
+            ends = {along.at(row): of for row in line.rows if (of := quantity.interval(row))}
+            bars = ax.vlines([*ends], *_columns([*ends.values()]), colors=line.look.color, linewidth=0.9)
+            bars.set(alpha=0.55, transform=beside, gid=f"interval {quantity.column} {line.name}")
+            values += [end for both in ends.values() for end in both]
     entries = []
     for line, stated in _theirs(lines, along, published):
         markers = _published_markers(line.look, published.name)
@@ -216,7 +227,7 @@ def _theirs(lines: Sequence[Line], along: Along, published: Published) -> Iterat
             yield line, points
 
 
-def _columns(points: _Points) -> tuple[list[int], list[float]]:
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [at for at, _ in points], [value for _, value in points]
 
 

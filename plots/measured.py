@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
+from importlib.resources import files
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 from pandas import DataFrame, Series
 
-from spbench.plots.axes import logarithmic_axis, marker_line, set_error_ticks, set_ticks
+from spbench.plots.axes import logarithmic_axis, marker_line, set_error_ticks, set_ticks, ticks_between
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.series import Row
 from spbench.plots.style import GREY, INK, category_colors, tick_texts
@@ -28,47 +30,6 @@ _ROLES = {
     "inferred": ("o", False, "a setting was inferred from it"),
     "calibrated": ("s", False, "calibrated on it"),
 }
-#: tables of measurements -> their names for people; others are named by their words
-TABLES = {
-    "megatron-b200": "Megatron-LM, 8 B200",
-    "megatron-b200-more": "Megatron-LM, 8 B200, 405B and long",
-    "megatron-deepspeed": "Megatron-DeepSpeed, to 512 A100",
-    "megatron-goldens": "Megatron-LM's tests, 8 A100 to GB200",
-    "one-h200": "one H200: decoders",
-    "one-h200-more": "one H200: what jobs ask for",
-    "one-h200-third": "one H200: hybrids, packed, long",
-    "alst-timed": "ALST, timed steps",
-    "bridge-cards": "Megatron-Bridge",
-    "calls-rtx4090": "attention on RTX 4090",
-    "max-seqlen-today": "longest sequences",
-    "ms-swift-jobs": "jobs of ms-swift",
-    "prime-rl-sft": "prime-rl, tuning",
-    "prime-rl-rl": "prime-rl, RL",
-    "prime-rl-rl-lora": "prime-rl, RL with LoRA",
-    "qwen-lora": "Qwen LoRA",
-    "qwen-lora-emb": "Qwen LoRA, embeddings",
-    "usp-limits": "USP, limits",
-    "dgxc-llama3-8b": "NeMo, Llama-3.1 8B",
-    "dgxc-llama3-70b": "NeMo, Llama-3.1 70B",
-    "fpdt-ladder": "FPDT's ladder",
-    "fpdt-steps": "FPDT",
-    "internevo": "InternEvo",
-    "korthikanti-layer": "Megatron-SP, one layer",
-    "korthikanti-steps": "Megatron-SP, whole steps",
-    "alst": "ALST",
-    "mpt-fsdp": "MPT with FSDP, A100",
-    "mpt-fsdp-h100": "MPT with FSDP, H100",
-    "odysseus": "Odysseus",
-    "opensora-inference": "Open-Sora, inference",
-    "upipe": "UPipe",
-    "usp": "USP",
-    "usp-attention": "USP, attention on A100",
-    "usp-attention-l20": "USP, attention on L20",
-    "yunchang-attention": "yunchang, attention",
-    "yunchang-launches": "yunchang, short calls",
-}
-#: steps of the ticks of logarithmic axes between powers of ten, the fewest first
-_STEPS = ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7), tuple(tenths / 10 for tenths in range(10, 100, 2)))
 #: the error within which the figure of published step times is shaded
 _NEAR = 0.10
 
@@ -96,8 +57,15 @@ def _missing_notes(comparison: DataFrame, numbers: DataFrame) -> list[str]:
     return [f"{missing} measured numbers have no number of ours and are not drawn"] if missing else []
 
 
+@cache
+def titles() -> dict[str, str]:
+    """The names of tables of measurements for people: results/field/titles.csv."""
+    text = files("spbench.results.field").joinpath("titles.csv").read_text(encoding="utf-8")
+    return {line["table"]: line["title"] for line in csv.DictReader(text.splitlines())}
+
+
 def _table_name(table: str) -> str:
-    return TABLES.get(table, table.replace("-", " "))
+    return titles().get(table, table.replace("-", " "))
 
 
 def _time_text(ms: float) -> str:
@@ -168,14 +136,9 @@ def _measured_axis(ax: Axes, values: Sequence[float]) -> None:
 
 
 def logarithmic_ticks(values: Sequence[float]) -> tuple[float, float, list[float]]:
-    """The ends of a logarithmic axis that shows values, and its ticks: powers of ten, and between them if
-    there are few."""
+    """The ends of a logarithmic axis that shows values, and its ticks."""
     low, high = 0.8 * min(values), 1.25 * max(values)
-    steps = _STEPS[(high <= 20 * low) + (high <= 4 * low) :]
-    scales = (
-        [m * 10.0**n for n in range(-3, 9) for m in some if low <= m * 10.0**n <= high] for some in steps
-    )
-    return low, high, next((ticks for ticks in scales if len(ticks) > 1), [])
+    return low, high, ticks_between(low, high)
 
 
 def _points(ax: Axes, some: DataFrame, column: str, colors: Mapping[str, str]) -> Drawn:

@@ -3,48 +3,96 @@ and errors against float64 by ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from pandas import DataFrame
 
 from spbench.plots.axes import GPUS, LENGTHS
 from spbench.plots.grid import Drawing, PanelGrid
-from spbench.plots.lines import TOKENS_PER_SECOND, PlottedQuantity, Value, line_grid, lines_of, measured
-from spbench.plots.series import Row, backend, differing, gpus, grouped, model, option, settings, strategy
-from spbench.plots.style import TIMES, backend_name, model_name
+from spbench.plots.lines import TOKENS_PER_SECOND, Line, PlottedQuantity, Value, line_grid, lines_of, measured
+from spbench.plots.series import (
+    Row,
+    backend,
+    differing_settings,
+    gpus,
+    gpus_of,
+    grouped,
+    model,
+    option,
+    settings,
+    strategy,
+)
+from spbench.plots.style import backend_name, model_name, strategy_name
 
 _PEAK = PlottedQuantity("peak_memory_gib", "Peak memory (GiB)", measured("peak_memory_bytes", 2**30))
+#: between lines of one panel, and from the first to the last, in points: lines with equal values are seen
+_APART, _SPREAD = 3.0, 20.0
+
+
+def _interval(row: Row) -> tuple[float, float] | None:
+    """The throughputs of the ends of a simulated step time's interval."""
+    step_time_s, low, high = (row["measurement"].get(f"step_time_{end}s") for end in ("", "low_", "high_"))
+    if not (low and high):
+        return None
+    tokens = row["measurement"]["tokens_per_s"] * step_time_s
+    return tokens / high, tokens / low
 
 
 def methods(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:
-    """A column for each model, cluster and number of GPUs.
+    """A column for each model, number of GPUs and cluster, and for each batch where several were measured at
+    one length. Strategies without a number are told below, by their reasons.
 
     Args:
         rows: those of searches have no step, and are left out.
     """
     rows = [row for row in rows if row["cell"].get("seq_len") and not row["cell"].get("search")]
-    facets = {name: lines_of(some, LENGTHS, _layout(some)) for name, some in grouped(rows, _machine).items()}
-    return line_grid(rows, facets, [TOKENS_PER_SECOND, _PEAK], comparison, "Methods by sequence length")
+    numbered = {strategy(row) for row in rows if row["status"] in ("ok", "oom")}
+    rows_drawn = [row for row in rows if strategy(row) in numbered]
+    facets = {}
+    for (of_model, ranks, cluster), some in sorted(grouped(rows_drawn, _machine).items()):
+        name = f"{of_model}, {gpus_of(cluster, ranks)}"
+        places = grouped(some, lambda row: (strategy(row), LENGTHS.at(row)))
+        # batches that grow as lengths shrink are one column
+        several = any(len(set(map(_batch, at))) > 1 for at in places.values())
+        for batch, of_batch in sorted(grouped(some, _batch).items()) if several else [(0, some)]:
+            layout = differing_settings(of_batch, ("seq_len", "batch"), LENGTHS.at, _settings)
+            if any(row["status"] in ("ok", "oom") for row in of_batch):
+                facets[f"{name}, batch {batch}" if several else name] = _beside(
+                    lines_of(of_batch, LENGTHS, layout)
+                )
+    remarks = [f"Not drawn: {lost}" for lost in _without_numbers(rows, numbered)]
+    if any(map(_interval, rows_drawn)):
+        remarks.append("Bars: what such predictions of a step have been off by")
+    quantities = [replace(TOKENS_PER_SECOND, interval=_interval), _PEAK]
+    return line_grid(
+        rows_drawn, facets, quantities, comparison, "Methods by sequence length", LENGTHS, remarks
+    )
 
 
-def _machine(row: Row) -> str:
-    return f"{model_name(model(row))}, {gpus(row)} {TIMES} {row['cell']['cluster']}"
+def _machine(row: Row) -> tuple[str, int, str]:
+    return model_name(model(row)), gpus(row), str(row["cell"]["cluster"])
 
 
-def _layout(rows: Sequence[Row]) -> Callable[[Row], str]:
-    """What tells rows of one strategy and length apart, as text: the sizes along axes, and settings; "" for
-    strategies with one row a length."""
-    names = {
-        of: [name for name in differing(list(map(_settings, some))) if name != "seq_len"]
-        for of, some in grouped(rows, strategy).items()
-        if len(set(map(LENGTHS.at, some))) < len(some)
-    }
+def _batch(row: Row) -> int:
+    return row["cell"].get("batch") or 0
 
-    def text(row: Row) -> str:
-        of_row = _settings(row)
-        return ", ".join(str(of_row.get(name)) for name in names.get(strategy(row), ()))
 
-    return text
+def _beside(lines: Sequence[Line]) -> list[Line]:
+    """Lines a little beside each other."""
+    apart = min(_APART, _SPREAD / max(1, len(lines) - 1))
+    return [replace(line, aside=apart * (i - (len(lines) - 1) / 2)) for i, line in enumerate(lines)]
+
+
+def _without_numbers(rows: Sequence[Row], numbered: Collection[str]) -> Iterator[str]:
+    """The strategies that have no number, for each status and reason."""
+    lost: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if (name := strategy(row)) not in numbered:
+            reason = (row.get("reason") or "").partition(";")[0].removeprefix(f"{name} ")
+            lost.setdefault(f"{row['status']}{f' ({reason})' if reason else ''}", {})[name] = None
+    for why, names in lost.items():
+        yield f"{', '.join(map(strategy_name, names))}: {why}"
 
 
 def _settings(row: Row) -> dict[str, object]:

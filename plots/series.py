@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from spbench.impls.folding import world_ranks
-from spbench.plots.style import engine_name, model_name
+from spbench.plots.style import backend_name, engine_name, model_name
 
 Row = Mapping[str, Any]
 Key = TypeVar("Key", bound=Hashable)
@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 #: fields of a cell that can make a line of their own
 _FIELDS = ("variant", "cluster", "engine", "precision", "batch", "seq_len")
 #: those of them whose value says what it is
-_SPEAKING = ("variant", "cluster", "engine", "precision")
+_SPEAKING = ("variant", "cluster", "engine", "precision", "sizes")
 
 
 def gpus(row: Row) -> int:
@@ -27,6 +27,12 @@ def gpus(row: Row) -> int:
 def gpu_counts(rows: Iterable[Row]) -> list[int]:
     """The different numbers of GPUs, ascending."""
     return sorted({gpus(row) for row in rows})
+
+
+def gpus_of(cluster: str, *counts: int) -> str:
+    """A machine in titles: "16 GPUs (dgx-h100)", "8 to 64 GPUs (dgx-h100)"."""
+    ends = dict.fromkeys(str(n) for n in (min(counts), max(counts)))
+    return f"{' to '.join(ends)} GPU{'s' * (max(counts) != 1)} ({cluster})"
 
 
 def strategy(row: Row) -> str:
@@ -95,27 +101,43 @@ def title(rows: Sequence[Row], default: str) -> str:
     return f"{scenario or default}{f' ({text})' if text else ''}"
 
 
-def differing_settings(rows: Sequence[Row], ignored: Sequence[str] = ()) -> Callable[[Row], str]:
+def differing_settings(
+    rows: Sequence[Row],
+    ignored: Sequence[str] = (),
+    at: Callable[[Row], int] = gpus,
+    of: Callable[[Row], Mapping[str, Any]] = lambda row: settings(row),
+) -> Callable[[Row], str]:
     """A function that gives the settings that distinguish a row from others of its strategy, as text.
 
-    The text is empty for strategies with at most one row of each GPU count.
+    The text is empty for strategies with at most one row of each place.
 
     Args:
         ignored: settings that do not distinguish rows.
+        at: the place of a row.
+        of: its settings.
     """
-    names = {of: _differing(some, ignored) for of, some in grouped(rows, strategy).items()}
+    names = {
+        name: [each for each in differing(list(map(of, some))) if each not in ignored]
+        for name, some in grouped(rows, strategy).items()
+        if len(set(map(at, some))) < len(some)
+    }
 
     def text(row: Row) -> str:
-        of_row = settings(row)
-        return ", ".join(_setting(name, of_row.get(name)) for name in names[strategy(row)])
+        of_row = of(row)
+        words = (setting_text(name, of_row.get(name)) for name in names.get(strategy(row), ()))
+        return ", ".join(filter(None, words))
 
     return text
 
 
-def _setting(name: str, value: Any) -> str:
-    """A setting in words: "2 layers", "placement zigzag"."""
-    if name in _SPEAKING:
-        return str(value)
+def setting_text(name: str, value: Any) -> str:
+    """A setting in words: "2 layers", "placement zigzag", "recomputed"; "" for one that is not given."""
+    if name == "checkpointing":
+        return "recomputed" if value else ""
+    if value is None or name in _SPEAKING:
+        return str(value or "")
+    if name == "backend":
+        return backend_name(value)
     if name == "layers":
         return f"{value} layer{'s' * (value != 1)}"
     return f"{name.replace('_', ' ')} {value}"
@@ -130,12 +152,6 @@ def settings(row: Row) -> dict[str, Any]:
     for group in ("model_options", "strategy_options", "training"):
         of_cell |= cell.get(group) or {}
     return of_cell
-
-
-def _differing(rows: Sequence[Row], ignored: Sequence[str]) -> list[str]:
-    if len(gpu_counts(rows)) == len(rows):
-        return []
-    return [name for name in differing(list(map(settings, rows))) if name not in ignored]
 
 
 def differing(items: Sequence[Mapping[str, Any]]) -> list[str]:

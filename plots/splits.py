@@ -30,6 +30,7 @@ from spbench.plots.series import (
     grouped,
     model,
     searches_for,
+    setting_text,
     settings,
     shared,
     strategy,
@@ -38,7 +39,6 @@ from spbench.plots.series import (
 from spbench.plots.style import (
     INK,
     TIMES,
-    backend_name,
     category_colors,
     length_text,
     method_color,
@@ -83,15 +83,7 @@ def _micro_batches(row: Row) -> str:
 
 def _told_apart(of_rows: Sequence[Mapping[str, Any]]) -> list[str]:
     names = differing(of_rows)
-    return [", ".join(filter(None, (_spoken(name, of.get(name)) for name in names))) for of in of_rows]
-
-
-def _spoken(name: str, value: Any) -> str:
-    if name == "checkpointing":
-        return "recomputed" if value else ""
-    if name == "backend":
-        return backend_name(value)
-    return "" if value is None else f"{name} {value}"
+    return [", ".join(filter(None, (setting_text(name, of.get(name)) for name in names))) for of in of_rows]
 
 
 def sent_by_axis(row: Row) -> dict[str, float]:

@@ -4,6 +4,7 @@
     python scripts/mutations.py --sample 60 --seed 1         # 60 mistakes, one at a time
     python scripts/mutations.py --sample 60 --seed 1 --portion 10    # the next 10 of them
     python scripts/mutations.py --frozen results/frozen/mutations.jsonl   # those judged before
+    python scripts/mutations.py --frozen results/frozen/mutations.jsonl --turn 7    # 7, 17, 27...
 
 A mistake is one change of an operator, a boundary, a constant, a condition, a deleted line or a dropped
 argument. It is made in a copy of the tree, and run against the quickest tests that reach its line, and some
@@ -15,7 +16,8 @@ Verdicts are appended to a file of JSON lines, and what is in it is not run agai
 committed and judged again on later code with ``--frozen``, without coverage data: each mistake is found by
 its statement, wherever that stands now, and run against the test that killed it then. Others keep their
 verdict: of one that means the same it may be set to "equivalent", with a reason ("why"), and it does not
-count. Exit code 1 where one that was killed is alive.
+count. Exit code 1 where one that was killed is alive, or one is gone with its statement or its test: such a
+one is written anew. ``--write`` writes the file again, with where the others stand now.
 """
 
 from __future__ import annotations
@@ -152,7 +154,11 @@ def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> tuple[str, st
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return "hang", ""
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", output, re.MULTILINE)
+    # a test whose module cannot be imported is named by its whole path
+    named = (
+        rf"^(?:FAILED|ERROR)(?:: found no collectors for)? (?:{re.escape(str(tree))}/)?(\S+::.+?)(?: - .*)?$"
+    )
+    failed = re.search(named, output, re.MULTILINE)
     if process.returncode == 0:
         return "survived", ""
     return "killed", failed[1] if failed else output.strip().splitlines()[-1][:200]
@@ -180,27 +186,31 @@ def is_of(row: Row, mutation: Mutation, source: str) -> bool:
 
 
 def judged_again(rows: Sequence[Row], tree: Path, paths: Sequence[str], limit_s: float) -> Iterable[Row]:
-    """All rows; those that were killed have the verdict of the same test today: ``gone`` where the statement
-    or the test is no longer there."""
+    """All rows, with where they stand today; those that were killed have the verdict of the same test today.
+    It is ``gone`` where the statement or the test is no longer there."""
     sources = {
         f: f.read_text(encoding="utf-8") for path in paths for f in sorted((tree / path).rglob("*.py"))
     }
     collected = collected_tests(tree)
     for row in rows:
+        place, name = placed_again(row, tree, sources), row["by"].split("::", 1)[-1]
+        if place is None:
+            yield {**row, "verdict": "gone"}
+            continue
+        file = tree / place.path
+        row = {**row, **asdict(place), "diff": place.diff(sources[file])}
         if row["verdict"] != "killed":
             yield row
             continue
-        place, name = placed_again(row, tree, sources), row["by"].split("::", 1)[-1]
-        tests = [test for test in collected if test.split("::", 1)[-1] == name]
+        tests = sorted(test for test in collected if test.split("::", 1)[-1] == name)
         verdict = "gone"
-        if place is not None and tests:
-            file = tree / place.path
+        if tests:
             file.write_text(place.applied(sources[file]), encoding="utf-8")
             try:
                 verdict, _ = run_tests(tree, tests, limit_s)
             finally:
                 file.write_text(sources[file], encoding="utf-8")
-        yield {**row, "verdict": verdict, "tests": len(tests), **({"path": place.path} if place else {})}
+        yield {**row, "verdict": verdict, "tests": len(tests), "by": next(iter(tests), row["by"])}
 
 
 def placed_again(row: Row, tree: Path, sources: dict[Path, str]) -> Mutation | None:
@@ -247,8 +257,9 @@ def counted(verdicts: Counter[str]) -> int:
 
 
 def again(chosen: argparse.Namespace) -> int:
-    """Judge the mistakes of a committed file of verdicts again."""
+    """Judge the mistakes of a committed file of verdicts again, or every tenth of them."""
     rows = [json.loads(line) for line in chosen.frozen.read_text(encoding="utf-8").splitlines()]
+    rows = rows if chosen.turn is None else rows[chosen.turn % 10 :: 10]
     verdicts: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree = copied(chosen.tree.resolve(), Path(folder))
@@ -258,8 +269,11 @@ def again(chosen: argparse.Namespace) -> int:
     print(told([row for row in verdicts if row["verdict"] != "gone"]))
     gone = sum(row["verdict"] == "gone" for row in verdicts)
     print(f"{gone} of {len(verdicts)} gone with their statement or their test")
+    if chosen.write:
+        chosen.frozen.write_text("".join(f"{json.dumps(row)}\n" for row in verdicts), encoding="utf-8")
     pairs = zip(rows, verdicts, strict=True)
-    return int(any((was["verdict"], now["verdict"]) == ("killed", "survived") for was, now in pairs))
+    alive = any((was["verdict"], now["verdict"]) == ("killed", "survived") for was, now in pairs)
+    return int(alive or gone > 0)
 
 
 def main() -> int:
@@ -276,7 +290,11 @@ def main() -> int:
     add("--limit", type=float, default=120.0, help="seconds for one mutation")
     add("--at-least", type=float, default=0.0, help="exit code 1 if a smaller share is killed")
     add("--frozen", type=Path, help="file of verdicts, each killed one of which is judged again")
+    add("--turn", type=int, help="of --frozen: every tenth verdict, from this one on")
+    add("--write", action="store_true", help="of --frozen: write all of it again")
     chosen = parser.parse_args()
+    if chosen.write and chosen.turn is not None:
+        parser.error("--write is for all verdicts, without --turn")
     if chosen.frozen:
         return again(chosen)
     chosen.output.touch()

@@ -3,10 +3,11 @@
     python scripts/same_numbers.py [PART...]             # 0: the same; 1: a line for each number that moved
     python scripts/same_numbers.py --freeze [PART...]    # write them anew
 
-The parts are in :data:`PARTS`; all if none is named. Each is asked through the command line, cold, and has
-one file in results/frozen: a line for each answer with its name, a few of its numbers, and a digest of its
-whole JSON without what differs from run to run (when, where and by which commit it was made, and how long it
-took). A change that moves a number on purpose freezes it again in the same commit, and says why.
+The parts are in :data:`PARTS`; all that are frozen if none is named. Each is asked through the command line,
+cold, and has one file in results/frozen: a line for each answer with its name, a few of its numbers, and a
+digest of its whole JSON without what differs from run to run (when, where and by which commit it was made,
+and how long it took). A change that moves a number on purpose freezes it again in the same commit, and says
+why.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ def main() -> int:
     if unknown := set(asked.parts) - PARTS.keys():
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     changed = 0
-    for part in asked.parts or PARTS:
+    for part in asked.parts or [part for part in PARTS if (FOLDER / f"{part}.csv").exists()]:
         lines = [*PARTS[part]()]
         if asked.freeze:
             FOLDER.mkdir(exist_ok=True)

@@ -19,7 +19,8 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
 from spbench.bench.measure.sweep.provenance import project_commit
 from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
-from spbench.bench.measure.sweep.sweep import as_row, digests_of_a_run, sweep, unfinished, unproven
+from spbench.bench.measure.sweep.sweep import as_row, digests_of_a_run, sweep, unfinished
+from spbench.bench.measure.verify.proof import unproven
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.yaml_files import dotted
 from spbench.impls.registries import DEFAULT_BACKEND

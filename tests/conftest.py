@@ -58,12 +58,12 @@ LONGEST = (
     "measure/sweep/test_sweep.py",
     "measure/engines/test_virtual.py",
     "impls/backends/test_host_states.py",
-    "measure/engines/test_grid_steps.py",
+    "measure/engines/test_strategy_steps.py",
     "impls/backends/test_megatron.py",
     "impls/backends/test_fully_shard.py",
     "impls/training/test_composition.py",
-    "impls/kernels/test_fakes.py",
     "impls/strategies/test_gated_recurrence.py",
+    "impls/kernels/test_fakes.py",
     "measure/sweep/test_digest.py",
     "impls/kernels/test_triton.py",
     "impls/models/test_tiles.py",
@@ -73,7 +73,6 @@ LONGEST = (
     "plots/test_contents.py",
     "scripts/test_mutations.py",
     "tools/jobs/test_flags.py",
-    "impls/strategies/test_packed_recurrences.py",
     "plots/test_outputs.py",
     "measure/trace/test_telemetry.py",
     "tools/advise/test_search.py",
@@ -121,6 +120,9 @@ def pytest_collection_finish() -> None:
     torch.set_num_threads(1)
     if processes.START_METHOD == "forkserver":
         processes._run_server(processes._forked)
+    from spbench.bench.measure.verify import proof
+
+    proof.keep_package_proof()  # by these tests, so that no other verifies it in small
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # looking as often would take a twentieth of the time
     atexit.register(gc.unfreeze)  # or else libraries in C++ complain of what they take for leaks

@@ -18,7 +18,7 @@ import click
 from spbench.bench.command_line.forms import FORMS
 from spbench.bench.command_line.output import Output, View
 from spbench.bench.command_line.progress import silence
-from spbench.bench.errors import shown
+from spbench.bench.errors import one_line, shown
 from spbench.bench.setting_values import MOST_POSITIONS, MOST_SECONDS, no_size, size
 from spbench.bench.units import WAYS_OF_BYTES, nbytes_of
 
@@ -66,6 +66,17 @@ def _setting(word: str) -> tuple[str, str]:
 WORDS = Several("name[,name...]")
 #: pairs of a setting's name and its value
 SETTINGS = Several("setting=value[,...]", _setting)
+
+
+class WholeNumber(click.IntRange):
+    """A whole number of at least ``min``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            given = one_line(str(value))
+            self.fail(f"must be a whole number of at least {self.min}, not {given}", param, ctx)
 
 
 class Length(click.ParamType[int]):
@@ -175,9 +186,7 @@ device = click.option(
     help="Where tensors are; CUDA if left out and this machine has it. Virtual tensors are nowhere.",
 )
 fresh = click.option("--fresh", is_flag=True, help="Start again; earlier results are moved aside.")
-jobs = click.option(
-    "--jobs", type=click.IntRange(min=1), help="Cells at a time; the usable cores if left out."
-)
+jobs = click.option("--jobs", type=WholeNumber(min=1), help="Cells at a time; the usable cores if left out.")
 executor = click.option(
     "--executor",
     metavar="ADDRESS",

@@ -3,17 +3,20 @@
 torch's own wrapper does not run on fake tensors: its reducer is C++ that reads the storage of gradients. The
 rules here are the reducer's (torch/csrc/distributed/c10d/reducer.cpp) before it has rebuilt its buckets,
 once, in the order in which gradients arrived.
+
+Hooks that do not keep alive what they call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakMethod
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.collectives import all_reduce_async
 
 MIB = 2**20
@@ -114,3 +117,18 @@ def in_buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
             limit, run, nbytes = BUCKET_BYTES, [], 0
     if run:
         yield run
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., None]:
+    """A hook that calls a bound method with its arguments while the method's object lives.
+
+    Python's garbage collector does not see what a tensor's hook holds, such as process groups. A module whose
+    hook held it would form a cycle that is never collected.
+    """
+    reference = WeakMethod(method)
+
+    def hook(*arguments: Any) -> None:
+        if (bound := reference()) is not None:
+            bound(*arguments)
+
+    return hook

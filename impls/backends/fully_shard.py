@@ -21,18 +21,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, BytesInBackward, HeldPart
+from spbench.impls.backends.buckets import weakly
 from spbench.impls.backends.host_adam import HostAdam
 from spbench.impls.backends.host_optimizer import HostOptimizer
 from spbench.impls.backends.host_shards import HostShards, move_to_host
-from spbench.impls.backends.hybrid_mesh import SHARDS, in_groups, mesh_info
 from spbench.impls.backends.meta_device import cut_when_asked, materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
-from spbench.impls.backends.parameter_parts import cut_dim, held_rows, own_part
 from spbench.impls.backends.planned_step import PlannedStep
-from spbench.impls.backends.sharded_stages import keep_for_later, sum_in_backward, sum_kept
-from spbench.impls.backends.sharded_traffic import sharded_traffic
+from spbench.impls.backends.sharded_stages import (
+    SHARDS,
+    cut_dim,
+    cut_shape,
+    held_rows,
+    in_groups,
+    keep_for_later,
+    made_matrices,
+    mesh_info,
+    own_part,
+    sharded_traffic,
+    sum_in_backward,
+    sum_kept,
+    whole_shapes,
+)
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
-from spbench.impls.backends.weak_hooks import weakly
 from spbench.impls.composition import chunks_of, summed_axes
 from spbench.impls.kernels.packed_weights import scales_in
 from spbench.impls.layout import Unsupported
@@ -201,6 +212,8 @@ class FullySharded(Backend):
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         units = units_of(stage, self.options)
+        axes_of = self.strategy.partial_axes
+        shapes = made_matrices(stage, lambda p: self.meshes[axes_of(p)].size(SHARDS))
         for unit in [*units, stage]:
             with cut_when_asked():
                 fully_shard(
@@ -214,6 +227,7 @@ class FullySharded(Backend):
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)  # a sum, as the loss is one
             unit.set_force_sum_reduction_for_comms(True)
+            whole_shapes(unit, shapes)
         embedding = getattr(stage, "embedding", None)
         self._prefetch([unit for unit in units if unit is not embedding], stage)  # type: ignore[misc, arg-type]
 
@@ -305,6 +319,8 @@ class FullySharded(Backend):
         mesh, shape = self.meshes[self.axes[name]], self.shapes[name]
         size = mesh.size(SHARDS)
         first, _ = held_rows(shape, size, mesh.get_local_rank(SHARDS))
+        if cut_shape(shape, size) != shape:
+            return HeldPart(local.flatten(), first * shape[-1])
         return HeldPart(local, first, cut_dim(shape, size))
 
     @classmethod

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spbench.impls.backends.buckets import weakly
 from spbench.impls.backends.buffer_layout import BucketLayout
-from spbench.impls.backends.eight_bit_weights import keep_in_eight_bits
-from spbench.impls.backends.weak_hooks import weakly
+from spbench.impls.backends.planned_buffers import keep_in_eight_bits
 from spbench.impls.collectives import (
     all_gather_in_place,
     all_reduce,

@@ -40,16 +40,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart
-from spbench.impls.backends.gradient_norm import ClippedGradients, held_share, norm_traffic
-from spbench.impls.backends.host_optimizer import HostOptimizer
+from spbench.impls.backends.host_optimizer import HostOptimizer, PartOnHost, first_of
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
 from spbench.impls.backends.main_weights import MainWeight, main_weight, write_back
-from spbench.impls.backends.megatron_options import MegatronOptions
+from spbench.impls.backends.megatron_options import (
+    ClippedGradients,
+    MegatronOptions,
+    held_share,
+    norm_traffic,
+)
 from spbench.impls.backends.muon import QUINTIC, Matrix, Muon, is_matrix
-from spbench.impls.backends.narrow_moments import NarrowMoments
-from spbench.impls.backends.optimizer import Optimizer, Precision
+from spbench.impls.backends.optimizer import NarrowMoments, Optimizer, Precision
 from spbench.impls.backends.optimizer_options import EACH_WEIGHT, HostLayout
-from spbench.impls.backends.part_on_host import PartOnHost, first_of
 from spbench.impls.backends.planned_buffers import (
     PlannedBuffer,
     cuts_of_buffers,

@@ -1,4 +1,14 @@
-"""The gradient buffers of Megatron-Core: which parameters each has, and in which buckets they lie."""
+"""The gradient buffers of Megatron-Core: which parameters each has, and in which buckets they lie.
+
+Weights that are kept in eight bits.
+
+Megatron-LM's ``--fp8-param-gather`` keeps weights whose matmuls are in eight bits as E4M3 alone, one byte an
+element with one scale a weight, in a buffer of their own beside that of other weights. After an update each
+rank casts its part of the main weights. The largest magnitude of a weight lies on any of the ranks that share
+it, so one all-reduce of those of all weights comes before (cast_master_weights_to_fp8 of
+transformer_engine/pytorch/tensor/utils.py, 2.x); with delayed scaling it comes after, for the next scales.
+The cast parts are gathered in place of sixteen bits.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +17,16 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from spbench.impls.backends.buffer_layout import BucketLayout, laid_out
-from spbench.impls.backends.eight_bit_weights import in_eight_bits
 from spbench.impls.backends.flat import covered
 from spbench.impls.backends.layer_wise import Dealt, dealt, packed
 from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.muon import is_matrix
 from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.composition import Composition, by_partial_axes, chunks_of, summed_axes
+from spbench.impls.kernels.fp8_casts import E4M3, WHOLE, fp8_amax, fp8_cast
 from spbench.impls.layout import shard_of
 from spbench.impls.place import Place
 from spbench.impls.strategies.base import Strategy
@@ -194,3 +204,21 @@ def dealt_weights(
     for buffer in planned:
         of_axes.setdefault(buffer.axes, []).extend(buffer.parameters.values())
     return [Dealt(weights, group) for axes, weights in of_axes.items() if (group := groups[axes][0])]
+
+
+def in_eight_bits(p: Tensor) -> bool:
+    """Whether a weight can be kept in eight bits: its recipe has one scale for all of it."""
+    recipe = getattr(p, "spbench_fp8", None)
+    return recipe is not None and bool(recipe.whole)
+
+
+def keep_in_eight_bits(p: nn.Parameter, into: Tensor) -> None:
+    """Cast a weight into bytes of its shape, which are its values from now on. Its gradients stay in its
+    precision, and its values before the cast are kept for :func:`main_weight`."""
+    before, data = p.detach(), into.view(E4M3)
+    p.spbench_before_cast = before  # type: ignore[attr-defined]
+    whole = before.flatten(0, -2)
+    cast, scale = fp8_cast(whole, fp8_amax(whole), E4M3, WHOLE, None, False)
+    data.copy_(cast.view_as(data))
+    p.spbench_fp8_scale = scale  # type: ignore[attr-defined]
+    p.data, p.grad_dtype = data, before.dtype

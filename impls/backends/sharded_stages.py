@@ -1,16 +1,34 @@
-"""Pipeline stages of sharded models: when gradients are summed, and weights freed.
+"""What sharded models have beside the plain step: stages, groups of ranks, parts, and what is sent.
 
 In torch.distributed.pipelining each backward of a stage adds to whole gradients and keeps gathered weights
 (``backward_maybe_with_nosync`` of its stage.py, torch 2.13). After the stage's last backward of the step it
 reduce-scatters them, unit by unit, and frees the weights (``perform_reduce_grad``).
+
+Ranks share one copy of a model in shards under hybrid sharding (HSDP; Zhao et al., arXiv 2304.11277, section
+3.2.2). A parameter is cut along its first dim, padded to a multiple of N. If that has fewer rows than there
+are ranks, it is cut along the first other dim that N divides, if there is one; if there is none, a parameter
+of more than two dims is cut along its rows as the matrix that programs have, not padded to N parts.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+from spbench.impls.backends.planned_step import PlannedStep
+from spbench.impls.backends.sharding_options import ShardingOptions, units_of
+from spbench.impls.composition import chunks_of
+from spbench.impls.place import Place
+from spbench.impls.traffic import Traffic
 
 
 def keep_for_later(stage: FSDPModule) -> None:
@@ -39,3 +57,175 @@ def _sum_after_backward(stage: FSDPModule, yes: bool) -> None:
     stage.set_is_last_backward(yes)
     stage.set_reshard_after_backward(yes)
     stage.set_requires_gradient_sync(yes)
+
+
+#: the dim of a mesh along which a model is sharded
+SHARDS = -1
+
+
+def in_groups(place: Place, axes: Sequence[str], whole: DeviceMesh, sharing: int) -> DeviceMesh:
+    """A mesh of groups of ``sharing`` consecutive ranks, which share a model.
+
+    Args:
+        axes: those of the ranks of ``whole``, a mesh of one dim.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    across = place.subgroup(*axes, size=sharing, across=True)
+    within = place.subgroup(*axes, size=sharing)
+    assert across is not None
+    assert within is not None
+    with _disable_current_modes():  # as in Place.submesh
+        return DeviceMesh.from_group(
+            [across, within],
+            whole.device_type,
+            mesh=whole.mesh.view(-1, sharing),
+            mesh_dim_names=("replicate", "shard"),
+        )
+
+
+def mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
+    """What ``fully_shard`` is told of a mesh of one dim, or of one of :func:`in_groups`."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
+    return HSDPMeshInfo(mesh=mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def cut_dim(shape: torch.Size, size: int) -> int:
+    """The dim that a parameter is cut along."""
+    if shape[0] >= size:
+        return 0
+    return next((dim for dim, n in enumerate(shape) if n % size == 0), 0)
+
+
+def cut_shape(shape: torch.Size, size: int) -> torch.Size:
+    """The shape as which a parameter is cut: its own, or that of a matrix."""
+    if len(shape) < 3 or shape[0] >= size or any(n % size == 0 for n in shape):
+        return shape
+    return torch.Size((math.prod(shape[:-1]), shape[-1]))
+
+
+def padded_elements(shape: torch.Size, size: int) -> int:
+    """Elements of a parameter in messages, padding included."""
+    shape = cut_shape(shape, size)
+    n = shape[cut_dim(shape, size)]
+    return shape.numel() // n * math.ceil(n / size) * size
+
+
+def held_rows(shape: torch.Size, size: int, rank: int) -> tuple[int, int]:
+    """The first of a rank's rows along the dim that a parameter is cut along, and how many it has."""
+    shape = cut_shape(shape, size)
+    whole = shape[cut_dim(shape, size)]
+    each = math.ceil(whole / size)
+    first = min(whole, rank * each)
+    return first, min(each, whole - first)
+
+
+def own_part(x: Tensor) -> Tensor:
+    """A rank's part of a tensor that is sharded, or is its own."""
+    part: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return part
+
+
+#: the shapes of parameters that are cut as matrices, by what has them
+Shapes = Mapping[tuple[nn.Module, str], torch.Size]
+
+
+def made_matrices(module: nn.Module, size_of: Callable[[nn.Parameter], int]) -> Shapes:
+    """Give parameters the shape as which they are cut over ``size_of`` ranks; returns what they had."""
+    shapes = {}
+    for owner in module.modules():
+        for name, p in owner._parameters.items():
+            if p is not None and (shape := cut_shape(p.shape, size_of(p))) != p.shape:
+                shapes[owner, name] = p.shape
+                p.data = p.data.view(shape)
+    return shapes
+
+
+def whole_shapes(unit: nn.Module, shapes: Shapes) -> None:
+    """Have what ``fully_shard`` gathers for a unit in the shapes of before :func:`made_matrices`."""
+    from torch.distributed.fsdp import fully_shard
+
+    for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
+        for p in group.fsdp_params:
+            if shape := shapes.get((p._module_info.module, p._module_info.param_name)):
+                p._orig_size, p._contiguous_orig_stride = shape, torch.empty(shape, device="meta").stride()
+                p.__class__ = _cut_as_matrix()
+
+
+@cache
+def _cut_as_matrix() -> type[Any]:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    class CutAsMatrix(FSDPParam):
+        """One whose gradients are summed as a matrix, whatever the shape of what is gathered."""
+
+        def _get_grad_inner_tensor(self, grad: Tensor) -> Tensor:
+            return super()._get_grad_inner_tensor(grad).flatten(0, -2)
+
+    return CutAsMatrix
+
+
+def sharded_traffic(
+    step: PlannedStep, summed_as: torch.dtype, reshards: Callable[[bool, ShardingOptions], bool]
+) -> Iterator[Traffic]:
+    """What the backends ``zero2`` and ``zero3`` send in a step.
+
+    Args:
+        summed_as: the dtype of gradients while they are summed.
+        reshards: as :meth:`FullySharded.reshards`.
+    """
+    options, count, width = step.options, step.micro_batches, summed_as.itemsize
+    assert isinstance(options, ShardingOptions)
+    staged = step.around.stage.count > 1
+    kept = staged or options.reduce_at == "kept"
+    stages = [*zip(chunks_of(step.build()), step.passes(), strict=True)]
+    for summed in step.summed:
+        if options.own_weights == "apart" and summed.size == 1:
+            continue
+        axes, each, sums = summed.group_axes, options.sharing(summed.size), 0
+        #: elements by how often they are gathered
+        forward, backward = Counter[int](), Counter[int]()
+        for stage, passes in stages:
+            units = units_of(stage, options)
+            rest = {*stage.parameters()}.difference(*(unit.parameters() for unit in units))
+            for p in stage.parameters():
+                if step.strategy.partial_axes(p) != summed.axes:
+                    continue
+                elements = padded_elements(p.shape, each)
+                sums += elements * p.requires_grad
+                frees = reshards(p in rest, options)
+                first, again = _gathers(passes, frees) if kept else (count, count * frees)
+                forward[first] += elements
+                backward[again] += elements
+        for phase, words, gathered in (
+            ("forward", "weights", forward),
+            ("backward", "weights again", backward),
+        ):
+            for often, elements in gathered.items():
+                nbytes = elements * step.element_bytes
+                yield Traffic(phase, words, "all_gather", often, nbytes, axes, each)
+        often = 1 if staged or options.reduce_at != "each" else count
+        yield Traffic("backward", "gradients", "reduce_scatter", often, sums * width, axes, each)
+        if (groups := summed.size // each) > 1:
+            part = sums * width // each
+            yield Traffic("backward", "over groups", "all_reduce", often, part, axes, groups)
+        if step.precision.loss_scale:
+            yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, axes, each)
+
+
+def _gathers(passes: Iterable[bool], reshards: bool) -> tuple[int, int]:
+    """How often a stage's weights are gathered in a step: for forwards, and for backwards.
+
+    Args:
+        passes: of the stage in their order: True for a forward, False for a backward.
+        reshards: whether the weights are freed after each forward.
+    """
+    whole, counts = False, [0, 0]
+    for forward in passes:
+        counts[not forward] += not whole
+        whole = not (forward and reshards)
+    return counts[0], counts[1]

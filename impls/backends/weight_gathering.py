@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from spbench.impls.backends.buckets import weakly
 from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer
-from spbench.impls.backends.weak_hooks import weakly
 
 
 class GatheredInForward:

@@ -1,4 +1,12 @@
-"""RoPE (arXiv 2104.09864) as one operator, which keeps the angles alone (TransformerEngine's fused RoPE)."""
+"""RoPE (arXiv 2104.09864) as one operator, which keeps the angles alone (TransformerEngine's fused RoPE).
+
+RoPE of latent attention as Megatron-Core fuses it (core/fusions/fused_mla_yarn_rope_apply.py): queries are
+turned in their own memory, and one pass makes keys and values from their projection and the key that all
+heads share.
+
+Shape letters: B batch, L sequence, Z heads; N features of a head without a position, R with one, A of a
+value.
+"""
 
 from __future__ import annotations
 
@@ -55,3 +63,91 @@ def fused_rotary(x: Tensor, angles: Tensor) -> Tensor:
     """x [..., L, A] turned by the angles [L, A], the two halves of which are equal, in at least float32 as
     libraries hold them -> a contiguous [..., L, A]."""
     return _Rotary.apply(x, angles)
+
+
+def _turned(x: Tensor, angles: Tensor, inverse: bool) -> Tensor:
+    """x [..., L, R] turned by angles [L, R]."""
+    half = angles[..., : angles.shape[-1] // 2]
+    cos, sin = half.cos().to(x.dtype), half.sin().to(x.dtype)
+    return rotated(x, cos, -sin if inverse else sin)
+
+
+@operator("spbench::rotary_", mutates_args={"x"})
+def _rotary_(x: Tensor, angles: Tensor, inverse: bool) -> None:
+    x.copy_(_turned(x.transpose(1, 2), angles, inverse).transpose(1, 2))
+
+
+class _TurnedQueries(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, angles: Tensor, heads: int) -> Tensor:
+        ctx.save_for_backward(angles)
+        ctx.heads = heads
+        _rotary_(q.unflatten(-1, (heads, -1))[..., -angles.shape[-1] :], angles, False)
+        ctx.mark_dirty(q)
+        return q
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (angles,) = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        _rotary_(gradient.unflatten(-1, (ctx.heads, -1))[..., -angles.shape[-1] :], angles, True)
+        return gradient, None, None
+
+
+def turned_queries(q: Tensor, angles: Tensor, heads: int) -> Tensor:
+    """q [B, L, Z (N + R)], a projection's result that nothing else reads, whose last R features of each head
+    are turned by angles [L, R] in its memory, as its gradient is in backward."""
+    result: Tensor = _TurnedQueries.apply(q, angles, heads)
+    return result
+
+
+@operator("spbench::latent_keys_values")
+def _keys_values(kv: Tensor, shared: Tensor, angles: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
+    keys, values = kv.unflatten(-1, (heads, -1)).split([size, kv.shape[-1] // heads - size], -1)
+    turned = _turned(shared, angles, False).unsqueeze(2).expand(-1, -1, heads, -1)
+    return torch.cat((keys, turned), -1), values.clone(memory_format=torch.contiguous_format)
+
+
+@_keys_values.register_fake
+def _(kv: Tensor, shared: Tensor, angles: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
+    batch, length, features = kv.shape
+    k = kv.new_empty(batch, length, heads, size + shared.shape[-1])
+    return k, kv.new_empty(batch, length, heads, features // heads - size)
+
+
+@operator("spbench::latent_keys_values_backward")
+def _keys_values_backward(d_k: Tensor, d_v: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    shared = angles.shape[-1]
+    d_kv = torch.cat((d_k[..., :-shared], d_v), -1).flatten(-2)
+    return d_kv, _turned(d_k[..., -shared:].sum(2), angles, True)
+
+
+@_keys_values_backward.register_fake
+def _(d_k: Tensor, d_v: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    batch, length, heads, size = d_k.shape
+    shared = angles.shape[-1]
+    features = heads * (size - shared + d_v.shape[-1])
+    return d_k.new_empty(batch, length, features), d_k.new_empty(batch, length, shared)
+
+
+class _KeysValues(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kv: Tensor, shared: Tensor, angles: Tensor, heads: int, size: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(angles)
+        return _keys_values(kv, shared, angles, heads, size)
+
+    @staticmethod
+    def backward(ctx: Any, d_k: Tensor, d_v: Tensor) -> tuple[Tensor | None, ...]:
+        (angles,) = ctx.saved_tensors
+        return *_keys_values_backward(d_k.contiguous(), d_v.contiguous(), angles), None, None, None
+
+
+def keys_and_values(
+    kv: Tensor, shared: Tensor, angles: Tensor, heads: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """Keys [B, L, Z, N + R] and values [B, L, Z, A] from their projection [B, L, Z (N + A)] and from the
+    features [B, L, R] that the keys of all heads share, turned by angles [L, R]; ``size`` is N."""
+    k, v = _KeysValues.apply(kv, shared, angles, heads, size)
+    return k, v

@@ -33,8 +33,7 @@ from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, KeyBlocks, attention_to_blocks
 from spbench.impls.strategies.grid import as_sequences
-from spbench.impls.strategies.halo import GatheredHalo, halo_of_site, halo_traffic
-from spbench.impls.strategies.key_value_rows import KeyValueRows
+from spbench.impls.strategies.halo import GatheredHalo, KeyValueRows, halo_of_site, halo_traffic
 from spbench.impls.strategies.meetings import ALL, Meetings
 from spbench.impls.strategies.placed_chunks import DocumentPlacementOptions, PlacedChunks
 from spbench.impls.strategies.ring_attention import attention_gradients_round

@@ -10,13 +10,17 @@ In an open chain the rank that sends most would send no less.
 
 In a ring, queries attend to the own keys and to those of each chunk while the next rows are on their way. In
 one gather all rows come first, for one call of the kernel.
+
+Keys and values of several positions in one message, and as views of it.
+
+Shape letters: G heads of keys and values, D features of a key, A of a value, both A but in latent attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -27,7 +31,6 @@ from spbench.impls.kernels.decay import state_dtype
 from spbench.impls.layout import Site, key_value_size, runs_again
 from spbench.impls.rings import exchange
 from spbench.impls.strategies.blockwise import Block, BlockwiseBackward, KeyBlocks
-from spbench.impls.strategies.key_value_rows import KeyValueRows
 from spbench.impls.strategies.meetings import ALL, Meetings, halo_rows
 from spbench.impls.traffic import Traffic
 
@@ -49,6 +52,33 @@ def halo_traffic(site: Site, halo: tuple[int, ...], element_bytes: int) -> Itera
     for rows in halo:
         sums = rows * row * max(4, element_bytes)
         yield Traffic("backward", "dK and dV of the halo", "send", site.count, sums)
+
+
+class KeyValueRows(NamedTuple):
+    """How rows [.., G (D + A)] hold the keys of all heads and then their values."""
+
+    heads: int
+    key_size: int
+    value_size: int
+
+    @classmethod
+    def like(cls, k: Tensor, v: Tensor) -> Self:
+        """Those of k [.., G, L, D] and v [.., G, L, A]."""
+        return cls(k.shape[1], k.shape[3], v.shape[3])
+
+    def joined(self, k: Tensor, v: Tensor) -> Tensor:
+        """k [.., G, D] and v [.., G, A] as new rows."""
+        if self.key_size == self.value_size:
+            return torch.stack((k, v), -3).flatten(-3)
+        rows = k.new_empty(*k.shape[:-2], self.heads * (self.key_size + self.value_size))
+        for view, x in zip(self.separate(rows), (k, v), strict=True):
+            view.copy_(x)
+        return rows
+
+    def separate(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [.., G, D] and values [.., G, A] as views of rows."""
+        k, v = rows.split([self.heads * self.key_size, self.heads * self.value_size], -1)
+        return k.unflatten(-1, (self.heads, -1)), v.unflatten(-1, (self.heads, -1))
 
 
 class _HaloRows(KeyValueRows):

@@ -24,6 +24,7 @@ from spbench.impls.layout import (
     shard_of,
 )
 from spbench.impls.place import Place
+from spbench.impls.registries import strategies
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.tiles import entries_of_tiles, tiles_of, tiling_of
@@ -203,11 +204,9 @@ class PlanningHooks(GridHooks):
                 )
 
     def _check_own(self, sites: Sequence[Site]) -> None:
+        if lacking := self.lacking(sites):
+            raise Unsupported(lacking, self._instead(sites))
         for site in sites:
-            if site.kind in MEETINGS and site.kind not in self.meets:
-                raise Unsupported(
-                    f"{self.name} has no {MEETINGS[site.kind]}", "use another strategy or another model"
-                )
             if site.kind == "given_heads" and self.splits_features:
                 raise Unsupported(
                     f"{self.name} splits the projections to heads, and this model is given its heads",
@@ -219,6 +218,20 @@ class PlanningHooks(GridHooks):
                     "set its option attention_norm or qk_norm_over to head, or split sequences alone",
                 )
         self.check_sizes(list(as_sequences(sites, self.grid_dim)))
+
+    @classmethod
+    def lacking(cls, sites: Iterable[Site]) -> str:
+        """Why it takes no model with these sites, whatever their sizes; "" if it takes them."""
+        lacks = (site.kind for site in sites if site.kind in MEETINGS and site.kind not in cls.meets)
+        return next((f"{cls.name} has no {MEETINGS[kind]}" for kind in lacks), "")
+
+    def _instead(self, sites: Sequence[Site]) -> str:
+        """What to use for a model with these sites: the strategies that take it, those of its own axes if
+        there are some."""
+        taking = {n: cls.axes for n, cls in strategies().items() if cls.axes and not cls.lacking(sites)}
+        alike = [name for name, axes in taking.items() if axes == self.axes] or [*taking]
+        models = f"another model (spbench list models {self.name})"
+        return f"use {', '.join([*alike, ''])}or {models}" if alike else f"use {models}"
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
         """Raise :class:`Unsupported` if this strategy cannot split these sizes over its ranks. Called on more

@@ -1,21 +1,29 @@
-"""Where rows come from: the commit of the code and of the project, and whether files differ from it."""
+"""Where rows come from: the commit of the code and of the project, and whether files differ from it. The
+facts of the machine in the provenance of rows."""
 
+import io
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import spbench
+import spbench.bench.measure.sweep.provenance as bench_provenance
 from spbench.bench.errors import UserError
 from spbench.bench.git import asked, commit_of_files, git, own_checkout
 from spbench.bench.measure.sweep.provenance import (
     MADE_FROM_ROWS,
     check_same_code,
     commit_of,
+    machine_facts,
     project_commit,
     provenance,
 )
 from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
+from tests.bench.nvml_library import built, printed
 
 
 @pytest.fixture
@@ -103,3 +111,47 @@ def test_what_git_refuses_is_one_line(tmp_path: Path) -> None:
     assert asked(tmp_path, "rev-parse", "HEAD") == ""
     with pytest.raises(UserError, match=r"git rev-parse fails in .*not a git repository"):
         git(tmp_path, "rev-parse", "HEAD")
+
+
+CODE = """
+import json, sys
+from spbench.bench.measure.sweep.provenance import machine_facts
+print(json.dumps([machine_facts(), "torch" in sys.modules]))
+"""
+
+
+def test_this_machine() -> None:
+    facts = machine_facts()
+    assert provenance()["machine"] == facts
+    assert facts["os"].startswith(os.uname().sysname)
+    assert facts["cores"] == len(os.sched_getaffinity(0))
+    assert facts["memory_bytes"] > 2**28
+    assert facts["cpu"]
+
+
+def test_gpus_are_named_by_the_driver_without_torch(tmp_path: Path) -> None:
+    facts, torch_was_imported = printed(built(tmp_path), CODE)
+    assert len(facts["gpus"]) == 2
+    assert facts["gpus"][0].startswith("Test GPU")
+    assert facts["gpu_driver"]
+    assert not torch_was_imported
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone binds processes to cores")
+def test_cores_are_those_that_the_process_may_use() -> None:
+    code = f"import os; os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})\n{CODE}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert '"cores": 1' in done.stdout
+
+
+@pytest.mark.parametrize(("name", "shown"), [("", "riscv64"), ("A64FX", "A64FX")])
+def test_a_processor_without_a_name_is_its_architecture(
+    monkeypatch: pytest.MonkeyPatch, name: str, shown: str
+) -> None:
+    """As in containers of other architectures, whose /proc/cpuinfo has no model name."""
+    monkeypatch.setattr(
+        bench_provenance, "open", lambda path, **how: io.StringIO("processor: 0\n"), raising=False
+    )
+    monkeypatch.setattr("platform.processor", lambda: name)
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert bench_provenance.cpu_model() == shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -22,7 +23,7 @@ case "$* " in *"${FAILING% *} "*) exit "${FAILING##* }" ;; esac
 def programs(tmp_path: Path) -> Path:
     folder = tmp_path / "programs"
     folder.mkdir()
-    for name in ("pip", "pytest", "ruff", "mypy", "spbench"):
+    for name in ("pip", "pytest", "ruff", "mypy", "spbench", "python"):
         (folder / name).write_text(PROGRAM)
         (folder / name).chmod(0o755)
     return folder
@@ -44,29 +45,40 @@ def run(programs: Path, *command: str, failing: str = "nothing at all 0") -> tup
 def commands_of_the_readme(marker: str) -> list[str]:
     """The commands under a marker, as the programs write them down."""
     block = README.split(f"<!-- {marker} command -->")[1].split("```")[1]
-    return block.removeprefix("sh\n").strip().replace("'", "").split(" && ")
+    return re.split(" && |; ", block.removeprefix("sh\n").strip().replace("'", ""))
 
 
 @pytest.mark.parametrize(
     ("step", "marker", "count"),
-    [
-        ("install", "test", 1),
-        ("test", "test", 2),
-        ("lint", "lint", 3),
-        ("gate", "gate", 2),
-    ],
+    [("install", "test", 1), ("test", "test", 2), ("lint", "lint", 3), ("gate", "gate", 2)],
 )
 def test_a_step_is_the_readmes_command(programs: Path, step: str, marker: str, count: int) -> None:
     expected = commands_of_the_readme(marker)[:count]
     assert len(expected) == count
     assert run(programs, "run", step) == (0, expected)
-    assert run(programs, "run", step, failing=f"{expected[0].split(' ', 1)[1]} 3") == (3, expected[:1])
+    # a gate whose rows are wrong compares them too, and fails by either
+    failing = expected if step == "gate" else expected[:1]
+    for each in failing:
+        assert run(programs, "run", step, failing=f"{each.split(' ', 1)[1]} 3") == (3, failing)
 
 
 def test_steps_in_their_order(programs: Path) -> None:
-    code, calls = run(programs, "run", "install", "lint")
-    assert (code, len(calls)) == (0, 4)
-    assert [call.split()[0] for call in calls] == ["pip", "ruff", "ruff", "mypy"]
+    code, calls = run(programs, "run", "install", "lint", "same-numbers")
+    assert code == 0
+    assert [call.split()[0] for call in calls] == ["pip", "ruff", "ruff", "mypy", "python"]
+    assert run(programs, "run", "same-numbers", failing="same_numbers.py 1")[0] == 1
+    assert set(calls[-1].split()[2:]) < {path.stem for path in (ROOT / "results" / "frozen").glob("*.csv")}
+
+
+@pytest.mark.parametrize(("failing", "code"), [("", 0), ("--frozen 1", 1), ("--sample 1", 1)])
+def test_a_night_judges_a_tenth_of_the_committed_mistakes(
+    programs: Path, tmp_path: Path, failing: str, code: int
+) -> None:
+    ended, calls = run(programs, "mutations", str(tmp_path), failing=failing or "nothing at all 0")
+    assert (ended, [call.split()[0] for call in calls]) == (code, ["python", "pytest", "python"])
+    frozen = re.fullmatch(r"python scripts/mutations.py --frozen (\S+) --turn \d+", calls[0])
+    assert frozen is not None
+    assert (ROOT / frozen[1]).is_file()
 
 
 def test_an_unknown_step(programs: Path) -> None:

@@ -1,18 +1,24 @@
-"""The ranks of a pipeline stage, arranged anew for experts."""
+"""The ranks of a pipeline stage, arranged anew for experts. Bounds of options, from both sides. Loops whose
+steps can be chosen among."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.axes import group_name, in_order, ranks_along, spelled, unused_axes
 from spbench.impls.folding import folded_sizes, members
+from spbench.impls.keyed_steps import Key, choosing_steps, keyed_steps
+from spbench.impls.models.model import model_preset
+from spbench.impls.options import LARGEST, LARGEST_OF, wrong_values
 from spbench.impls.place import Place
 
 SIZES = {"dp": 2, "pp": 2, "tp": 2, "sp": 3, "ep": 3, "etp": 2}
@@ -111,3 +117,43 @@ def test_groups_of_folded_axes(pool: RankPool, sizes: dict[str, int], sums: dict
         names = {group_name(axes.split(), sizes) for axes in sums}
         assert sorted({*flattened.values()}) == sorted(names)
         assert along == folded_sizes(sizes)["edp"]
+
+
+@pytest.mark.parametrize("name", ["experts", "shared_inner", "dense_layers", "mtp_layers"])
+def test_zero_switches_off_what_a_preset_has(name: str) -> None:
+    model = model_preset("deepseek-v3")
+    assert getattr(model, name)
+    assert [*wrong_values(model, {name: 0})] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("layers", 1, LARGEST_OF["layers"]), ("hidden", 1, LARGEST)]
+)
+def test_both_ends_are_allowed_and_nothing_beyond(name: str, least: int, most: int) -> None:
+    model = model_preset("bert-tiny")
+    assert not [*wrong_values(model, {name: least}), *wrong_values(model, {name: most})]
+    assert [*wrong_values(model, {name: least - 1})] == [(name, f"must be at least {least}, not {least - 1}")]
+    assert [*wrong_values(model, {name: most + 1})] == [(name, f"must be at most {most}, not {most + 1}")]
+
+
+def ends(size: int, key: Key, backward_within: bool, kept: list[Tensor]) -> Iterator[int]:
+    """The steps whose key is not that of the step before."""
+    return (step for step in range(size) if step == 0 or key(step) != key(step - 1))
+
+
+def test_a_choice_holds_within_its_context() -> None:
+    def loop() -> list[int]:
+        return list(keyed_steps(10, lambda step: step // 4))
+
+    with choosing_steps(ends):
+        assert loop() == [0, 4, 8]
+        with choosing_steps(lambda size, *_: iter([size - 1])):
+            assert loop() == [9]
+        assert loop() == [0, 4, 8]
+    assert loop() == list(range(10))
+
+
+def test_a_failure_ends_the_choice_too() -> None:
+    with pytest.raises(ZeroDivisionError), choosing_steps(ends):
+        raise ZeroDivisionError
+    assert list(keyed_steps(3, lambda step: 0)) == [0, 1, 2]

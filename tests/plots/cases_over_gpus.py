@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from spbench.plots import dsp, lasp, rsa
 from spbench.plots.methods import draw as draw_methods
-from spbench.plots.style import TIMES
 from tests.plots.figure_cases import ALONE, GIB, LOST, TOKENS, TP, Case, Row, formula, sized, steps
 from tests.plots.rows import published, ran, searched, table
 
@@ -39,6 +38,7 @@ SENT = table(
     formula(RING[1], "ring-attention-wire", 14.0, 15.0),
 )
 ROUND = [*(steps("ulysses", "sp", 4, n) for n in (1024, 2048)), steps("ulysses", "sp", 4, 4096, "oom")]
+BANDED = {"tokens_per_s": 1000.0, "step_time_s": 2.0, "step_time_low_s": 1.0, "step_time_high_s": 4.0}
 MESHES = [
     steps("ulysses", "sp", count, n, measured={}) | {"key": f"{count} {n}"}
     for count in (4, 8)
@@ -104,12 +104,36 @@ OVER_LENGTHS = {
     "a line for each strategy; searches are left out": Case(
         draw_methods,
         [*ROUND, searched("tensor_parallel", 8, 512)],
-        titles=[f"TransNormerLLM 1B, 4 {TIMES} local"],
+        titles=["TransNormerLLM 1B, 4 GPUs (local)"],
         data={
             f"ours {TOKENS} Ulysses": [[(1024, 4000), (2048, 4000)]],
             "ours peak_memory_gib Ulysses": [[(1024, 0.25), (2048, 0.5)]],
         },
         marks={"ours oom Ulysses": 4096},
+    ),
+    "batches of one length are columns; strategies without a number are one note; bars": Case(
+        draw_methods,
+        [
+            *(
+                steps("ulysses", "sp", ranks, n, batch=batch)
+                for ranks in (16, 8)
+                for batch in (2, 1)
+                for n in (2048, 4096)
+            ),
+            steps("ring_attention", "sp", 8, 2048, batch=1) | {"measurement": BANDED},
+            *(steps("lasp", "sp", ranks, 2048, "unsupported") for ranks in (8, 16)),
+        ],
+        titles=[
+            *(f"TransNormerLLM 1B, 8 GPUs (local), batch {batch}" for batch in (1, 2)),
+            *("", "", "TransNormerLLM 1B, 16 GPUs (local), batch 1"),
+        ],
+        data={
+            f"interval {TOKENS} Ring Attention": [[[[2048, 500], [2048, 2000]]]],
+            f"ours {TOKENS} Ulysses": [[(2048, 1000 * n), (4096, 1000 * n)] for n in (8, 8, 16, 16)],
+        },
+        absent=["ours unsupported LASP"],
+        legend=["Ulysses", "Ring Attention"],
+        notes=["Not drawn: LASP: unsupported (reason of unsupported)", "Bars: what such predictions"],
     ),
     "layouts of one strategy are lines of their own": Case(
         draw_methods,

@@ -1,10 +1,21 @@
-"""Result rows and comparison tables for figures, without running anything."""
+"""Result rows and comparison tables for figures, without running anything. Finds what was drawn by the ids of
+artists, and checks figures and files."""
 
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
+import numpy as np
 import pandas as pd
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.text import Text
+from pandas import DataFrame
+from PIL import Image
 
 from spbench.bench.cell import Cell
+from spbench.plots.grid import Drawing
 
 STRATEGY_AXIS = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
 
@@ -83,3 +94,108 @@ def published(row: dict[str, Any], quantity: str, number: float | None, status: 
         "published": number,
         "status_published": status,
     }
+
+
+def drawn(draw: Drawing, rows: Any, comparison: DataFrame | None = None) -> Figure:
+    """The figure of rows, in which no text lies over another."""
+    figure = draw.figure(rows, DataFrame() if comparison is None else comparison)
+    assert_nothing_overlaps(figure)
+    return figure
+
+
+def artists(figure: Figure, gid: str) -> list[Any]:
+    """The artists of that id, in all panels."""
+    return [artist for ax in figure.axes for artist in ax.get_children() if artist.get_gid() == gid]
+
+
+def data(figure: Figure, gid: str) -> list[Any]:
+    """The points of each line of that id, those of each of several, the length of each bar."""
+    return [
+        [points.tolist() for points in artist.get_segments()]
+        if isinstance(artist, LineCollection)
+        else artist.get_xydata().tolist()
+        if isinstance(artist, Line2D)
+        else _length(artist)
+        for artist in artists(figure, gid)
+    ]
+
+
+def _length(bar: Any) -> float:
+    """Panels of bars to the right have their levels from the top down."""
+    return float(bar.get_width() if bar.axes.yaxis_inverted() else bar.get_height())
+
+
+def notes(figure: Figure) -> str:
+    """The sentences below the panels."""
+    return "\n".join(text.get_text() for text in artists(figure, "notes"))
+
+
+def labels(figure: Figure) -> list[Text]:
+    """The names written beside lines."""
+    return [text for text in figure.texts if str(text.get_gid()).startswith("label ")]
+
+
+def legend(figure: Figure) -> list[str]:
+    """The names written beside lines, then the entries of the figure's legend."""
+    entries = [text for drawn in figure.legends for text in drawn.get_texts()]
+    return [text.get_text() for text in [*labels(figure), *entries]]
+
+
+def below_zero(mark: Line2D) -> bool:
+    """Whether the mark stands in the panel, below the zero of its y axis, or of a logarithmic one below all
+    lines; of bars to the right at the left."""
+    ax = mark.axes
+    assert ax is not None
+    if ax.yaxis_inverted():
+        return bool(np.asarray(mark.get_xdata())[0] < 0.1)
+    _, at = mark.get_transform().transform(mark.get_xydata())[0]
+    _, foot = ax.transAxes.transform((0, 0))
+    lines = [line.get_xydata() for line in ax.lines if str(line.get_gid()).startswith("ours ")]
+    values = [y for line in lines if len(line) > 1 for _, y in line]
+    _, zero = ax.transData.transform((1, min(values, default=1) if ax.get_yscale() == "log" else 0))
+    return bool(foot < at < zero)
+
+
+def assert_valid(paths: list[Path], folder: Path, name: str) -> None:
+    """The files of a page, and of a column if it is written, are there and are what their names say."""
+    names = [name, *([f"{name}_column"] if len(paths) > 3 else [])]
+    assert paths == [folder / f"{of}.{form}" for of in names for form in ("png", "svg", "pdf")]
+    for png, svg, pdf in zip(paths[::3], paths[1::3], paths[2::3], strict=True):
+        with Image.open(png) as image:
+            image.verify()
+            assert image.format == "PNG"
+            assert min(image.size) > 60
+        assert ElementTree.parse(svg).getroot().tag == "{http://www.w3.org/2000/svg}svg"
+        assert pdf.read_bytes().startswith(b"%PDF-")
+
+
+def assert_nothing_overlaps(figure: Figure) -> None:
+    """No text lies over another, and none outside the figure or smaller than 7 points."""
+    figure.draw_without_rendering()
+    texts = [text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_text()]
+    assert min(text.get_fontsize() for text in texts) >= 7
+    boxes = [(t.get_text(), t.get_window_extent()) for t in texts if t.get_visible() and _shown(t)]
+    width, height = figure.canvas.get_width_height()
+    for index, (name, box) in enumerate(boxes):
+        assert box.x0 >= -1, f"{name!r} leaves the figure"
+        assert box.y0 >= -1, f"{name!r} leaves the figure"
+        assert box.x1 <= width + 1, f"{name!r} leaves the figure"
+        assert box.y1 <= height + 1, f"{name!r} leaves the figure"
+        for other, another in boxes[index + 1 :]:
+            # two pixels may touch: extents have margins
+            apart = (
+                min(box.x1, another.x1) - max(box.x0, another.x0) < 2
+                or min(box.y1, another.y1) - max(box.y0, another.y0) < 2
+            )
+            assert apart, f"{name!r} lies over {other!r}"
+
+
+def _shown(text: Any) -> bool:
+    """Whether it is drawn; tick labels beyond the axis limits are not."""
+    if text.axes is None or not text.axes.axison:
+        return True
+    ax = text.axes
+    for axis, limits, at in ((ax.xaxis, ax.get_xlim(), 0), (ax.yaxis, ax.get_ylim(), 1)):
+        if any(text in (tick.label1, tick.label2) for tick in axis.get_major_ticks()):
+            return bool(min(limits) <= text.get_position()[at] <= max(limits))
+    return True

@@ -14,9 +14,8 @@ from spbench.plots.convergence import draw as draw_convergence
 from tests.docs.blocks import ROOT
 from tests.plots.cases_of_sizes import BARS, LARGEST
 from tests.plots.cases_over_gpus import OVER_GPUS, OVER_LENGTHS
-from tests.plots.drawn import artists, below_zero, data, drawn, legend, notes
 from tests.plots.figure_cases import RSA, Case, Row
-from tests.plots.rows import compared, ran, table
+from tests.plots.rows import artists, below_zero, compared, data, drawn, legend, notes, ran, table
 
 
 def learned(strategy: str, off: float, precision: str = "fp32", backend: str = "legacy_ddp") -> Row:
@@ -144,7 +143,7 @@ def test_every_table_of_measurements_has_a_name_for_people() -> None:
     )
     sources = {*measured.field_sources(field), *others["table"].str.partition(": ")[0]}
     assert len(sources) > 20
-    assert sources - measured.TABLES.keys() == set()
+    assert sources - measured.titles().keys() == set()
 
 
 @pytest.mark.parametrize("values", [[14.7, 14.9], [13.2, 12.2], [40.0, 900.0], [30.0, 6e4]])

@@ -22,8 +22,7 @@ from spbench.plots import FIGURES
 from spbench.plots.grid import Drawing
 from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES
 from spbench.plots.style import GREY, method_color, short_name, strategy_name, tint
-from tests.plots.drawn import assert_nothing_overlaps
-from tests.plots.rows import row_of
+from tests.plots.rows import assert_nothing_overlaps, row_of
 from tests.slow import slow
 
 Row = dict[str, Any]

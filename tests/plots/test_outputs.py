@@ -23,8 +23,16 @@ from spbench.plots.rates import cluster_rates, draw_machine_rates, machine_rates
 from spbench.plots.series import differing_settings
 from spbench.plots.splits import split_names
 from spbench.plots.style import TIMES, strategy_name
-from tests.plots.drawn import assert_nothing_overlaps, assert_valid, data, legend
-from tests.plots.rows import compared, ran, searched, table
+from tests.plots.rows import (
+    assert_nothing_overlaps,
+    assert_valid,
+    compared,
+    data,
+    legend,
+    ran,
+    searched,
+    table,
+)
 
 # -- rates -----------------------------------------------------------------------------------------------
 

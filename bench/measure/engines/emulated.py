@@ -30,12 +30,11 @@ from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.engines.distributed import DEFAULT_LIMIT_S, SEED
 from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.plan import plan
-from spbench.bench.measure.engines.rank_memory import limit_by_host
+from spbench.bench.measure.engines.rank_memory import limit_by_host, usable_memory_bytes
 from spbench.bench.measure.engines.setup import record_step, refuse_variables
 from spbench.bench.measure.engines.step_times import add_step_time, add_timed_steps, can_time, utilization
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection
-from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.engines.virtual import ClassTraces, mismatched
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.processes.torchrun import check_gpus

@@ -18,9 +18,9 @@ from spbench.bench.measure.engines.deepened_traces import Effort
 from spbench.bench.measure.engines.engine import Candidates, Engine
 from spbench.bench.measure.engines.extrapolate import Guesses
 from spbench.bench.measure.engines.plan import rank_classes
+from spbench.bench.measure.engines.rank_memory import usable_memory_bytes
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measurement import Measurement
 from spbench.impls.layout import Unsupported

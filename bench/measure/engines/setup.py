@@ -26,8 +26,7 @@ from spbench.impls.place import Place
 from spbench.impls.registries import backend_class
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
-from spbench.impls.training.inference import Inference
-from spbench.impls.training.step import PRECISIONS, Training, default_dtype
+from spbench.impls.training.step import PRECISIONS, Inference, Training, default_dtype
 from spbench.impls.training.turns import Ahead, Turns
 
 

@@ -35,7 +35,7 @@ from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measurement import Measurement
 from spbench.bench.programs import stand_ins
-from spbench.impls import loose_files
+from spbench.impls.loose_files import is_packaged
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import nesting
 
@@ -86,7 +86,8 @@ def checked_flops(cell: Cell, metered: Flops) -> tuple[dict[str, float], str]:
     Causal softmax attention is work that ranks only share out: together they have the model's, but for heads
     that are padded, the diagonals of stripes, and sets of ranks of which one stands for others of much the
     same work. All matmuls together are at least the model's. This is not said of linear attention, or where
-    experts have a capacity. A strategy of users may have more, as one that multiplies what a mask hides.
+    experts have a capacity. A strategy of users may have more, as one that multiplies what a mask hides, or
+    calls no kernel of attention: then its attention is among all matmuls.
 
     Args:
         metered: of all ranks.
@@ -100,21 +101,16 @@ def checked_flops(cell: Cell, metered: Flops) -> tuple[dict[str, float], str]:
     allowed = _ROUNDING + (work_error(cell) or 0.0)
     if cell.strategy_options.get("placement") == "striped":
         allowed += cell.sizes.world / cell.shape[1]
-    more = "causal_attention" not in kinds or cell.strategy_options.get("pad_heads") or _of_users(cell)
+    of_users = not all(is_packaged(cls) for cls in nesting(cell.strategy).classes)
+    more = "causal_attention" not in kinds or cell.strategy_options.get("pad_heads") or of_users
     most = float("inf") if more else model.attention * (1 + allowed)
-    if not model.attention * (1 - allowed) <= metered.attention <= most:
+    least = 0.0 if of_users and not metered.attention else model.attention * (1 - allowed)
+    if not least <= metered.attention <= most:
         return counts, _differs("softmax attention", metered.attention, model.attention)
     capped = any(site.experts is not None and site.experts.capacity is not None for site in sites)
     if not capped and metered.forward < model.forward * (1 - allowed):
         return counts, _differs("forward", metered.forward, model.forward)
     return counts, ""
-
-
-def _of_users(cell: Cell) -> bool:
-    """Whether a strategy of the cell is of a file or a plug-in of users."""
-    files = f"{loose_files.__name__}."
-    modules = [cls.__module__ for cls in nesting(cell.strategy).classes]
-    return any(name.startswith(files) or not name.startswith("spbench.impls.") for name in modules)
 
 
 def _differs(what: str, metered: float, model: float) -> str:

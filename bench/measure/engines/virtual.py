@@ -14,7 +14,7 @@ from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.pipeline_stages import ShortSteps, stage_traces, without_one
 from spbench.bench.measure.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
-from spbench.bench.measure.engines.rank_memory import limit_by_host
+from spbench.bench.measure.engines.rank_memory import limit_by_host, usable_memory_bytes
 from spbench.bench.measure.engines.step_line import (
     StepNumbers,
     calls_on_line,
@@ -26,7 +26,6 @@ from spbench.bench.measure.engines.step_times import add_simulated_time, can_tim
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection, takes_plain_path, trace
 from spbench.bench.measure.engines.unlike_ranks import expert_load, imbalance, marked_axis
-from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.simulator.needed_rates import RatesUnknown
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measurement import Measurement

@@ -18,6 +18,7 @@ from spbench.bench.measure.trace.meter import meters
 from spbench.bench.setting_values import remote_name
 from spbench.impls import loose_files
 from spbench.impls.layout import Unsupported
+from spbench.impls.models.huggingface.published import published_models
 from spbench.impls.models.model import models, unchanged_model
 from spbench.impls.options import wrong_values
 from spbench.impls.outside_code import place, raised
@@ -70,6 +71,8 @@ LISTED = {
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
     """What is wrong with a name that nothing of a kind has, and what to write instead."""
+    if kind == "model":
+        allowed = [*allowed, *(each.name for each in published_models())]
     here = ELSEWHERE.get(kind, {}).get(name.lower())
     listed = LISTED.get(kind)
     mend = f"; here that is {here}" if here else suggestion(name, allowed, f"spbench list {listed}")

@@ -7,7 +7,7 @@ device and host: bytes over the device's share of the link; what the host's core
 Communication: latency plus bytes over bandwidth; of collectives by the model that the cluster names.
 Ranks fill nodes in order. Within a node each device has a link of its own; between nodes, those that send at
 once share the node's network cards, and within it the ways out of its parts
-(:mod:`measure.simulator.crossings`). Different collectives that overlap in time do not slow each other down.
+(:mod:`measure.simulator.group_links`). Collectives that overlap in time do not slow each other down.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ from spbench.bench.measure.simulator.collective_costs import (
     nccl_seconds,
     ring_seconds,
 )
-from spbench.bench.measure.simulator.crossings import seconds_a_byte, shared_seconds
-from spbench.bench.measure.simulator.group_links import GroupLinks, LinkRate, links_of
+from spbench.bench.measure.simulator.group_links import (
+    GroupLinks,
+    LinkRate,
+    links_of,
+    seconds_a_byte,
+    shared_seconds,
+)
 from spbench.bench.measure.simulator.needed_rates import RatesUnknown
 from spbench.bench.measure.simulator.program import (
     ATTENTION,

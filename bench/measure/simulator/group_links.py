@@ -1,4 +1,10 @@
-"""The links of process groups on a cluster, while all of them run the same collective."""
+"""The links of process groups on a cluster, while all of them run the same collective; and what sends and
+collectives share within a node: the ways out of PCIe switches, host bridges and sockets.
+
+A cluster's file names the parts of a node (:class:`Crossing`). All that leaves a part at once shares its way
+out; a ring leaves each part once, as NCCL orders it by the topology, and all-to-alls go from each device to
+each. What shares nothing is priced as if there were no parts.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from spbench.bench.measure.clusters.cluster import Cluster
+from spbench.bench.measure.clusters.rates import Crossing
+from spbench.impls.traffic import WIRE_SHARE
 
 
 class LinkRate(NamedTuple):
@@ -71,3 +79,81 @@ def links_of(
         if key not in known:
             known[key] = GroupLinks(cluster, each.total(), each, users, within, between, efficiency)
     return [known[key] for key in keys]
+
+
+#: of these the whole payload passes each link of a chain
+_IN_CHAINS = ("broadcast", "reduce")
+
+
+def crossings_of(cluster: Cluster) -> list[Crossing]:
+    """What devices of a node share; none where it is not known."""
+    return list((cluster.node_link and cluster.node_link.crossings) or ())
+
+
+def crossed(cluster: Cluster, one: int, other: int) -> list[Crossing]:
+    """The crossings between two ranks of a node, from the smallest parts to the largest."""
+    return [each for each in crossings_of(cluster) if one // each.devices != other // each.devices]
+
+
+def seconds_a_byte(cluster: Cluster, sends: Sequence[tuple[int, int]]) -> list[float]:
+    """The least seconds a byte of sends within nodes, as (source, destination), that go on at once, by the
+    ways out that they share."""
+    leaving: Counter[tuple[int, int]] = Counter()
+    for one, other in sends:
+        leaving.update((each.devices, one // each.devices) for each in crossed(cluster, one, other))
+    return [
+        max(
+            (
+                leaving[each.devices, one // each.devices] / _bandwidth(each)
+                for each in crossed(cluster, one, other)
+            ),
+            default=0.0,
+        )
+        for one, other in sends
+    ]
+
+
+def shared_seconds(
+    cluster: Cluster, kind: str, nbytes: float, groups: Sequence[Sequence[int]]
+) -> list[float]:
+    """The least seconds of one collective on each of the groups, which all run it at once, by what leaves the
+    parts of a node.
+
+    Args:
+        nbytes: the payload, as :data:`WIRE_SHARE` defines it.
+    """
+    seconds = [0.0] * len(groups)
+    for each in crossings_of(cluster):
+        sent: Counter[int] = Counter()
+        leaves = [_leaving(cluster, each, kind, nbytes, members) for members in groups]
+        for of_group in leaves:
+            sent.update(of_group)
+        for number, of_group in enumerate(leaves):
+            taken = max((sent[part] for part in of_group), default=0) / _bandwidth(each)
+            seconds[number] = max(seconds[number], taken)
+    return seconds
+
+
+def _leaving(
+    cluster: Cluster, crossing: Crossing, kind: str, nbytes: float, members: Sequence[int]
+) -> dict[int, int]:
+    """Bytes of a group that leave each part for another part of the same node."""
+    in_part = Counter(rank // crossing.devices for rank in members)
+    a_node = cluster.devices_per_node // crossing.devices
+    on_node: Counter[int] = Counter()
+    for part, ranks in in_part.items():
+        on_node[part // a_node] += ranks
+    others = {part: on_node[part // a_node] - ranks for part, ranks in in_part.items()}
+    size = len(members)
+    if kind == "all_to_all":
+        return {
+            part: round(ranks * others[part] * nbytes / size)
+            for part, ranks in in_part.items()
+            if others[part]
+        }
+    a_hop = nbytes if kind in _IN_CHAINS else float(WIRE_SHARE[kind](size)) * nbytes
+    return {part: round(a_hop) for part, rest in others.items() if rest}
+
+
+def _bandwidth(crossing: Crossing) -> float:
+    return crossing.bandwidth_bytes_per_s.value or float("inf")

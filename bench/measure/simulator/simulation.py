@@ -26,8 +26,7 @@ import numpy as np
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.message_matching import Deadlock, ProcessGroups, World
 from spbench.bench.measure.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, RECORD, SEND, WAIT
-from spbench.bench.measure.simulator.simulation_state import SimulationState
-from spbench.bench.measure.simulator.timeline import Timeline
+from spbench.bench.measure.simulator.timeline import SimulationState, Timeline
 
 
 class Simulation(SimulationState):

@@ -21,7 +21,7 @@ from spbench.bench.measure.clusters.cluster import Device, Grade
 from spbench.bench.measure.clusters.kinds_of_work import generation_of
 from spbench.bench.measure.clusters.rates import AttentionRate, Link, Sourced
 from spbench.bench.measure.simulator.costs import Costs, node_of
-from spbench.bench.measure.simulator.crossings import crossed, crossings_of
+from spbench.bench.measure.simulator.group_links import crossed, crossings_of
 from spbench.bench.measure.simulator.program import (
     ALIGNED,
     ATTENTION,

@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -33,7 +33,7 @@ from spbench.bench.measure.sweep.executor import Executor
 from spbench.bench.measure.sweep.provenance import project_commit, provenance
 from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.worker import Crew
-from spbench.bench.measure.verify.proof import reasons_against
+from spbench.bench.measure.verify.proof import Say, unproven
 from spbench.bench.measured_code import DIGEST_LENGTH, code_digest
 from spbench.bench.measurement import Measured, Outcome
 from spbench.bench.row import FINAL, Row
@@ -164,12 +164,6 @@ def unfinished(cells: Sequence[Cell], results: ResultsFile, digest_of: Digesting
     return [cell for cell in cells if not is_final(cell, results.rows.get(cell.key), digest_of)]
 
 
-def unproven(cells: Sequence[Cell]) -> dict[str, Outcome]:
-    """The outcome, numerics, of those of the cells whose strategy is a peer (:mod:`impls.peers`) that
-    verification does not prove right, by key."""
-    return {key: Outcome("numerics", reason) for key, reason in reasons_against(cells).items()}
-
-
 def at_once(cells: Sequence[Cell], jobs: int | None, executor: Executor | None = None) -> int:
     """How many of these cells run at a time, at most."""
     spread, together, _ = _by_place(cells, executor)
@@ -186,15 +180,17 @@ def sweep(
     executor: Executor | None = None,
     jobs: int | None = None,
     digest_of: Digesting | None = None,
+    unverified: bool = False,
+    say: Say = lambda text: None,
     on_start: Callable[[Cell], None] = lambda cell: None,
     on_end: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
     """Run the cells that are unfinished, and return the rows of all, in the order of ``cells``.
 
     A cell that raises, or whose process dies, is a row with status failed; one that reaches its limit
-    (:attr:`Cell.timeout_s`) is a row with status timeout; the sweep goes on. A cell of a peer that is not
-    proven right is not run (:func:`unproven`). An interrupt, or a row that cannot be written, ends the sweep
-    and its processes; only cells that were running are lost.
+    (:attr:`Cell.timeout_s`) is a row with status timeout; one that is :func:`unproven` is not run; the sweep
+    goes on. An interrupt, or a row that cannot be written, ends the sweep and its processes; only cells that
+    were running are lost.
 
     Args:
         run: measures a cell; a function of a module, since other processes import it.
@@ -203,30 +199,30 @@ def sweep(
             others; None: the crew runs all.
         jobs: processes of the crew; None: one a usable core.
         digest_of: gives the digests of the cells; None: :func:`digests_of_a_run`.
+        unverified: run cells that are not proven right too; their rows are a mismatch (:func:`marked`).
+        say: told what is verified.
         on_start, on_end: called as cells begin and end.
 
     Raises:
         UserError: a row cannot be written, or the executor's machines cannot go on.
-        KeyboardInterrupt: passed on.
     """
-    # the longest first: none is left at the end
     digest_of = digest_of or digests_of_a_run()
     todo = sorted(unfinished(cells, results, digest_of), key=_relative_cost, reverse=True)
-    # before the cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
+    # before cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
     made_by = {cell.key: digest_of(cell) for cell in todo}
     project = project_commit(Path.cwd()) if todo else None  # before rows are written, which it may track
-    refused = unproven(todo)
-    measured = [cell for cell in todo if cell.key not in refused]
+    refused = unproven(todo, say=say)
+    measured = [cell for cell in todo if unverified or cell.key not in refused]
     spread, together, alone = _by_place(measured, executor)
     own = Crew(run) if crew is None else crew
     try:
         for cell, outcome in chain(
-            _refusals(todo, refused, on_start),
+            _refusals(todo, {} if unverified else refused, on_start),
             executor.outcomes(spread, run, on_start) if executor else (),
             _outcomes(together, jobs or usable_cores(), own, on_start),
             _outcomes(alone, 1, own, on_start),
         ):
-            row = as_row(cell, outcome, made_by[cell.key], project)
+            row = as_row(cell, marked(outcome, refused.get(cell.key)), made_by[cell.key], project)
             results.append(row)
             on_end(row)
     except BaseException:
@@ -235,6 +231,13 @@ def sweep(
     if crew is None:
         own.dismiss()
     return [results.rows[cell.key] for cell in cells]
+
+
+def marked(outcome: Outcome, refused: Outcome | None) -> Outcome:
+    """The outcome of a cell that was run although it is refused as not proven: a mismatch that says so."""
+    if refused is None or outcome is refused or outcome.status not in ("ok", "oom"):
+        return outcome
+    return replace(outcome, status="mismatch", reason=f"unverified: {refused.reason}")
 
 
 def _by_place(cells: Sequence[Cell], executor: Executor | None) -> tuple[list[Cell], list[Cell], list[Cell]]:

@@ -35,7 +35,7 @@ from spbench.bench.measure.trace.operator_results import (
     key_of,
     worked_out,
 )
-from spbench.bench.measure.trace.repeated_steps import RepeatedSteps
+from spbench.bench.measure.trace.repeated_steps import RepeatedSteps, nothing_cut
 from spbench.bench.measure.trace.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -45,7 +45,6 @@ from spbench.bench.measure.trace.torch_internals import (
     no_dispatch,
     replaced,
 )
-from spbench.bench.measure.trace.uncut_pieces import nothing_cut
 from spbench.impls.keyed_steps import choosing_steps
 from spbench.impls.unlike_work import noting_work
 

@@ -181,7 +181,7 @@ def _check_known(dtypes: Sequence[str], backend: str) -> None:
 
 
 #: features of a position; wider layers are shrunk, as float64 on a few ranks cannot hold many
-_LARGEST_HIDDEN = 512
+LARGEST_HIDDEN = 512
 
 
 def _tiny() -> list[str]:
@@ -191,7 +191,7 @@ def _tiny() -> list[str]:
 def _model(name: str) -> Model:
     """The model of that name, in sizes for verification where it is large, or of the config.json there."""
     model = model_preset(name, config=read_model_file(name) if names_a_file(name) else None)
-    return model.shrunk() if names_a_file(name) or getattr(model, "hidden", 0) > _LARGEST_HIDDEN else model
+    return model.shrunk() if names_a_file(name) or getattr(model, "hidden", 0) > LARGEST_HIDDEN else model
 
 
 def _parts_and_variants(

@@ -22,10 +22,14 @@ from spbench.bench.measure.engines.deepened_traces import leading_runs, stage_la
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.pipeline_stages import SHORT
 from spbench.bench.measure.engines.plan import check_sizes, closed_form, plan, sent_rows
-from spbench.bench.measure.engines.rank_memory import allocator_of, host_peaks, limit_by_host
+from spbench.bench.measure.engines.rank_memory import (
+    allocator_of,
+    host_peaks,
+    limit_by_host,
+    usable_memory_bytes,
+)
 from spbench.bench.measure.engines.step_line import StepNumbers
 from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
-from spbench.bench.measure.engines.usable_memory import usable_memory_bytes
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import replay
 from spbench.bench.measure.simulator.needed_rates import RatesUnknown

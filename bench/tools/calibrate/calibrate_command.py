@@ -7,7 +7,15 @@ from pathlib import Path
 
 import click
 
-from spbench.bench.command_line.options import WORDS, many, numbers, path_option, printed, refuse_given
+from spbench.bench.command_line.options import (
+    WORDS,
+    WholeNumber,
+    many,
+    numbers,
+    path_option,
+    printed,
+    refuse_given,
+)
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import resolved, write_whole
@@ -102,7 +110,7 @@ _OF_WAYS = {
     type=click.Choice(["cpu", "cuda"]),
     help="Where ranks have tensors; cuda where torch sees a GPU, else cpu, if left out.",
 )
-@click.option("--world-size", type=click.IntRange(min=1), help="Ranks; 2, or all GPUs, if left out.")
+@click.option("--world-size", type=WholeNumber(min=1), help="Ranks; 2, or all GPUs, if left out.")
 @many(
     "--precision", WORDS, "Precision of matmuls and attention; fp32, or bf16,fp16,fp32 on GPUs, if left out."
 )

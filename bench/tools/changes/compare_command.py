@@ -23,7 +23,7 @@ from typing import Any
 
 import click
 
-from spbench.bench.command_line.options import path_option, printed, refuse_given
+from spbench.bench.command_line.options import WholeNumber, path_option, printed, refuse_given
 from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
@@ -229,7 +229,7 @@ def _passed_on(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--scenario", help="With --run: name (see spbench list), or path of a YAML file of your own.")
 @click.option(
     "--rounds",
-    type=click.IntRange(min=1),
+    type=WholeNumber(min=1),
     default=ROUNDS,
     show_default=True,
     help="With --run: how often each side measures what differs from run to run.",

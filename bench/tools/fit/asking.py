@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from spbench.bench.cell import Cell
+from spbench.bench.command_line.progress import remark
 from spbench.bench.files import DiskCache, cache_folder
 from spbench.bench.measure.engines.run_cell import Run
 from spbench.bench.measure.processes.starting import usable_cores
 from spbench.bench.measure.sweep.executor import Executor
-from spbench.bench.measure.sweep.sweep import digest, unproven
+from spbench.bench.measure.sweep.sweep import digest
 from spbench.bench.measure.sweep.worker import Crew
+from spbench.bench.measure.verify.proof import unproven
 from spbench.bench.measured_code import digest_of_files
 from spbench.bench.measurement import Outcome
 
@@ -99,7 +101,7 @@ class Asking:
             enough: asked before a task begins; true: no more is begun.
         """
         waiting: list[Task] = []
-        refused = unproven([task.cell for task in tasks])
+        refused = unproven((task.cell for task in tasks), say=remark)
         for task in tasks:
             outcome = refused.get(task.cell.key) or self._read(task)
             if outcome is None:

@@ -11,6 +11,7 @@ from spbench.bench.command_line.options import (
     Bytes,
     Function,
     Length,
+    WholeNumber,
     body,
     changes,
     figure_option,
@@ -26,7 +27,7 @@ from spbench.impls.axes import MESH_AXES
 
 def _asking(command: Function) -> Function:
     """Add the options that say what the cells are."""
-    positive = click.IntRange(min=1)
+    positive = WholeNumber(min=1)
     options = [
         click.option("--cluster", metavar="NAME", help="That it runs on: its name (spbench list) or file."),
         click.option("--gpus", type=positive, help="How many; what scenario, job or sizes say if left out."),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from spbench.bench.command_line.options import body, given, path_option, printed
+from spbench.bench.command_line.options import WholeNumber, body, given, path_option, printed
 
 
 @click.command("import")
 @click.argument("words", nargs=-1, required=True, metavar="[KIND] FILE...")
-@click.option("--gpus", type=click.IntRange(min=1), help="That the job runs on; what it says if left out.")
+@click.option("--gpus", type=WholeNumber(min=1), help="That the job runs on; what it says if left out.")
 @click.option("--cluster", metavar="NAME", help="That it runs on: its name (see spbench list) or file.")
 @click.option("--explain", is_flag=True, help="Show what became of every argument, in place of the scenario.")
 @click.option("--strict", is_flag=True, help="Refuse what is unknown, or approximated in memory or time.")

@@ -4,12 +4,12 @@ compare them with what was published, and draw their figure. Progress goes to st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,13 +25,16 @@ from spbench.bench.measure.sweep.executor import Executor, opened
 from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.sweep import Digesting, digests_of_a_run, is_current, outdated
 from spbench.bench.measure.sweep.worker import Crew
-from spbench.bench.measure.trust.bands import NO_RATE, priced_by_in_words
+from spbench.bench.measure.trust.bands import NO_RATE, priced_by_in_words, with_band
 from spbench.bench.measured_code import has_baseline, refuse_unmeasured_checkout, unmeasured_checkout
 from spbench.bench.row import FAULTS, FINAL, Row
 from spbench.bench.tools.papers.answer import compare
 from spbench.bench.tools.papers.comparison import Comparison, as_frame
 from spbench.bench.tools.papers.comparison import write as write_comparisons
+from spbench.impls.loose_files import is_packaged
+from spbench.impls.models.model import model_preset
 from spbench.impls.outside_code import told
+from spbench.impls.strategies.nesting import nesting
 from spbench.plots import FIGURES, NothingToDraw
 
 if TYPE_CHECKING:
@@ -54,18 +57,18 @@ class RanScenario:
     comparisons: list[Comparison]
     files: list[Path]
 
-    def failed(self, require: str | None = None) -> bool:
-        """Whether cells have no result or a wrong one, or another status than is required; if so, a message
-        says how many, by status."""
+    def failed(self, must_fit: bool = False) -> bool:
+        """Whether cells have no result or a wrong one, or do not fit where they must; if so, a message says
+        how many, by status."""
         counts = Counter(row["status"] for row in self.rows if row["status"] in FAULTS)
         if counts:
             detail = "" if counts.keys() == {"failed"} else f" ({_counted(counts)})"
             again = "; the same command tries them again" if counts.keys() - set(FINAL) else ""
             message(f"spbench: {counts.total()} of {len(self.rows)} cells failed{detail}{again}")
-        others = Counter(row["status"] for row in self.rows if require not in (None, row["status"]))
+        others = Counter(row["status"] for row in self.rows if must_fit and row["status"] != "ok")
         if others:
             count = f"{others.total()} of {len(self.rows)}"
-            message(f"spbench: {count} cells are not {require}: {_counted(others)}")
+            message(f"spbench: {count} cells are not ok: {_counted(others)}")
         return bool(counts or others)
 
 
@@ -82,6 +85,7 @@ def run_cells(
     crew: Crew | None = None,
     executor: Executor | None = None,
     timeout_s: float | None = None,
+    unverified: bool = False,
 ) -> RanScenario:
     """Run a scenario's cells into a folder, show progress, and compare them with what was published.
 
@@ -91,10 +95,10 @@ def run_cells(
         crew: the workers; None: the sweep starts its own.
         executor: where cells run that need nothing of this machine; None: here.
         timeout_s: seconds that a cell may take; None: what the scenario says.
+        unverified: run cells that are not proven right too.
 
     Raises:
-        UserError: nothing is left to run, the folder cannot be written, or the scenario has a baseline in the
-            checkout around the working folder, and another tree is measured.
+        UserError: nothing is left to run, the folder cannot be written, or :func:`_check_measured_tree`.
         click.Abort: interrupted; it says how many cells are kept.
     """
     _check_measured_tree(scenario.name)
@@ -115,19 +119,20 @@ def run_cells(
                     executor=executor,
                     jobs=jobs,
                     digest_of=digest_of,
+                    unverified=unverified,
+                    say=lambda text: remark(f"{scenario.name}: {text}"),
                     on_start=progress.begin,
                     on_end=progress.end,
                 )
         except KeyboardInterrupt as interrupt:
             kept = len(cells) - len(sweep.unfinished(cells, results, digest_of))
-            again = "the same command without --fresh" if fresh else "the same command"
-            text = f"interrupted; {kept} of {len(cells)} cells are in {results.path}, {again} goes on"
-            raise click.Abort(text) from interrupt
+            text = f"interrupted; {kept} of {len(cells)} cells are in {results.path}, the same command "
+            raise click.Abort(f"{text}{'without --fresh ' if fresh else ''}goes on") from interrupt
         by_key = {cell.key: cell for cell in [*declared, *cells]}
-        known = ((by_key[key], row) for key, row in results.rows.items() if key in by_key)
-        current = {cell.key: row for cell, row in known if is_current(cell, row, digest_of)}
+        kept_rows = ((by_key[key], row) for key, row in results.rows.items() if key in by_key)
+        current = {cell.key: row for cell, row in kept_rows if is_current(cell, row, digest_of)}
         comparisons = compare(scenario, declared, current)
-        files = [results.path, *([write_comparisons(comparisons, folder)] if comparisons else [])]
+        files = [results.path] + ([write_comparisons(comparisons, folder)] if comparisons else [])
     for text in _remarks(rows):
         message(f"{scenario.name}: {text}")
     return RanScenario(rows, list(current.values()), comparisons, files)
@@ -198,8 +203,26 @@ def _remarks(rows: Sequence[Row]) -> Iterator[str]:
     missing = [row["measurement"] for row in rows if row["measurement"].get("rates") in NO_RATE]
     if missing:
         yield f"{len(missing)} of {len(rows)} times lack a rate: {priced_by_in_words(missing)}"
+    if names := _attending_by_matmuls(rows):
+        yield (
+            f"{', '.join(names)}: softmax attention by matmuls, priced as these, with its scores in memory; "
+            "F.scaled_dot_product_attention would count as attention (docs/add_strategy.md)"
+        )
     if kernels := default_attention(rows):
         yield f"attention not said, so taken: {'; '.join(kernels)}; model_options.attention says one"
+
+
+def _attending_by_matmuls(rows: Sequence[Row]) -> list[str]:
+    """The strategies of users whose models have causal softmax attention, where steps run no kernel of it."""
+    names = dict[str, None]()
+    for row in rows:
+        cell, parts = row["cell"], row["measurement"].get("parts") or {}
+        if not parts or parts.get("attention_s") or all(map(is_packaged, nesting(cell["strategy"]).classes)):
+            continue
+        model = model_preset(cell["model"], cell["model_options"], cell["model_config_json"])
+        if any(site.kind == "causal_attention" for site in model.sites(1, cell["seq_len"] or 1)):
+            names[cell["strategy"]] = None
+    return [*names]
 
 
 def default_attention(rows: Sequence[Row]) -> list[str]:
@@ -230,7 +253,7 @@ def draw_figure(scenario: Scenario, ran: RanScenario, folder: Path) -> tuple[lis
     figure = scenario.document.figure
     if figure is None or not ran.known:
         return [], False
-    return _drawn(figure, ran.known, as_frame(ran.comparisons), folder)
+    return _drawn(figure, [with_band(row) for row in ran.known], as_frame(ran.comparisons), folder)
 
 
 def draw_records(paper: str, records: DataFrame, folder: Path) -> tuple[list[Path], bool]:
@@ -243,7 +266,9 @@ def draw_records(paper: str, records: DataFrame, folder: Path) -> tuple[list[Pat
     return _drawn(paper, [], records, folder)
 
 
-def _drawn(figure: str, rows: Sequence[Row], comparison: DataFrame, folder: Path) -> tuple[list[Path], bool]:
+def _drawn(
+    figure: str, rows: Sequence[Mapping[str, Any]], comparison: DataFrame, folder: Path
+) -> tuple[list[Path], bool]:
     """The files of a figure, none where there is no such figure, and whether drawing failed."""
     if figure not in FIGURES:
         return [], False

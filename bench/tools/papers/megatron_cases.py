@@ -29,16 +29,16 @@ from spbench.bench.tools.jobs.megatron_kernels import CONTAINER
 from spbench.bench.tools.papers.answer import document_model
 from spbench.bench.tools.papers.comparison import write_csv
 from spbench.bench.tools.papers.execution import RanScenario
-from spbench.bench.tools.papers.golden_departures import (
+from spbench.bench.tools.papers.sources import (
     GOLDEN_FILES,
     GPUS,
     MEMORY,
     RESUMED,
     departures,
     machine_of,
+    published_file,
     varies_by,
 )
-from spbench.bench.tools.papers.sources import published_file
 from spbench.bench.units import percent, shown_share
 
 #: arguments of `spbench reproduce`, and files of what is predicted: of GPT and BERT; of experts and hybrids
@@ -80,11 +80,12 @@ _MACHINES = {
     "gpt3_15b_8t_release": 256,
     "bert_release": 64,
     "gpt3_mcore_reruns_resume_check_grads": 1,
-    # the fewest nodes that their parallel sizes make; of Mixtral 8x7B by what it allocates
+    # the fewest nodes that their parallel sizes make; of each Mixtral 8x7B by what it allocates
     "deepseekv3_proxy_flex_tp1pp4emp16": 64,
     "deepseekv3_proxy_flex_tp2pp2emp16": 32,
     "mixtral_8x22b_tp2pp8ep8vpp1": 128,
-    "mixtral_8x7b": 128,
+    "mixtral_8x7b_alltoall": 128,
+    "mixtral_8x7b_tp1pp4ep8vpp8": 64,
 }
 #: words of the vocabularies whose files a case names, by the start of its name: 256,000 of Nemotron-4 (arXiv
 #: 2402.16819), and Mixtral's own (arXiv 2401.04088, table 1)

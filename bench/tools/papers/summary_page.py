@@ -11,8 +11,14 @@ from statistics import median
 import pandas as pd
 
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.paper_findings import Line, PaperFindings, markdown
-from spbench.bench.tools.papers.reproduction_verdict import PaperVerdict, counts, verdict_on
+from spbench.bench.tools.papers.paper_findings import (
+    Line,
+    PaperFindings,
+    PaperVerdict,
+    counts,
+    markdown,
+    verdict_on,
+)
 from spbench.bench.tools.papers.sources import papers, published_file
 from spbench.bench.units import difference, error_percent, six_digits
 from spbench.plots.series import grouped

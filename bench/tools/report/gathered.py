@@ -23,8 +23,8 @@ from spbench.bench.tools.papers.answer import answers_of
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.comparison import Comparison, read_records
 from spbench.bench.tools.papers.paper_findings import PaperFindings
+from spbench.bench.tools.papers.reproductions import SIDE_BY_SIDE, STRATEGIES
 from spbench.bench.tools.papers.sources import ALL, Paper, scenarios_of
-from spbench.bench.tools.papers.strategy_traces import SIDE_BY_SIDE, STRATEGIES
 from spbench.bench.tools.report.page import Figure
 
 Line = Mapping[str, Any]

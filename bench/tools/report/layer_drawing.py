@@ -27,7 +27,7 @@ def layer_drawing(trace: Mapping[str, Any], phase: str, name: str, model: str) -
     """What ranks do in a phase of a layer.
 
     Args:
-        trace: as :func:`tools.papers.strategy_traces.read_trace` gives it.
+        trace: as :func:`tools.papers.reproductions.read_trace` gives it.
         name: of the drawing on its page.
         model: in words, for the caption.
     """

@@ -19,7 +19,7 @@ from markdown_it.rules_core import StateCore
 
 from spbench.bench.git import day_of
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.reproduction_verdict import Word, verdict_on
+from spbench.bench.tools.papers.paper_findings import Word, verdict_on
 
 _CLASS = re.compile(r"\{(good|partly|bad|unjudged)\}")
 _PLACE = re.compile(r"\s*\{#([\w-]+)\}$")

@@ -1,28 +1,38 @@
 """The server of `spbench mcp`: tools whose arguments are the options of commands, and whose answers are what
-these print as JSON.
+these print as JSON, the beginning of it (:func:`short_answer`).
 
-A tool runs its command in a process of its own, so that its answer is the command's, whatever else this
-process does. The options that write files, or that use other machines, are no arguments of a tool.
+A tool runs its command in a process of its own (:func:`program`), so that its answer is the
+command's, whatever else this process does. That process reads files as data alone, and ends with the server.
+The options that write files, or that use other machines, are no arguments of a tool.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 import click
 
-from spbench.bench.command_line.cli import COMMANDS
+from spbench.bench.command_line.cli import COMMANDS, main
 from spbench.bench.errors import UserError, shown, suggestion
+from spbench.bench.measure.processes.child import when_parent_is_gone
+from spbench.bench.tools.run.short_answer import FURTHER, part_of, short_answer
 from spbench.impls.discovery import installed_version
+from spbench.impls.loose_files import ONLY_DATA
 
 #: options that write, that use other machines, or that say how much a terminal shows
 _LEFT_OUT = {"figure", "snapshot", "output", "executor", "form", "wide", "details", "jobs", "explain"}
+#: commands that run at once, and answers that are kept for calls that ask for a further part
+_AT_ONCE, _KEPT = 2, 8
+#: seconds that a command may take: some searches for a layout take several minutes
+LIMIT_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ class CommandTool:
         required = [name for name, each in self.parameters.items() if each.required]
         return {
             "type": "object",
-            "properties": properties,
+            "properties": properties | FURTHER,
             "required": required,
             "additionalProperties": False,
         }
@@ -128,35 +138,69 @@ def _option(parameter: click.Parameter, value: Any) -> Iterator[str]:
             yield f"{flag}={each}"
 
 
-@dataclass(frozen=True)
-class ToolAnswer:
-    """What a command printed.
+class ToolError(Exception):
+    """What a call did wrong, or why its command failed, in a line."""
+
+
+@dataclass
+class Calls:
+    """Runs the commands of calls, a few at a time; the others wait.
 
     Attributes:
-        text: its JSON, or where it failed what it said.
-        content: the JSON, a list as the field ``result`` of an object, which all clients take; None: it
-            failed.
+        kept: the last answers, by the words of their command.
     """
 
-    text: str
-    content: dict[str, Any] | None
+    limit_s: float = LIMIT_S
+    kept: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    turns: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(_AT_ONCE))
+
+    async def answer(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The answer of a tool's command, or of the part of it that a call asks for; that of an answer which
+        is kept needs no other run.
+
+        Raises:
+            ToolError: the call or its command failed.
+        """
+        if name not in TOOLS:
+            raise ToolError(f"there is no tool {shown(name)}{suggestion(name, TOOLS)}")
+        part, start = arguments.get("part", ""), arguments.get("start", 0)
+        try:
+            words = tuple(TOOLS[name].command_line({n: v for n, v in arguments.items() if n not in FURTHER}))
+            if not (part or start) or words not in self.kept:
+                self.kept.pop(words, None)
+                self.kept[words] = await self._printed(name, words)
+                while len(self.kept) > _KEPT:
+                    del self.kept[next(iter(self.kept))]
+            return short_answer(part_of(self.kept[words], part, start), part, start)
+        except UserError as error:
+            raise ToolError(str(error)) from error
+
+    async def _printed(self, name: str, words: Sequence[str]) -> Any:
+        """The JSON that a command prints. Exit code 1 is an answer, as of a job that does not fit."""
+        run = [sys.executable, "-c", _PROGRAM.format(sys.path), *words]
+        # the second, so that no module in the working folder is taken for one of Python or of a package
+        data = {ONLY_DATA: "1", "PYTHONSAFEPATH": "1"}
+        async with self.turns:
+            with anyio.move_on_after(self.limit_s) as limit:
+                done = await anyio.run_process(
+                    run, check=False, stdin=subprocess.DEVNULL, env={**os.environ, **data}
+                )
+        if limit.cancelled_caught:
+            raise ToolError(
+                f"{name} had no answer after {self.limit_s:.0f} s and was ended; ask for less, or run "
+                f"'spbench {words[0]}' in a shell, which has no limit"
+            )
+        if done.returncode not in (0, 1):
+            raise ToolError(_in_words(done.stderr.decode(errors="replace").strip()))
+        return json.loads(done.stdout)
 
 
-async def answer(name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-    """Run the command of a tool. Exit code 1 is an answer, as of a job that does not fit."""
-    if name not in TOOLS:
-        return ToolAnswer(f"there is no tool {shown(name)}{suggestion(name, TOOLS)}", None)
-    try:
-        words = TOOLS[name].command_line(arguments)
-    except UserError as error:
-        return ToolAnswer(str(error), None)
-    run = [sys.executable, "-m", "spbench", *words]
-    done = await anyio.run_process(run, check=False, stdin=subprocess.DEVNULL)
-    if done.returncode not in (0, 1):
-        return ToolAnswer(done.stderr.decode(errors="replace").strip(), None)
-    text = done.stdout.decode()
-    content = json.loads(text)
-    return ToolAnswer(text, content if isinstance(content, dict) else {"result": content})
+def _in_words(text: str) -> str:
+    """An error of a command, in which an option is called as the argument of a tool is."""
+    text = text.removeprefix("spbench: ")
+    if at := re.match(r"Invalid value for '(?:--)?([\w-]+)[^']*': ", text):
+        return f"{at[1].replace('-', '_')} {text[at.end() :]}"
+    return text
 
 
 def server() -> Any:
@@ -170,6 +214,7 @@ def server() -> Any:
         from mcp.server import Server
     except ImportError as error:
         raise UserError("spbench mcp needs the SDK: pip install 'spbench[mcp]'") from error
+    calls = Calls()
 
     async def on_list(ctx: Any, params: Any) -> Any:
         reads = types.ToolAnnotations(read_only_hint=True, open_world_hint=False)
@@ -186,12 +231,11 @@ def server() -> Any:
         )
 
     async def on_call(ctx: Any, params: Any) -> Any:
-        result = await answer(params.name, params.arguments or {})
-        return types.CallToolResult(
-            content=[types.TextContent(type="text", text=result.text)],
-            structured_content=result.content,
-            is_error=result.content is None,
-        )
+        try:
+            text, is_error = await calls.answer(params.name, params.arguments or {}), False
+        except ToolError as error:
+            text, is_error = str(error), True
+        return types.CallToolResult(content=[types.TextContent(type="text", text=text)], is_error=is_error)
 
     return Server(
         "spbench",
@@ -214,3 +258,13 @@ def serve() -> int:
 
     anyio.run(speak)
     return 0
+
+
+#: runs a command by the code that the server runs
+_PROGRAM = f"import sys; sys.path[:] = {{}}; from {__name__} import program; program()"
+
+
+def program() -> None:
+    """The command `spbench`, in the process of a call: it ends with the server."""
+    when_parent_is_gone()
+    main()

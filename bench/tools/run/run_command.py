@@ -10,6 +10,7 @@ import click
 from spbench.bench.command_line.options import (
     WORDS,
     Limit,
+    WholeNumber,
     choosing_cells,
     device,
     executor,
@@ -29,7 +30,7 @@ from spbench.bench.measure.processes.starting import beginning_server
 @device
 @click.option(
     "--rank",
-    type=click.IntRange(min=0),
+    type=WholeNumber(min=0),
     help="The rank that an engine plays which plays one alone; that with the largest peak if left out.",
 )
 @jobs
@@ -54,10 +55,9 @@ from spbench.bench.measure.processes.starting import beginning_server
     help="Show the memory of each class of ranks at each traced step: which fits, and what holds it.",
 )
 @click.option(
-    "--require",
-    type=click.Choice(["ok"]),
-    help="Exit code 1 where a cell is not ok: where it does not fit, or is unsupported, too.",
+    "--must-fit", is_flag=True, help="Exit code 1 where a cell does not fit or is unsupported, too."
 )
+@click.option("--unverified", is_flag=True, help="Run what is not proven right too; its rows are a mismatch.")
 @click.option("--dry-run", is_flag=True, help="Say what would run, and run nothing.")
 @printed
 def command(dry_run: bool, **asked: Any) -> Output:

@@ -18,8 +18,8 @@ from spbench.bench.measure.engines.virtual import trace_classes
 from spbench.bench.measure.scenarios.select import Narrowing, the_cell
 from spbench.bench.measure.simulator.needed_rates import RatesUnknown, check_rates
 from spbench.bench.measure.simulator.trace_export import export_trace
-from spbench.bench.measure.sweep.sweep import unproven
 from spbench.bench.measure.trust.bands import priced_by_in_words, shown_band, with_band
+from spbench.bench.measure.verify.proof import unproven
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.units import shown_time
@@ -52,7 +52,7 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
         raise UserError(f"{cell.key} cannot be timed: {error}; --cluster names another") from error
     if absent := [rank for rank in ranks if rank >= world]:
         raise UserError(f"--ranks {absent[0]}: the cell has ranks 0 to {world - 1}")
-    if refused := unproven([cell]):
+    if refused := unproven([cell], say=remark):
         raise UserError(f"{cell.key}: {refused[cell.key].reason}")
     torch.set_num_threads(1)
     remark(f"tracing {cell.key}")

@@ -26,6 +26,7 @@ from spbench.bench.measure.scenarios.expand import chosen_device
 from spbench.bench.measure.scenarios.scenario import FLAG, given
 from spbench.bench.measure.sweep.provenance import provenance
 from spbench.bench.measure.verify import cases
+from spbench.bench.measure.verify.proof import keep_package_proof
 from spbench.bench.measure.verify.verdicts import (
     EQUAL,
     VERDICTS_FILE,
@@ -37,7 +38,7 @@ from spbench.bench.measure.verify.verdicts import (
 from spbench.bench.row import finite
 from spbench.bench.setting_values import names_a_file, read_model_file
 from spbench.impls.models.model import models as all_models
-from spbench.impls.registries import absent
+from spbench.impls.registries import DEFAULT_BACKEND, absent
 from spbench.impls.registries import peers as all_peers
 from spbench.impls.strategies.nesting import pairs as all_pairs
 from spbench.impls.training.step import PRECISIONS
@@ -101,7 +102,11 @@ def verified(
             verdicts.append(finite(dataclasses.asdict(row)))
             progress.step(f"{_spelled(row)}: {row.status}", is_fault=row.status == "RED")
             progress.now(f"{progress.done} of {progress.total} cases; {_spelled(row)}: {row.status}")
-    return _output(verdicts, named, [output / VERDICTS_FILE] if output is not None else [])
+    judged = _output(verdicts, named, [output / VERDICTS_FILE] if output is not None else [])
+    chosen = (named, models, world_size, dtype, part, changes, backend != DEFAULT_BACKEND)
+    if judged.code == 0 and not any(chosen):
+        keep_package_proof()
+    return judged
 
 
 def _output(verdicts: Sequence[Verdict], named: Sequence[str], files: list[Path]) -> Output:

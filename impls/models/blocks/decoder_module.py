@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import Stage
 from spbench.impls.kernels.cross_entropy import Autotuning, CrossEntropy, compiled_cross_entropy
-from spbench.impls.kernels.host_reads import samples_begun
+from spbench.impls.kernels.host_copies import samples_begun
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.vocabulary_tiles import token_losses
 from spbench.impls.models.blocks.adapters import freeze, with_gradient

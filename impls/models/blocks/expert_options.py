@@ -35,7 +35,7 @@ class ExpertOptions:
         shared_inner: width of all experts together that every token meets; 0: there are none.
         shared_gate: these have a sigmoid gate, a number a token (Qwen2-MoE, arXiv 2407.10671).
         shared_overlap: the experts that every token meets run on a stream of their own while tokens are
-            sent; see :mod:`spbench.impls.dispatchers.beside_dispatch`.
+            sent; see :mod:`spbench.impls.dispatchers.dispatcher`.
         dense_layers: the first so many layers have an MLP instead.
         expert_pattern: 1 for a layer with experts, 0 for one with an MLP, again and again.
         expert_biases: of the experts' projections (gpt-oss, arXiv 2508.10925).

@@ -12,7 +12,6 @@ this rank's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,8 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.dispatchers.beside_dispatch import BesideDispatch
-from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher, ExpertCall
+from spbench.impls.dispatchers.dispatcher import BesideDispatch, Counts, Dispatched, Dispatcher, ExpertCall
 from spbench.impls.dispatchers.sent_tokens import planned_counts, positions_of
 from spbench.impls.kernels.activations import weighted_swiglu
 from spbench.impls.kernels.projection import LIBRARIES, project
@@ -263,7 +261,7 @@ class MixtureModule(nn.Module):
             return use(self._activated(y, weights))
         activated = recomputed(self._activated, self.strategy.random, y, weights)
         given = y.detach(), None if weights is None else weights.detach()
-        with remade(activated, partial(self._activated, *given)):
+        with remade([activated], lambda: [self._activated(*given)]):
             return use(activated)
 
     def _activated(self, y: Tensor, weights: Tensor | None) -> Tensor:

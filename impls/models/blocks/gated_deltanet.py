@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.kernels.gated_delta import GatedDelta
-from spbench.impls.kernels.gated_norm import gated_norm
-from spbench.impls.kernels.l2_norm import l2_norm
+from spbench.impls.kernels.gated_norm import gated_norm, l2_norm
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer, RecurrentMixer
 from spbench.impls.strategies.base import Site, Strategy

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.kernels.host_reads import read_packing
+from spbench.impls.kernels.host_copies import read_packing
 from spbench.impls.kernels.layer_norm import layer_norm
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.rms_norm import rms_norm

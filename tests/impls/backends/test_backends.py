@@ -1,17 +1,22 @@
-"""Every data-parallel backend trains as one device does."""
+"""Every data-parallel backend trains as one device does. Where parameters lie in Megatron-Core's buffers, by
+hand. What Megatron-Core's stages keep of the hidden states that they received."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.tracing import only_plain_traces
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.backends.backend import Backend
+from spbench.impls.backends.buffer_layout import BucketLayout, Sharding, laid_out
+from spbench.impls.backends.megatron import Megatron
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import backends, strategy_class
 from spbench.impls.strategies.base import Unsupported
@@ -138,3 +143,64 @@ def test_the_checker_is_green(pool: RankPool, backend: str, n: int) -> None:
     for strategy, model in (("lasp", "tnl-tiny"), ("ulysses", "causal-transformer-tiny")):
         case = Case(strategy_class(strategy), model_preset(model), "model", seq_len=LENGTH, backend=backend)
         assert_green(pool, case, n)
+
+
+def test_an_unsharded_buffer_has_no_padding() -> None:
+    assert laid_out([100, 30, 50], [False] * 3, None, None) == [BucketLayout(0, 180, (2, 1, 0), (0, 50, 80))]
+    buckets = laid_out([100, 30, 50], [False] * 3, 60, None)
+    assert [(b.start, b.end, b.members) for b in buckets] == [(0, 80, (2, 1)), (80, 180, (0,))]
+
+
+def test_a_sharded_buffer_is_padded() -> None:
+    """Starts of parameters to multiples of 64 elements, ends of buckets to those of the ranks and of 128."""
+    [bucket] = laid_out([100, 30, 50], [False] * 3, None, Sharding(3))
+    assert (bucket.starts, bucket.end) == ((0, 64, 128), 384)
+    assert bucket.shard(1, 3) == (128, 256)
+    assert laid_out([100], [False], None, Sharding(8, high_bandwidth=True))[0].end == 2**16
+
+
+def test_a_tied_embedding_has_a_bucket_of_its_own() -> None:
+    """At the buffer's end on the first stage, at its beginning on the last, and cut alike."""
+    for elements, alone in (([500, 30], [True, False]), ([30, 500], [False, True])):
+        buckets = laid_out(elements, alone, None, Sharding(4))
+        assert [b.members for b in buckets] == [(1,), (0,)]
+        tied = buckets[1 - alone.index(True)]
+        assert (tied.end - tied.start, tied.starts[0] - tied.start) == (512, 0)
+    assert len(laid_out([500, 30], [True, False], None, None)) == 1
+
+
+HIDDEN = 2 * 64 * 48 * 2  # of a micro-batch: 2 samples, 64 positions, 48 features, 2 bytes
+
+
+def left(training: dict[str, Any]) -> dict[int, int]:
+    """Bytes at the end of a step, by rank of two stages."""
+    asked = {
+        "model": "gpt3-tiny",
+        "model_options": {"layers": 4},
+        "strategy": "single",
+        "sizes": {"pp": 2},
+        "batch": 4,
+        "seq_len": 64,
+        "precision": "bf16",
+        "training": {"backend": "megatron", "micro_batches": 2, **training},
+    }
+    by_class = VirtualEngine().measure(Cell.model_validate(asked)).by_class
+    return {of["rank"]: of["allocated_bytes"] for of in by_class if of["step"] == 1}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("training", "received"),
+    [({}, {0: 0, 1: 1}), ({"schedule": "interleaved", "virtual_stages": 2}, {0: 1, 1: 2})],
+    ids=["1f1b", "interleaved"],
+)
+def test_the_last_input_of_each_stage_and_its_gradient_stay(
+    training: dict[str, Any], received: dict[int, int]
+) -> None:
+    with only_plain_traces():
+        kept = left(training)
+        with mock.patch.object(Megatron, "keeps_stage_inputs", False):
+            freed = left(training)
+    assert {rank: kept[rank] - freed[rank] for rank in kept} == {
+        r: 2 * n * HIDDEN for r, n in received.items()
+    }

@@ -1,4 +1,5 @@
-"""Weights that Megatron's buffers keep and gather in eight bits: values, faults, bytes sent and held."""
+"""Weights that Megatron's buffers keep and gather in eight bits: values, faults, bytes sent and held. AdamW
+with moments in another precision than the weights, against torch's."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
 from spbench.impls.backends import main_weights
 from spbench.impls.backends.main_gradients import GradientBucket
 from spbench.impls.backends.megatron_options import MegatronOptions
+from spbench.impls.backends.optimizer import PRECISIONS, NarrowMoments
 from spbench.impls.kernels.fp8_casts import E4M3
 from spbench.impls.models.model import model_preset
 from tests.impls.backends.one_device import set_weights
@@ -168,3 +170,53 @@ def test_a_weight_is_a_byte_an_element_and_its_transpose_another_where_matmuls_n
 def test_what_does_not_go_with_kept_weights_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="fp8_param_gather"):
         MegatronOptions(fp8_param_gather=True, **options)
+
+
+def weights() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 5), (7,))]
+
+
+def stepped_twice(adam: NarrowMoments | torch.optim.AdamW, held: list[Tensor]) -> list[Tensor]:
+    for step in range(4):
+        for x in held:
+            x.grad = (x.detach() + step).sin()
+        (adam.update if isinstance(adam, NarrowMoments) else adam.step)()
+    return held
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_updates_are_those_of_torchs_adamw(kept: bool) -> None:
+    """In float64, where nothing is rounded; with moments that are there before the first step too."""
+    ours, theirs = weights(), [x.requires_grad_() for x in weights()]
+    adam = NarrowMoments(ours, PRECISIONS["fp64"], torch.float64, with_moments=kept, lr=0.01)
+    expected = stepped_twice(torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.01), theirs)
+    torch.testing.assert_close(
+        stepped_twice(adam, ours), [x.detach() for x in expected], rtol=1e-13, atol=1e-15
+    )
+
+
+def test_moments_have_two_bytes_and_are_rounded() -> None:
+    ours, exact = weights(), weights()
+    adam = NarrowMoments(ours, PRECISIONS["fp64"], torch.bfloat16, with_moments=False, lr=0.01)
+    stepped_twice(NarrowMoments(exact, PRECISIONS["fp64"], torch.float64, with_moments=False, lr=0.01), exact)
+    stepped_twice(adam, ours)
+    assert [x.dtype for x in adam.tensors()] == [torch.bfloat16] * 4
+    change = torch.cat([(a - b).flatten() for a, b in zip(ours, exact, strict=True)]).abs().max()
+    assert 1e-6 < change < 1e-3  # of steps of 0.01 each
+
+
+@pytest.mark.parametrize(
+    "options", [{"optimizer": "host", "distributed_optimizer": True}, {"update": "muon"}]
+)
+def test_options_that_cannot_be(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="exp_avg_dtype: bf16 needs update: adam"):
+        MegatronOptions(exp_avg_dtype="bf16", **options)  # type: ignore[arg-type]
+
+
+def test_a_precision_whose_moments_stay_as_they_are_is_refused() -> None:
+    training = {"backend": "megatron", "exp_avg_dtype": "bf16"}
+    asked = {"model": "gpt-tiny", "strategy": "single", "batch": 1, "seq_len": 8, "training": training}
+    assert Cell.model_validate({**asked, "precision": "bf16"}).precision == "bf16"
+    with pytest.raises(ValueError, match="exp_avg_dtype: bf16 needs precision: bf16"):
+        Cell.model_validate({**asked, "precision": "fp32"})

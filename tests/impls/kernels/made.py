@@ -1,4 +1,5 @@
-"""Inputs and comparisons of the tests of kernels."""
+"""Inputs and comparisons of the tests of kernels. Arguments of the operators of gated recurrences, and of
+what stands around these."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from spbench.impls.kernels.decay import state_dtype
 
 
 def made(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -39,3 +42,79 @@ def bytes_kept(function: Callable[[], Any]) -> int:
         result = function()
     del result
     return sum(kept.values())
+
+
+OPS = torch.ops.spbench
+#: batch, positions, heads of queries and keys, of values, their sizes
+B, L, G, Z, D, A = 2, 5, 1, 2, 4, 3
+#: where documents begin
+STARTS = [0, 2]
+
+
+def recurrence_arguments(tensor: Callable[..., Tensor]) -> dict[str, tuple[Any, ...]]:
+    """By the operators' names; ``tensor`` makes one of a shape in the dtype that is tested."""
+    x, z, row = tensor(B, L, 8), tensor(B, L, 8, seed=1), tensor(8, 4, seed=2)
+    state = state_dtype(x.dtype)
+    statistics = tensor(B, L, 1, seed=3).to(state).abs()
+    return {
+        "short_convolution": (x, row, row[:, 0].clone(), tensor(B, 3, 8), [-1, 2]),
+        "short_convolution without more": (x, row, None, None, []),
+        "short_convolution_backward": (z, x, row, row[:, 0].clone(), tensor(B, 3, 8), [-1, 2]),
+        "short_convolution_backward without more": (z, x, row, None, None, []),
+        "gated_norm": (x, z, row[:, 0].clone(), 1e-3, True),
+        "gated_norm_backward": (z, x, z, row[:, 0].clone(), statistics, False),
+        "l2_norm": (x,),
+        "l2_norm_backward": (z, x, statistics),
+        **_kernels(tensor, state),
+    }
+
+
+def _kernels(tensor: Callable[..., Tensor], state: torch.dtype) -> dict[str, tuple[Any, ...]]:
+    q, k, v, d_o = (
+        tensor(B, L, G, D),
+        tensor(B, L, G, D, seed=1),
+        tensor(B, L, Z, A, seed=2),
+        tensor(B, L, Z, A),
+    )
+    g, b = -tensor(B, L, Z, seed=3).to(state).abs(), tensor(B, L, Z, seed=4).to(state).sigmoid()
+    sums, first = OPS.recurrence_sums(g, L, False, STARTS), tensor(B, Z, D, A, seed=5).to(state)
+    states, scores = OPS.state_space_block_states(k, v, sums, b, STARTS), OPS.state_space_scores(q, k)
+    passed = OPS.state_space_passed(states, sums, None, v, False, STARTS)
+    inverse = OPS.gated_delta_inverse(k, sums, b, STARTS)
+    w, u = OPS.gated_delta_wy(k, v, sums, b, inverse, STARTS)
+    before, written = OPS.gated_delta_states(k, w, u, sums, None, STARTS)
+    carry = OPS.gated_delta_carry(k, w, u, sums, STARTS)
+    return {
+        "recurrence_sums": (g, 2, True, STARTS),
+        "recurrence_merged": (torch.stack((carry, carry)), [D, A], [1, 0], False, None),
+        "recurrence_merged by a number": (tensor(2, B, Z, D * A + 1).to(state), [D, A], [1], True, first),
+        "state_space_scores": (q, k),
+        "state_space_block_states": (k, v, sums, b, STARTS),
+        "state_space_carry": (states, sums, True, STARTS),
+        "state_space_passed": (states, sums, first, v, False, STARTS),
+        "state_space_output": (scores, q, v, sums, b, passed, STARTS),
+        "state_space_output_state_gradients": (q, d_o, sums, STARTS),
+        "state_space_score_gradients": (v, d_o, sums, b, G, 2, STARTS),
+        "state_space_key_gradients": (k, v, sums, b, passed, 2, STARTS),
+        "state_space_query_gradients": (q, sums, d_o, passed, 2, STARTS),
+        "state_space_input_gradients": _input_gradients(q, k, v, sums, b, d_o, scores, passed),
+        "gated_delta_inverse": (k, sums, b, STARTS),
+        "gated_delta_wy": (k, v, sums, b, inverse, STARTS),
+        "gated_delta_states": (k, w, u, sums, first, STARTS),
+        "gated_delta_carry": (k, w, u, sums, STARTS),
+        "gated_delta_output": (q, k, written, sums, before, STARTS),
+        "gated_delta_own_gradients": (q, k, d_o, sums, STARTS),
+        "gated_delta_state_gradients": (q, k, w, sums, d_o, written, first, STARTS),
+        "gated_delta_gradient_carry": (q, k, w, sums, d_o, written, STARTS),
+        "gated_delta_read_gradients": (q, k, written, sums, before, d_o, written, before, STARTS),
+        "gated_delta_wy_gradients": (k, v, sums, b, inverse, w, u, STARTS),
+    }
+
+
+def _input_gradients(
+    q: Tensor, k: Tensor, v: Tensor, sums: Tensor, b: Tensor, d_o: Tensor, scores: Tensor, passed: Tensor
+) -> tuple[Any, ...]:
+    of_keys, of_writing = OPS.state_space_key_gradients(k, v, sums, b, passed, 1, STARTS)
+    of_queries, of_reading = OPS.state_space_query_gradients(q, sums, d_o, passed, 1, STARTS)
+    of_states = [of_queries.sum(1), of_reading, of_keys.sum(1), of_writing]
+    return q, k, v, sums, b, d_o, scores, scores, passed, passed, of_states, STARTS

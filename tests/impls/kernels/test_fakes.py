@@ -15,14 +15,13 @@ from spbench.impls.attended import Range, Ranges
 from spbench.impls.kernels.flash_attention import flash_attention
 from spbench.impls.kernels.linear_attention import linear_attention_state_gradients, linear_attention_states
 from spbench.impls.kernels.packed_weights import initial_scales
-from tests.impls.kernels.made import bits, made
-from tests.impls.kernels.recurrence_arguments import recurrence_arguments
+from tests.impls.kernels.made import bits, made, recurrence_arguments
 
-import_module("spbench.impls.backends.narrow_moments")  # which has an operator of its own
+import_module("spbench.impls.backends.optimizer")  # which has an operator of its own
 for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
     if not module.name.endswith("_triton"):  # these are no operators, and triton is not everywhere
         import_module(module.name)
-import_module("spbench.impls.backends.narrow_moments")  # an operator outside the kernels
+import_module("spbench.impls.backends.optimizer")  # an operator outside the kernels
 
 HALF = [torch.float16, torch.bfloat16]
 OPS = torch.ops.spbench

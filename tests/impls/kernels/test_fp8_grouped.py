@@ -1,4 +1,5 @@
-"""Matmuls of experts and latents in eight bits: each expert as a projection of its own, bytes sent."""
+"""Matmuls of experts and latents in eight bits: each expert as a projection of its own, bytes sent. Casts by
+scales of earlier passes: values, the history, one scale on all ranks, bytes of all-reduces."""
 
 from __future__ import annotations
 
@@ -8,13 +9,26 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.setup import build_training, rank_inputs
+from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
 from spbench.bench.measure.trace.operator_prices import GROUPED_MATMULS
-from spbench.impls.kernels import fp8_grouped
+from spbench.impls.kernels import fp8_delayed, fp8_grouped
+from spbench.impls.kernels.fp8_casts import E4M3, E5M2, fp8_cast
+from spbench.impls.kernels.fp8_delayed import (
+    DelayedScaling,
+    fp8_cast_both_delayed_,
+    fp8_cast_delayed_,
+    fp8_update_scales_,
+)
 from spbench.impls.kernels.fp8_grouped import fp8_amax_rows, fp8_cast_rows, grouped_project_fp8
-from spbench.impls.kernels.fp8_projection import RECIPES
+from spbench.impls.kernels.fp8_projection import RECIPES, mark_recipe
 from spbench.impls.kernels.projection import project
 from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.base import Strategy
+from tests.impls.backends.one_device import set_weights
 from tests.impls.kernels.made import bytes_kept, made
 from tests.impls.models.test_recomputation import kernels, trace
 
@@ -133,3 +147,154 @@ def test_bytes_are_those_of_the_closed_form(
 def test_other_experts_in_eight_bits_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="experts in eight bits need library: transformer-engine"):
         model_preset("moe-tiny", options)
+
+
+NUMBERS = (torch.finfo(E4M3).max, torch.finfo(E5M2).max)
+DELAYED = {"fp8": "delayed", "library": "transformer-engine", "layers": 2}
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_cast_by_the_scale_of_its_own_magnitude_is_that_of_current_scaling(dtype: torch.dtype) -> None:
+    x = made(5, 7).detach()
+    largest = x.abs().max().float()
+    scale, noted = largest / torch.finfo(dtype).max, torch.zeros(())
+    for transposed in (False, True):
+        expected, of_expected = fp8_cast(x, largest, dtype, [0, 0], None, transposed)
+        data, of_data = fp8_cast_delayed_(x, scale, noted, dtype, transposed)
+        assert torch.equal(data.float(), expected.float())
+        assert torch.equal(of_data, of_expected)
+    assert noted == largest
+    both = fp8_cast_both_delayed_(x, scale, noted, dtype)
+    assert torch.equal(both[0].float(), both[1].mT.float())
+    fp8_cast_delayed_(x / 2, scale, noted, dtype, False)
+    assert noted == largest  # the most of a pass
+
+
+def test_what_is_too_large_for_a_scale_becomes_the_largest_number() -> None:
+    data, scale = fp8_cast_delayed_(
+        torch.tensor([[3.0, -1e6]]), torch.tensor(1.0), torch.zeros(()), E4M3, False
+    )
+    assert data.float().tolist() == [[3.0, -448.0]]
+    assert scale.tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_scale_is_of_the_largest_magnitude_of_its_history(length: int) -> None:
+    passes = [[8.0, 0.0], [2.0, 0.0], [1.0, 0.0], [0.0, 5.0], [4.0, 0.0]]
+    history, scales = torch.zeros(length, 2), torch.ones(2)
+    expected = [1.0, 1.0]
+    for number, magnitudes in enumerate(passes):
+        history[0] = torch.tensor(magnitudes)
+        fp8_update_scales_(history, scales, 2.0)
+        seen = passes[max(0, number - length + 1) : number + 1]
+        for column in range(2):
+            if largest := max(each[column] for each in seen):
+                expected[column] = largest / 2
+        assert scales.tolist() == expected
+        assert not history[0].any()
+
+
+def errors(updated: bool) -> dict[str, float]:
+    """Errors of a projection of small numbers in a second pass, from float64."""
+    x, d_y = made(64, 64) * 1e-4, made(64, 64, seed=1).detach() * 1e-7
+    x = x.detach().requires_grad_()
+    layer = nn.Module()
+    layer.weight = nn.Parameter(made(64, 64, seed=2).detach() * 1e-4)
+    scaling = DelayedScaling(layer, 1, NUMBERS, None)
+    layer.weight.spbench_library = "transformer-engine"  # type: ignore[attr-defined]
+    mark_recipe(layer, RECIPES["delayed"])
+    for _ in range(2):
+        y = project(scaling.entering(x), layer.weight)
+        if updated:
+            scaling.update(forward=True)
+        without = mock.patch.object(DelayedScaling, "update") if not updated else mock.MagicMock()
+        with without:
+            d_x, d_w = torch.autograd.grad(y, [x, layer.weight], d_y)
+    w = layer.weight.detach()
+    exact = {"y": x.detach() @ w.T, "d_x": d_y @ w, "d_W": d_y.T @ x.detach()}
+    got = {"y": y.detach(), "d_x": d_x, "d_W": d_w}
+    return {name: ((got[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact}
+
+
+def test_a_second_pass_is_near_float64_and_without_scales_small_numbers_are_lost() -> None:
+    assert max(errors(updated=True).values()) < 0.08
+    assert min(errors(updated=False).values()) > 0.5
+
+
+def scales_of_rank(mesh: DeviceMesh, cell: Cell) -> dict[str, Tensor]:
+    """After one step of a model."""
+    training, strategy, around = build_training(cell, mesh, set_weights)
+    model = model_preset(cell.model, cell.model_options)
+    batch = model.inputs(cell.batch, cell.seq_len, torch.Generator().manual_seed(0))
+    batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+    training.gradients(rank_inputs(model, strategy, around, batch))
+    return {name: x.clone() for name, x in training.module.scaling.named_buffers()}  # type: ignore[union-attr]
+
+
+def scales(sizes: dict[str, int], strategy: str = "single") -> list[dict[str, Tensor]]:
+    settings = {"model": "causal-transformer-tiny", "model_options": DELAYED, "batch": 4, "seq_len": 16}
+    cell = Cell.model_validate(settings | {"strategy": strategy, "sizes": sizes, "precision": "fp64"})
+    return LockstepRanks().run(sizes or {"dp": 1}, scales_of_rank, cell)
+
+
+def test_all_ranks_have_the_scales_of_one_device() -> None:
+    (one,) = scales({"dp": 1})
+    # a loss is a share of the sum over ranks, so that gradients are one device's
+    for of_rank in scales({"dp": 2}):
+        for name, x in of_rank.items():
+            assert torch.allclose(x, one[name], rtol=1e-3), name
+
+
+def test_a_scale_of_one_rank_alone_is_seen() -> None:
+    with mock.patch.object(fp8_delayed, "all_reduce", lambda x, *_: x):
+        first, second = scales({"dp": 2})
+    assert not torch.allclose(first["forward_scales"], second["forward_scales"], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "options"),
+    [
+        ("megatron_sp", {"tp": 2, "dp": 2}, {}),
+        ("tensor_parallel", {"tp": 2}, {"kv_heads": 1}),
+        ("single", {"dp": 2, "pp": 2}, {"recompute": "full"}),
+        ("megatron_sp", {"tp": 2, "dp": 2}, {"biases": True}),
+        ("single", {"dp": 2}, {"qkv_bias": True}),
+    ],
+)
+def test_bytes_of_magnitudes_are_those_of_the_closed_form(
+    strategy: str, sizes: dict[str, int], options: dict[str, Any]
+) -> None:
+    training = {"backend": "megatron", "micro_batches": 2}
+    setting = {"strategy": strategy, "sizes": sizes, "batch": 8, "precision": "bf16", "training": training}
+    measured = trace(model_options={**DELAYED, **options}, **setting).measurement(None)
+    assert measured.formula_difference == []
+    reduced = [row for row in measured.formula if row["purpose"] == "largest magnitudes"]
+    layers = 2 // sizes.get("pp", 1)
+    assert sorted(row["payload_bytes"] for row in reduced) == [4 * 2 * 4 * layers, 4 * 3 * 4 * layers]
+
+
+def test_no_magnitude_is_taken_before_a_cast() -> None:
+    options = {"precision": "bf16", "training": {"backend": "megatron"}}
+    current = kernels(trace(model_options={**DELAYED, "fp8": "tensorwise"}, **options))
+    delayed = kernels(trace(model_options=DELAYED, **options))
+    assert (current["fp8_amax"], delayed["fp8_amax"]) == (24, 0)
+    assert current["fp8_cast_both"] == delayed["fp8_cast_both_delayed_"] == 24
+    assert delayed["fp8_update_scales_"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"library": "torch"}, "fp8: delayed needs library: transformer-engine"),
+        ({"fp8_history": 0}, "fp8_history is at least 1"),
+        ({"fp8": "tensorwise", "fp8_history": 2}, "needs fp8: delayed"),
+    ],
+)
+def test_what_does_not_go_with_delayed_scales_is_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        model_preset("causal-transformer-tiny", {**DELAYED, **options})
+
+
+def test_a_model_has_four_matmuls_a_layer() -> None:
+    module = model_preset("causal-transformer-tiny", DELAYED).build(Strategy(), 16)
+    assert module.scaling.matmuls == 2 * 4  # type: ignore[union-attr]

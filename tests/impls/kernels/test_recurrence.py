@@ -16,8 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from spbench.impls.kernels import gated_delta_operators, state_space_operators
 from spbench.impls.kernels.activations import silu_times
 from spbench.impls.kernels.gated_delta import GatedDelta
-from spbench.impls.kernels.gated_norm import gated_norm
-from spbench.impls.kernels.l2_norm import l2_norm, plain_l2_norm
+from spbench.impls.kernels.gated_norm import gated_norm, l2_norm, plain_l2_norm
 from spbench.impls.kernels.recurrence import Rule, StatePassing, gated_recurrence, sequential, timed
 from spbench.impls.kernels.recurrence_blocks import block_sums
 from spbench.impls.kernels.rms_norm import rms_norm

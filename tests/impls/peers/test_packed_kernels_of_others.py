@@ -23,7 +23,7 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.beside_values import document_of_positions
 from spbench.impls.attended import Attended, Range, Ranges
 from spbench.impls.kernels.gated_delta import GatedDelta
-from spbench.impls.kernels.l2_norm import l2_norm
+from spbench.impls.kernels.gated_norm import l2_norm
 from spbench.impls.kernels.ranged_attention import (
     attention_to_block,
     attention_to_block_backward,

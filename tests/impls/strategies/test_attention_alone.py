@@ -1,14 +1,19 @@
-"""Attention alone on real ranks: values, all three gradients, bytes, and sizes that strategies refuse."""
+"""Attention alone on real ranks: values, all three gradients, bytes, and sizes that strategies refuse. The
+attention of UPipe's rounds: one graph for all of them."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
 
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.rank_pool import RankPool
@@ -19,6 +24,7 @@ from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.lasp import Lasp
 from spbench.impls.strategies.lasp2 import Lasp2
 from spbench.impls.strategies.placements import PLACEMENTS
+from spbench.impls.strategies.repeated_attention import RepeatedAttention
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ulysses import Ulysses
 from tests.measure.verify import recurrence_faults
@@ -182,3 +188,18 @@ def test_keys_are_sent_with_as_few_heads_as_ranks_allow(n: int, kv_heads: int, s
 def test_every_rank_has_one_role() -> None:
     for n in range(1, 6):
         assert sorted(rank for role in Lasp.roles("sp", n) for rank in role) == list(range(n))
+
+
+def test_it_is_given_up_with_its_graph() -> None:
+    """A cycle through a graph, which nothing collects, would keep the process groups of a strategy."""
+
+    class Attend:
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    attend, x = Attend(), torch.randn(1, 2, 4, 3)
+    attention, held = RepeatedAttention(attend), weakref.ref(attend)
+    attention.forward(x, x, x)
+    del attend, attention
+    gc.collect()
+    assert held() is None

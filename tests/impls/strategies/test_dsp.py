@@ -1,9 +1,12 @@
-"""DSP: its plans, its primitives on real ranks, and steps on grids that ranks do not divide."""
+"""DSP: its plans, its primitives on real ranks, and steps on grids that ranks do not divide.
+docs/add_strategy.md lists hooks, kinds of sites and collectives as the code has them."""
 
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+import spbench
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
+from spbench.impls.layout import MEETINGS, SITE_KINDS
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.place import Place
 from spbench.impls.registries import strategy_class
-from spbench.impls.strategies.base import Unsupported
+from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.dsp import DynamicSequenceParallel, plan_switches, switched_elements
 from spbench.impls.strategies.grid import Grid, part_of
 from tests.measure.verify.assertions import assert_green
@@ -218,3 +223,48 @@ def test_a_dim_that_a_grid_has_not_is_told(strategy: str) -> None:
 def test_sequences_of_one_dim_are_refused() -> None:
     with pytest.raises(Unsupported, match="dsp has no causal softmax attention"):
         DynamicSequenceParallel.planned(2).check(model_preset("causal-transformer-tiny").sites(1, 24))
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "add_strategy.md"
+ROWS = [
+    [set(re.findall(r"`(\w+)`", cell)) for cell in line.split("|")[1:-1]]
+    for line in PAGE.read_text(encoding="utf-8").splitlines()
+    if line.startswith("| ")
+]
+
+
+def is_hook(name: str, value: Any) -> bool:
+    function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return not name.startswith("_") and not getattr(function, "__final__", False)
+
+
+def hooks() -> set[str]:
+    ours = [cls for cls in Strategy.__mro__ if cls.__module__.startswith("spbench.")]
+    return {name for cls in ours for name, value in vars(cls).items() if is_hook(name, value)}
+
+
+def test_every_hook_is_on_the_page() -> None:
+    listed = [row[1] for row in ROWS if len(row) == 3 and not row[0] and not row[2]]
+    assert sorted(name for names in listed for name in names) == sorted(hooks())
+
+
+def test_every_kind_of_site_is_on_the_page() -> None:
+    (row,) = (row for row in ROWS if len(row) == 3 and all(row))
+    assert row[0] == set(MEETINGS)
+    assert row[1] <= hooks()
+    assert set.union(*row) == SITE_KINDS
+
+
+def test_collectives_lists_what_it_has_for_strategies_alone() -> None:
+    listed = {name for row in ROWS if len(row) == 4 for name in row[0]}
+    assert {"all_gather", "reduce_scatter"} < listed <= set(dir(spbench.collectives))
+    assert not {"Any", "torch", "dist"} & set(dir(spbench.collectives))
+
+
+def test_a_misspelt_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="a site cannot be 'attenton'; its kind is one of attention"):
+        spbench.Site("attenton", 1)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"Misspelt.meets has 'attenton', where positions cannot meet; choices: "
+    ):
+        type("Misspelt", (Strategy,), {"meets": frozenset({"attenton"})})

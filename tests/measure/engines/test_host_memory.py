@@ -1,4 +1,5 @@
-"""What ranks hold on their hosts: by hand and on virtual ranks, against what a node has."""
+"""What ranks hold on their hosts: by hand and on virtual ranks, against what a node has. What NCCL takes of a
+device to connect it with the others of its node."""
 
 from __future__ import annotations
 
@@ -10,13 +11,19 @@ import pytest
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import model_parameters
-from spbench.bench.measure.engines.rank_memory import host_peaks, limit_by_host
+from spbench.bench.measure.engines.rank_memory import (
+    exchange_memory_bytes,
+    host_peaks,
+    limit_by_host,
+    usable_memory_bytes,
+)
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.simulator.program import HOST_WORK
 from spbench.bench.measure.trace.memory import PAGEABLE
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement
+from tests.measure.engines.cells import write_cluster
 
 KIB = 2**10
 #: rows of 48 features in bfloat16, of 3 x 24 positions: 6,912 bytes, for which 8 KiB are taken
@@ -266,3 +273,57 @@ def test_copies_beside_updates_take_less_time(tmp_path: Path) -> None:
     assert apart.step_time_s == pytest.approx(part * (2 * 28 / 28_000 + 8 / 8_000), rel=0.05)
     assert beside.step_time_s == pytest.approx(part * 2 * 28 / 28_000, rel=0.2)
     assert apart.peak_host_memory_bytes == beside.peak_host_memory_bytes
+
+
+MIB = 2**20
+
+
+def on_card(cluster: str, strategy: str, **changes: Any) -> Cell:
+    asked = {"model": "causal-transformer-tiny", "strategy": strategy, "batch": 4, "seq_len": 24}
+    return Cell.model_validate(asked | {"cluster": cluster} | changes)
+
+
+@pytest.fixture(scope="module")
+def nodes_of_four(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = Path(write_cluster(tmp_path_factory.mktemp("clusters"), 100))
+    of_peer = f"  memory_peer_bytes: {{value: {5 * MIB}, source: made up}}\nnetwork:"
+    path.write_text("devices_per_node: 4" + path.read_text().replace("network:", of_peer))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "peers"),
+    [
+        ("ulysses", {"sp": 4}, 3),
+        ("ulysses", {"sp": 12}, 3),
+        ("ulysses", {"sp": 2}, 1),
+        ("ulysses", {"sp": 2, "dp": 4}, 1),
+        ("ring_attention", {"sp": 4}, 0),
+        ("single", {"dp": 4}, 0),
+        ("tensor_parallel+ulysses", {"tp": 2, "sp": 3}, 2),
+    ],
+)
+def test_each_other_device_of_the_node_counts(
+    strategy: str, sizes: dict[str, int], peers: int, nodes_of_four: str
+) -> None:
+    asked = on_card(nodes_of_four, strategy, sizes=sizes)
+    assert exchange_memory_bytes(asked) == peers * 5 * MIB
+    assert usable_memory_bytes(asked) == (100 - 5 * peers) * MIB
+
+
+def test_ranks_of_other_nodes_do_not_count(nodes_of_four: str) -> None:
+    """Every other rank is in a group: two of three are in the first node."""
+    asked = on_card(nodes_of_four, "tensor_parallel+ulysses", sizes={"tp": 2, "sp": 3})
+    every_other = asked.model_copy(update={"mesh": ("pp", "dp", "cp", "sp", "tp")})
+    assert exchange_memory_bytes(every_other) == 5 * MIB
+
+
+def test_rows_have_what_is_left(nodes_of_four: str) -> None:
+    row = VirtualEngine().measure(on_card(nodes_of_four, "ulysses", sizes={"sp": 4}))
+    assert row.usable_memory_bytes == 85 * MIB
+
+
+def test_a_cluster_need_not_know(tmp_path: Path) -> None:
+    asked = on_card(write_cluster(tmp_path, 100), "ulysses", sizes={"sp": 4})
+    assert exchange_memory_bytes(asked) is None
+    assert usable_memory_bytes(asked) == 100 * MIB

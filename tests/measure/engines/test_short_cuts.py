@@ -25,7 +25,7 @@ from spbench.bench.measure.engines.pipeline_stages import Turns, put_together
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.simulator.trace_export import trace_events
-from spbench.bench.measure.trace import step_records, uncut_pieces
+from spbench.bench.measure.trace import repeated_steps, step_records
 from spbench.bench.measure.trace.event_log import RecordedEvent, Streams
 from spbench.bench.measure.trace.recorder import FastRecorder
 from spbench.impls import rings
@@ -107,8 +107,8 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
             patched.setattr(module, "keyed_steps", choosing("micro_batches"))
         patched.setattr(virtual, "stage_traces", stages)
         notes(tracing, "_put_together", "layers")
-        notes(uncut_pieces._Uncut, "side_by_side", "pieces")
-        notes(uncut_pieces._PutTogether, "forward", "pieces")
+        notes(repeated_steps._Uncut, "side_by_side", "pieces")
+        notes(repeated_steps._PutTogether, "forward", "pieces")
         yield taken
 
 
@@ -374,7 +374,7 @@ FAULTS: dict[str, tuple[str, Any, str, Change]] = {
         "by",
         lambda by: lambda self, layers: by(self, max(1, layers - 1)),
     ),
-    "pieces are copied": ("columns", uncut_pieces._Uncut, "side_by_side", copied),
+    "pieces are copied": ("columns", repeated_steps._Uncut, "side_by_side", copied),
     "views of pieces are not counted": ("chunks of experts", FastRecorder, "_count_views", nothing),
 }
 

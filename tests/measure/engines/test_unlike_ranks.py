@@ -1,5 +1,6 @@
 """Ranks of unlike work, from the step of the one that has most, against every rank traced and simulated as a
-program of its own; and the FLOPs of all ranks together against those of the model."""
+program of its own; and the FLOPs of all ranks together against those of the model. Which ranks of packed
+sequences are traced: the fullest is among them."""
 
 from __future__ import annotations
 
@@ -247,3 +248,19 @@ def test_blocks_of_lower_ranks_between_what_everyone_does() -> None:
     work = UnlikeWork(Steps(b.program(), np.arange(3), np.arange(3)), 3, 2)
     shares = [work.weights(coordinate).tolist() for coordinate in range(3)]
     assert shares == [[1, 0, 1, 0, 1, 0], [1, 1, 1, 0, 1, 0.5], [1] * 6]
+
+
+@pytest.mark.parametrize("strategy", ["lasp", "lasp2"])
+def test_the_peak_is_that_of_the_rank_with_most_parts_of_documents(strategy: str) -> None:
+    """A state begins anew in each, and is kept; the third of four ranks has most, the others few."""
+    cell = Cell(
+        model="tnl-tiny",
+        strategy=strategy,
+        sizes={"sp": 4},
+        batch=1,
+        seq_len=64,
+        model_options={"layers": 1, "documents": [33, 1, 1, 1, 1, 27]},
+    )
+    peaks = [trace(cell, rank).memory.peak().nbytes for rank in range(4)]
+    assert peaks.index(max(peaks)) == 2
+    assert trace_classes(cell).measurement().peak_memory_bytes == peaks[2] > max(peaks[:2] + peaks[3:])

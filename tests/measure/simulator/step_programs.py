@@ -152,3 +152,16 @@ def one_f_one_b(
         programs.append(b.program())
         ranks.append([stage * width + i for i in range(width)])
     return programs, ranks
+
+
+def of_links(on: Cluster, ranks: int, *, sends: bool = False) -> dict[tuple[str, str, str], float]:
+    """What an all-to-all over so many ranks, or a send of each to the next, is priced by."""
+    b = ProgramBuilder((1, 1, 1, ranks))
+    if sends:
+        posted = [b.send(8.0, (0, 0, 0, 1)), b.recv(8.0, (0, 0, 0, -1))]
+    else:
+        posted = [b.collective("all_to_all", 8.0, everyone(ranks))]
+    for each in posted:
+        b.wait(each)
+    timeline = simulate([b.program()], [range(ranks)], on)
+    return {tuple(each): seconds for each, seconds in timeline.priced_by.items()}

@@ -18,7 +18,7 @@ from spbench.bench.measure.simulator.substitutes import Substitute, kernel_subst
 from spbench.bench.measure.trace.operator_prices import price_of
 from spbench.bench.measure.trust.bands import priced_by_in_words
 from spbench.bench.programs import stand_ins
-from tests.measure.simulator.step_programs import cluster, everyone, simulate
+from tests.measure.simulator.step_programs import cluster, of_links
 from tests.measure.simulator.test_card_rates import figure, rate, with_card
 
 
@@ -70,19 +70,6 @@ def test_the_rate_of_another_card_or_of_other_calls_is_named() -> None:
     ]
     unlike = of_kernels(card(rate(10.0)), "triton", attention(16, size=4, causal=False))
     assert unlike == [(work, "its rate with a causal mask, at head size 8", "extrapolated")]
-
-
-def of_links(on: Cluster, ranks: int, *, sends: bool = False) -> dict[tuple[str, str, str], float]:
-    """What an all-to-all over so many ranks, or a send of each to the next, is priced by."""
-    b = ProgramBuilder((1, 1, 1, ranks))
-    if sends:
-        posted = [b.send(8.0, (0, 0, 0, 1)), b.recv(8.0, (0, 0, 0, -1))]
-    else:
-        posted = [b.collective("all_to_all", 8.0, everyone(ranks))]
-    for each in posted:
-        b.wait(each)
-    timeline = simulate([b.program()], [range(ranks)], on)
-    return {tuple(each): seconds for each, seconds in timeline.priced_by.items()}
 
 
 def linked(devices: int, *, substitute: str = "", **collectives: Any) -> Cluster:

@@ -1,8 +1,13 @@
-"""The timeline meter: what it writes down of a step on fake ranks."""
+"""The timeline meter: what it writes down of a step on fake ranks. What a simulated step is made of, against
+answers known beforehand. Exported traces: what Perfetto needs to find in them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from spbench.bench.cell import Cell, Sizes
+from spbench.bench.errors import UserError
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.simulator.program import (
@@ -23,10 +29,17 @@ from spbench.bench.measure.simulator.program import (
     RECV,
     SEND,
     WAIT,
+    Group,
     Program,
 )
+from spbench.bench.measure.simulator.program_builder import ProgramBuilder
+from spbench.bench.measure.simulator.step_parts import Flops
+from spbench.bench.measure.simulator.timeline import Timeline
+from spbench.bench.measure.simulator.trace_export import export_trace
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.kernels.softmax import masked_softmax
+from tests.bench.disk import files_of_at_most
+from tests.measure.simulator.step_programs import chain, cluster, everyone, one_f_one_b, ring, timed
 
 TINY = {"layers": 2, "dropout": 0.1}
 
@@ -237,3 +250,191 @@ def test_copies_into_a_part_of_a_buffer_move_that_part_alone() -> None:
     import torch.distributed.fsdp._fully_shard._fsdp_collectives  # which registers the first
 
     assert kernels(written(body)) == [("all_gather_copy_in", 0, 80), ("_foreach_copy_", 0, 80)]
+
+
+def test_kernels_are_told_apart_by_their_kind() -> None:
+    b = ProgramBuilder((1, 1, 1, 1))
+    b.kernel("mm", flops=2, category=MATMUL)
+    b.kernel("flash", flops=3, category=ATTENTION)
+    b.kernel("softmax", nbytes=5, category=ATTENTION)  # computes nothing: it moves scores
+    b.kernel("add", nbytes=7)
+    b.on_stream(1)
+    b.kernel("copy", nbytes=11)
+    found = timed([b.program()], [[0]], cluster(memory=1))
+    assert found.parts == {
+        "matmul_s": 2,
+        "attention_s": 3,
+        "memory_bound_s": 12,
+        "intra_node_s": 0,
+        "inter_node_s": 0,
+    }
+    assert found.breakdown["compute_s"] == 17
+
+
+def test_a_charge_for_blocks_is_a_part_of_products() -> None:
+    b = ProgramBuilder((1, 1, 1, 1))
+    b.kernel("mm", flops=2, strided=3, category=MATMUL)
+    b.kernel("mm", flops=5, category=MATMUL)
+    found = timed([b.program()], [[0]], strided_element_s=0.5)
+    assert (found.parts["matmul_s"], found.parts["in_blocks_s"]) == (8.5, 1.5)
+
+
+def test_ranks_of_several_programs_count_alike() -> None:
+    programs, ranks = chain(4, 6, 0)
+    found = timed(programs, ranks)
+    assert found.parts["memory_bound_s"] == found.breakdown["compute_s"] == 6
+
+
+def test_transfers_of_a_ring_leave_the_node_where_it_ends() -> None:
+    """The second of four ranks on two nodes sends to the third, and the fourth to the first. A rank waits for
+    its own send and for what it receives, of which one leaves the node."""
+    found = timed([ring(4, 1, 8, overlap=False)], [range(4)], cluster(devices=2, node_bandwidth=2, nics=2))
+    assert found.parts["inter_node_s"] > found.parts["intra_node_s"] > 0
+    alone = timed([ring(4, 1, 8, overlap=False)], [range(4)], cluster(devices=4))
+    assert alone.parts["inter_node_s"] == 0
+    for each in (found, alone):
+        both = each.parts["intra_node_s"] + each.parts["inter_node_s"]
+        assert both == pytest.approx(each.breakdown["exposed_communication_s"])
+    spread = timed([ring(4, 1, 8, overlap=False)], [range(4)])  # a device a node
+    assert spread.parts["intra_node_s"] == 0
+
+
+def pairs(stride: int) -> Group:
+    """Groups of two of four ranks, neighbours or one apart."""
+    return Group.of([0, stride], (1, 1, 2, 2))
+
+
+@pytest.mark.parametrize(("stride", "across"), [(1, False), (2, True)])
+def test_a_collective_is_across_nodes_where_its_members_are_on_several(stride: int, across: bool) -> None:
+    b = ProgramBuilder((1, 1, 2, 2))
+    b.wait(b.collective("all_gather", 4, pairs(stride)))
+    found = timed([b.program()], [range(4)], cluster(devices=2))
+    assert found.parts["inter_node_s" if across else "intra_node_s"] == found.step_time_s > 0
+
+
+def test_waits_for_another_stream_are_across_nodes_while_it_sends_there() -> None:
+    b = ProgramBuilder((1, 1, 2, 2))
+    b.on_stream(1)
+    b.kernel("copy", nbytes=3)
+    b.wait(b.collective("all_gather", 8, pairs(1)))
+    b.wait(b.collective("all_gather", 8, pairs(2)))
+    point = b.record()
+    b.on_stream(0)
+    b.wait(point)
+    found = timed([b.program()], [range(4)], cluster(devices=2, memory=1, node_bandwidth=2))
+    whole = found.breakdown["exposed_communication_s"]
+    assert whole == found.step_time_s
+    outside = found.parts["inter_node_s"]
+    assert 0 < outside < whole
+    # the copy takes 3 s, and each collective as long as its links are slow
+    inside = found.parts["intra_node_s"] - 3
+    assert outside > inside > 0
+
+
+def test_flops_are_told_apart_by_phase_and_kind() -> None:
+    b = ProgramBuilder((1, 1, 1, 2))
+    b.kernel("outside", flops=100, category=MATMUL)
+    for phase in ("forward", "backward", "forward"):
+        b.phase(phase)
+        b.kernel("mm", flops=2, category=MATMUL)
+        b.kernel("flash", flops=3, category=ATTENTION)
+        b.kernel("add", flops=50)
+        b.wait(b.collective("all_reduce", 1, everyone(2)))
+    assert timed([b.program()], [range(2)]).flops == Flops(
+        2 * 2 * (2 + 3), 2 * 2 * 3, 2 * (100 + 3 * (2 + 3))
+    )
+
+
+def test_a_wait_for_a_stream_that_does_nothing_is_none() -> None:
+    b = ProgramBuilder((1, 1, 1, 1))
+    b.on_stream(1)
+    point = b.record()
+    b.on_stream(0)
+    b.wait(point)
+    assert timed([b.program()], [[0]]).breakdown["exposed_communication_s"] == 0
+
+
+def exported(timeline: Timeline, path: Path, ranks: list[int]) -> dict[str, Any]:
+    export_trace(timeline, path / "trace.json", ranks)
+    return json.loads((path / "trace.json").read_text())
+
+
+def slices(trace: dict[str, Any], rank: int, row: str) -> list[dict[str, Any]]:
+    """The slices of a row of a rank, in order of time."""
+    threads = {
+        e["args"]["name"]: e["tid"]
+        for e in trace["traceEvents"]
+        if e["ph"] == "M" and e["name"] == "thread_name" and e["pid"] == rank
+    }
+    found = [
+        e for e in trace["traceEvents"] if e["ph"] == "X" and (e["pid"], e["tid"]) == (rank, threads[row])
+    ]
+    return sorted(found, key=lambda e: e["ts"])
+
+
+def test_one_process_a_rank_with_named_rows(tmp_path: Path) -> None:
+    trace = exported(timed([ring(4, 3, 2, overlap=True)], [range(4)]), tmp_path, [0, 2])
+    named = {(e["pid"], e["args"].get("name")) for e in trace["traceEvents"] if e["ph"] == "M"}
+    for rank in (0, 2):
+        assert {(rank, f"rank {rank}"), (rank, "compute"), (rank, "communication")} <= named
+    assert {e["pid"] for e in trace["traceEvents"]} == {0, 2}
+    assert trace["otherData"] == {"step_time_s": 12.0, "world_size": 4}
+
+
+def test_slices_carry_times_in_microseconds_and_details(tmp_path: Path) -> None:
+    b = ProgramBuilder((1, 1, 1, 2))
+    b.phase("forward")
+    b.kernel("mm", flops=3, nbytes=7)
+    b.wait(b.collective("all_reduce", 4, everyone(2)))
+    trace = exported(timed([b.program()], [[0, 1]]), tmp_path, [1])
+    kernel, waiting = slices(trace, 1, "compute")
+    assert (kernel["name"], kernel["ts"], kernel["dur"]) == ("mm", 0, 3e6)
+    assert kernel["args"] == {
+        "phase": "forward", "bytes": 7, "flops": 3, "class": "memory-bound", "dtype": "fp32",
+    }  # fmt: skip
+    assert (waiting["name"], waiting["ts"], waiting["dur"]) == ("wait for all_reduce", 3e6, 4e6)
+    (reduce,) = slices(trace, 1, "communication")
+    assert (reduce["name"], reduce["ts"], reduce["dur"]) == ("all_reduce", 3e6, 4e6)
+    assert reduce["args"] == {"phase": "forward", "bytes": 4, "posted_s": 3.0, "ranks": [0, 1]}
+
+
+def test_transfers_name_their_ends(tmp_path: Path) -> None:
+    trace = exported(timed(*chain(4, 3, 2)), tmp_path, [2])
+    received, sent = slices(trace, 2, "communication")
+    assert (received["args"]["source"], received["args"]["destination"]) == (1, 2)
+    assert (sent["args"]["source"], sent["args"]["destination"]) == (2, 3)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_slices_of_a_row_do_not_overlap(tmp_path: Path, overlap: bool) -> None:
+    worlds = [([ring(4, 1, 2, overlap=overlap)], [range(4)]), one_f_one_b(4, 6, 1.0, 2.0, nbytes=0.5)]
+    for programs, ranks in worlds:
+        timeline = timed(programs, ranks)
+        trace = exported(timeline, tmp_path, [0, 1])
+        rows = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["ph"] == "X"}
+        for pid, tid in rows:
+            row = sorted(
+                (e["ts"], e["ts"] + e["dur"])
+                for e in trace["traceEvents"]
+                if e["ph"] == "X" and (e["pid"], e["tid"]) == (pid, tid)
+            )
+            assert all(after[0] >= before[1] - 1e-3 for before, after in pairwise(row))
+            assert row[-1][1] <= timeline.step_time_s * 1e6 + 1e-3
+
+
+def test_phases_have_a_row_of_their_own(tmp_path: Path) -> None:
+    trace = exported(timed(*one_f_one_b(2, 2, 1.0, 2.0)), tmp_path, [1])
+    assert [e["name"] for e in slices(trace, 1, "phases")] == ["forward", "backward"] * 2
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path) -> None:
+    timeline, path = timed([ring(4, 3, 2, overlap=True)], [range(4)]), tmp_path / "trace.json"
+    export_trace(timeline, path)
+    earlier = path.read_bytes()
+    with (
+        files_of_at_most(100),
+        pytest.raises(UserError, match=r"^cannot write .*trace\.json: File too large$"),
+    ):
+        export_trace(timeline, path, [0, 1, 2, 3])
+    assert path.read_bytes() == earlier
+    assert list(tmp_path.iterdir()) == [path]

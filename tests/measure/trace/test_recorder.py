@@ -1,17 +1,30 @@
-"""The recorder: further meters beside its own, and nothing left patched."""
+"""The recorder: further meters beside its own, and nothing left patched. What operators return is remembered,
+or worked out, as torch's fake tensors say it; pieces that are joined at once are not cut. In whose forward or
+backward storages are made."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.trace import recorder, repeated_steps
+from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import Call, Meter
-from spbench.bench.measure.trace.recorder import Recorder
+from spbench.bench.measure.trace.operator_results import described, worked_out
+from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
+from spbench.bench.measure.trace.torch_internals import FakeTensor, FakeTensorMode, fsdp_collectives
+from tests.measure.engines.short_cut_cells import cell
+from tests.measure.trace.same_traces import differences
 
 
 class Calls(Meter):
@@ -63,3 +76,179 @@ def test_what_is_patched_is_put_back() -> None:
     with Recorder():
         assert torch.UntypedStorage.resize_ is not before
     assert torch.UntypedStorage.resize_ is before
+
+
+def test_an_output_remembered_with_another_shape_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = cell("tensor_parallel")
+    with tracing.only_plain_traces():
+        expected = tracing.trace(asked, events=True)
+    tracing.trace(asked, events=True)
+    wrong = dict(recorder.MEMORY)
+    for key, remembered in wrong.items():
+        if key[0] is torch.ops.aten._softmax.default or "gelu" in key[0]._schema.name:
+            assert remembered is not None
+            assert remembered.results is not None
+            new = remembered.results[0]
+            larger = dataclasses.replace(new, stride=tuple(2 * s for s in new.stride))
+            wrong[key] = dataclasses.replace(remembered, results=(larger, *remembered.results[1:]))
+    monkeypatch.setattr(recorder, "MEMORY", wrong)
+    assert "sizes" in differences(tracing.trace(asked, events=True), expected)
+
+
+def test_an_assignment_to_data_is_another_call() -> None:
+    """The metadata of an argument is read at each call, not remembered by the tensor's identity."""
+    mode = FakeTensorMode()
+    recorder = FastRecorder(mode)
+    with mode, recorder, recorder.phase("forward"):
+        x = torch.ones(4, 4)
+        for _ in range(2):
+            assert (x + x).shape == (4, 4)
+        x.data = torch.ones(2, 3)
+        for _ in range(2):
+            assert (x + x).shape == (2, 3)
+
+
+def test_results_are_the_arguments_or_views_of_them_where_they_were() -> None:
+    mode = FakeTensorMode()
+    recorder = FastRecorder(mode)
+    with mode, recorder, recorder.phase("forward"):
+        for _ in range(3):
+            x, out = torch.ones(4, 6), torch.empty(4, 4)
+            assert x.add_(1) is x
+            assert torch.mm(x, torch.ones(6, 4), out=out) is out
+            view = x[1:, ::2]
+            assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
+            assert (view.shape, view.stride(), view.storage_offset()) == ((3, 3), (6, 2), 6)
+            pieces = x.split(3, dim=1)
+            assert [piece.storage_offset() for piece in pieces] == [0, 3]
+            assert all(piece.untyped_storage()._cdata == x.untyped_storage()._cdata for piece in pieces)
+
+
+def operators() -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """An operator of each kind that is worked out, with arguments; to be asked for inside a mode."""
+    aten, ours = torch.ops.aten, torch.ops.spbench
+    q, k = torch.empty(2, 4, 6, 8, dtype=torch.bfloat16), torch.empty(2, 2, 5, 8, dtype=torch.bfloat16)
+    x, y = torch.empty(6, 8)[1:, ::2], torch.empty(4, 5)
+    yield ours.flash_attention.default, (q, k, k, 0.5, True), {}
+    yield aten.transpose.int, (x, 0, 1), {}
+    yield aten.split.Tensor, (x, 2, 1), {}
+    yield aten.view.default, (torch.empty(6, 8)[2:], [2, 16]), {}
+    yield aten.add.Tensor, (x, x.t().clone().t()), {}
+    yield aten.mul_.Tensor, (x, 2.0), {}
+    yield aten.logaddexp.out, (x, x), {"out": torch.empty(5, 4)}
+    yield aten._to_copy.default, (x,), {"dtype": torch.bfloat16}
+    yield aten.addmm.default, (torch.empty(5), x, y), {}
+    yield aten._log_softmax.default, (x, 1, False), {}
+
+
+def test_operators_are_worked_out_as_the_mode_does() -> None:
+    mode = FakeTensorMode()
+    with mode:
+        for operator, args, kwargs in operators():
+            attributes = {name: value for name, value in vars(torch.empty(0)).items() if name != "fake_mode"}
+            found = worked_out(operator, args, kwargs, attributes)
+            expected = described(operator, args, kwargs, operator(*args, **kwargs))
+            assert found is not None, operator
+            assert expected is not None
+            assert (found.results, found.container) == (expected.results, expected.container), operator
+
+
+def test_what_the_mode_knows_better_is_not_worked_out() -> None:
+    """Where results lie that are not beside the arguments, layouts that a device chooses, and what is written
+    in place by operators of ours."""
+    with FakeTensorMode():
+        x, image = torch.empty(4, 4), torch.empty(1, 2, 8, 8)
+        convolution = (image, torch.empty(2, 2, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+        for operator, args, kwargs in (
+            (torch.ops.spbench.cross_entropy_gradient_.default, (x, x, x), {}),
+            (torch.ops.aten.convolution.default, convolution, {}),
+            (torch.ops.aten.zeros.default, ([4],), {}),
+            (torch.ops.aten.zeros_like.default, (x,), {"device": torch.device("cpu")}),
+            (torch.ops.aten.add.Tensor, (x, torch.empty((), device="meta")), {}),
+            (torch.ops.aten.lift_fresh.default, (x,), {}),
+        ):
+            assert worked_out(operator, args, kwargs, {}) is None, operator
+
+
+@pytest.mark.parametrize("most", [0, 5])
+def test_no_more_is_remembered_than_there_may_be(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MEMORY", memory := {})
+    monkeypatch.setattr(recorder, "MOST_ENTRIES", most)
+    mode = FakeTensorMode()
+    with mode, FastRecorder(mode):
+        for size in range(1, 10):
+            assert torch.ones(size).exp().neg().shape == (size,)
+    assert len(memory) == most
+
+
+def test_only_fake_pieces_that_are_alike_stay_uncut() -> None:
+    with repeated_steps.nothing_cut(lambda views: None):
+        ours = fsdp_collectives.torch
+        real, fake = torch.arange(24.0).view(4, 6), FakeTensorMode().from_tensor(torch.empty(4, 6))
+        assert torch.equal(
+            ours.cat(ours.chunk(real, 3, dim=1), dim=0), torch.cat(torch.chunk(real, 3, dim=1), dim=0)
+        )
+        for whole, number, dim in ((fake, 4, 1), (fake.t(), 3, 0)):
+            pieces = ours.chunk(whole, number, dim=dim)
+            assert all(type(piece) is FakeTensor for piece in pieces)
+        made = ours.cat(ours.chunk(fake, 3, dim=1), dim=0)
+        assert type(ours.chunk(fake, 3, dim=1)) is repeated_steps._Uncut
+        assert made.shape == (12, 2)
+    assert fsdp_collectives.torch is torch
+
+
+class Layers(nn.Module):
+    def __init__(self, *, again: bool):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head, self.again = nn.Tanh(), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2  # of no layer
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+        return self.head(x).sum()
+
+
+def recorded(*, again: bool) -> MemoryLog:
+    with Recorder() as recorder, recorder.step(last=True):
+        module = Layers(again=again)
+        with recorder.phase("forward"):
+            loss = module(torch.ones(3, 8))
+        with recorder.phase("backward"):
+            loss.backward()
+    return recorder.memory.stop()
+
+
+def made(log: MemoryLog, phase: str) -> list[str]:
+    """The places of what is born in a phase, each run of one place once."""
+    span = dict(log.spans())[phase]
+    places = [log.place_names[log.places[event - 1]] for event in log.events[span] if event > 0]
+    return [place for place, before in zip(places, [None, *places], strict=False) if place != before]
+
+
+def test_forward_and_backward_are_told_by_module() -> None:
+    log = recorded(again=False)
+    assert len(log.places) == len(log.sizes)
+    assert made(log, "forward")[1:] == ["Layers", "layers.*", "head", "Layers"]
+    assert made(log, "backward")[:3] == ["", "head", "layers.*"]
+
+
+def test_what_is_computed_again_is_of_the_same_module() -> None:
+    again = recorded(again=True)
+    births = [event - 1 for event in again.events[dict(again.spans())["backward"]] if event > 0]
+    # a product and its sum with the bias, of each of two layers
+    assert sum(again.place_names[again.places[number]] == "layers.*" for number in births) > sum(
+        name == "layers.*" for name in made(recorded(again=False), "backward")
+    )
+
+
+@pytest.mark.slow
+def test_short_cuts_have_the_places_of_plain_traces() -> None:
+    cell = Cell(model="causal-transformer-tiny", strategy="ulysses", sizes={"sp": 2}, batch=4, seq_len=16)
+    cell = cell.model_copy(update={"training": cell.training.model_copy(update={"micro_batches": 4})})
+    quick = tracing.trace(cell, 0).memory
+    with tracing.only_plain_traces():
+        plain = tracing.trace(cell, 0).memory
+    assert (quick.places, quick.place_names) == (plain.places, plain.place_names)
+    assert "blocks.*.mlp" in quick.place_names

@@ -16,7 +16,7 @@ from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies import all_gather_kv, blockwise, ring_attention
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.key_value_rows import KeyValueRows
+from spbench.impls.strategies.halo import KeyValueRows
 from spbench.impls.strategies.meetings import Meetings
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ring_self_attention import RingOutput, RingScores, RingSelfAttention

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from spbench.impls.backends import fsdp_flat, gradient_norm
+from spbench.impls.backends import fsdp_flat, megatron_options
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.backends.fsdp_flat import FlatFullySharded
 from spbench.impls.backends.fully_shard import FullySharded, KeptAfterForward
@@ -247,5 +247,5 @@ NormWithoutExperts = planted(
     _share=lambda self, honest, main: 0.0 if is_expert(main.parameter) else honest(main),
 )
 NormOfEveryCopy = planted("NormOfEveryCopy", Megatron, _share=lambda self, honest, main: 1.0)
-NormOfOneRank = planted("NormOfOneRank", Megatron, step=patching(gradient_norm, all_reduce=_nothing))
+NormOfOneRank = planted("NormOfOneRank", Megatron, step=patching(megatron_options, all_reduce=_nothing))
 FlagIgnored = planted("FlagIgnored", MainGradients, _arrived=_added_again)

@@ -1,27 +1,58 @@
-"""A peer is measured only where verification proves its gradients right."""
+"""A strategy or a backend is measured only where verification proves its gradients right."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import spbench
 from spbench.bench.cell import Cell
+from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.sweep import sweep
 from spbench.bench.measure.verify import proof
 from spbench.bench.measure.verify.cases import VerifyRow
-from spbench.bench.measure.verify.proof import reasons_against
+from spbench.bench.measure.verify.proof import unproven
+from spbench.bench.measurement import Outcome
+from spbench.impls import loose_files
 from spbench.impls.strategies.nesting import Nesting
 from tests.bench import fakes
 from tests.measure.verify import attention_faults
+
+EXAMPLES = Path(__file__).parents[2] / "plugins" / "examples"
 
 
 def cell(strategy: str = "torch_context_parallel", **settings: Any) -> Cell:
     defaults = {"model": "causal-transformer-tiny", "sizes": {"sp": 2}, "batch": 2, "seq_len": 48}
     return Cell.model_validate({**defaults, "strategy": strategy, "precision": "fp32", **settings})
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new cache, and a process that has verified nothing; the package is proven."""
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setattr(proof, "_verdicts", {})
+    monkeypatch.setattr(proof, "_package_is_proven", lambda: True)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is verified, in turn."""
+    rows: list[str] = []
+    verified = proof.verify_case
+
+    def counted(*arguments: Any, **how: Any) -> VerifyRow:
+        row = verified(*arguments, **how)
+        rows.append(f"{row.strategy} {row.model} {row.mesh} {row.dtype} {row.status}")
+        return row
+
+    monkeypatch.setattr(proof, "verify_case", counted)
+    return rows
 
 
 class PlantedPeer(attention_faults.OneNthGradients):
@@ -30,86 +61,140 @@ class PlantedPeer(attention_faults.OneNthGradients):
     requires = ("torch",)
 
 
-def test_one_that_is_right_is_measured_and_asked_about_once(
-    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+class NoPool:
+    """What must not be needed."""
+
+    def run(self, *_: Any) -> None:
+        raise AssertionError
+
+
+def test_one_that_is_right_is_verified_once_for_its_code(
+    pool: RankPool, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
-    verified = proof._verified
-
-    def counted(*arguments: Any) -> Any:
-        row = verified(*arguments)
-        asked.append(f"{row.model} {row.mesh} {row.dtype} {row.status}")
-        return row
-
-    monkeypatch.setattr(proof, "_verified", counted)
-    cells = [cell(), cell(batch=4), cell(sizes={"sp": 6}, strategy_options={"placement": "zigzag"})]
-    assert reasons_against(cells, pool) == {}
-    models = proof._tiny(cell())
-    assert {"causal-transformer-tiny", "causal-transformer-tiny-gqa", "gpt3-tiny"} <= {*models}
-    refused = {"mla-tiny"}  # by a ring
-    status = {name: "unsupported" if name in refused else "green" for name in models}
-    assert asked == [f"{name} sp{ranks} fp32 {status[name]}" for ranks in (2, 4) for name in models]
+    cells = [cell(), cell(batch=4), cell(sizes={"sp": 6}, model="llama3-8b")]
+    said: list[str] = []
+    assert unproven(cells, pool, said.append) == {}
+    small = ("causal-transformer-tiny sp2", "llama3-8b sp4")
+    assert asked == [f"torch_context_parallel {each} fp32 green" for each in small]
+    assert said == ["verifying torch_context_parallel: not verified yet as its code is now"]
+    assert unproven(cells, NoPool(), said.append) == {}  # type: ignore[arg-type]
+    monkeypatch.setattr(proof, "_verdicts", {})  # as in another process, by the cache
+    assert unproven(cells, NoPool(), said.append) == {}  # type: ignore[arg-type]
+    assert len(said) == 1
+    monkeypatch.setattr(proof, "verified_code", lambda: "changed")
+    assert unproven(cells, pool, said.append) == {}
+    assert len(asked) == 4
 
 
-@pytest.mark.parametrize("least", [2, 1])
-def test_fewer_ranks_are_tried_where_more_cannot_run_a_tiny_model(
+@pytest.mark.parametrize("least", [2, 0])
+def test_fewer_ranks_are_tried_where_more_cannot_run_a_small_model(
     monkeypatch: pytest.MonkeyPatch, least: int
 ) -> None:
-    asked: list[int] = []
+    tried: list[int] = []
 
-    def verified(pool: object, of: Cell, sizes: Any, name: str, preset: object) -> VerifyRow:
-        asked.append(sizes["sp"])
+    def verified(pool: object, case: object, sizes: Any, **_: Any) -> VerifyRow:
+        tried.append(sizes["sp"])
         status: Any = "green" if sizes["sp"] == least else "unsupported"
-        return VerifyRow(
-            strategy="",
-            model=name,
-            part="",
-            size=sizes["sp"],
-            dtype="fp32",
-            status=status,
-            reason="3 heads; use 3",
-        )
+        of = {"strategy": "", "model": "", "part": "", "size": 1, "dtype": "fp32"}
+        return VerifyRow(**of, status=status, reason="3 heads; use 3")  # type: ignore[arg-type]
 
-    monkeypatch.setattr(proof, "_verified", verified)
-    found = reasons_against([cell(sizes={"sp": 4})], object())  # type: ignore[arg-type]
-    presets = len(proof._tiny(cell()))
-    assert asked == [ranks for ranks in (4, 3, 2) for _ in range(presets)]
-    assert [*found.values()] == (
-        [] if least == 2 else ["not measured, as nothing could be verified: 3 heads; use 3"]
-    )
+    monkeypatch.setattr(proof, "verify_case", verified)
+    outcomes = [*unproven([cell(sizes={"sp": 4})], object()).values()]  # type: ignore[arg-type]
+    assert tried == ([4, 3, 2] if least else [4, 3, 2, 1])
+    refused = Outcome("unsupported", "not measured, as nothing could be verified: 3 heads; use 3")
+    assert outcomes == ([] if least else [refused])
 
 
 def test_one_that_rounds_to_float32_may_not_be_measured_in_float64(pool: RankPool) -> None:
-    wanted = cell(precision="fp64")
-    (reason,) = reasons_against([wanted, cell()], pool).values()
-    case = f"{next(iter(proof._tiny(wanted)))} on sp2 Gloo ranks in fp64"
-    assert reason.startswith(f"not measured, as verification is red ({case}): ")
-    assert "not a scale" in reason
+    (outcome,) = unproven([cell(precision="fp64"), cell()], pool).values()
+    assert outcome.status == "mismatch"
+    assert outcome.reason.startswith("not measured, as verification is red: ")
+    assert "(causal-transformer-tiny on sp2 Gloo ranks in fp64; " in outcome.reason
 
 
 def test_a_planted_factor_is_in_the_reason(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "nesting", lambda name: Nesting((PlantedPeer,)))
     planted = cell("ring_self_attention", model="bert-tiny", sizes={"sp": 4})
-    (reason,) = reasons_against([planted], pool).values()
-    assert " is 0.25 times the reference (residual " in reason
-    assert "\n" not in reason
+    (outcome,) = unproven([planted], pool).values()
+    assert " is 0.25 times the reference (residual " in outcome.reason
+    assert "\n" not in outcome.reason
 
 
-def test_ours_are_not_verified_again_and_refused_cells_say_so_themselves() -> None:
-    class NoPool:
-        def run(self, *_: Any) -> None:
-            raise AssertionError
+def test_the_package_is_verified_where_its_code_is_not_that_which_was_green(
+    pool: RankPool, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = [cell("ring_attention"), cell(seq_len=47), cell("single", sizes={"sp": 1})]
+    assert unproven(cells, NoPool()) == {}  # type: ignore[arg-type]
+    monkeypatch.setattr(proof, "_package_is_proven", lambda: False)
+    assert unproven([*cells, cell("ring_attention", training={"backend": "zero3"})], pool) == {}
+    assert [row.split()[0] for row in asked] == ["ring_attention", "ring_attention"]
+    assert {row.split()[-1] for row in asked} == {"green"}
 
-    cells = [cell("ring_attention"), cell(seq_len=47), cell(sizes={"sp": 1})]
-    assert reasons_against(cells, NoPool()) == {}  # type: ignore[arg-type]
+
+@pytest.mark.parametrize(("known", "proven"), [("this", True), ("another", False), ("cached", True)])
+def test_the_package_is_proven_for_the_code_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str, proven: bool
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
+    code = proof.package_code() if known == "this" else "0"
+    (tmp_path / proof.PROVEN).write_text(json.dumps({"code": code}))
+    monkeypatch.setattr(proof, "files", lambda package: tmp_path)
+    if known == "cached":
+        proof.keep_package_proof()
+    assert proof._package_is_proven.__wrapped__() is proven
+
+
+def of_users(example: str, wrong: Mapping[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add a file with the example of a plug-in, in which other texts stand."""
+    monkeypatch.setenv(loose_files.LOOSE_FILES, "")
+    text = (EXAMPLES / example).read_text()
+    for right, other in wrong.items():
+        assert right in text
+        text = text.replace(right, other)
+    (folder / f"wrong_{example}").write_text(text)
+    loose_files.add(folder / f"wrong_{example}")
+
+
+def test_a_wrong_strategy_has_no_time_and_is_marked_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaled = {"enable_gqa=True": "enable_gqa=True, scale=0.1", '"gathered_attention"': '"wrong"'}
+    of_users("gathered_attention.py", scaled, tmp_path, monkeypatch)
+    wrong = cell("wrong")
+    with ResultsFile(tmp_path / "rows") as results:
+        (row,) = sweep([wrong], results, jobs=1)
+        assert (row["status"], row["measurement"]) == ("mismatch", {})
+        assert "verification is red: wrong in forward" in row["reason"]
+        (marked,) = sweep([wrong], results, jobs=1, unverified=True)
+        assert marked["status"] == "mismatch"
+        assert marked["reason"].startswith("unverified: not measured, as verification is red")
+        assert marked["measurement"]["peak_memory_bytes"] > 0
+        (again,) = sweep([wrong], results, jobs=1)
+        assert (again["status"], again["measurement"]) == ("mismatch", {})
+
+
+def test_a_wrong_backend_has_no_time_beside_a_strategy_without_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unsummed = {
+        "all_reduce(parameter.grad, group)": "all_reduce(parameter, group)",
+        '"unbucketed"': '"wrong"',
+    }
+    of_users("unbucketed.py", unsummed, tmp_path, monkeypatch)
+    table = spbench.run([cell("single", sizes={"dp": 2}, training={"backend": "wrong"})], jobs=0)
+    (row,) = table.to_dict("records")
+    assert row["status"] == "mismatch", row["reason"]
+    assert "step_time_s" not in row
+    assert "verification is red: forward right, backward wrong" in row["reason"]
 
 
 def test_a_sweep_keeps_the_reason_and_runs_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cells = [cell(), cell("ring_attention"), cell(batch=4)]
-    monkeypatch.setattr(f"{sweep.__module__}.reasons_against", lambda cells: {cells[-1].key: "planted"})
-    refused = sorted(cells, key=lambda each: each.batch or 0)[-1]
+    wrong = {cells[-1].key: Outcome("mismatch", "planted")}
+    monkeypatch.setattr(f"{sweep.__module__}.unproven", lambda cells, say: wrong)
     events: list[str] = []
     with ResultsFile(tmp_path) as results:
         rows = sweep(
@@ -121,9 +206,9 @@ def test_a_sweep_keeps_the_reason_and_runs_the_others(
             on_end=lambda row: events.append(f"end {row['key']}"),
         )
     assert {row["key"]: row["status"] for row in rows} == {
-        each.key: "numerics" if each is refused else "ok" for each in cells
+        each.key: "mismatch" if each.key in wrong else "ok" for each in cells
     }
-    kept = next(row for row in rows if row["status"] == "numerics")
+    kept = next(row for row in rows if row["status"] == "mismatch")
     assert (kept["reason"], kept["measurement"]) == ("planted", {})
-    assert events[:2] == [f"start {refused.key}", f"end {refused.key}"]
+    assert events[:2] == [f"start {kept['key']}", f"end {kept['key']}"]
     assert len(events) == 6

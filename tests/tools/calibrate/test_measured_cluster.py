@@ -19,7 +19,7 @@ from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint
 from spbench.bench.tools.calibrate.machine_report import cluster_yaml, sample_rows
 from spbench.bench.tools.calibrate.measured_cluster import _on_rank, cluster_of
 from tests.tools.calibrate.faulty_ranks import TINY, faulty_sums, short_of_memory
-from tests.tools.calibrate.machines import LARGE_BYTES, machine
+from tests.tools.calibrate.test_operator_times import LARGE_BYTES, machine
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", SEND)
 

@@ -1,4 +1,5 @@
-"""Operators inside training steps: the clock around them, on made-up seconds, and what follows from it."""
+"""Operators inside training steps: the clock around them, on made-up seconds, and what follows from it.
+Made-up measurements of machines."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.simulator.program import MATMUL, MEMORY_BOUND
 from spbench.bench.tools.calibrate import operator_times as clocked
+from spbench.bench.tools.calibrate.collective_rates import SEND, bus_factor
 from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint
 from spbench.bench.tools.calibrate.machine_report import cluster_yaml
-from spbench.bench.tools.calibrate.measured_cluster import cluster_of
+from spbench.bench.tools.calibrate.measured_cluster import Machine, cluster_of
 from spbench.bench.tools.calibrate.operator_times import (
     BACKWARD,
     BARE,
@@ -32,7 +34,6 @@ from spbench.bench.tools.calibrate.operator_times import (
     operator_times,
     points_of,
 )
-from tests.tools.calibrate.machines import machine
 
 _GELU = ("gelu", MEMORY_BOUND, 800, 0, 2, (0, 0, 0, 0), (400,))
 _MM = ("mm", MATMUL, 300, 2_000, 2, (1, 10, 10, 10), (100,))
@@ -158,3 +159,39 @@ def test_no_step_of_the_ladder_is_one_that_is_predicted() -> None:
     shapes = {(cell.model_options["hidden"], cell.seq_len) for cell in LADDER}
     cells = load_scenario("closed_loop").cells[""]
     assert not shapes & {(cell.model_options["hidden"], cell.seq_len) for cell in cells}
+
+
+#: of the large message, which takes a second longer than the small one
+LARGE_BYTES = 4096
+
+
+def message(operation: str, ranks: int, small_s: float, large_s: float) -> list[RatePoint]:
+    """A small and a large message."""
+    factor = bus_factor(operation, ranks)
+    return [
+        RatePoint(operation, f"{n} B", n, "fp32", ranks, [seconds], nbytes=n, bus_factor=factor)
+        for n, seconds in ((64, small_s), (LARGE_BYTES, large_s))
+    ]
+
+
+def machine(
+    ranks: int = 2,
+    per_node: int | None = None,
+    device_type: str = "cpu",
+    messages: tuple[str, ...] = (SEND,),
+    step_s: float = 6.0,
+) -> Machine:
+    """Products at 100 and 400 FLOP/s, attention at 50, sums at 12 and 24 B/s, each message 1 ms and then a
+    second more than the one before."""
+    points = [
+        RatePoint("matmul", "[5, 5] x [5, 5]", 5, "fp32", ranks, [0.5, 2.5, 9.0], flops=250),
+        RatePoint("matmul", "[10, 10] x [10, 10]", 10, "fp32", ranks, [5.0], flops=2000),
+        RatePoint("attention forward", "[1, 1, 5, 1]", 5, "fp32", ranks, [2.0], flops=100),
+        RatePoint("sum", "16 B", 16, "fp32", ranks, [2.0], nbytes=48),
+        RatePoint("sum", "4 B", 4, "fp32", ranks, [1.0], nbytes=12),
+        RatePoint("training step", "bert-tiny", 8, "fp32", ranks, [step_s]),
+    ]
+    for place, operation in enumerate(messages if ranks > 1 else ()):
+        points += message(operation, ranks, 0.001 + place, 1.001 + 2 * place)
+    memory = (80 * 2**30, 2**29) if device_type == "cuda" else None
+    return Machine(points, device_type, "a device", memory, ranks, per_node or ranks, kernels=100)

@@ -252,7 +252,7 @@ def test_a_project_with_the_real_spbench(
     assert [d["verdict"] for d in found["differences"]] == ["missing", "new"]  # another batch, another cell
     (row,) = Path("out/base/cells.jsonl").read_text().splitlines()
     assert found["base"].startswith(json.loads(row)["provenance"]["project_commit"])
-    assert exit_code(["run", "--scenario", "my.yaml", "--require", "ok"]) == 0
+    assert exit_code(["run", "--scenario", "my.yaml", "--must-fit"]) == 0
     assert exit_code(["record", "results/runs/my", "--history", "history"]) == 0
 
 

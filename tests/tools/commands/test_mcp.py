@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
@@ -12,7 +17,13 @@ import jsonschema
 import pytest
 
 from scripts.schemas import SCHEMAS
-from spbench.bench.tools.run.mcp_server import TOOLS, server
+from spbench.bench.errors import UserError
+from spbench.bench.files import read_file
+from spbench.bench.measure.scenarios.choices import cell_names
+from spbench.bench.tools.run import mcp_server
+from spbench.bench.tools.run.mcp_server import TOOLS, Calls, ToolError, server
+from spbench.bench.tools.run.short_answer import MOST, part_of, short_answer
+from spbench.impls.loose_files import ONLY_DATA
 from tests.tools.commands.conftest import Run, command_line
 
 # the SDK is imported where it is used: a second, for the one process of several that runs these tests
@@ -79,7 +90,94 @@ def test_a_mistake_is_the_line_of_the_command() -> None:
 
 def test_a_session_lists_what_the_command_lists(command_line: Run) -> None:
     found = asked(lambda client: client.call_tool("list", {"kind": "forms"}))
-    assert found.structured_content == json.loads(command_line("list", "forms", "--format", "json")[1])
+    _, out, _ = command_line("list", "forms", "--format", "json")
+    assert json.loads(found.content[0].text) == json.loads(out)  # type: ignore[union-attr]
+
+
+def test_a_long_answer_is_cut_and_each_of_its_parts_can_be_asked_for() -> None:
+    refused = {f"ulysses sp{n}": f"{n % 3} heads / cannot be split" for n in range(1150)}
+    content = [{"why": "a tie", "layouts": [{"step_s": 1 / 3, "about": "x" * 900}] * 40, "refused": refused}]
+    text = short_answer(content)
+    assert len(text) <= MOST
+    cut, *left = text.splitlines()
+    assert json.loads(cut)[0]["why"] == "a tie"
+    assert json.loads(cut)[0]["layouts"][0]["step_s"] == 0.333333
+    assert any("/0/refused: " in line and "384 x 0 heads / cannot be split" in line for line in left)
+    pages: dict[str, str] = {}
+    while len(pages) < len(refused):
+        page = short_answer(part_of(content, "/0/refused", len(pages)), "/0/refused", len(pages))
+        assert len(page) <= MOST
+        pages |= json.loads(page.splitlines()[0])
+    assert pages == refused
+    assert json.loads(short_answer(part_of(content, "/0/layouts/39/about", 0))) == "x" * 900
+    with pytest.raises(UserError, match="no part '/0/refusd'; did you mean 'refused'"):
+        part_of(content, "/0/refusd", 0)
+
+
+#: in the place of Python: prints what it was given, and how many of it run at once
+_PROGRAM = """#!/bin/sh
+mkdir $$.running; sleep 0.3
+echo "{\\"data\\": \\"$SPBENCH_ONLY_DATA\\", \\"words\\": \\"$*\\", \\"runs\\": $(ls -d *.running | wc -l)}"
+rmdir $$.running
+"""
+
+
+def test_calls_run_few_at_a_time_for_a_limited_time_and_no_code_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program"
+    program.write_text(_PROGRAM)
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mcp_server.sys, "executable", str(program))
+    answers = []
+
+    async def ask(calls: Calls) -> None:
+        answers.append(json.loads(await calls.answer("list", {"kind": "figures"})))
+
+    async def at_once(calls: Calls) -> None:
+        async with anyio.create_task_group() as group:
+            for _ in range(4):
+                group.start_soon(ask, calls)
+
+    anyio.run(at_once, Calls())
+    assert len(answers) == 4
+    assert max(each["runs"] for each in answers) == 2
+    assert all(each["data"] == "1" and "program() list " in each["words"] for each in answers)
+    with pytest.raises(ToolError, match="list had no answer after 0 s and was ended"):
+        anyio.run(Calls(limit_s=0.01).answer, "list", {})
+
+
+def test_for_an_agent_files_are_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ONLY_DATA, "1")
+    model, pipe = tmp_path / "model.py", tmp_path / "pipe"
+    model.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(UserError, match=r"model\.py: .*no code of files is run here"):
+        cell_names("model", str(model))
+    assert not (tmp_path / "ran").exists()
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="it is no regular file"):
+        read_file(pipe)
+
+
+@pytest.mark.slow
+def test_a_command_ends_with_the_server_that_was_killed(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # which the command would read for ever
+    program = f"from {mcp_server.__name__} import program; program()"
+    command = [sys.executable, "-c", program, "import", "--explain", str(tmp_path / "pipe")]
+    start = f"import subprocess, time; print(subprocess.Popen({command}).pid, flush=True); time.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout
+    pid = int(parent.stdout.readline())
+    with (tmp_path / "pipe").open("w"):  # the command reads
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        for _ in range(100):
+            if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split():
+                return
+            time.sleep(0.2)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError("the command outlived the server")
 
 
 @pytest.mark.slow
@@ -103,10 +201,13 @@ def test_a_session_gets_the_same_json_as_the_command(
     assert not found.is_error
     code, out, _ = command_line(*TOOLS[tool].command_line(arguments))
     assert code == 0
-    text = found.content[0].text
-    assert _without_seconds(json.loads(text)) == _without_seconds(json.loads(out))
-    assert found.structured_content in (json.loads(text), {"result": json.loads(text)})
-    jsonschema.validate(json.loads(text), SCHEMAS[f"{tool}.json"]())
+    text, whole = found.content[0].text, json.loads(out)
+    jsonschema.validate(whole, SCHEMAS[f"{tool}.json"]())
+    expected = short_answer(whole)
+    assert _without_seconds(json.loads(text.splitlines()[0])) == _without_seconds(
+        json.loads(expected.splitlines()[0])
+    )
+    assert len(text) <= MOST
 
 
 def _without_seconds(content: Any) -> Any:

@@ -161,9 +161,9 @@ def test_failed_cells_are_exit_code_1_and_unsupported_ones_are_not(spbench: Run)
 
 
 def test_a_status_can_be_required(spbench: Run) -> None:
-    code, _, err = spbench(*RUN, "--world-size", "3", "--require", "ok")
+    code, _, err = spbench(*RUN, "--world-size", "3", "--must-fit")
     assert (code, err.splitlines()[-1]) == (1, "spbench: 2 of 2 cells are not ok: 2 unsupported")
-    assert spbench(*RUN, "--world-size", "2", "--require", "ok")[0] == 0
+    assert spbench(*RUN, "--world-size", "2", "--must-fit")[0] == 0
 
 
 def test_claims_of_a_narrowed_run_say_what_is_missing(spbench: Run) -> None:

@@ -29,8 +29,8 @@ from spbench.bench.tools.fit.fit_verdict import Verdict, ranks_text
 from spbench.bench.tools.fit.snapshot import snapshot
 from spbench.bench.units import card_gib
 from tests.measure.engines.cells import write_cluster
-from tests.measure.engines.test_step_line import SMALL as MANY
-from tests.measure.engines.test_step_line import approximately
+from tests.measure.engines.test_repeating_runs import SMALL as MANY
+from tests.measure.engines.test_repeating_runs import approximately
 from tests.slow import slow
 
 MIB, GIB = 2**20, 2**30

@@ -1,4 +1,7 @@
-"""Roles: what was fitted, what was looked at to choose a setting, and what is left as a prediction."""
+"""Roles: what was fitted, what was looked at to choose a setting, and what is left as a prediction. Numbers
+of a rank and of a step beside published ones, and several measurements of one cell."""
+
+from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
@@ -6,12 +9,15 @@ from typing import Any
 import pytest
 import yaml
 
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import cluster_names, load_cluster
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
 from spbench.bench.tools.papers.answer import answers_of, compare, load_scenario
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.paper_findings import PaperFindings, distinct
 from spbench.bench.yaml_files import packaged
 from tests.tools.packaged import packaged_scenario
 
@@ -195,3 +201,177 @@ def test_what_packaged_clusters_were_inferred_from_is_there() -> None:
     for inference in inferences:
         for answer in inference.answers:
             assert any(inference.covers(answer, number, "") for number in numbers[answer]), inference
+
+
+GIB = 2**30
+
+#: two runs of one cell in two containers, and one on another machine; bytes, a JSON object by rank, seconds
+PUBLISHED_OF_RANKS = """case,golden,peak_first,peak_last,by_rank,iter_s
+tp2_pp2,dev_a100,1073741824,2147483648,"{""0"": 1024, ""3"": 2048.0}",0.5
+tp2_pp2,lts_a100,1181116006,2147483648,,0.6
+tp4_pp1,dev_a100,,4294967296,,
+"""
+CONTENT: dict[str, Any] = yaml.safe_load("""
+title: Measured
+defaults: {model: bert-tiny, strategy: tensor_parallel, mesh: [pp, dp, tp], batch: 4, seq_len: 512}
+groups:
+  - sizes: {tp: 2, pp: 2}
+  - sizes: {tp: 4}
+tables:
+  - table: goldens
+    published: {file: goldens.csv}
+    match: {golden: cluster}
+    names: {golden: {dev_a100: local, lts_a100: local}}
+    settings: {case: {tp2_pp2: {tp: 2, pp: 2}, tp4_pp1: {tp: 4, pp: 1}}}
+    named_by: [case, golden]
+    repeated: true
+    quantities:
+      peak_first: &last {field: peak_memory_bytes, unit: 1073741824, published_unit: 1, rank: last,
+                         step: first, as: peak_memory_gib}
+      peak_last: {<<: *last, step: last}
+      by_rank: {field: reserved_memory_bytes, unit: 1073741824, published_unit: 1048576, rank: each}
+      iter_s: {field: step_time_s, unit: 0.001, published_unit: 1, as: step_time_ms}
+""")
+
+
+def entry(rank: int, ranks: int, stage: int, step: int, gib: float) -> dict[str, Any]:
+    """An entry of Measurement.by_class; twice as much is reserved as allocated."""
+    peak = int(gib * GIB)
+    sizes = {"peak_memory_bytes": peak, "reserved_memory_bytes": 2 * peak, "allocated_bytes": peak // 2}
+    return {"rank": rank, "ranks": ranks, "stage": stage, "step": step, **sizes}
+
+
+#: two stages of two ranks, two steps
+CLASSES = [entry(0, 2, 0, 1, 0.5), entry(2, 2, 1, 1, 1.0), entry(0, 2, 0, 2, 0.75), entry(2, 2, 1, 2, 1.5)]
+
+
+def loaded_of_ranks(folder: Path, **changes: Any) -> Scenario:
+    """The scenario, with keys of its table replaced."""
+    content = {**CONTENT, "tables": [{**CONTENT["tables"][0], **changes}]}
+    (folder / "goldens.csv").write_text(PUBLISHED_OF_RANKS)
+    (folder / "s.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return load_scenario(str(folder / "s.yaml"))
+
+
+def of_ranks(scenario: Scenario, **measured: Any) -> list[Comparison]:
+    cells: list[Cell] = [*scenario.cells[""]]
+    key = cells[0].key
+    row = {"key": key, "cell": {}, "status": "ok", "reason": "", "measurement": measured}
+    return compare(scenario, cells, {key: row})
+
+
+def test_a_number_is_of_its_rank_and_step(tmp_path: Path) -> None:
+    found = of_ranks(loaded_of_ranks(tmp_path), by_class=CLASSES, step_time_s=0.55, peak_memory_bytes=9 * GIB)
+    assert [(c.table, c.quantity, c.published, c.reproduced) for c in found] == [
+        ("goldens: tp2_pp2, dev_a100, last rank, first step", "peak_memory_gib", 1.0, 1.0),
+        ("goldens: tp2_pp2, lts_a100, last rank, first step", "peak_memory_gib", pytest.approx(1.1), 1.0),
+        ("goldens: tp2_pp2, dev_a100, last rank, last step", "peak_memory_gib", 2.0, 1.5),
+        ("goldens: tp2_pp2, lts_a100, last rank, last step", "peak_memory_gib", 2.0, 1.5),
+        ("goldens: tp4_pp1, dev_a100, last rank, last step", "peak_memory_gib", 4.0, None),
+        # the second of its stage, of which the first is traced
+        ("goldens: tp2_pp2, dev_a100, rank 0", "by_rank", 1.0, 1.5),
+        ("goldens: tp2_pp2, dev_a100, rank 3", "by_rank", 2.0, 3.0),
+        ("goldens: tp2_pp2, dev_a100", "step_time_ms", 500.0, 550.0),
+        ("goldens: tp2_pp2, lts_a100", "step_time_ms", 600.0, 550.0),
+    ]
+    assert len({c.claim for c in found}) == len({c.source for c in found}) == len(found)
+    assert found[6].source == "goldens.csv:1:by_rank:3"
+    assert found[2].relative_error == -0.25
+
+
+def test_rows_can_be_told_apart_by_their_micro_batches(tmp_path: Path) -> None:
+    """The cells have micro-batches as a number, 2 of a replica's 8 / 2 samples."""
+    table = """
+table: t
+published: {file: t.csv}
+match: {ranks: world, micro_batch: micro_batch}
+named_by: [micro_batch]
+quantities: {step_ms: {field: step_time_s, unit: 0.001, note: slow}}
+"""
+    content = CONTENT | {"defaults": CONTENT["defaults"] | {"batch": 8}, "tables": [yaml.safe_load(table)]}
+    content["groups"] = [{"sizes": {"dp": 2}, "training": {"micro_batches": n}} for n in (2, 1)]
+    (tmp_path / "t.csv").write_text("ranks,micro_batch,step_ms\n2,2,100\n2,4,200\n")
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    scenario = load_scenario(str(tmp_path / "s.yaml"))
+    found = of_ranks(scenario, step_time_s=0.15)
+    assert [(c.table, c.published, c.reproduced, c.note) for c in found] == [
+        ("t: micro_batch 2", 100.0, 150.0, "slow"),
+        ("t: micro_batch 4", 200.0, None, "slow; was not run"),
+    ]
+
+
+def test_without_its_class_a_number_is_missing(tmp_path: Path) -> None:
+    first, *_, last = of_ranks(loaded_of_ranks(tmp_path), peak_memory_bytes=GIB)
+    assert (first.reproduced, first.note) == (None, "has no peak_memory_bytes")
+    assert last.note == "has no step_time_s"
+
+
+def test_the_largest_over_classes_where_no_rank_is_named(tmp_path: Path) -> None:
+    quantities = {"peak_first": {"field": "peak_memory_bytes", "unit": GIB, "published_unit": 1, "step": 1}}
+    scenario = loaded_of_ranks(tmp_path, quantities=quantities)
+    rows = [entry(0, 2, 0, 1, 4.0), entry(2, 2, 1, 1, 1.0), entry(0, 2, 0, 2, 8.0)]
+    assert [c.reproduced for c in of_ranks(scenario, by_class=rows)] == [4.0, 4.0]
+
+
+def test_a_peak_is_the_largest_so_far(tmp_path: Path) -> None:
+    """CUDA's allocator goes on counting from step to step; what is left at a step's end is of that step."""
+    rows = [entry(2, 2, 1, 1, 3.0), entry(2, 2, 1, 2, 2.0)]
+    sizes = {"unit": GIB, "published_unit": 1, "rank": "last", "step": "last"}
+    for field, ours in (("peak_memory_bytes", 3.0), ("reserved_memory_bytes", 6.0), ("allocated_bytes", 1.0)):
+        scenario = loaded_of_ranks(tmp_path, quantities={"peak_last": {"field": field, **sizes}})
+        assert of_ranks(scenario, by_class=rows)[0].reproduced == ours
+
+
+def test_a_step_that_was_not_traced_has_no_number(tmp_path: Path) -> None:
+    quantities = {"peak_last": {"field": "allocated_bytes", "step": 3}}
+    assert of_ranks(loaded_of_ranks(tmp_path, quantities=quantities), by_class=CLASSES)[0].reproduced is None
+
+
+def test_each_measurement_is_counted_and_listed(tmp_path: Path) -> None:
+    found = of_ranks(loaded_of_ranks(tmp_path), by_class=CLASSES, step_time_s=0.55)
+    records = [one.recorded("s", {}) for one in found]
+    assert len(distinct(records)) == len(records) == 9
+    runs = [{"scenario": "s", "cells": "2", "ok": "2", "oom": "0", "unsupported": "0", "failed": "0"}]
+    blocks = dict(PaperFindings("measured", records, runs).blocks("s"))
+    assert [title.partition(":")[0] for title in blocks] == [
+        *("goldens, peak_memory_gib", "goldens, by_rank", "goldens, step_time_ms")
+    ]
+    (peaks, *_) = blocks.values()
+    assert peaks[0]["measured"] == "tp2_pp2, dev_a100, last rank, first step"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("repeated", False, "rows 1 and 2 both speak of bert-tiny/tensor_parallel/"),
+        ("settings", {"case": {"tp2_pp2": {"tpp": 2}}}, "settings.case.tp2_pp2.tpp: unknown field 'tpp'"),
+        ("settings", {}, "is 2 cells, such as "),
+        ("named_by", ["gold"], "named_by: goldens.csv has no column 'gold'; did you mean 'golden'?"),
+        ("table", "a: b", "table: "),
+        ("quantities", {"by_rank": {"field": "peak_memory_bytes"}}, "by_rank: row 1 of goldens.csv has no"),
+        ("quantities", {"case": {"field": "allocated_bytes", "rank": "each"}}, "number there but 'tp2_pp2'"),
+        ("quantities", {"iter_s": {"field": "step_time_s", "rank": "last"}}, "quantity 'step_time_s'"),
+        ("quantities", {"peak_last": {"field": "peak_memory_bytes", "rank": "first"}}, "peak_last.rank"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, key: str, value: Any, message: str) -> None:
+    with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
+        loaded_of_ranks(tmp_path, **{key: value})
+    assert message in str(caught.value)
+
+
+def test_a_number_where_a_phase_ends(tmp_path: Path) -> None:
+    """The largest over classes, in the last step unless another is named; as the source prints it there."""
+    ends = [{"forward": {"allocated": n * GIB, "reserved": 2 * n * GIB}} for n in (1, 2, 3)]
+    rows = [entry(0, 2, 0, 1, 9.0), entry(0, 2, 0, 2, 9.0), entry(2, 2, 1, 2, 9.0)]
+    rows = [row | {"phase_ends": of_one} for row, of_one in zip(rows, ends, strict=True)]
+    at_end = {"unit": GIB, "published_unit": 1, "phase": "forward"}
+    for field, step, ours in (("allocated_bytes", "last", 3), ("reserved_memory_bytes", 1, 2)):
+        asked = loaded_of_ranks(tmp_path, quantities={"peak_last": {"field": field, "step": step, **at_end}})
+        first = of_ranks(asked, by_class=rows)[0]
+        assert (first.table.split(", ")[-1], first.reproduced) == ("end of forward", ours)
+    no_such = at_end | {"field": "allocated_bytes", "phase": "sync"}
+    asked = loaded_of_ranks(tmp_path, quantities={"peak_last": no_such})
+    assert of_ranks(asked, by_class=rows)[0].reproduced is None
+    with pytest.raises(UserError, match="unknown quantity 'peak_memory_bytes'"):
+        loaded_of_ranks(tmp_path, quantities={"peak_last": {"field": "peak_memory_bytes", **at_end}})

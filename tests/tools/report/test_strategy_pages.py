@@ -20,7 +20,7 @@ from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.sweep.results import read_rows
 from spbench.bench.measure.sweep.sweep import as_row, digest
 from spbench.bench.measure.verify.verdicts import kept_verdicts, verified_code
-from spbench.bench.tools.papers.strategy_traces import read_trace, write_kept
+from spbench.bench.tools.papers.reproductions import read_trace, write_kept
 from spbench.bench.tools.report.gathered import CellResult, Gathered
 from spbench.bench.tools.report.layer_drawing import bars_of, layer_drawing, messages
 from spbench.bench.tools.report.pages import strategies_page as pages_of_strategies

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.reproduction_verdict import counts, verdict_on
+from spbench.bench.tools.papers.paper_findings import counts, verdict_on
 from spbench.bench.tools.report.report_markdown import most_misses
 
 

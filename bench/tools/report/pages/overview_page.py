@@ -8,8 +8,7 @@ from typing import Any
 
 from spbench.bench.measure.engines.engine import engines
 from spbench.bench.measure.sweep.provenance import commit_of
-from spbench.bench.tools.papers.paper_findings import distinct, role_errors
-from spbench.bench.tools.papers.reproduction_verdict import counts, verdict_on
+from spbench.bench.tools.papers.paper_findings import counts, distinct, role_errors, verdict_on
 from spbench.bench.tools.papers.sources import MEASURED
 from spbench.bench.tools.papers.validation import records_by_source, validation_lines
 from spbench.bench.tools.report.best_methods import BY_BATCH, BY_LENGTH, best_drawing

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.tools.papers.paper_findings import by_answer, errors_by_role
-from spbench.bench.tools.papers.reproduction_verdict import counts, verdict_on
+from spbench.bench.tools.papers.paper_findings import by_answer, counts, errors_by_role, verdict_on
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
 from spbench.bench.tools.report.page import DataTable, Page, Part, folded
 from spbench.bench.tools.report.report_markdown import badge, code, dated, link, plain, quantity_words

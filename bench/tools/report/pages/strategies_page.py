@@ -15,7 +15,7 @@ from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
 from spbench.bench.measure.sweep.sweep import changed_parts
 from spbench.bench.measure.verify.verdicts import Verdict, read_verdicts, verified_code
 from spbench.bench.row import Row
-from spbench.bench.tools.papers.strategy_traces import LAYERS, read_trace
+from spbench.bench.tools.papers.reproductions import LAYERS, read_trace
 from spbench.bench.tools.report import strategy_numbers as numbers
 from spbench.bench.tools.report.gathered import CellResult, Gathered
 from spbench.bench.tools.report.layer_drawing import layer_drawing

@@ -1,8 +1,11 @@
-"""Training steps of models on grids: closed form, virtual ranks and real ranks send the same bytes."""
+"""Steps of the strategies that sequence parallelism is compared with, on sequences and on grids: closed form,
+virtual ranks and real ranks send the same bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,39 +14,111 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.impls.models.model import models
 from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Unsupported
 from tests.measure.engines.real_ranks import assert_real_ranks_send_the_same
 from tests.slow import slow
 
+#: of sequences: each strategy with models that it can run
+PAIRS = [
+    *product(("ulysses", "megatron_sp"), ("bert-tiny", "causal-transformer-tiny", "linear-transformer-tiny")),
+    *product(("ring_attention",), ("causal-transformer-tiny", "linear-transformer-tiny")),
+    ("all_gather_kv", "causal-transformer-tiny"),
+]
+#: of which real ranks are of every run
+ALWAYS = ("megatron_sp", "bert-tiny"), ("ring_attention", "linear-transformer-tiny")
+#: of grids
 STRATEGIES = ("dsp", "ulysses", "megatron_sp", "ring_attention", "all_gather_kv", "tensor_parallel")
+GRID = "st-dit-tiny"
 
 
-def cell_of(strategy: str, n: int, **changes: Any) -> Cell:
-    sizes = strategy_class(strategy).sizes_for(n)
-    options = {"model": "st-dit-tiny", "strategy": strategy, "sizes": sizes, "batch": 2, "seq_len": 24}
+def cell_of(strategy: str, n: int, model: str = GRID, **changes: Any) -> Cell:
+    sizes, batch = strategy_class(strategy).sizes_for(n), 2 if model == GRID else 3
+    options = {"model": model, "strategy": strategy, "sizes": sizes, "batch": batch, "seq_len": 24}
     return Cell.model_validate(options | changes)
 
 
-@pytest.mark.one_in(3)
+def real_cases() -> Iterator[Any]:
+    """By default few: others are compared in :mod:`tests.measure.engines.test_peaks`. 3 and 4 ranks do not
+    divide the 2 places of a frame."""
+    for (strategy, model), n, kept in product(PAIRS, (2, 3, 4), (True, False)):
+        always = (strategy, model) in ALWAYS and (n, kept) == (2, True)
+        case = strategy, n, model, {"checkpointing": kept}
+        yield case if always else slow(*case)
+    for strategy in STRATEGIES:
+        case = strategy, 3, GRID, {"checkpointing": True, "layers": 1}
+        yield case if strategy == "dsp" else slow(*case)
+    yield slow("dsp", 4, GRID, {"checkpointing": False, "layers": 1})
+
+
+@pytest.mark.parametrize(("strategy", "n", "model", "options"), [*real_cases()])
+def test_real_ranks_send_what_virtual_ones_do(
+    pool: RankPool, strategy: str, n: int, model: str, options: dict[str, Any]
+) -> None:
+    """Their peaks are compared elsewhere, for Gloo copies what it reduce-scatters."""
+    assert_real_ranks_send_the_same(
+        pool, cell_of(strategy, n, model, precision="bf16", model_options=options)
+    )
+
+
+def of_settings() -> Iterator[Any]:
+    """Ranks, checkpointing and precision, of which two combinations are of every run."""
+    for settings in product((2, 4, 8, 64), (False, True), ("fp16", "fp32", "fp64")):
+        always = settings in ((2, True, "fp32"), (64, False, "fp16"))
+        yield settings if always else slow(*settings)
+
+
+def check_formula(cell: Cell, rank: int) -> None:
+    measured = tracing.trace(cell, rank=rank).measurement(None)
+    assert measured.formula_difference == []
+    assert measured.communication
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize(("n", "checkpointing", "precision"), [*of_settings()])
+@pytest.mark.parametrize(("strategy", "model"), PAIRS)
+def test_formula_is_what_virtual_ranks_send(
+    strategy: str, n: int, model: str, checkpointing: bool, precision: str
+) -> None:
+    options = {"heads": 64, "hidden": 128, "checkpointing": checkpointing}
+    if hasattr(models()[model], "inner"):
+        options["inner"] = 192
+    check_formula(
+        cell_of(strategy, n, model, seq_len=128, precision=precision, model_options=options), rank=n - 1
+    )
+
+
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
-    ("strategy", "n", "checkpointing"),
+    ("strategy", "model"),
     [
-        *((strategy, 3, True) for strategy in ("dsp", "ulysses", "megatron_sp")),
-        slow("dsp", 4, False),
-        *(slow(other, 3, True) for other in STRATEGIES[3:]),
+        ("ulysses", "bert-tiny"),
+        ("megatron_sp", "bert-tiny"),
+        ("ring_attention", "causal-transformer-tiny"),
+        ("all_gather_kv", "causal-transformer-tiny"),
     ],
 )
-def test_real_ranks_send_what_virtual_ones_do(
-    pool: RankPool, strategy: str, n: int, checkpointing: bool
-) -> None:
-    """3 and 4 ranks do not divide the 2 places of a frame."""
-    options = {"checkpointing": checkpointing, "layers": 1}
-    cell = cell_of(strategy, n, precision="bf16", model_options=options)
-    assert_real_ranks_send_the_same(pool, cell)
+def test_formula_between_pipeline_stages_and_replicas(strategy: str, model: str) -> None:
+    sizes = {**strategy_class(strategy).sizes_for(2), "pp": 2, "dp": 2}
+    cell = cell_of(strategy, 2, model, batch=4, sizes=sizes, precision="fp16")
+    assert VirtualEngine().measure(cell).formula_difference == []
 
 
-ST_DIT = "st-dit-tiny", {"temporal": 16, "patch": 4}, 16 * 4 * 16
+@pytest.mark.parametrize("n", [2, 3])
+def test_what_is_told_is_of_a_rank_that_sends(n: int) -> None:
+    """The last rank of a ring sends no state forward, and may yet have the largest peak."""
+    told = VirtualEngine().measure(cell_of("lasp", n, "tnl-tiny"))
+    metered, planned = (
+        sum(row["sent_bytes"] for row in rows if (row["phase"], row["collective"]) == ("forward", "send"))
+        for rows in (told.communication, told.formula)
+    )
+    assert metered == planned > 0
+
+
+# -- grids ---------------------------------------------------------------------------------------------------
+
+ST_DIT = GRID, {"temporal": 16, "patch": 4}, 16 * 4 * 16
 CUBE = "transformer-3d-tiny", {"leading": (16, 16)}, 16**3
 
 
@@ -59,7 +134,7 @@ SHAPES = [(*ST_DIT, 1, 16, True), (*CUBE, 0, 8, False), (*ST_DIT, 0, 8, False), 
         for m, shape in enumerate(SHAPES)
     ],
 )
-def test_formula_is_what_virtual_ranks_send(strategy: str, shape: Any) -> None:
+def test_formula_of_grids_is_what_virtual_ranks_send(strategy: str, shape: Any) -> None:
     model, options, seq_len, grid_dim, n, checkpointing = shape
     cell = cell_of(
         strategy,
@@ -70,9 +145,7 @@ def test_formula_is_what_virtual_ranks_send(strategy: str, shape: Any) -> None:
         model_options={**options, "heads": 16, "hidden": 32, "checkpointing": checkpointing},
         strategy_options={} if strategy == "tensor_parallel" else {"grid_dim": grid_dim},
     )
-    measured = tracing.trace(cell, rank=n - 1).measurement(None)
-    assert measured.formula_difference == []
-    assert measured.communication
+    check_formula(cell, rank=n - 1)
 
 
 @pytest.mark.parametrize(("temporal", "spatial", "rank"), [(10, 6, 0), (7, 3, 3)])

@@ -1,0 +1,36 @@
+"""Note in the package that verification was green on its code, so that nothing is verified before it is run.
+
+    spbench verify --output results/verification && spbench verify --pairs --output results/verification
+    python scripts/prove.py
+
+It reads the verdicts in results/verification, and refuses code on which a strategy has none or a red one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from spbench.bench.measure.verify import proof
+from spbench.bench.measure.verify.verdicts import read_verdicts
+from spbench.impls.registries import strategies
+
+TREE = Path(__file__).parents[1]
+
+
+def main() -> None:
+    code = proof.package_code()
+    verdicts = [each for each in read_verdicts(TREE / "results" / "verification") if each["code"] == code]
+    counts = Counter(each["status"] for each in verdicts)
+    proven = {each["strategy"] for each in verdicts if each["status"] == "green"}
+    if counts["RED"] or (absent := sorted({*strategies()} - proven)):
+        why = f"{counts['RED']} cases are red" if counts["RED"] else f"no green case of {', '.join(absent)}"
+        raise SystemExit(f"the code {code} is not proven: {why}")
+    line = json.dumps({"code": code, "green": counts["green"], "pairs": sum("+" in name for name in proven)})
+    (TREE / "bench" / "measure" / "verify" / proof.PROVEN).write_text(line + "\n", encoding="utf-8")
+    print(line)
+
+
+if __name__ == "__main__":
+    main()
