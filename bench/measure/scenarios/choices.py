@@ -20,7 +20,7 @@ from spbench.impls import loose_files
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.huggingface.published import published_models
 from spbench.impls.models.model import models, unchanged_model
-from spbench.impls.options import wrong_values
+from spbench.impls.options import values_without_effect, wrong_values
 from spbench.impls.outside_code import place, raised
 from spbench.impls.registries import INSTALL, absent, as_published, backends, peers, strategies
 from spbench.impls.strategies.nesting import PLUS, nesting
@@ -229,6 +229,9 @@ def _mistakes(
     yield from mistakes
     if not mistakes:
         try:
-            replace(defaults, **here)
+            options = replace(defaults, **here)
         except ValueError as error:
             yield [], str(error)
+        else:
+            yield from (([name], message) for name, message in values_without_effect(options, here))
+            yield from (([], problem) for problem in getattr(options, "problems_of_sizes", ()))

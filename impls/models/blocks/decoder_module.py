@@ -21,7 +21,7 @@ from spbench.impls.models.blocks.places import Places, places_in_documents
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.blocks.tiles import loss_in_tiles
 from spbench.impls.models.blocks.token_prediction import TokenPrediction
-from spbench.impls.strategies.base import Strategy, Unsupported
+from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.layers import full_precision
 
 if TYPE_CHECKING:
@@ -199,12 +199,6 @@ class Decoder(nn.Module):
 def _learned_positions(model: DecoderModel, seq_len: int) -> nn.Embedding | None:
     if model.learned_positions is None:
         return None
-    longest = max(model.attended(seq_len).documents, default=seq_len)
-    if longest > model.learned_positions:
-        raise Unsupported(
-            f"the model has {model.learned_positions} learned positions, not the {longest} of the sequence",
-            "set max_positions",
-        )
     return nn.Embedding(model.learned_positions, model.hidden)
 
 
