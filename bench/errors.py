@@ -63,7 +63,9 @@ def suggestion(word: object, known: Iterable[str], where: str = "") -> str:
         where: what shows all of them, as "spbench list models".
     """
     names, word = [str(name) for name in known], str(word)[:MOST_SHOWN]
-    close = [name for name in names if word in re.split("[-_+]", name)]  # h100 is dgx-h100, not h800
+    tail = word.casefold().rpartition("/")[2]
+    close = [name for name in names if tail == name.casefold().rpartition("/")[2]]  # of an owner
+    close = close or [name for name in names if word in re.split("[-_+]", name)]  # h100 is dgx-h100, not h800
     close = close or difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     guess = f"; did you mean {min(close, key=len)!r}?" if close else ""
     if not names:
@@ -71,9 +73,9 @@ def suggestion(word: object, known: Iterable[str], where: str = "") -> str:
     text = ", ".join(names)
     if len(text) <= _MOST_KNOWN:
         return f"{guess} (choices: {text})"
-    nearest = difflib.get_close_matches(word, names, n=3, cutoff=0.0)
-    every = f"; all: {where}" if where else ""
-    return f"{guess} (nearest of {len(names)}: {', '.join(nearest)}{every})"
+    nearest = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    few = f"nearest of {len(names)}: {', '.join(nearest)}" if nearest else f"none of {len(names)} is like it"
+    return f"{guess} ({few}{f'; all: {where}' if where else ''})"
 
 
 #: characters of the names that a message lists

@@ -24,7 +24,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from spbench.bench.errors import UserError
+from spbench.bench.errors import UserError, shown
 from spbench.impls.loose_files import ONLY_DATA
 
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -84,17 +84,25 @@ def reason(error: Exception) -> str:
     return "its links go in a circle" if isinstance(error, RuntimeError) else str(error)
 
 
-def parse_json(path: Path, content: bytes, **further: Any) -> Any:
-    """What the content of a JSON file is; UserError, which names ``path``, if it is not JSON in UTF-8.
-
-    Args:
-        further: of :func:`json.loads`.
-    """
+def parse_json(path: Path, content: bytes) -> Any:
+    """What the content of a JSON file is; UserError, which names ``path``, if it is not JSON in UTF-8, or a
+    key is given twice."""
     text = decoded(path, content)
     try:
-        return json.loads(text, **further)
+        return json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: malformed JSON: {error}") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ValueError where a key is given twice."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(
+            f"{shown(next(key for key in keys if keys.count(key) > 1))} is given twice; leave one"
+        )
+    return content
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:

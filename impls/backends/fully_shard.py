@@ -31,14 +31,17 @@ from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.backends.sharded_stages import (
     SHARDS,
     cut_dim,
+    cut_shape,
     held_rows,
     in_groups,
     keep_for_later,
+    made_matrices,
     mesh_info,
     own_part,
     sharded_traffic,
     sum_in_backward,
     sum_kept,
+    whole_shapes,
 )
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.composition import chunks_of, summed_axes
@@ -209,6 +212,8 @@ class FullySharded(Backend):
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         units = units_of(stage, self.options)
+        axes_of = self.strategy.partial_axes
+        shapes = made_matrices(stage, lambda p: self.meshes[axes_of(p)].size(SHARDS))
         for unit in [*units, stage]:
             with cut_when_asked():
                 fully_shard(
@@ -222,6 +227,7 @@ class FullySharded(Backend):
             assert isinstance(unit, FSDPModule)
             unit.set_gradient_divide_factor(1.0)  # a sum, as the loss is one
             unit.set_force_sum_reduction_for_comms(True)
+            whole_shapes(unit, shapes)
         embedding = getattr(stage, "embedding", None)
         self._prefetch([unit for unit in units if unit is not embedding], stage)  # type: ignore[misc, arg-type]
 
@@ -313,6 +319,8 @@ class FullySharded(Backend):
         mesh, shape = self.meshes[self.axes[name]], self.shapes[name]
         size = mesh.size(SHARDS)
         first, _ = held_rows(shape, size, mesh.get_local_rank(SHARDS))
+        if cut_shape(shape, size) != shape:
+            return HeldPart(local.flatten(), first * shape[-1])
         return HeldPart(local, first, cut_dim(shape, size))
 
     @classmethod

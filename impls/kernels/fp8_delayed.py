@@ -88,7 +88,7 @@ class DelayedScaling(nn.Module):
     """The scales of all matmuls of some layers, and the magnitudes that the next ones are made of.
 
     Args:
-        layers: whose weights with two dims or more are multiplied with in eight bits.
+        layers: whose weights are multiplied with in eight bits, if :func:`is_multiplied` says so.
         history: passes of which the largest magnitude counts.
         numbers: the largest numbers of the formats in forward and in backward.
         group: of the ranks over which a magnitude is the largest; None: this one alone.
@@ -169,8 +169,14 @@ class _Entering(torch.autograd.Function):
         return gradient, None
 
 
+def is_multiplied(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter of that name in its module is a matmul's; the bias of parts that are projected
+    together has two dims too."""
+    return parameter.ndim > 1 and name != "bias"
+
+
 def _weights_of(layers: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for module in layers.modules():
         for name, weight in module._parameters.items():
-            if weight is not None and weight.ndim > 1:
+            if weight is not None and is_multiplied(name, weight):
                 yield module, name

@@ -37,7 +37,7 @@ from spbench.impls.kernels.fp8_casts import (
     fp8_transpose,
     multiply_fp8,
 )
-from spbench.impls.kernels.fp8_delayed import Slot, fp8_cast_both_delayed_, fp8_cast_delayed_
+from spbench.impls.kernels.fp8_delayed import Slot, fp8_cast_both_delayed_, fp8_cast_delayed_, is_multiplied
 from spbench.impls.kernels.kept_results import keeping, kept_number, kept_product
 from spbench.impls.kernels.projection import (
     TRANSFORMER_ENGINE,
@@ -175,7 +175,7 @@ def mark_recipe(module: nn.Module, recipe: Fp8Recipe | None) -> None:
         # backends whose weights are parts of one flat tensor leave views in the place of parameters
         slots = vars(each).get("spbench_fp8_slots", {})
         for name, weight in (*each._parameters.items(), *vars(each).items()):
-            if isinstance(weight, Tensor) and weight.ndim > 1:
+            if isinstance(weight, Tensor) and is_multiplied(name, weight):
                 own = replace(recipe, slots=slots.get(name)) if recipe.delayed else recipe
                 weight.spbench_fp8 = own  # type: ignore[attr-defined]
 

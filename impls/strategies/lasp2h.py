@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
-from spbench.impls.strategies.base import Site, Unsupported
+from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.lasp2 import Lasp2
 from spbench.impls.traffic import Traffic
 
@@ -24,10 +24,13 @@ class Lasp2H(AllGatherKV, Lasp2):
     meets = AllGatherKV.meets | Lasp2.meets
     marks_work = True
 
+    @classmethod
+    def lacking(cls, sites: Iterable[Site]) -> str:
+        kinds = {site.kind for site in sites}
+        is_hybrid = not any(kinds.isdisjoint(of.meets) for of in (Lasp2, AllGatherKV))
+        return super().lacking(sites) if is_hybrid else "lasp2h is for hybrids, which this model is not"
+
     def check_sizes(self, sites: Sequence[Site]) -> None:
-        for cls, other in ((Lasp2, "all_gather_kv"), (AllGatherKV, "lasp2")):
-            if not any(site.kind in cls.meets for site in sites):
-                raise Unsupported("lasp2h is for hybrids, which this model is not", f"use {other}")
         AllGatherKV.check_sizes(self, sites)
         Lasp2.check_sizes(self, sites)
 

@@ -24,6 +24,7 @@ from spbench.impls.layout import (
     shard_of,
 )
 from spbench.impls.place import Place
+from spbench.impls.registries import dispatchers, strategies
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.tiles import entries_of_tiles, tiles_of, tiling_of
@@ -164,6 +165,11 @@ class PlanningHooks(GridHooks):
             raise Unsupported("the model has no experts, which ep and etp are for", "leave ep and etp out")
         if etp > 1 and any(site.dims.get("adapted") for site in sites):
             raise Unsupported("adapters of experts are whole, and etp splits an expert", "use etp 1, and ep")
+        for call in (site.experts for site in sites if site.experts is not None):
+            along_ep = max(1, call.node_ranks // etp)
+            if dispatchers()[call.dispatcher].by_nodes and ep > along_ep and ep % along_ep:
+                nodes = f"node_ranks {call.node_ranks} has {along_ep} along ep, which do not divide ep {ep}"
+                raise Unsupported(nodes, "set model_options.node_ranks to the ranks of a node")
         strategy = cast("Strategy", self)
         alike = [axis for axis in strategy.nested_axes if axis not in self.position_axes]
         if sites and self.place.size(*alike) > 1:
@@ -203,11 +209,9 @@ class PlanningHooks(GridHooks):
                 )
 
     def _check_own(self, sites: Sequence[Site]) -> None:
+        if lacking := self.lacking(sites):
+            raise Unsupported(lacking, self._instead(sites))
         for site in sites:
-            if site.kind in MEETINGS and site.kind not in self.meets:
-                raise Unsupported(
-                    f"{self.name} has no {MEETINGS[site.kind]}", "use another strategy or another model"
-                )
             if site.kind == "given_heads" and self.splits_features:
                 raise Unsupported(
                     f"{self.name} splits the projections to heads, and this model is given its heads",
@@ -219,6 +223,20 @@ class PlanningHooks(GridHooks):
                     "set its option attention_norm or qk_norm_over to head, or split sequences alone",
                 )
         self.check_sizes(list(as_sequences(sites, self.grid_dim)))
+
+    @classmethod
+    def lacking(cls, sites: Iterable[Site]) -> str:
+        """Why it takes no model with these sites, whatever their sizes; "" if it takes them."""
+        lacks = (site.kind for site in sites if site.kind in MEETINGS and site.kind not in cls.meets)
+        return next((f"{cls.name} has no {MEETINGS[kind]}" for kind in lacks), "")
+
+    def _instead(self, sites: Sequence[Site]) -> str:
+        """What to use for a model with these sites: the strategies that take it, those of its own axes if
+        there are some."""
+        taking = {n: cls.axes for n, cls in strategies().items() if cls.axes and not cls.lacking(sites)}
+        alike = [name for name, axes in taking.items() if axes == self.axes] or [*taking]
+        models = f"another model (spbench list models {self.name})"
+        return f"use {', '.join([*alike, ''])}or {models}" if alike else f"use {models}"
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
         """Raise :class:`Unsupported` if this strategy cannot split these sizes over its ranks. Called on more

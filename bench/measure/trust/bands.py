@@ -28,8 +28,8 @@ BANDS_FILE, MEMORY_ERRORS_FILE = "bands.json", "memory_errors.json"
 #: the mark of a time that is a tie with the best
 TIE = "≈"
 TIE_LEGEND = (
-    f"{TIE}: a tie with the fastest of the same model, length and GPUs; their times differ by less than such "
-    "predictions err"
+    f"{TIE}: a tie, by the time of a sample, with the fastest of the same model, length and GPUs, of any "
+    "batch; they differ by less than such predictions err"
 )
 
 #: what is said of a time on such rates

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.clusters.carried_rates import RatesUnknown
 from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.engines.deepened_traces import leading_runs, stage_layers, with_layers
 from spbench.bench.measure.engines.listed import NotAlike
@@ -32,7 +33,6 @@ from spbench.bench.measure.engines.step_line import StepNumbers
 from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import replay
-from spbench.bench.measure.simulator.needed_rates import RatesUnknown
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.fit.anatomy import fullest

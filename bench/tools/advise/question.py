@@ -17,7 +17,7 @@ from spbench.bench.measure.scenarios.scenario import given_once, option_values, 
 from spbench.bench.setting_values import MOST_RANKS, VARIABLES
 from spbench.bench.tools.advise.own_layout import OwnLayout
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
-from spbench.bench.tools.fit.subject import ATTENTION, subject, with_usual_attention
+from spbench.bench.tools.fit.subject import subject
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.folding import FOLDED_AXES
@@ -193,9 +193,6 @@ def question(
             "--seq-len and --batch"
         )
     (cell,) = distinct.values()
-    if kind == "scenario" and ATTENTION not in settings:
-        cell, said = with_usual_attention(cell)
-        remarks += [said] if said else []
     gpus = asked.gpus or cell.sizes.world
     own = None
     if kind != "model" and len(about.cells) == 1 and cell.sizes.world == gpus:

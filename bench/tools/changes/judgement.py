@@ -25,6 +25,8 @@ from spbench.bench.tools.changes.metrics import METRICS, STATUSES, VERDICTS, Dif
 from spbench.bench.tools.changes.result_files import Results
 from spbench.bench.tools.papers.comparison import COMPARISON_FILE
 
+#: what is judged of a search where its answer is another
+OF_ANY_ANSWER = ("formula_differences", "answer")
 #: absolute, of relative errors
 ERROR_TOLERANCE = 1e-6
 
@@ -92,6 +94,7 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
         ]
         differences += (_explained(each, before, now) for each in of_cell)
         equal["cells"] += not of_cell and key not in unjudged
+    lost = {d.where for d in differences if d.quantity == "status" and d.fails}
     notes = [*base.notes, *new.notes, *_lacking(base, new)]
     for name in dict.fromkeys([*(base.claims or {}), *(new.claims or {})]):
         where = " ".join(word for word in name[:2] if word)
@@ -102,7 +105,13 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
         # cells of both, as a claim that lost its cells does not name them any more
         keys = {row[side] for row in (was, is_now) if row for side in ("numerator", "denominator")}
         of_claim = list(_claim(where, was, is_now, subset and not keys - {""} <= new.cells.keys()))
-        differences += (_explained_claim(each, was, is_now) for each in of_claim)
+        # of a cell that has no number any more, the line on its status says all
+        told = keys & lost
+        differences += (
+            _explained_claim(each, was, is_now)
+            for each in of_claim
+            if not (told and each.verdict == "missing" and each.quantity == "error")
+        )
         equal["claims"] += not of_claim
     if (base.claims is None) != (new.claims is None) and (base.claims is None or not new.path.is_dir()):
         side = base if base.claims is None else new
@@ -188,7 +197,9 @@ def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator
         if new["status"] not in ("ok", "oom"):
             return
     before, now = _exact(base), _exact(new)
-    for metric in METRICS:
+    # numbers of another answer are those of another batch or length
+    same_answer = before.get("answer") == now.get("answer")
+    for metric in METRICS if same_answer else [m for m in METRICS if m.name in OF_ANY_ANSWER]:
         was, is_now = before.get(metric.name), now.get(metric.name)
         if was is None and is_now is None:
             continue

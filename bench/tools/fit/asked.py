@@ -20,7 +20,7 @@ from spbench.bench.tools.jobs.job_files import path_and_part
 from spbench.bench.tools.jobs.torchtitan_files import has_configurations
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
 from spbench.impls.loose_files import SUFFIX as PYTHON
-from spbench.impls.models.huggingface.published import published_model
+from spbench.impls.models.huggingface.published import published_model, published_models
 
 #: a mapping with this key is a scenario
 _OF_SCENARIOS = "groups"
@@ -61,7 +61,8 @@ def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
     if not others and _is_model(first) and not (has_configurations(first) or holds_recipes(first)):
         return "model"
     if missing := [word for word in words if not path_and_part(word)[0].is_file()]:
-        known_names = [*packaged(PACKAGE), *names("model")]
+        published = (each.name for each in published_models())
+        known_names = [*packaged(PACKAGE), *names("model"), *published]
         hint = suggestion(missing[0], known_names, "spbench list scenarios, spbench list models")
         hint = remote_name(missing[0]) or ("" if Path(missing[0]).suffix or others else hint)
         raise UserError(f"{shown(missing[0])} is no scenario, model or file{hint}")

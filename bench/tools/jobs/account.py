@@ -240,6 +240,9 @@ class Account:
         """The job, on the cluster that was asked for; ``problems`` are of the files, and stand last."""
         if files.cluster is not None:
             self.add("cluster", files.cluster, "", "--cluster")
+        trains = self.table.content.get("trains")
+        if trains and not any(setting.path == "program" for setting in self.settings):
+            self.set("program", trains, note="intervals are as wide as its steps erred")
         every = [*arguments]
         return Job(
             kind=kind,

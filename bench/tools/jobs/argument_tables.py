@@ -132,7 +132,8 @@ class ArgumentTable:
         program: with the version whose arguments and defaults these are.
         arguments: by each of their spellings, in the order of the table.
         settings: of arguments that say one as it is, by the argument's name.
-        content: of the file, with what a program has beside these.
+        content: of the file, with what a program has beside these; ``trains``: what trains, of
+            :data:`~spbench.bench.programs.PROGRAMS`.
     """
 
     program: str

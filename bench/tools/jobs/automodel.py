@@ -11,7 +11,7 @@ from spbench.bench.tools.jobs.job import Argument, Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.program_files import configuration, given_of, values_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
-from spbench.bench.tools.jobs.transformers_step import Adapted, Said, TransformersStep, said
+from spbench.bench.tools.jobs.transformers_step import Adapted, Said, TransformersStep, replicas_of, said
 from spbench.bench.tools.jobs.variables import variables
 from spbench.impls.models.blocks.adapter_options import LATENT, PROJECTIONS
 
@@ -75,6 +75,7 @@ def _step(k: Account) -> TransformersStep:
         tensor_by=Said("megatron_sp" if k.value(by) else "tensor_parallel", given_of(k, by)),
         **_loss(k),
         groups=_ranks(k, "dp_replicate_size"),
+        replicas=replicas_of(k, "distributed.dp_size"),
         **_pipeline(k),
         experts=_ranks(k, "ep_size"),
         own_experts=Said(True),

@@ -15,7 +15,17 @@ from spbench.bench.tools.jobs.program_files import (
     with_deepspeed,
 )
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
-from spbench.bench.tools.jobs.transformers_step import FSDP_1, Adapted, Said, TransformersStep, either, said
+from spbench.bench.tools.jobs.transformers_step import (
+    FSDP_1,
+    Adapted,
+    Said,
+    TransformersStep,
+    bits_of,
+    either,
+    precision_of,
+    replicas_of,
+    said,
+)
 
 _ADAMS = {"adam", "adamw", "paged_adamw", "ao_adamw", "flash_adamw"}
 _LIGER = {
@@ -67,6 +77,7 @@ def _step(k: Account) -> TransformersStep:
         sequence_by=_ring(k),
         tensor=said(k, "tensor_parallel_size"),
         groups=said(k, "dp_replicate_size"),
+        replicas=replicas_of(k, "dp_shard_size", "dp_replicate_size"),
         experts=said(k, "expert_parallel_size"),
         dispatcher=Said("deepep", (), "DeepEP"),
         micro_batch=said(k, "micro_batch_size"),
@@ -103,8 +114,12 @@ def _accumulation(k: Account) -> Said:
     """Micro-batches of a step; an older key says the sequences of all of them."""
     total, micro = k.value("batch_size"), k.value("micro_batch_size")
     if k.has("gradient_accumulation_steps") or not total or micro < 1:
+        parts = said(k, "gradient_accumulation_steps")
+        if total and total != micro * parts.value:
+            steps = f"micro-batch {micro} x accumulation {parts.value}, which count"
+            k.approximate(f"{k.spelled('batch_size')} is not {steps}", "batch_size")
         k.ignore("it follows from micro-batches", "batch_size")
-        return said(k, "gradient_accumulation_steps")
+        return parts
     return Said(total // micro, ("batch_size",), "of micro-batches")
 
 
@@ -130,11 +145,8 @@ def _of_fsdp(k: Account) -> bool:
 
 
 def _precision(k: Account) -> Said:
-    names = given_of(k, "bf16", "fp16", "bfloat16", "float16")
-    if k.value("fp16") or k.value("float16"):
-        return Said("fp16", names)
-    on = k.value("bf16") or k.value("bfloat16")
-    return Said("bf16" if on else "fp32", names, "" if names else "neither bf16 nor fp16")
+    names = ("bf16", "bfloat16"), ("fp16", "float16")
+    return precision_of(k, *([name for name in each if k.value(name)] for each in names))
 
 
 def _reentrant(k: Account) -> Said:
@@ -220,5 +232,4 @@ def _adapted_experts(k: Account) -> Said:
 
 
 def _quantized(k: Account) -> Said:
-    words = {"load_in_4bit": 4, "gptq": 4, "load_in_8bit": 8}
-    return either(k, words, 0)
+    return bits_of(k, {"load_in_4bit": 4, "gptq": 4, "load_in_8bit": 8})

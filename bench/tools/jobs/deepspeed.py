@@ -16,7 +16,14 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.program_files import given_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
-from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, either, precision_of, said
+from spbench.bench.tools.jobs.transformers_step import (
+    Said,
+    TransformersStep,
+    either,
+    precision_of,
+    replicas_of,
+    said,
+)
 
 #: what the keys of the Trainer and of accelerate begin with, and those of two of its sections
 _TRAINER, _ACCELERATE = "TrainingArguments.", "accelerate."
@@ -107,7 +114,7 @@ def _step(k: Account, contents: Mapping[str, Mapping[str, Any]], files: JobFiles
         length=_length(k),
         **layout,
         groups=said(k, groups),
-        replicas=Said(k.value(shards) and k.value(shards) * k.count(groups), given_of(k, shards, groups)),
+        replicas=replicas_of(k, shards, groups),
         **sharding_of(k, contents, precision.value, cut=layout["sequence"].value > 1),
         micro_batch=micro,
         accumulation=_given(k, contents, "gradient_accumulation_steps", "gradient_accumulation_steps"),

@@ -39,7 +39,7 @@ from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
 OWN_WAYS = {
     *(f"model_options.{name}" for name in ("attention", "cross_entropy", "library", "linear_attention")),
     *(f"model_options.autotune_{name}" for name in ("copies", "flush_kib", "states_kib")),
-    "model_options.padded_values",
+    *(f"model_options.{name}" for name in ("padded_values", "expert_weighting_at", "recompute_keeps")),
     # a router that learns decides itself
     "model_options.routing",
     *(f"model_options.{name}" for name in ("loader_mask", "rms_norm", "separate_projections", "unfused")),

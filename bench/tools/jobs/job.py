@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import lexists, relpath
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
+from spbench.bench.files import resolved
 from spbench.bench.measure.scenarios.expand import Problem, expand
+from spbench.bench.setting_values import names_a_file
 from spbench.bench.yaml_text import comment, scalar
 
 #: what a scenario says is without it, or something close stands for it; its detail says what that may move
@@ -166,8 +169,11 @@ class Job:
         source = f" ({inner[0].source})" if inner else ""
         return f"{path}{source}: {message}"
 
-    def scenario_text(self) -> str:
+    def scenario_text(self, folder: Path = Path()) -> str:
         """A scenario file with this cell, the argument that each line came from beside it.
+
+        Args:
+            folder: that the file is for: what the path of a model in it starts from.
 
         Raises:
             UserError: an argument is refused or unknown, or the settings cannot be together.
@@ -176,7 +182,8 @@ class Job:
         lines = [comment(line) for line in self._heading()]
         lines += [f"title: {scalar(self.title)}", "groups:"]
         sources = {setting.path: setting.source for setting in self.settings}
-        body = [*_lines(self.content(), "", sources)]
+        content = self.content()
+        body = [*_lines(content | {"model": _seen_from(folder, content["model"])}, "", sources)]
         for number, (text, source) in enumerate(body):
             line = ("  - " if number == 0 else "    ") + text
             lines.append(f"{f'{line} '.ljust(_COMMENT_COLUMN)}{comment(source)}" if source else line)
@@ -191,6 +198,17 @@ class Job:
         for remark in self.remarks:
             yield remark if remark.startswith(APPROXIMATED) else f"approximate: {remark}"
         yield from (f"unknown to this version and left out: {each}" for each in self.of("unknown"))
+
+
+def _seen_from(folder: Path, model: str) -> str:
+    """A model's path from the current folder, as one from another folder; a name as it is."""
+    path = Path(model).expanduser()
+    if not names_a_file(model) or not lexists(path) or path.is_absolute():
+        return model
+    if (start := resolved(folder)) == resolved(Path()):
+        return model
+    seen = relpath(resolved(path.parent) / path.name, start)
+    return seen if names_a_file(seen) else f"./{seen}"
 
 
 def short(text: str) -> str:

@@ -181,7 +181,7 @@ def mapping_in(file: JobFile) -> Mapping[str, Any] | None:
     if file.path.suffix in (".yaml", ".yml"):
         return parse_yaml(file.path, file.content)
     if file.path.suffix == ".json":
-        content = parse_json(file.path, file.content, object_pairs_hook=_once)
+        content = parse_json(file.path, file.content)
         return content if isinstance(content, dict) else None
     if file.path.suffix != ".toml":
         return None
@@ -190,15 +190,6 @@ def mapping_in(file: JobFile) -> Mapping[str, Any] | None:
     except (ValueError, RecursionError) as error:
         line = " ".join(str(error).split())
         raise file.wrong(f"no TOML: {line[:150] or 'nested too deep'}") from error
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in content:
-            raise ValueError(f"{quoted(key)} is given twice; leave one")
-        content[key] = value
-    return content
 
 
 @cache
@@ -270,7 +261,7 @@ def imported(
         notes = [*job.warnings, *([f"no scenario: {refusal}"] if refusal else [])]
         table = Table(title, lines, ("argument", "is", "that is"), ("that is",))
         return Output([table], content, lines, notes=notes)
-    text = job.scenario_text()
+    text = job.scenario_text(Path() if output is None else output.expanduser().parent)
     if output is None:
         return Output([Verbatim(text.removesuffix("\n"))], {"scenario": text}, [{"scenario": text}])
     if resolved(output) in [resolved(path_and_part(file)[0]) for file in files]:

@@ -16,7 +16,14 @@ from spbench.bench.tools.jobs.program_files import (
     with_trainer,
 )
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
-from spbench.bench.tools.jobs.transformers_step import Adapted, Said, TransformersStep, said
+from spbench.bench.tools.jobs.transformers_step import (
+    Adapted,
+    Said,
+    TransformersStep,
+    precision_of,
+    replicas_of,
+    said,
+)
 
 _OLD, _NEW = ("stage", "finetuning_type"), ("model", "cutoff_len")
 
@@ -46,7 +53,6 @@ def _step(k: Account) -> TransformersStep:
         k.refuse("weights of which some are trained", "finetuning_type")
     k.took("which weights are trained", "finetuning_type")
     pure = "pure_bf16"
-    half = [name for name in ("bf16", "fp16", pure) if k.value(name)]
     again = not k.value("disable_gradient_checkpointing")
     liger = "norm swiglu loss" if k.value("enable_liger_kernel") else ""
     return TransformersStep(
@@ -55,8 +61,8 @@ def _step(k: Account) -> TransformersStep:
         **deepspeed_of(k, "deepspeed", "ddp"),
         micro_batch=said(k, "per_device_train_batch_size"),
         accumulation=said(k, "gradient_accumulation_steps"),
-        precision=Said(
-            "fp16" if half == ["fp16"] else "bf16" if half else "fp32", given_of(k, "bf16", "fp16", pure)
+        precision=precision_of(
+            k, [name for name in ("bf16", pure) if k.value(name)], ["fp16"] * bool(k.value("fp16"))
         ),
         half=Said(bool(k.value(pure)), given_of(k, pure)),
         recompute=Said(
@@ -113,6 +119,7 @@ def _newer_step(k: Account) -> TransformersStep:
         experts=said(k, "dist_config.ep_size"),
         dispatcher=Said("alltoall"),
         groups=said(k, "mp_replicate_size"),
+        replicas=replicas_of(k, "dp_size"),
         sequence=said(k, "cp_size"),
         sequence_by=said(k, "cp_mode"),
         micro_batch=said(k, "micro_batch_size"),

@@ -44,6 +44,8 @@ def set_experts(a: Account, layers: int | None) -> None:
         names = [
             n for n, each in a.program_arguments.items() if each.outcome == "mapped" and _OF_EXPERTS.match(n)
         ]
+        if (a.value(EXPERT_RANKS) or 1) > 1:
+            a.problems.append(f"{a.spelled(EXPERT_RANKS)}: the model has no experts")
         a.ignore("of a mixture of experts (MoE), which the job has not", *names, *_OVERLAPS)
         return
     a.map(_EXPERTS, "--moe-router-topk")

@@ -10,6 +10,7 @@ from spbench.bench.measure.clusters.cluster import Device, load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import engines_choice, generation_of
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.megatron_hybrid import pattern_of
+from spbench.bench.units import gib
 
 #: the variable that says the release of NVIDIA's container of PyTorch, and which it sets itself: "24.01"
 CONTAINER = "NVIDIA_PYTORCH_VERSION"
@@ -26,6 +27,8 @@ LARGE_WORKSPACE_ON_BLACKWELL = (26, 4)
 #: times kernels (:class:`Autotuning`): how many tensors that the last kernel overwrites are copied, where
 #: copies are made, and how large the buffer is. The first is known of 24.01 (two) and 24.10 (one) alone
 ONE_COPY, COPIES_ON_HOST, FLUSHES_L2 = (24, 3), (24, 11), (25, 3)
+#: bytes of the data loader's mask, one for each query and key, from which on it is worth a word
+_LARGE_MASK = 2**30
 #: switches that leave out a fusion
 _FUSIONS = (
     *("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion"),
@@ -118,6 +121,9 @@ def set_attention(a: Account, local: bool, cluster: str | None) -> None:
         a.leave("nothing", "fused attention keeps a seed, no mask", "--attention-dropout")
     else:
         a.map("--attention-dropout")
+        if (a.value("--context-parallel-size") or 1) > 1 and a.value("--attention-dropout") > 0 and _cut(a):
+            mend = "give --attention-dropout 0.0, or --cp-comm-type a2a"
+            a.refuse(f"dropout of attention over parts of a sequence ({mend})", "--attention-dropout")
     option, name, versions = "model_options.attention", "--attention-backend", "--flash-attention-version"
     asked, version = a.value(name), a.value(versions)
     if local:
@@ -137,7 +143,19 @@ def set_attention(a: Account, local: bool, cluster: str | None) -> None:
     a.ignore("attention is not FlashAttention", versions)
     _check_switches(a, local, asked or "auto")
     a.map("--no-create-attention-mask-in-dataloader")
+    length = a.value("--seq-length") or a.value("--encoder-seq-length") or 0
+    held = (a.value("--micro-batch-size") or 1) * length**2
+    if held >= _LARGE_MASK and not a.has("--no-create-attention-mask-in-dataloader"):
+        a.remarks.append(
+            f"the data loader makes a mask of {gib(held)} GiB for the first and the last stage; "
+            "--no-create-attention-mask-in-dataloader makes none"
+        )
     _set_fusions(a, local)
+
+
+def _cut(a: Account) -> bool:
+    """Whether ranks of context parallelism have parts of a sequence, not of the heads, within attention."""
+    return {*str(a.value("--cp-comm-type") or "p2p").split()} != {"a2a"}
 
 
 def _choose_attention(a: Account, cluster: str) -> None:

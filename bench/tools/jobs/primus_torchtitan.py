@@ -38,7 +38,7 @@ def torchtitan_job(model: str, overrides: Mapping[str, Any], files: JobFiles, pr
     for section, values in [*table.content["defaults"].items(), *overrides.items()]:
         both = isinstance(values, Mapping) and isinstance(sections.get(section, {}), Mapping)
         sections[section] = {**sections.get(section, {}), **values} if both else values
-    job = TorchtitanJob(sections, files)
+    job = TorchtitanJob(sections, files, launched=False)
     k = job.keys
     k.table = replace(k.table, program=table.program, arguments={**k.table.arguments, **table.arguments})
     own = ((n, each.wrong(k.given[n].value)) for n, each in table.arguments.items() if n in k.given)

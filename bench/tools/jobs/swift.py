@@ -16,7 +16,7 @@ from spbench.bench.tools.jobs.program_files import (
 )
 from spbench.bench.tools.jobs.swift_launch import PROCESSES, gpus_of, named_modules, tuning_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
-from spbench.bench.tools.jobs.transformers_step import Adapted, Said, TransformersStep, said
+from spbench.bench.tools.jobs.transformers_step import Adapted, Said, TransformersStep, precision_of, said
 from spbench.bench.tools.jobs.variables import variables
 
 #: by torch_dtype
@@ -46,7 +46,8 @@ def _step(k: Account, launch: Launch) -> TransformersStep:
     tuned = k.value("tuner_type")
     if tuned not in ("full", "lora"):
         k.refuse("weights of which some are trained", "tuner_type")
-    dtype = _DTYPES.get(str(k.value("torch_dtype")), "bf16")
+    asked = precision_of(k, *([name] * bool(k.value(name)) for name in ("bf16", "fp16")))
+    dtype = _DTYPES.get(str(k.value("torch_dtype")), "bf16") if asked.value == "fp32" else asked.value
     optimizer = str(k.value("optim")).lower()
     tiles = environment.get("CELOSS_PARALLEL_SIZE", "0")
     liger = "norm swiglu loss" if k.value("use_liger_kernel") else ""

@@ -50,10 +50,11 @@ class TorchtitanJob(TorchtitanModel):
 
     Args:
         content: of its file.
+        launched: torchtitan's own script starts it.
     """
 
-    def __init__(self, content: Mapping[str, Any], files: JobFiles):
-        self.files = files
+    def __init__(self, content: Mapping[str, Any], files: JobFiles, *, launched: bool = True):
+        self.files, self.launched = files, launched
         unknown = {
             version: sum(name not in table.arguments for name, _ in flat(content, table.arguments))
             for version, table in versions().items()
@@ -249,6 +250,9 @@ class TorchtitanJob(TorchtitanModel):
             k.set("model_options.recompute", "full", name)
         elif every == "op":
             k.set("model_options.recompute", "operators", name, option)
+            if self.experts:  # since its pull request 1672
+                note = "in torchtitan's policy since September 2025"
+                k.set("model_options.recompute_keeps", ["all_to_all"], option, note=note)
         elif every.isdecimal() and len(every) < 4:
             k.set("model_options.recompute", "full", name, option)
             if int(every) > 1:
@@ -276,10 +280,9 @@ class TorchtitanJob(TorchtitanModel):
         else:
             k.approximate("Adam's step is fused, and makes no tensors of its own", way)
         launcher = "run_llama_train.sh" if self.version == "a" else "run_train.sh"
-        k.approximate(
-            f"torch's allocator is as by default; {launcher} (not multinode_trainer.slurm) has "
-            f"{ALLOCATOR[0]} {EXPANDABLE_SEGMENTS}, which is training.cuda_alloc_conf"
-        )
+        if self.launched:
+            note = f"{ALLOCATOR[0]} of {launcher}; multinode_trainer.slurm has torch's default"
+            k.set("training.cuda_alloc_conf", EXPANDABLE_SEGMENTS, note=note)
         k.first_steps()
 
     def _parallel_loss(self) -> bool:

@@ -14,6 +14,8 @@ _QWEN3 = {"8B": (36, 4096, 32, 12288), "14B": (40, 5120, 40, 17408), "32B": (64,
 TIED = ("debugmodel", "0.6B", "1.7B", "4B")
 #: a bias that balances experts, in place of a loss (load_balance_coeff of its MoEArgs)
 _BALANCED = {"aux_loss": "none", "aux_weight": 0.0, "router_bias": True, "experts_matmul": "grouped"}
+#: rows are multiplied by their scores in float32 where their tokens are (models/moe/moe.py)
+_BALANCED["expert_weighting_at"] = "tokens"
 
 
 class Flavor(NamedTuple):

@@ -32,6 +32,8 @@ def set_sharding_of(k: Account, step: TransformersStep, fields: Mapping[str, Any
     if kind == "ddp" and step.half.value and any((s.path, s.value) == ("sizes.dp", 1) for s in k.settings):
         kind = "alone"
     of_torch = kind.startswith("fsdp")
+    if kind.startswith("zero") and k.table.content["trains"] == "transformers":
+        k.set("program", "deepspeed", *names)
     whole = kind in ("ddp", "zero1")
     note = "torch's fully_shard, a layer a unit"
     if whole or kind == "alone":

@@ -4,6 +4,7 @@ of it. A reader fills a :class:`TransformersStep` from its own keys, which are t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -182,3 +183,10 @@ def precision_of(k: Account, bf16: Sequence[str], fp16: Sequence[str]) -> Said:
     return Said(
         "bf16" if bf16 else "fp16" if fp16 else "fp32", names, "" if names else "neither bf16 nor fp16"
     )
+
+
+def replicas_of(k: Account, shards: str, *groups: str) -> Said:
+    """The replicas that a job says: ranks that share weights, times groups of these; None: not said."""
+    value, others = k.value(shards), [k.value(name) or 1 for name in groups]
+    names = tuple(filter(k.has, (shards, *groups)))
+    return Said(value * math.prod(others) if isinstance(value, int) and value > 0 else None, names)

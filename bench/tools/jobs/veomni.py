@@ -8,7 +8,7 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.program_files import adapters_of, configuration, given_of
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
-from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
+from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, replicas_of, said
 
 _TRAIN, _PARALLEL = "train.", "train.accelerator."
 
@@ -52,6 +52,7 @@ def _step(k: Account) -> TransformersStep:
         length=said(k, "data.max_seq_len"),
         sharding=Said(sharding, given_of(k, mode, kept)),
         host=Said("all" if on_host[0] else "", given_of(k, on_host[1])),
+        replicas=replicas_of(k, f"{_PARALLEL}dp_shard_size", f"{_PARALLEL}dp_replicate_size"),
         groups=said(k, f"{_PARALLEL}dp_replicate_size", f"{_TRAIN}data_parallel_replicate_size"),
         sequence=said(k, f"{_PARALLEL}ulysses_size", f"{_TRAIN}ulysses_parallel_size"),
         experts=said(k, f"{_PARALLEL}ep_size"),

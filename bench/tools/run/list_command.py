@@ -128,10 +128,11 @@ def command(kind: str | None, text: str | None, figure: Path | None) -> Output:
     """List scenarios, strategies, models, clusters and the rest.
 
     It lists what there is of a KIND, or of every kind if none is named; with TEXT, what has it in its name:
-    `list ring`, `list clusters h100`. Kinds: scenarios, strategies, peers, as-published (code that papers
-    compare with, whose function is not the model's), models, clusters, backends, engines, meters, quantities,
-    answers, forms, exports, logs, jobs, figures. `list cluster NAME` shows the rates of one by kind of work,
-    each with its source, and what is not known; NAME may be a file of yours.
+    `list ring`, `list clusters h100`. `list strategies llama3-8b` has the strategies that take a model,
+    `list models dsp` the models that a strategy takes. Kinds: scenarios, strategies, peers, as-published
+    (code that papers compare with, whose function is not the model's), models, clusters, backends, engines,
+    meters, quantities, answers, forms, exports, logs, jobs, figures. `list cluster NAME` shows the rates of
+    one by kind of work, each with its source, and what is not known; NAME may be a file of yours.
     """
     if kind == _ONE:
         if text is None:
@@ -171,6 +172,11 @@ def _named(kinds: Sequence[str], text: str | None) -> dict[str, dict[str, str]]:
     }
     if named := {kind: each for kind, each in of_kinds.items() if each}:
         return named
+    if len(kinds) == 1 and kinds[0] in ("strategies", "models"):
+        from spbench.bench.tools.run.listed_classes import that_fit
+
+        if (fitting := that_fit(kinds[0], text)) is not None:
+            return {kinds[0]: {name: about for name, about in every[kinds[0]].items() if name in fitting}}
     (of, known) = (f" of {kinds[0]}", []) if len(kinds) == 1 else ("", kinds)
     hint = suggestion(text, [*known, *itertools.chain(*every.values())], f"spbench list{of[3:]}")
     raise UserError(f"no name{of} has {shown(text)} in it{hint}")

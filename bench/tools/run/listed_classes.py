@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -13,8 +13,10 @@ from spbench.bench.command_line.output import Table
 from spbench.bench.measure.scenarios.choices import LISTED, OF_CLASSES
 from spbench.bench.tools.papers.answer import answer_kinds
 from spbench.bench.units import three_digits
+from spbench.impls.layout import Site, Unsupported
 from spbench.impls.models.huggingface.published import Published, published_models
-from spbench.impls.models.model import models
+from spbench.impls.models.model import model_preset, models
+from spbench.impls.registries import strategies
 from spbench.impls.strategies.base import Strategy
 
 
@@ -29,6 +31,30 @@ def of_classes(kind: str) -> dict[str, str]:
             for each in published_models()
         }
     return texts
+
+
+def that_fit(kind: str, text: str) -> Collection[str] | None:
+    """The strategies that take the model called ``text``, or the models that the strategy called so takes,
+    whatever their sizes; None where there is none of that name."""
+    if kind == "models":
+        if (cls := strategies().get(text)) is None:
+            return None
+        return [name for name, model in models().items() if not cls.lacking(_sites(model))]
+    configs = dict.fromkeys(models()) | {each.name: each.config for each in published_models()}
+    if text not in configs:
+        return None
+    sites = _sites(model_preset(text, config=configs[text]))
+    return [name for name, cls in strategies().items() if not cls.lacking(sites)]
+
+
+def _sites(model: Any) -> list[Site]:
+    """What a step of a model asks a strategy for, at the first length that it has: grids have some alone."""
+    for length in range(_LENGTH, 0, -1):
+        try:
+            return list(model.sites(1, length))
+        except Unsupported:
+            continue
+    return []
 
 
 def _about_strategy(cls: type[Strategy]) -> str:
@@ -55,6 +81,7 @@ def _first_sentence(documented: object) -> str:
     return _ROLE.sub(r"\1", " ".join(paragraph.split()).split(". ")[0].rstrip("."))
 
 
+_LENGTH = 4096
 #: markup of docstrings around a name, as :class:`Name`
 _ROLE = re.compile(r":[a-z]+:`~?([^`]+)`")
 #: what is said of a class, or of a model, where that is not the first sentence of its docstring

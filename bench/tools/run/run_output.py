@@ -40,7 +40,7 @@ _SHARED = ("batch", "seq_len", "precision", "cluster", "engine", "variant")
 #: what tells rows apart and what people look for first, in the order in which a terminal gives them room
 _IMPORTANT = (
     *("model", "strategy", "GPUs", "mesh", "options", "max seq_len", "max batch", "batch", "seq_len"),
-    *("step", "status", "peak GiB", "tokens/s", "MFU", "reserved GiB", "sent MiB/GPU"),
+    *("step", "status", "peak GiB", "sent MiB/GPU", "tokens/s", "MFU", "reserved GiB"),
 )
 #: what tells planned cells apart, in the order in which a terminal gives it room
 _PLANNED = ("model", "strategy", "GPUs", "now", "batch", "seq_len", "mesh", "variant", "engine", "asked")
@@ -94,10 +94,13 @@ def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool)
     if stale := outdated(cells, kept, digest_of):
         message(f"{scenario.name}: {stale}")
 
-    def now(cell: Cell) -> str:
+    refused: dict[int, str] = {}
+
+    def now(index: int, cell: Cell) -> str:
         if is_final(cell, kept.get(cell.key), digest_of):
             return f"kept ({kept[cell.key].status})"
-        reason = refusal(cell)
+        if reason := refusal(cell):
+            refused[index] = reason
         return f"unsupported: {reason}" if reason else "would run"
 
     lines = [
@@ -112,12 +115,12 @@ def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool)
             "variant": cell.variant,
             "engine": cell.engine,
             "asked": _asked(cell),
-            "now": now(cell),
+            "now": now(index, cell),
         }
-        for cell in cells
+        for index, cell in enumerate(cells)
     ]
     title = f"{scenario.name}: {scenario.document.title} ({len(cells)} cells)"
-    table = Table(title, lines, _PLANNED, ("now",))
+    table = Table(title, lines, _PLANNED, ("now",), _unsupported(cells, refused))
     return Output([table], lines, lines)
 
 
@@ -230,7 +233,9 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
     """A line for each row, with a column for each loss of the models trained, and two where cells differ in
     the mesh and not in the number of GPUs: the mesh, and what a GPU sends along its axes; what all rows have
     in common stands in the title. A terminal counts the rows that are unsupported by their reasons."""
-    options, ties = _options([Cell.model_validate(row.cell) for row in rows]), tied(rows)
+    cells = [Cell.model_validate(row.cell) for row in rows]
+    options, ties = _options(cells), tied(rows)
+    unsupported = {at: row.reason for at, row in enumerate(rows) if row.status == "unsupported"}
     entries: list[Entry] = [
         {**flat(row), "options": option, "tie": tie, "communication": row.measurement.communication}
         for row, option, tie in zip(rows, options, ties, strict=True)
@@ -262,19 +267,19 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
         entries,
         important=_IMPORTANT,
         below=("options", "reason"),
-        folded=_unsupported(rows),
+        folded=_unsupported(cells, unsupported),
     )
 
 
-def _unsupported(rows: Sequence[Row]) -> dict[int, str]:
-    """The rows that are unsupported, by their index, with the reason and the strategies that share it."""
-    reasons = {
-        index: f"unsupported: {row.reason}" for index, row in enumerate(rows) if row.status == "unsupported"
-    }
+def _unsupported(cells: Sequence[Cell], reasons: Mapping[int, str]) -> dict[int, str]:
+    """What a terminal says in the place of cells that are unsupported, by their index: the reason, and the
+    strategies that share it."""
     sharing: dict[str, dict[str, None]] = {}
     for index, reason in reasons.items():
-        sharing.setdefault(reason, {})[rows[index].cell["strategy"]] = None
-    return {index: f"{reason} ({', '.join(sharing[reason])})" for index, reason in reasons.items()}
+        sharing.setdefault(reason, {})[cells[index].strategy] = None
+    return {
+        index: f"unsupported: {reason} ({', '.join(sharing[reason])})" for index, reason in reasons.items()
+    }
 
 
 def _options(cells: Sequence[Cell]) -> list[str]:

@@ -7,7 +7,6 @@ of the MLP (this rank's).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -101,8 +100,9 @@ class DecoderBlock(nn.Module):
                 return recomputed(lambda x: mlp(_normed(self.mlp_norm, x)), self.random, x)
             return recomputed(mlp, self.random, _normed(self.mlp_norm, x))
         normal = _normed(self.mlp_norm, x)
-        if model.recomputes("layernorm") and not included and self.mlp_norm is not None:
-            with remade(normal, partial(self.mlp_norm, x.detach())):
+        if model.recomputes("layernorm") and not included and (norm := self.mlp_norm) is not None:
+            given = x.detach()
+            with remade([normal], lambda: [norm(given)]):
                 fed: Tensor = mlp(normal)
                 return fed
         return mlp(normal)

@@ -12,7 +12,6 @@ this rank's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -262,7 +261,7 @@ class MixtureModule(nn.Module):
             return use(self._activated(y, weights))
         activated = recomputed(self._activated, self.strategy.random, y, weights)
         given = y.detach(), None if weights is None else weights.detach()
-        with remade(activated, partial(self._activated, *given)):
+        with remade([activated], lambda: [self._activated(*given)]):
             return use(activated)
 
     def _activated(self, y: Tensor, weights: Tensor | None) -> Tensor:

@@ -17,9 +17,8 @@ query and key without a position and R that RoPE turns, A of a value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, cast
 
 import torch
@@ -32,13 +31,10 @@ from spbench.impls.models.blocks.adapters import OpeningAdapters
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.norms import norm_of
 from spbench.impls.models.blocks.places import Places
-from spbench.impls.models.blocks.recomputation import recomputed
+from spbench.impls.models.blocks.remade import used_without_results
 from spbench.impls.models.blocks.softmax_mixer import AttentionMixer, SoftmaxAttention
 from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.layers import GroupedLinear, Linear
-
-#: (q, k, v, places) -> o
-Attend = Callable[[Tensor, Tensor, Tensor, Places], Tensor]
 
 
 @dataclass(frozen=True)
@@ -64,9 +60,6 @@ class LatentAttention(SoftmaxAttention):
     def key_size(self) -> int:
         """Features of a query and a key."""
         return self.plain_size + self.turned_size
-
-    def keeps_results(self, model: DecoderOptions) -> bool:
-        return model.recomputes("mla_up_proj") and not model.recomputes("core_attn")
 
     def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
         return LatentAttentionMixer(self, model, strategy)
@@ -161,20 +154,15 @@ class LatentAttentionMixer(AttentionMixer):
 
     def _attended(self, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places) -> Tensor:
         """The attention [B, Z, L, A] that follows from what :meth:`_latents` returns."""
-        if not self.model.recomputes("mla_up_proj"):
-            return self._attend_from(self.attend_to, of_queries, latent, shared, places)
-        inner = partial(self._attend_from, self.attend_at_once)
-        random, keeps = self.strategy.random, self.kind.keeps_results(self.model)
-        return recomputed(inner, random, of_queries, latent, shared, places, keep_results=keeps)
 
-    def _attend_from(
-        self, attend: Attend, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places
-    ) -> Tensor:
-        q, k, v = self._up(of_queries, latent, shared, places)
-        if self.kind.padded:
-            v = F.pad(v, (0, self.kind.key_size - self.kind.value_size))
-        o = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), places)
-        return o[..., : self.kind.value_size]
+        def attend(*heads: Tensor) -> Tensor:
+            q, k, v = (x.transpose(1, 2) for x in heads)
+            return self.attend_to(q, k, v, places)[..., : self.kind.value_size]
+
+        inputs = of_queries, latent, shared, places
+        if not self.model.recomputes("mla_up_proj"):
+            return attend(*self._up(*inputs))
+        return used_without_results(self._up, attend, self.strategy.random, inputs)
 
     def _latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The latent of queries [B, L, Q], or x itself, that of keys and values [B, L, C], and the features
@@ -188,7 +176,14 @@ class LatentAttentionMixer(AttentionMixer):
     def _up(
         self, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [B, L, Z, N + R] and values [B, L, Z, A]."""
+        """Queries and keys [B, L, Z, N + R] and values [B, L, Z, A], or padded as long as keys."""
+        q, k, v = self._projected_up(of_queries, latent, shared, places)
+        return q, k, F.pad(v, (0, self.kind.key_size - self.kind.value_size)) if self.kind.padded else v
+
+    def _projected_up(
+        self, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`_up`, without padding."""
         kind = self.kind
         if self.q_norm is not None:
             of_queries = self.q_norm(of_queries)

@@ -76,7 +76,8 @@ class LatentOptions:
         if not self.kv_lora_rank:
             return []
         return [
-            {"q_lora_rank": None, "padded_values": True, "mtp_layers": 0},
+            {"q_lora_rank": None, "padded_values": True, "mtp_layers": 0}
+            | {"recompute": "selective", "recompute_modules": ("core_attn", "mla_up_proj")},
             {"mtp_layers": 2, "documents": (7, 1, 11, 5), "library": "transformer-engine"},
             {"recompute": "selective", "recompute_modules": ("mla_up_proj",)},
         ]

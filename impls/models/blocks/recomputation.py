@@ -31,13 +31,12 @@ def recomputed(
     early_stop: bool = False,
     keep: bool = False,
     keep_exchanges: bool = False,
-    keep_results: bool = False,
     reentrant: bool = False,
     on_host: HostCheckpoints | None = None,
 ) -> Output:
     """``block(*inputs)``, of which only the inputs are kept until backward, and with ``keep`` what every
     other matmul made, attention, and sums that are scattered (torchtitan's selective checkpointing by "op"),
-    with ``keep_exchanges`` what all-to-alls of rows brought too; with ``keep_results`` attention alone. With
+    with ``keep_exchanges`` what all-to-alls of rows brought too. With
     ``on_host`` tensors among the inputs are kept there. With ``early_stop`` it runs again as far as the last
     tensor that its backward needs, as torch's own default is. ``reentrant``: what torch's reentrant
     checkpoint holds meanwhile is held too, see :class:`BackwardFrame`."""
@@ -48,8 +47,7 @@ def recomputed(
         random.number = first  # the same dropout masks when backward runs it again
         return within(*inputs)
 
-    operators = partial(_keeping, exchanges=keep_exchanges)
-    contexts = operators if keep else _keeping_results if keep_results else noop_context_fn
+    contexts = partial(_keeping, exchanges=keep_exchanges) if keep else noop_context_fn
     where = nullcontext() if on_host is None else on_host.keeping()
     # the papers' frameworks run the whole block again
     with set_checkpoint_early_stop(early_stop), where:
@@ -59,7 +57,7 @@ def recomputed(
         return output
 
 
-def _keeping(*, exchanges: bool) -> tuple[Any, Any]:
+def _keeping(*, exchanges: bool = False) -> tuple[Any, Any]:
     """The contexts of a block's forward and of its second run, which share what is kept: every other matrix
     product, and what is :func:`kept`."""
     results = KeptResults(products=True, exchanges=exchanges)
@@ -74,12 +72,6 @@ def _keeping(*, exchanges: bool) -> tuple[Any, Any]:
 
     first, again = create_selective_checkpoint_contexts(policy)
     return _both(results.in_use(again=False), first), _both(results.in_use(again=True), again)
-
-
-def _keeping_results() -> tuple[Any, Any]:
-    """As :func:`_keeping`, for what is :func:`kept` alone."""
-    results = KeptResults()
-    return results.in_use(again=False), results.in_use(again=True)
 
 
 @contextmanager

@@ -128,16 +128,12 @@ class SoftmaxOptions(Adaptable):
             sites.append(Site("linear_in", 1, gate, again))
         return [*sites, self.meeting(model, batch, seq_len, heads, again)]
 
-    def keeps_results(self, model: DecoderOptions) -> bool:
-        """Whether attention's results are kept where what it attends to is recomputed."""
-        return False
-
     def meeting(
         self, model: DecoderOptions, batch: int, seq_len: int, heads: Mapping[str, int], again: bool
     ) -> Site:
         """Where positions meet, with these dims of its heads."""
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
-        kept = {"kept": 1} if model.keeps_operators or self.keeps_results(model) else {}
-        again = again or model.recomputes("core_attn") or self.keeps_results(model)
+        kept = {"kept": 1} if model.keeps_operators else {}
+        again = again or model.recomputes("core_attn")
         heeded = self.heeded(model.attended(seq_len), seq_len)
         return Site(kind, 1, {"B": batch, "L": seq_len, **heads, **kept, **heeded}, again)

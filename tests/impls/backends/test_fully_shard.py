@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from spbench.bench.cell import Cell
@@ -14,6 +15,7 @@ from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends import meta_device
 from spbench.impls.backends.fully_shard import FullySharded
+from spbench.impls.backends.sharded_stages import padded_elements
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.layout import Unsupported
 from tests.impls.backends.one_device import assert_right, assert_sends_its_closed_form, cell
@@ -58,6 +60,27 @@ def test_experts_of_one_rank_are_in_no_unit(pool: RankPool) -> None:
     assert peaks[0] < peaks[1]
     with pytest.raises(Unsupported, match="set state_dtype: weights"):
         tracing.trace(case("bf16"))
+
+
+@pytest.mark.parametrize("options", [{}, {"initialize": "meta", "reduce_at": "kept", "reduce_dtype": "fp32"}])
+def test_parts_that_no_dim_divides_are_cut_as_the_matrix_of_all(
+    pool: RankPool, options: dict[str, Any]
+) -> None:
+    # of queries, keys and values [1, 52, 44], which dims of one, and of 3 ranks, leave as they are
+    sizes = {"hidden": 44, "heads": 11, "kv_heads": 1, "inner": 88}
+    undivided = {
+        "sizes": {"dp": 3},
+        "batch": 6,
+        "model_options": sizes,
+        "training": {"backend": "zero3", **options},
+    }
+    undivided["training"] |= {"micro_batches": 2}  # type: ignore[operator]
+    assert_right(
+        pool, cell("zero3", "single", model="causal-transformer-tiny-gqa", **undivided), FullySharded
+    )
+    narrow = cell("zero3", "single", model="causal-transformer-tiny-gqa", precision="bf16", **undivided)
+    assert_sends_its_closed_form(pool, narrow)
+    assert padded_elements(torch.Size((4, 1152, 3584)), 1024) == 5 * 1024 * 3584  # of 4,608 rows
 
 
 def test_what_each_option_changes() -> None:

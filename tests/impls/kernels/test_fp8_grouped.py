@@ -257,6 +257,8 @@ def test_a_scale_of_one_rank_alone_is_seen() -> None:
         ("megatron_sp", {"tp": 2, "dp": 2}, {}),
         ("tensor_parallel", {"tp": 2}, {"kv_heads": 1}),
         ("single", {"dp": 2, "pp": 2}, {"recompute": "full"}),
+        ("megatron_sp", {"tp": 2, "dp": 2}, {"biases": True}),
+        ("single", {"dp": 2}, {"qkv_bias": True}),
     ],
 )
 def test_bytes_of_magnitudes_are_those_of_the_closed_form(

@@ -239,14 +239,16 @@ def test_what_transformer_engine_keeps_of_latent_attention(rope: str) -> None:
         "mtp_layers": 0,
         **unfused,
     }
-    kept = kept_by_a_layer(model=MODEL, strategy="single", batch=1, seq_len=1024, model_options=options)
-    again = kept_by_a_layer(
-        model=MODEL,
-        strategy="single",
-        batch=1,
-        seq_len=1024,
-        model_options=options | {"recompute": "selective", "recompute_modules": ["mla_up_proj"]},
+    up_again = {"recompute": "selective", "recompute_modules": ["mla_up_proj"]}
+    # with scores, which stay: Megatron-LM runs the projections alone again
+    kept, again, with_scores, again_with_scores = (
+        kept_by_a_layer(
+            model=MODEL, strategy="single", batch=1, seq_len=1024, model_options={**options, **more}
+        )
+        for scores in ({}, {"attention": "unfused", "attention_dropout": 0.0})
+        for more in (scores, scores | up_again)
     )
+    assert with_scores - again_with_scores == kept - again
     # latents are normalised and projected again, from what projects down, whole for the shared key
     remade = 2 * heads * (192 + 192 + 128) + 2 * (q_rank + kv_rank) + 2 * 4
     assert again == 1024 * (expected - remade - 2 * kv_rank + 2 * (kv_rank + 64))

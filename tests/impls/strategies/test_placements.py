@@ -84,7 +84,12 @@ def test_joint_blocks_cover_what_causality_allows(n: int, placement: str, length
             for s in PLACED
         ),
         (RingAttention, LINEAR, "striped", "linear attention has no striped placement; use"),
-        (AllGatherKV, LINEAR, "striped", "all_gather_kv has no linear attention; use another strategy or"),
+        (
+            AllGatherKV,
+            LINEAR,
+            "striped",
+            "all_gather_kv has no linear attention; use ulysses, lasp, lasp2, ring_attention, or",
+        ),
     ],
 )
 def test_what_cannot_be(

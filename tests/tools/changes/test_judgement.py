@@ -2,6 +2,7 @@
 
 import copy
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ def test_nothing_is_said_of_what_does_not_matter(changed: Any) -> None:
     assert changed(change) == []
 
 
-def set_(index: int, name: str, value: Any) -> Change:
-    return lambda rows: rows[index]["measurement"].update({name: value})
+def set_(index: int, name: str = "answer", value: Any = 63, **further: Any) -> Change:
+    return lambda rows: rows[index]["measurement"].update({name: value, **further})
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,8 @@ def set_(index: int, name: str, value: Any) -> Change:
         (set_(1, "reserved_memory_bytes", 2001), ("worse", "b", "reserved_memory_bytes")),
         (set_(1, "answer", 63), ("worse", "b", "answer")),
         (set_(1, "answer", 65), ("better", "b", "answer")),
+        # numbers of another answer are not judged
+        (set_(1, peak_memory_bytes=1, step_time_s=1.0), ("worse", "b", "answer")),
         (set_(1, "answer", None), ("missing", "b", "answer")),
         (set_(1, "step_time_s", 2.00001), ("worse", "b", "step_time_s")),
         (set_(1, "step_time_s", 1.9), ("better", "b", "step_time_s")),
@@ -87,13 +90,13 @@ def test_a_row_of_the_base_without_a_measurement_is_refused(tmp_path: Path, base
 
 def test_worst_first(changed: Any) -> None:
     def change(rows: list[dict[str, Any]]) -> None:
-        rows[0]["measurement"] |= {"peak_memory_bytes": 1100, "answer": 128}
+        rows[0]["measurement"] |= {"formula_difference": [{}], "answer": 128}
         rows[1]["measurement"] |= {"peak_memory_bytes": 1500}
         rows[2]["status"] = "oom"
         rows.append(row("d"))
 
     assert [said[:2] for said in changed(change)] == [
-        *[("worse", "c/gloo"), ("worse", "b"), ("worse", "a"), ("better", "a"), ("new", "d")]
+        *[("worse", "a"), ("worse", "c/gloo"), ("worse", "b"), ("better", "a"), ("new", "d")]
     ]
 
 
@@ -118,6 +121,19 @@ def test_errors_against_published_numbers(
     # a subset that has the claim's cells must have the claim
     again = judge(read_results(base), read_results(tmp_path / "new"), subset=True)
     assert again.fails == found.fails
+
+
+def test_a_cell_that_has_no_number_any_more_is_told_once(tmp_path: Path, base: Path) -> None:
+    rows = copy.deepcopy(ROWS)
+    wrong = next(row for row in rows if row["key"] == ENTRY.numerator)
+    wrong |= {"status": "mismatch", "measurement": {}}
+    without = replace(ENTRY, reproduced=None, relative_error=None, status_reproduced="mismatch")
+    found = judge(read_results(base), read_results(folder(tmp_path / "new", rows, without, TABLE)))
+    assert {(d.verdict, d.quantity) for d in found.differences} <= {
+        ("worse", "status"),
+        ("worse", "published status"),
+    }
+    assert found.differences[0].where == ENTRY.numerator
 
 
 def test_published_statuses(tmp_path: Path, base: Path) -> None:

@@ -39,6 +39,24 @@ def test_a_text_chooses_by_name(command_line: Run) -> None:
 
 
 @pytest.mark.parametrize(
+    ("of", "has", "has_not"),
+    [
+        ("strategies llama3-8b", {"ulysses", "ring_attention", "tensor_parallel"}, {"dsp", "lasp", "lasp2h"}),
+        ("strategies Qwen/Qwen3-Next-80B-A3B-Instruct", {"lasp2h", "ulysses"}, {"lasp", "ring_attention"}),
+        ("models dsp", {"st-dit-xl", "transformer-3d-tiny"}, {"llama3-8b", "bert-base", "tnl-1b"}),
+        ("models lasp2", {"tnl-1b", "gated-deltanet-tiny"}, {"hybrid-tiny", "llama3-8b"}),
+    ],
+)
+def test_strategies_of_a_model_and_models_of_a_strategy(
+    of: str, has: set[str], has_not: set[str], command_line: Run
+) -> None:
+    kind, name = of.split()
+    named = json.loads(command_line("list", kind, name, "--format", "json")[1])[kind].keys()
+    assert has <= named
+    assert not has_not & named
+
+
+@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("list models lamma3", "no name of models has 'lamma3' in it; did you mean"),

@@ -69,6 +69,9 @@ verify --set sizes.tp=2 -> verify takes model_options.OPTION, strategy_options.O
 verify --set training.micro_batches=2 -> verify takes model_options.OPTION
 fit llama3-8b -> llama3-8b is a model: give --cluster NAME and --seq-len N too
 fit lama3-8b -> did you mean 'llama3-8b'? (nearest of
+fit qwen3-8b -> did you mean 'Qwen/Qwen3-8B'? (nearest of
+fit /dev/null -> '/dev/null' is no scenario, model or file (none of
+fit llama3-8b --gpus -8 -> must be a whole number of at least 1, not -8
 fit meta-llama/Llama-3-8B -> download its config.json and give the path of that
 advise --model llama3-8b -> give --cluster NAME, --gpus N and --seq-len N too
 

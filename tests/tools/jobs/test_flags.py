@@ -42,7 +42,9 @@ TORCHTITAN = BOTH | {
     "batch": 64,
     "mesh": ["dp", "cp", "sp", "tp"],
     "model_options": {"separate_projections": True, "attention": "flash_attention_2"},
-    "training": MEGATRON["training"] | {"backend": "zero3", "wrap": "embedding", "reduce_dtype": "fp32"},
+    "training": MEGATRON["training"]
+    | {"backend": "zero3", "wrap": "embedding", "reduce_dtype": "fp32"}
+    | {"cuda_alloc_conf": "expandable_segments:True"},
 }
 
 
@@ -63,7 +65,7 @@ def read_back(kind: str, cell: Cell, found: Flags, text: str | None = None) -> J
 def same(cell: Cell, other: Cell) -> bool:
     """Whether two cells are equal, but for how the same model is written."""
     models = [model_preset(*each.model_arguments) for each in (cell, other)]
-    of_model = {"model": "", "model_options": {}}
+    of_model = {"model": "", "model_options": {}, "program": ""}
     sizes = [{axis: n for axis, n in each.mesh_sizes.items() if n > 1} for each in (cell, other)]
     rest = [each.model_copy(update={**of_model, "mesh": None}) for each in (cell, other)]
     return models[0] == models[1] and [*sizes[0].items()] == [*sizes[1].items()] and rest[0] == rest[1]
@@ -104,6 +106,8 @@ def megatron_cells(draw: st.DrawFn) -> Cell:
         training["accumulate_allreduce_grads_in_fp32"] = draw(st.booleans())
     again = draw(st.sampled_from(["none", "selective", "full"]))
     model: dict[str, Any] = {"recompute": again, "attention": draw(st.sampled_from(["flash", "cudnn"]))}
+    if within not in ("", "ulysses"):
+        model["attention_dropout"] = 0.0
     if again == "full":
         model |= {"recompute_method": draw(st.sampled_from(["uniform", "block"])), "recompute_layers": 2}
     name = draw(st.sampled_from(["llama3-8b", "gpt3-7b"]))

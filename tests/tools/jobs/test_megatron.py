@@ -96,7 +96,10 @@ _FLUSH, _COPIES, _LOSS = "autotune_flush_kib", "autotune_copies", "--cross-entro
         (_A, "", "", "strategy", "tensor_parallel"),
         (_A, "", "--sequence-parallel", "strategy", "tensor_parallel"),
         (_A, "", "--sequence-parallel --tensor-model-parallel-size 2", "strategy", "megatron_sp"),
-        (_A, "", "--context-parallel-size 2", "strategy", "tensor_parallel+ring_attention"),
+        (
+            *(_A, "", "--context-parallel-size 2 --attention-dropout 0"),
+            *("strategy", "tensor_parallel+ring_attention"),
+        ),
         (_A, "", "--context-parallel-size 2 --cp-comm-type a2a", "strategy", "tensor_parallel+ulysses"),
         (_A, "", "--pipeline-model-parallel-size 2", "sizes.dp", 4),
         (_A, "", "--use-tp-pp-dp-mapping", "mesh", ["dp", "pp", "sp", "tp"]),
@@ -274,8 +277,14 @@ def test_what_a_job_cannot_be_is_told_in_a_line(arguments: str, problem: str) ->
 
 
 def test_sequences_are_cut_into_two_chunks_a_rank() -> None:
-    made = job("--context-parallel-size 8", sizes=SIZES.replace("128", "136"))
+    made = job("--context-parallel-size 8 --cp-comm-type a2a", sizes=SIZES.replace("128", "136"))
     assert made.refusal() == "--seq-length 136 is no multiple of 2 x --context-parallel-size 8"
+    dropout = job("--context-parallel-size 2").refusal()
+    assert dropout.startswith("--attention-dropout (by default): dropout of attention over parts")
+    long = job("", sizes=SIZES.replace("128", "65536"))
+    assert any(
+        "a mask of 8.00 GiB" in remark and "--no-create-attention" in remark for remark in long.remarks
+    )
 
 
 def test_gpus_and_cluster_must_be_known() -> None:

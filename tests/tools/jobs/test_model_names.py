@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from spbench.bench.errors import UserError
+from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.setting_values import read_model_file
-from spbench.bench.tools.jobs.job_files import JobFile
+from spbench.bench.tools.jobs.job_files import JobFile, imported
 from spbench.impls.models.huggingface.published import near_model
-from tests.tools.jobs.job_inputs import INPUTS, job_of
+from tests.tools.jobs.job_inputs import INPUTS, JOBS, job_of
 from tests.tools.jobs.test_programs import lenient
 
 
@@ -88,3 +90,17 @@ def test_what_is_left_out_of_a_file_beside_is_said(tmp_path: Path) -> None:
     paths = (*(INPUTS / each for each in ("zero3.json", "trainer.yaml")), beside)
     deepspeed = job_of("deepspeed", [JobFile(path, path.read_bytes()) for path in paths], 8)
     assert [each for each in deepspeed.remarks if each.startswith("dropout, 0.1 in this model as published")]
+
+
+@pytest.mark.parametrize("where", ["here.yaml", "b/beside.yaml", "link/below.yaml"])
+def test_the_path_of_a_model_holds_where_the_scenario_lies(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("a", "b", "c/d"):
+        Path(folder).mkdir(parents=True)
+    Path("link").symlink_to("c/d")
+    files = [shutil.copy(INPUTS / name, "a") for name in JOBS["ZeRO-2"][1]]
+    imported(("deepspeed", *files), 8, "dgx-h100", False, False, (), Path(where))
+    (cell,) = load_scenario(where).cells[""]
+    assert (Path(where).parent / cell.model).resolve() == tmp_path / "a" / "config.json"

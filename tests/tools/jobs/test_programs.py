@@ -28,7 +28,24 @@ HERE = (
 
 def lenient(name: str, change: tuple[str, str] = ("", ""), gpus: int = 8) -> Job:
     kind, files = JOBS[name]
-    return replace(read(kind, files, {files[0]: change}, gpus=gpus), strict=False)
+    file = next((each for each in files if change[0] in (INPUTS / each).read_text()), files[0])
+    return replace(read(kind, files, {file: change}, gpus=gpus), strict=False)
+
+
+def test_each_job_says_what_trains() -> None:
+    """transformers' Trainer by DeepSpeed is DeepSpeed."""
+    trains = {name: lenient(name).cell().program for name in HERE}
+    others = {
+        "Automodel": "automodel",
+        "VeOmni": "veomni",
+        "verl": "verl",
+        "LLaMA-Factory v1": "transformers",
+    }
+    assert trains == dict.fromkeys(HERE, "deepspeed") | others
+    by_ddp = lenient("axolotl", ("deepspeed: deepspeed_configs/zero3_bf16.json", ""))
+    assert by_ddp.cell().program == "transformers"
+    total = lenient("axolotl", ("micro_batch_size: 1", "micro_batch_size: 1\nbatch_size: 7"))
+    assert "batch_size = 7 is not micro-batch 1 x accumulation 2, which count" in total.warnings
 
 
 def made(name: str, change: tuple[str, str] = ("", "")) -> dict[str, Any]:
@@ -252,6 +269,17 @@ def test_what_something_close_stands_for(name: str, key: str, missing: str) -> N
             "}",
             r"tensor_model_parallel_size: \$PRIMUS_TP is not set; --given PRIMUS_TP=VALUE",
         ),
+        ("axolotl", "bf16: auto", "bf16: auto\nfp16: true", "bf16 and fp16 are both asked for; leave one"),
+        ("LLaMA-Factory", "bf16: true", "pure_bf16: true\nfp16: true", "bf16 and fp16 are both asked for"),
+        ("ms-swift", "--dataset", "--bf16 true --fp16 true --dataset", "bf16 and fp16 are both asked for"),
+        ("accelerate", "packing", "bf16=True, fp16=True, packing", "bf16 and fp16 are both asked for"),
+        ("axolotl", "bf16: auto", "load_in_4bit: true\nload_in_8bit: true", "one number of bits; leave one"),
+        ("LLaMA-Factory", "type: lora", "type: full\nquantization_bit: 4", "in 4 bits are not trained"),
+        ("Automodel", "dp_size: null", "dp_size: 8", "dp_size = 8: 8 GPUs / 2 leave 4 for data"),
+        ("LLaMA-Factory v1", "cp_size: 2", "dp_size: 8\ncp_size: 2", "8 GPUs / 2 leave 4 for data"),
+        ("axolotl", "bf16: auto", "dp_shard_size: 8", "dp_shard_size = 8: 8 GPUs / 4 leave 2 for data"),
+        ("VeOmni", "ulysses_size: 2", "ulysses_size: 2\n    dp_shard_size: 8", "8 GPUs / 2 leave 4 for data"),
+        ("ms-swift, Megatron", "--model ", "--expert_model_parallel_size 2 --model ", "has no experts"),
         ("ms-swift", "--tuner_type full", "--tuner_type vera", "weights of which some are trained"),
     ],
 )
