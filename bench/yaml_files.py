@@ -113,7 +113,7 @@ def validate(model: type[ModelT], content: Mapping[str, Any], where: str) -> Mod
         return model.model_validate(content, strict=True)
     except ValidationError as error:
         path, message = first_problem(model, error)
-        raise UserError(f"{where}: {dotted(path)}: {message}") from error
+        raise UserError(": ".join(filter(None, (where, dotted(path), message)))) from error
 
 
 def first_problem(model: type[BaseModel], error: ValidationError) -> tuple[tuple[str | int, ...], str]:

@@ -1,4 +1,5 @@
-"""Rates of attention kernels that a card has none of, carried over from another card.
+"""What counts where a cluster has no rate: of attention kernels one that is carried over from another card;
+without others nothing can be timed.
 
 Kernels keep their ratio from card to card better than their share of the peak: where both kernels were
 measured on another card, the missing one counts here as that part of the other. It stays a substitute, and
@@ -11,19 +12,21 @@ from collections.abc import Iterator
 from functools import cache
 
 from spbench.bench.measure.clusters.cluster import Cluster, Device, cluster_names, load_cluster
+from spbench.bench.measure.clusters.figures import Sourced
 from spbench.bench.measure.clusters.kinds_of_work import generation_of
-from spbench.bench.measure.clusters.rates import NO_TABLE, AttentionRate, Direction, Mask, Sourced
+from spbench.bench.measure.clusters.rates import NO_TABLE, AttentionRate, Direction, Mask
 
 
 def rate_of_call(
     device: Device, kernel: str, head_size: int, direction: Direction, mask: Mask
 ) -> AttentionRate | None:
     """The rate of calls of an attention kernel on a card: its own, or one that is carried over; None: there
-    is neither, or the card has a share for such kernels. Arguments as of :meth:`AttentionRates.rate_of`."""
+    is neither, or the card has a share for calls of its default kernel. Arguments as of
+    :meth:`AttentionRates.rate_of`."""
     if device.attention is None:
         return None
     own = device.attention.rate_of(kernel, head_size, direction, mask)
-    if own is not None or kernel == "flash" or device.attention_efficiency.value is not None:
+    if own is not None or kernel in ("flash", device.attention.default):
         return own
     for card in _cards_with(kernel, generation_of(device)):
         for other in dict.fromkeys([device.attention.default, *device.attention.kernels]):
@@ -81,3 +84,24 @@ def _measured(kernel: str) -> Iterator[Cluster]:
         rates = {} if attention is None else {str(each): of for each, of in attention.kernels.items()}
         if any(not rate.limit_flops_per_s.substitute for rate in rates.get(kernel, ())):
             yield cluster
+
+
+class RatesUnknown(ValueError):
+    """The cluster profile lacks a figure without which a time cannot be known."""
+
+
+def check_rates(cluster: Cluster, precision: str, world: int) -> None:
+    """Raise :class:`RatesUnknown` unless the cluster has all figures to time this many ranks."""
+    device = cluster.device
+    rate = device.peak_flops_per_s.get(precision)  # type: ignore[call-overload]
+    if rate is None or rate.value is None:
+        raise RatesUnknown(f"{cluster.name}: device.peak_flops_per_s has no {precision}")
+    if device.memory_bandwidth_bytes_per_s.value is None:
+        raise RatesUnknown(f"{cluster.name}: device.memory_bandwidth_bytes_per_s is unknown")
+    links = [cluster.node_link] if cluster.node_link and cluster.devices_per_node > 1 and world > 1 else []
+    if world > (cluster.devices_per_node if links else 1):
+        links.append(cluster.network)
+    for link in links:
+        assert link is not None
+        if link.latency_s.value is None or link.bandwidth_bytes_per_s.value is None:
+            raise RatesUnknown(f"{cluster.name}: a link's latency or bandwidth is unknown")

@@ -13,6 +13,7 @@ from typing import Any
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import cache_folder, write_whole
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
+from spbench.bench.measure.clusters.figures import ASKED
 from spbench.bench.yaml_files import validate
 from spbench.bench.yaml_text import dump
 
@@ -115,7 +116,7 @@ def _change(content: dict[str, Any], cluster: str, figure: str, text: str) -> No
         number = value if name == figure else (holder[key] or 0.0) * (times or 1.0)
         holder[key] = round(number) if isinstance(holder[key], int) else number
         if "source" in holder:
-            holder["note"] = "; ".join(filter(None, [holder.get("note"), f"{text}, as it was asked for"]))
+            holder["note"] = "; ".join(filter(None, [holder.get("note"), f"{text}, {ASKED}"]))
 
 
 def _figures(part: Any, path: str) -> Iterator[tuple[str, tuple[Any, Any]]]:

@@ -11,11 +11,13 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, PositiveFloat, PositiveInt, model_validator
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import read_file
-from spbench.bench.measure.clusters.rate_tables import check_table
+from spbench.bench.measure.clusters import figures as unit
+from spbench.bench.measure.clusters.figures import Sourced, implausible, inherited
+from spbench.bench.measure.clusters.rate_tables import wrong_tables
 from spbench.bench.measure.clusters.rates import (
     AttentionRates,
     CollectiveModel,
@@ -26,7 +28,6 @@ from spbench.bench.measure.clusters.rates import (
     NcclSettings,
     Network,
     OperatorTimes,
-    Sourced,
 )
 from spbench.bench.yaml_files import (
     InferredSetting,
@@ -66,8 +67,9 @@ class Device(StrictModel):
             out has the rates of other matmuls.
         attention: what attention kernels reach, by kernel, direction, mask, head size and length.
         memory_efficiency: share of the memory bandwidth that kernels reach; null counts as all of it.
-        attention_efficiency: share of the peak rate of attention kernels that ``attention`` does not have,
-            where of a causal mask only what it leaves is counted; null: they reach what matmuls do.
+        attention_efficiency: share of the peak rate that attention reaches in calls that ``attention`` has no
+            rate of, where of a causal mask only what it leaves is counted; null: they reach what matmuls do.
+            It is that of the default kernel, and stands for others where none can be carried over.
         attention_floor_s: the least time of an attention kernel, which small ones take whatever their size;
             null counts as none.
         overlap_loss: seconds of computing lost for each second that a collective or a message runs beside it,
@@ -80,31 +82,35 @@ class Device(StrictModel):
         multiprocessors: streaming multiprocessors, on which a kernel's thread blocks run; null: kernels of
             few blocks are not slowed down.
         l2_cache_bytes: of the cache that all multiprocessors share.
+        same_processor: the card of the extended file, where this one differs from it in memory or links
+            alone, so that its rates are this card's too; null: another name is another card
+            (:func:`inherited`).
         workspaces: bytes that a library takes of torch's allocator and keeps: ``cublas`` at the first matmul
             of torch's own in each thread, that of the forward pass and autograd's; ``transformer_engine`` at
             its first matmul. One that is left out, or null, takes none.
     """
 
     name: str
-    memory_total_bytes: Sourced[PositiveInt]
-    memory_context_bytes: Sourced[NonNegativeInt]
-    memory_peer_bytes: Sourced[NonNegativeInt] = NOT_MEASURED
-    memory_bandwidth_bytes_per_s: Sourced[PositiveFloat]
-    peak_flops_per_s: dict[Precision, Sourced[PositiveFloat]] = {}
-    compute_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
+    same_processor: Sourced[str] = NOT_MEASURED
+    memory_total_bytes: Sourced[unit.MemoryBytes]
+    memory_context_bytes: Sourced[unit.BufferBytes]
+    memory_peer_bytes: Sourced[unit.BufferBytes] = NOT_MEASURED
+    memory_bandwidth_bytes_per_s: Sourced[unit.MemoryRate]
+    peak_flops_per_s: dict[Precision, Sourced[unit.FlopsPerS]] = {}
+    compute_efficiency: Sourced[unit.Share] = NOT_MEASURED
     matmul: dict[Precision, MatmulRate] | None = None
     grouped_matmul: dict[Precision, MatmulRate] = {}
-    memory_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
-    attention_efficiency: Sourced[PositiveFloat] = NOT_MEASURED
+    memory_efficiency: Sourced[unit.Share] = NOT_MEASURED
+    attention_efficiency: Sourced[unit.Share] = NOT_MEASURED
     attention: AttentionRates | None = None
-    attention_floor_s: Sourced[NonNegativeFloat] = NOT_MEASURED
-    overlap_loss: Sourced[NonNegativeFloat] = NOT_MEASURED
+    attention_floor_s: Sourced[unit.Latency] = NOT_MEASURED
+    overlap_loss: Sourced[unit.Loss] = NOT_MEASURED
     operators: dict[str, Sourced[OperatorTimes]] = {}
-    launch_overhead_s: Sourced[NonNegativeFloat] = NOT_MEASURED
-    kernel_floor_s: Sourced[NonNegativeFloat] = NOT_MEASURED
-    multiprocessors: Sourced[PositiveInt] = NOT_MEASURED
-    l2_cache_bytes: Sourced[PositiveInt] = NOT_MEASURED
-    workspaces: dict[Library, Sourced[NonNegativeInt]] = {}
+    launch_overhead_s: Sourced[unit.Latency] = NOT_MEASURED
+    kernel_floor_s: Sourced[unit.Latency] = NOT_MEASURED
+    multiprocessors: Sourced[unit.Many] = NOT_MEASURED
+    l2_cache_bytes: Sourced[unit.MemoryBytes] = NOT_MEASURED
+    workspaces: dict[Library, Sourced[unit.BufferBytes]] = {}
 
     @model_validator(mode="after")
     def _operators_in_order(self) -> Self:
@@ -140,13 +146,13 @@ class Calibration(StrictModel):
         fitted_on: the cells that the values were fitted on.
     """
 
-    efficiency: PositiveFloat = 1.0
-    compute_efficiency: PositiveFloat = 1.0
-    memory_efficiency: PositiveFloat = 1.0
-    link_efficiency: PositiveFloat = 1.0
-    step_overhead_s: NonNegativeFloat = 0.0
-    parameter_overhead_s: NonNegativeFloat = 0.0
-    strided_element_s: NonNegativeFloat = 0.0
+    efficiency: unit.Factor = 1.0
+    compute_efficiency: unit.Factor = 1.0
+    memory_efficiency: unit.Factor = 1.0
+    link_efficiency: unit.Factor = 1.0
+    step_overhead_s: unit.LongSeconds = 0.0
+    parameter_overhead_s: unit.ElementSeconds = 0.0
+    strided_element_s: unit.ElementSeconds = 0.0
     fitted_on: list[str] = []
 
     @property
@@ -198,7 +204,7 @@ class Cluster(StrictModel):
     name: str
     about: str
     device: Device
-    devices_per_node: PositiveInt = 1
+    devices_per_node: unit.Many = 1
     #: between the devices of a node, a device; unknown or missing: they talk through the network
     node_link: Link | None = None
     network: Network
@@ -212,10 +218,11 @@ class Cluster(StrictModel):
 
     @model_validator(mode="after")
     def _collectives_known(self) -> Self:
-        links = [link for link in (self.node_link, self.network) if link is not None]
-        for link in links:
-            link.check_crossings(self.devices_per_node)
-        known = any(link.collectives or link.table.value for link in links)
+        by_name = {"node_link": self.node_link, "network": self.network}
+        links = {name: link for name, link in by_name.items() if link is not None}
+        for name, link in links.items():
+            link.check_crossings(self.devices_per_node, name)
+        known = any(link.collectives or link.table.value for link in links.values())
         if self.collective_model == "measured" and not known:
             raise ValueError("collective_model: measured needs collectives of node_link or network")
         if self.collective_model == "nccl" and self.nccl is None:
@@ -301,8 +308,8 @@ def cluster_of_content(path: Path, content: bytes) -> Cluster:
     if "name" in declared:
         raise UserError(f"{path}: name: leave it out; a cluster has the name of its file, {path.stem!r}")
     cluster = validate(Cluster, {**declared, "name": path.stem}, str(path))
-    for table in cluster.tables:
-        check_table(table, str(path))
+    for problem in (*implausible(cluster), *wrong_tables(cluster.sourced)):
+        raise UserError(f"{path}: {problem}")
     if (usable := cluster.usable_memory_bytes) is not None and usable <= 0:
         raise UserError(f"{path}: device.memory_context_bytes: leaves nothing of memory_total_bytes")
     return cluster
@@ -319,24 +326,10 @@ def _resolved(path: Path, content: bytes) -> dict[str, Any]:
     if (base := own.pop("extends", None)) is None:
         return own
     below = _packaged_below(path, base, "extends")
-    _drop_words_on_other_values(below, own)
-    return merge(below, own)
-
-
-#: what a figure's file says of its value, which a file that gives another value does not take over
-_OF_THE_VALUE = ("note", "substitute", "fitted_on", "inferred_from")
-
-
-def _drop_words_on_other_values(below: dict[str, Any], above: Mapping[str, Any]) -> None:
-    """Take out of ``below`` what it says of figures of which ``above`` gives another value."""
-    for key, value in above.items():
-        own = below.get(key)
-        if isinstance(value, dict) and isinstance(own, dict):
-            if "value" in value:
-                below[key] = {name: each for name, each in own.items() if name not in _OF_THE_VALUE}
-            else:
-                below[key] = own = dict(own)
-                _drop_words_on_other_values(own, value)
+    card, same = below["device"]["name"], (own.get("device") or {}).get("same_processor")
+    if isinstance(same, dict) and same.get("value") not in (card, None):
+        raise UserError(f"{path}: device.same_processor: {base} has a card of another name, {card}")
+    return merge(inherited(below, own, base), own)
 
 
 def _packaged_below(path: Path, base: Any, where: str) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
 from spbench.bench.measure.clusters.cluster import Cluster, Device, Precision
+from spbench.bench.measure.clusters.figures import Sourced
 from spbench.bench.measure.clusters.rate_tables import table_in_words
-from spbench.bench.measure.clusters.rates import AttentionRate, Link, RatedCollective, Sourced
+from spbench.bench.measure.clusters.rates import AttentionRate, Link, RatedCollective
 from spbench.bench.units import shown_time
 
 #: generations of cards by what is in their names, as NVIDIA numbers what they can do
@@ -175,7 +176,8 @@ def _matmuls(cluster: Cluster) -> Iterator[KindOfWork]:
         fitted = cluster.calibration_of(precision)
         if share.value is None and fitted.compute_efficiency != 1:
             text = of_peak.format(fitted.compute_efficiency)
-            yield KindOfWork(work, text, f"calibration.{precision}, fitted on {len(fitted.fitted_on)} cells")
+            where = f"{len(fitted.fitted_on)} cells" if fitted.fitted_on else "another card"
+            yield KindOfWork(work, text, f"calibration.{precision}, fitted on {where}")
             continue
         yield _of(work, share, of_peak, "they count as at the peak")
     for precision, rate in device.grouped_matmul.items():

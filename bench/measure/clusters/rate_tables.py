@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import csv
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from io import StringIO
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from spbench.bench.errors import UserError, shown, suggestion
+from spbench.bench.measure.clusters.figures import FLOPS, Sourced
 
 PACKAGE = "spbench.scenarios.clusters"
 #: of the heads of all tables of attention
@@ -31,11 +34,34 @@ def table_names() -> Sequence[str]:
     return sorted(path.stem for path in _folder().glob("*.csv"))
 
 
-def check_table(name: str, named_by: str) -> None:
-    """Raise UserError if no table has that name."""
-    if name not in table_names():
-        problem = f"{named_by}: unknown table of measured rates {shown(name)}"
-        raise UserError(problem + suggestion(name, table_names()))
+def wrong_tables(figures: Iterable[tuple[str, Sourced[Any]]]) -> Iterator[str]:
+    """The tables that a cluster names which there are not, or which are of other calls than the key is for;
+    each with its key path and what is wrong. UserError for a table whose file is wrong."""
+    for at, figure in figures:
+        if not at.endswith(".table") or figure.value is None:
+            continue
+        kind = next((kind for part, kind in _OF_KEYS.items() if part in at), "collectives")
+        alike = [name for name in table_names() if _kind(name) == kind]
+        if figure.value not in table_names():
+            yield f"{at}: unknown table of measured rates {shown(figure.value)}" + suggestion(
+                figure.value, alike
+            )
+        elif _kind(figure.value) != kind:
+            yield f"{at}: {figure.value} has {_kind(figure.value)}; name a table of {kind}, as {alike[0]}"
+        elif kind == "matmuls" and at.split(".")[2] not in ("bf16", "fp16"):
+            yield f"{at}: {figure.value} has matmuls in half precision alone; leave it out"
+        else:
+            _rows(figure.value)
+
+
+#: the kind of calls that a table is of, by the part of a key path or of its name
+_OF_KEYS = {".matmul.": "matmuls", ".attention.": "calls of attention"}
+
+
+def _kind(name: str) -> str:
+    """What calls a table has, by the end of its name."""
+    of_kind = {"matmul": "matmuls", "collectives": "collectives"}
+    return of_kind.get(name.rpartition("-")[2], "calls of attention")
 
 
 def table_text(name: str) -> str:
@@ -45,12 +71,10 @@ def table_text(name: str) -> str:
 
 def table_in_words(name: str) -> str:
     """A table as "1,932 matmuls, m 2048 to 16384, n 32 to 65536, k 32 to 65536 (h200_sxm-matmul)"."""
-    rows, kind = _rows(name), name.rpartition("-")[2]
-    sizes = [size for size in rows[0] if size not in ("collective", "us")]
-    along = zip(sizes, _columns(rows, sizes)[0].T, strict=True)
+    rows, kind = _rows(name), _kind(name)
+    along = zip(_SIZES[kind], _columns(rows, _SIZES[kind])[0].T, strict=True)
     ranges = (f"{size} {values.min():.0f} to {values.max():.0f}" for size, values in along)
-    of_kind = {"matmul": "matmuls", "collectives": "collectives"}.get(kind, "calls")
-    return f"{len(rows):,} {of_kind}, {', '.join(ranges)} ({name})"
+    return f"{len(rows):,} {kind.removesuffix(' of attention')}, {', '.join(ranges)} ({name})"
 
 
 def table_digest(name: str) -> str:
@@ -123,8 +147,7 @@ def _filled(axes: Sequence[np.ndarray], grid: np.ndarray) -> np.ndarray:
 @cache
 def matmul_table(name: str) -> RateTable:
     """A table of matmuls in half precision, by [m, n, k]; its work is their FLOPs."""
-    sizes, seconds = _columns(_rows(name), ("m", "n", "k"))
-    return RateTable(sizes, seconds, 2.0 * sizes.prod(axis=1))
+    return _table(name, "matmuls")
 
 
 def square_matmuls(name: str) -> dict[int, float]:
@@ -148,8 +171,7 @@ def attention_table(name: str) -> RateTable:
     """A table of forward attention in half precision with a causal mask and heads of :data:`HEAD_SIZE`
     features, by [length, heads, groups]: heads share as many keys and values as there are groups. Its work is
     the FLOPs that the mask leaves."""
-    sizes, seconds = _columns(_rows(name), ("length", "heads", "groups"))
-    return RateTable(sizes, seconds, 2.0 * HEAD_SIZE * sizes[:, 1] * sizes[:, 0] * (sizes[:, 0] + 1))
+    return _table(name, "calls of attention")
 
 
 @cache
@@ -159,14 +181,65 @@ def collective_tables(name: str) -> Mapping[str, RateTable]:
     by_kind: dict[str, list[dict[str, str]]] = {}
     for row in _rows(name):
         by_kind.setdefault(row["collective"], []).append(row)
-    of_kind = {kind: _columns(rows, ("ranks", "bytes")) for kind, rows in by_kind.items()}
+    of_kind = {kind: _columns(rows, _SIZES["collectives"]) for kind, rows in by_kind.items()}
     return {
         kind: RateTable(sizes, seconds, np.ones(len(seconds))) for kind, (sizes, seconds) in of_kind.items()
     }
 
 
+@cache
 def _rows(name: str) -> list[dict[str, str]]:
-    return list(csv.DictReader(StringIO(table_text(name))))
+    """The calls of a table.
+
+    Raises:
+        UserError: there are none, a number is missing or none, or a call contradicts another of the same
+            sizes or is faster than anything can be; with the file and its line.
+    """
+    path, kind = _folder() / f"{name}.csv", _kind(name)
+    columns = *_SIZES[kind], "us"
+    reader = csv.DictReader(StringIO(table_text(name)))
+    rows, seen = [], dict[tuple[str, ...], tuple[float, int]]()
+    for row in reader:
+        where = f"{path}:{reader.line_num}"
+        try:
+            numbers = {column: float(row[column]) for column in columns}
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{where}: give a number for each of {', '.join(columns)}") from None
+        if bad := next((column for column, each in numbers.items() if not 0 < each < math.inf), ""):
+            raise UserError(f"{where}: {bad}: give a number above 0, not {row[bad]}")
+        sizes = np.array([numbers[size] for size in _SIZES[kind]])
+        if (rate := float(_WORK[kind](sizes)) / numbers["us"] * 1e6) > _FASTEST:
+            raise UserError(f"{where}: {rate:.3g} {_UNITS[kind]} a second cannot be; us is in microseconds")
+        call = (row.get("collective", ""), *(row[size] for size in _SIZES[kind]))
+        us, line = seen.setdefault(call, (numbers["us"], reader.line_num))
+        if us != numbers["us"]:
+            raise UserError(f"{where}: {row['us']} us, but line {line} has {us:g} for that call; drop one")
+        rows.append(row)
+    if not rows:
+        raise UserError(f"{path}: there are no calls in it")
+    return rows
+
+
+#: by kind of calls the columns that are sizes, and the work by these: FLOPs, of attention those that a causal
+#: mask leaves, or bytes
+_SIZES = {
+    "matmuls": ("m", "n", "k"),
+    "calls of attention": ("length", "heads", "groups"),
+    "collectives": ("ranks", "bytes"),
+}
+_WORK: Mapping[str, Callable[[np.ndarray], Any]] = {
+    "matmuls": lambda sizes: 2.0 * sizes.prod(axis=-1),
+    "calls of attention": lambda s: 2.0 * HEAD_SIZE * s[..., 1] * s[..., 0] * (s[..., 0] + 1),
+    "collectives": lambda sizes: sizes[..., 1],
+}
+_UNITS = {"matmuls": "FLOPs", "calls of attention": "FLOPs", "collectives": "bytes"}
+#: FLOPs or bytes a second that no card comes near to
+_FASTEST = FLOPS.high
+
+
+def _table(name: str, kind: str) -> RateTable:
+    sizes, seconds = _columns(_rows(name), _SIZES[kind])
+    return RateTable(sizes, seconds, _WORK[kind](sizes))
 
 
 def _columns(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

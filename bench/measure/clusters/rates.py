@@ -6,33 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import PositiveFloat, PositiveInt, field_validator, model_validator
 
 from spbench.bench.errors import suggestion
+from spbench.bench.measure.clusters import figures as unit
+from spbench.bench.measure.clusters.figures import Sourced
 from spbench.bench.yaml_files import InferredSetting, StrictModel
-
-Number = TypeVar("Number")
-
-
-class Sourced(StrictModel, Generic[Number]):
-    """A number, where it comes from, and, where it is not simply read there, how it follows from that.
-
-    Attributes:
-        substitute: what was measured in the place of what the number stands for, as "an RTX 4090's"; "": the
-            thing itself. Times that rest on it say so (:mod:`measure.simulator.substitutes`).
-        fitted_on: for a calibrated number, the published cells that it was fitted on.
-        inferred_from: for one that was chosen by looking at published numbers, these.
-    """
-
-    value: Number | None
-    source: str
-    note: str = ""
-    substitute: str = ""
-    fitted_on: list[str] = []
-    inferred_from: list[InferredSetting] = []
 
 
 class Host(StrictModel):
@@ -52,16 +34,16 @@ class Host(StrictModel):
         scale: what this host takes for each of these, beside the one that they were measured on.
     """
 
-    operator_s: Sourced[NonNegativeFloat]
-    view_s: Sourced[NonNegativeFloat]
-    node_s: Sourced[NonNegativeFloat]
-    module_s: Sourced[NonNegativeFloat]
-    collective_s: Sourced[NonNegativeFloat]
-    step_s: Sourced[NonNegativeFloat]
-    launch_latency_s: Sourced[NonNegativeFloat]
-    launches_ahead: Sourced[PositiveInt]
+    operator_s: Sourced[unit.Latency]
+    view_s: Sourced[unit.Latency]
+    node_s: Sourced[unit.Latency]
+    module_s: Sourced[unit.Latency]
+    collective_s: Sourced[unit.Latency]
+    step_s: Sourced[unit.LongSeconds]
+    launch_latency_s: Sourced[unit.Latency]
+    launches_ahead: Sourced[unit.Many]
     synchronous: bool = False
-    scale: Sourced[PositiveFloat] = Sourced(value=1.0, source="the host that the figures were measured on")
+    scale: Sourced[unit.HostScale] = Sourced(value=1.0, source="the host that the figures were measured on")
 
     def seconds(self, figure: str) -> float:
         """What one of the figures is on this host; 0 where it is not known."""
@@ -83,12 +65,12 @@ class HostMemory(StrictModel):
         devices_per_link: how many devices share a link, all of which copy at once.
     """
 
-    total_bytes: Sourced[PositiveInt] = Sourced(value=None, source="not known")
-    link_bandwidth_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
-    pageable_to_host_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
-    pageable_to_device_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
-    update_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
-    devices_per_link: PositiveInt = 1
+    total_bytes: Sourced[unit.MemoryBytes] = Sourced(value=None, source="not known")
+    link_bandwidth_bytes_per_s: Sourced[unit.LinkRate] = Sourced(value=None, source="not measured")
+    pageable_to_host_bytes_per_s: Sourced[unit.LinkRate] = Sourced(value=None, source="not measured")
+    pageable_to_device_bytes_per_s: Sourced[unit.LinkRate] = Sourced(value=None, source="not measured")
+    update_bytes_per_s: Sourced[unit.LinkRate] = Sourced(value=None, source="not measured")
+    devices_per_link: unit.Many = 1
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -135,11 +117,11 @@ class MatmulRate(StrictModel):
     """
 
     table: Sourced[str] = NO_TABLE
-    sustained: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
-    unaligned: dict[Literal[2, 4, 8], Sourced[PositiveFloat]] = {}
-    share: Sourced[PositiveFloat]
-    bandwidth_bytes_per_s: Sourced[PositiveFloat] = Sourced(value=None, source="one share for all shapes")
-    measured: dict[PositiveInt, PositiveFloat] = {}
+    sustained: Sourced[unit.Share] = Sourced(value=None, source="not measured")
+    unaligned: dict[Literal[2, 4, 8], Sourced[unit.Share]] = {}
+    share: Sourced[unit.Share]
+    bandwidth_bytes_per_s: Sourced[unit.MemoryRate] = Sourced(value=None, source="one share for all shapes")
+    measured: Annotated[dict[PositiveInt, PositiveFloat], unit.FLOPS] = {}
 
 
 class AttentionRate(StrictModel):
@@ -160,15 +142,15 @@ class AttentionRate(StrictModel):
         measured: FLOPs a second by the lengths that were measured; the rate of others is extrapolated.
     """
 
-    head_size: PositiveInt
-    value_head_size: PositiveInt | None = None
+    head_size: unit.Many
+    value_head_size: unit.Many | None = None
     direction: Direction | None = None
     mask: Mask
     table: Sourced[str] = NO_TABLE
-    limit_flops_per_s: Sourced[PositiveFloat]
-    half_length: Sourced[NonNegativeFloat] = Sourced(value=None, source="one rate for all lengths")
-    sustained: Sourced[PositiveFloat] = Sourced(value=None, source="not measured")
-    measured: dict[PositiveInt, PositiveFloat] = {}
+    limit_flops_per_s: Sourced[unit.FlopsPerS]
+    half_length: Sourced[unit.Tokens] = Sourced(value=None, source="one rate for all lengths")
+    sustained: Sourced[unit.Share] = Sourced(value=None, source="not measured")
+    measured: Annotated[dict[PositiveInt, PositiveFloat], unit.FLOPS] = {}
 
     def at(self, length: int) -> float:
         """FLOPs a second of sequences of that length; nan: not known."""
@@ -239,10 +221,10 @@ class BusRate(StrictModel):
         bandwidth_bytes_per_s: the bus bandwidth of large messages, one way.
     """
 
-    ranks: PositiveInt | None = None
-    latency_s: Sourced[NonNegativeFloat]
-    latency_per_rank_s: Sourced[NonNegativeFloat] = Sourced(value=0.0, source="in latency_s")
-    bandwidth_bytes_per_s: Sourced[PositiveFloat]
+    ranks: unit.Many | None = None
+    latency_s: Sourced[unit.Latency]
+    latency_per_rank_s: Sourced[unit.Latency] = Sourced(value=0.0, source="in latency_s")
+    bandwidth_bytes_per_s: Sourced[unit.LinkRate]
 
     def latency(self, ranks: int) -> float:
         """Seconds of the smallest message in a group of that many ranks."""
@@ -259,9 +241,9 @@ class Crossing(StrictModel):
         bandwidth_bytes_per_s: of all that leaves a part together, one way.
     """
 
-    devices: PositiveInt
+    devices: unit.Many
     path: Literal["PXB", "PHB", "NODE", "SYS"]
-    bandwidth_bytes_per_s: Sourced[PositiveFloat]
+    bandwidth_bytes_per_s: Sourced[unit.LinkRate]
 
 
 class Link(StrictModel):
@@ -270,6 +252,7 @@ class Link(StrictModel):
     Attributes:
         latency_s: of the smallest message.
         bandwidth_bytes_per_s: of large messages.
+        name: of its kind, as "EFA"; one that the extended file has not makes it another link.
         table: of measured collectives of one node, in place of ``collectives`` for the kinds that it has.
         collectives: what collectives reach on it, one entry a size of the group, in ascending order. Where a
             kind is missing, the entries of ``any`` stand for it. null takes away those of an extended file.
@@ -277,8 +260,9 @@ class Link(StrictModel):
             own way to each other, as with NVSwitch; null: not known, and priced as none.
     """
 
-    latency_s: Sourced[NonNegativeFloat]
-    bandwidth_bytes_per_s: Sourced[PositiveFloat]
+    name: str = ""
+    latency_s: Sourced[unit.Latency]
+    bandwidth_bytes_per_s: Sourced[unit.LinkRate]
     table: Sourced[str] = NO_TABLE
     collectives: dict[RatedCollective, list[BusRate]] = {}
     crossings: list[Crossing] | None = []
@@ -299,12 +283,15 @@ class Link(StrictModel):
                 )
         return self
 
-    def check_crossings(self, devices: int) -> None:
-        """Raise ValueError unless each part of a node of so many devices holds several of the one below."""
+    def check_crossings(self, devices: int, name: str) -> None:
+        """Raise ValueError, with the link's name, unless each part of a node of so many devices holds several
+        of the one below."""
         sizes = [*(each.devices for each in self.crossings or ()), devices]
         if any(b % a or a == b for a, b in pairwise(sizes)):
+            parts = " and ".join(map(str, sizes[:-1]))
             raise ValueError(
-                f"crossings: {sizes[:-1]} devices do not divide each other, and {devices} of a node"
+                f"{name}.crossings: parts of {parts} devices do not divide a node of {devices} into several; "
+                "give those of this node, or crossings: null"
             )
 
     def rate_of(self, kind: str, ranks: int) -> BusRate | None:
@@ -328,7 +315,8 @@ class Network(Link):
         inferred_from: the published numbers by which one of these was chosen, if it was.
     """
 
-    nics_per_node: PositiveInt = 1
+    bandwidth_bytes_per_s: Sourced[unit.CardRate]
+    nics_per_node: unit.Many = 1
     one_card_a_part: bool = False
     inferred_from: list[InferredSetting] = []
 
@@ -345,6 +333,6 @@ class NcclSettings(StrictModel):
 
     generation: Generation
     cpu: Literal["intel", "amd"] = "intel"
-    channels: Sourced[PositiveInt] = Sourced(value=None, source="not known")
+    channels: Sourced[unit.Many] = Sourced(value=None, source="not known")
     algorithms: list[NcclAlgorithm] = ["ring", "tree"]
     protocols: list[NcclProtocol] = ["ll", "ll128", "simple"]

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from spbench.bench.cell import Cell, Timing
+from spbench.bench.measure.clusters.carried_rates import RatesUnknown, check_rates
 from spbench.bench.measure.clusters.cluster import Precision, load_cluster
 from spbench.bench.measure.devices.telemetry import Telemetry
 from spbench.bench.measure.engines.deepened_traces import with_layers
@@ -29,7 +30,6 @@ from spbench.bench.measure.engines.rate_classes import by_share, rates_of_step
 from spbench.bench.measure.engines.step_line import StepNumbers
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.unlike_ranks import work_error
-from spbench.bench.measure.simulator.needed_rates import RatesUnknown, check_rates
 from spbench.bench.measure.simulator.step_parts import Flops, flops_of
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline

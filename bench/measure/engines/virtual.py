@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.clusters.carried_rates import RatesUnknown
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.listed import NotAlike
@@ -26,7 +27,6 @@ from spbench.bench.measure.engines.step_times import add_simulated_time, can_tim
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection, takes_plain_path, trace
 from spbench.bench.measure.engines.unlike_ranks import expert_load, imbalance, marked_axis
-from spbench.bench.measure.simulator.needed_rates import RatesUnknown
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measurement import Measurement
 from spbench.impls.models.model import model_preset

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -123,6 +123,8 @@ class Document(BaseModel):
             of ``paper`` and is judged by itself there; such as "LASP-2, arXiv 2502.07563".
         inferred_from: settings chosen by looking at published numbers, and which these are.
         not_reproduced: at most 25 words for REPRODUCE.md: which published numbers are not met, and why.
+        unsaid_attention: the kernel of cells that name none: "usual", which programs run on the card
+            (:func:`with_usual_attention`), or "file", the default of the cluster's file.
         figure: the name of a figure of plots/, as `spbench list figures` tells it.
     """
 
@@ -137,6 +139,7 @@ class Document(BaseModel):
     variants: dict[str, dict[str, Any]] = {}
     inferred_from: list[InferredSetting] = []
     not_reproduced: str = ""
+    unsaid_attention: Literal["usual", "file"] = "usual"
     figure: str | None = None
 
 

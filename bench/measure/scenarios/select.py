@@ -8,7 +8,7 @@ world size that no chosen cell has is made of each, along the last of its strate
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from os.path import lexists
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,22 @@ from typing import Any
 from spbench.bench.cell import Cell, strategy_axes
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.clusters.kinds_of_work import played_kernel, usual_kernel
 from spbench.bench.measure.scenarios.choices import cell_names, check_known, names, strategy_problem
 from spbench.bench.measure.scenarios.expand import Asked, ignored, on_device, playing_rank
 from spbench.bench.measure.scenarios.scenario import Scenario, changed, given
 from spbench.bench.setting_values import names_a_file, read_model_file, size
 from spbench.bench.yaml_files import dotted
 from spbench.impls.models.huggingface.published import published_model
+from spbench.impls.models.model import model_preset
 
 ALL = "all"
 
 #: the value of a setting that a cell leaves out
 UNSET = "unset"
+
+#: the setting of the kernel of attention, and its value where none is named
+ATTENTION, NO_KERNEL = "model_options.attention", "flash"
 
 #: cells that are named where more than one is left
 _NAMED = 3
@@ -81,7 +86,7 @@ def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
             cells = [cell.model_copy(update={field: value}) for cell in cells for value in values]
     if narrowing.device is not None:
         cells = on_device(cells, narrowing.device)
-    return _distinct(cells)
+    return _distinct(cells if narrowing.changes else _named_kernels(scenario, cells))
 
 
 def narrowed_cells(
@@ -120,7 +125,32 @@ def narrowed_cells(
         for path, message in ignored(cells):
             if (name := dotted(path)) in changes:
                 raise UserError(f"--set {name}: {message}")
-    return _distinct(playing_rank(cells, narrowing.rank))
+    return _distinct(playing_rank([*_named_kernels(scenario, cells)], narrowing.rank))
+
+
+def _named_kernels(scenario: Scenario, cells: Iterable[Cell]) -> Iterator[Cell]:
+    """The cells, with the usual kernel of attention where they name none and a simulation would take another
+    one, unless the scenario has the default of the cluster's file."""
+    for cell in cells:
+        device = load_cluster(cell.cluster).device
+        same = usual_kernel(device) == played_kernel(device, NO_KERNEL)
+        as_is = same or scenario.document.unsaid_attention == "file"
+        yield cell if as_is else with_usual_attention(cell)[0]
+
+
+def with_usual_attention(cell: Cell) -> tuple[Cell, str]:
+    """The cell with its card's usual attention kernel, where neither its model nor its options say one, and a
+    remark on that; the cell as it is, and "", where they do, it has none, or nothing is known of the card."""
+    model, device = model_preset(*cell.model_arguments), load_cluster(cell.cluster).device
+    has_kernel = is_dataclass(model) and "attention" in {each.name for each in fields(model)}
+    kernel, half = usual_kernel(device), cell.precision in ("fp16", "bf16")
+    # said, "flash" is FlashAttention, as in programs' arguments
+    unsaid = "attention" not in cell.model_options and model.attention_kernel == NO_KERNEL
+    if not (has_kernel and half and unsaid) or kernel == NO_KERNEL:
+        return cell, ""
+    told = f"attention: not said, so taken: {kernel}, usual on {device.name}; --set {ATTENTION}=..."
+    told += " changes it"
+    return cell.model_copy(update={"model_options": {**cell.model_options, "attention": kernel}}), told
 
 
 def _has_sizes(name: str) -> bool:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from spbench.bench.measure.clusters.carried_rates import rate_of_call
+from spbench.bench.measure.clusters.carried_rates import RatesUnknown, rate_of_call
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.clusters.rates import (
     AttentionRates,
@@ -38,7 +38,6 @@ from spbench.bench.measure.simulator.group_links import (
     seconds_a_byte,
     shared_seconds,
 )
-from spbench.bench.measure.simulator.needed_rates import RatesUnknown
 from spbench.bench.measure.simulator.program import (
     ATTENTION,
     HOST_COPY,

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from spbench.bench.measure.clusters.carried_rates import check_rates
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.simulator.costs import Costs, node_of
 from spbench.bench.measure.simulator.group_links import crossings_of
 from spbench.bench.measure.simulator.message_matching import World, owners
-from spbench.bench.measure.simulator.needed_rates import check_rates
 from spbench.bench.measure.simulator.program import Group, Mesh, Program, shifted_ranks
 from spbench.bench.measure.simulator.simulation import Simulation
 from spbench.bench.measure.simulator.timeline import Timeline

@@ -11,15 +11,16 @@ their grade (:mod:`measure.trust`).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from spbench.bench.measure.clusters.carried_rates import rate_of_call
 from spbench.bench.measure.clusters.cluster import Device, Grade
+from spbench.bench.measure.clusters.figures import Sourced
 from spbench.bench.measure.clusters.kinds_of_work import generation_of
-from spbench.bench.measure.clusters.rates import AttentionRate, Link, Sourced
+from spbench.bench.measure.clusters.rates import AttentionRate, Link
 from spbench.bench.measure.simulator.costs import Costs, node_of
 from spbench.bench.measure.simulator.group_links import crossed, crossings_of
 from spbench.bench.measure.simulator.program import (
@@ -36,6 +37,7 @@ from spbench.bench.measure.simulator.program import (
 from spbench.bench.measure.simulator.step_parts import AttentionCall, attention_calls
 from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.table_prices import lengths_measured, matmuls_covered, ranks_measured
+from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
 
 #: what attention counts as that a card has no rate of
 AS_MATMULS = "matmuls"
@@ -65,12 +67,22 @@ def kernel_substitutes(costs: Costs, program: Program) -> _Found:
     yield from _matmuls(costs, program, kernels & (program.category == MATMUL))
     memory = np.flatnonzero(kernels & (program.category == MEMORY_BOUND))
     device = costs.cluster.device
+    others = memory
+    for name, times in device.operators.items():
+        of_name = _named(program, [name])[others]
+        if times.substitute:
+            yield Substitute("memory, by operator", times.substitute, "transferred"), others[of_name]
+        others = others[~of_name]
+    text = device.memory_efficiency.substitute or device.memory_bandwidth_bytes_per_s.substitute
     if device.memory_efficiency.value is None and costs.calibration.memory_efficiency == 1:
-        own = [program.names.index(name) for name in device.operators if name in program.names]
-        others = memory[~np.isin(program.name[memory], own)]
-        yield Substitute("memory", "the datasheet's bandwidth", "transferred"), others
-    elif device.memory_efficiency.substitute:
-        yield Substitute("memory", device.memory_efficiency.substitute, "transferred"), memory
+        text = "the datasheet's bandwidth"
+    if text:
+        yield Substitute("memory", text, "transferred"), others
+
+
+def _named(program: Program, names: Collection[str]) -> np.ndarray:
+    """[events]: whether each is a call of one of some operators."""
+    return np.isin(program.name, [number for number, name in enumerate(program.names) if name in names])
 
 
 def _attention(
@@ -91,15 +103,19 @@ def _attention(
             yield Substitute(work, text, "transferred"), events
         elif text := _unlike(rate, call):
             yield Substitute(work, f"its rate {text}", "extrapolated"), events
-    if own_share:
-        return
+    default = costs.attention == "flash" or rates is None or costs.attention == rates.default
     for name in np.unique(program.name[left]).tolist():
         events = np.flatnonzero(left & (program.name == name))
         # softmax attention has a shape; that of linear attention is an operator of its own
         softmax = program.shape[events[0]].any()
         kernel = "attention" if costs.attention == "flash" else f"attention by {costs.attention}"
         work = kernel if softmax else program.names[name]
-        yield Substitute(work, AS_MATMULS, "substituted"), events
+        if not own_share:
+            yield Substitute(work, AS_MATMULS, "substituted"), events
+        elif text := device.attention_efficiency.substitute:
+            yield Substitute(work, text, "transferred"), events
+        elif rates is not None and not (default and softmax):
+            yield Substitute(work, f"{rates.default}'s share of the peak", "transferred"), events
 
 
 def _unlike(rate: AttentionRate, call: AttentionCall) -> str:
@@ -122,13 +138,21 @@ def _unlike(rate: AttentionRate, call: AttentionCall) -> str:
 def _matmuls(costs: Costs, program: Program, calls: np.ndarray) -> _Found:
     device, fitted = costs.cluster.device, costs.calibration.compute_efficiency != 1
     own = {str(name): each.share for name, each in (device.matmul or {}).items()}
+    peaks = {str(name): each.substitute for name, each in device.peak_flops_per_s.items()}
     for number, name in enumerate(PRECISION_NAMES):
         share = own.get(name, device.compute_efficiency)
         events = np.flatnonzero(calls & (program.precision == number))
-        if share.substitute:
-            yield Substitute(f"{name} matmuls", share.substitute, "transferred"), events
+        if (grouped := device.grouped_matmul.get(name)) is not None:  # type: ignore[call-overload]
+            of_experts = _named(program, GROUPED_MATMULS)[events]
+            if text := grouped.share.substitute:
+                yield Substitute(f"grouped {name} matmuls", text, "transferred"), events[of_experts]
+            events = events[~of_experts]
+        if text := share.substitute or peaks.get(name, ""):
+            yield Substitute(f"{name} matmuls", text, "transferred"), events
         elif share.value is None and not fitted:
             yield Substitute(f"{name} matmuls", "the datasheet's peak", "substituted"), events
+        elif own and name not in own and not fitted:
+            yield Substitute(f"{name} matmuls", "the share of other precisions", "transferred"), events
         yield from _beyond_table(device, name, program, events)
         rates = (device.matmul or {}).get(name)  # type: ignore[call-overload]
         if name in ("fp16", "bf16") and generation_of(device) >= 7 and not (rates and rates.unaligned):

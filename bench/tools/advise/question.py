@@ -17,7 +17,7 @@ from spbench.bench.measure.scenarios.scenario import given_once, option_values, 
 from spbench.bench.setting_values import MOST_RANKS, VARIABLES
 from spbench.bench.tools.advise.own_layout import OwnLayout
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
-from spbench.bench.tools.fit.subject import ATTENTION, subject, with_usual_attention
+from spbench.bench.tools.fit.subject import subject
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.folding import FOLDED_AXES
@@ -66,6 +66,15 @@ class Question:
     figures: str = ""
     program: str = ""
     own: OwnLayout | None = None
+
+    def check_axes(self, flag: str, ranks: Mapping[str, int]) -> None:
+        """Raises a UserError for what no layout of the model can have, as a scenario does."""
+        experts = getattr(self.model, "experts", 0)
+        for name, n in ranks.items():
+            if name in FOLDED_AXES and n > 1 and not experts:
+                raise UserError(f"{flag} {name}={n}: the model has no experts, which ep and etp are for")
+            if name == "micro_batch" and self.cell.training.step == "inference":
+                raise UserError(f"{flag} {name}={n}: an inference has no micro-batches")
 
     def runs(self, cell: Cell, what: str = "") -> bool:
         """Whether the program has arguments for a cell; of what of it that matters alone, if that is said.
@@ -193,9 +202,6 @@ def question(
             "--seq-len and --batch"
         )
     (cell,) = distinct.values()
-    if kind == "scenario" and ATTENTION not in settings:
-        cell, said = with_usual_attention(cell)
-        remarks += [said] if said else []
     gpus = asked.gpus or cell.sizes.world
     own = None
     if kind != "model" and len(about.cells) == 1 and cell.sizes.world == gpus:
@@ -216,7 +222,9 @@ def question(
 
 
 def _check_program(asked: Question) -> None:
-    """Raises a UserError where the program has no arguments for what is trained, with no backend."""
+    """Raises a UserError where the program has no arguments for what is trained, with no backend, or no
+    layout can have the ranks that are given."""
+    asked.check_axes("--fixed", asked.fixed)
     if not asked.program:
         return
     of_layouts = (*_BELONGS["strategy"], "training")

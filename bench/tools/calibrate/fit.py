@@ -23,6 +23,7 @@ from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.clusters.cluster import Calibration, load_cluster
 from spbench.bench.measure.engines.virtual import trace_classes
 from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.tools.papers.answer import answers_of, load_scenario
 from spbench.bench.tools.papers.answers.tables import PublishedTable
@@ -83,7 +84,7 @@ def known_cells(
 ) -> list[Known]:
     """The cells of a published table that have a step time, or a throughput in tokens or in samples per
     second, traced on virtual ranks."""
-    cells = next(iter(scenario.cells.values()))
+    cells = declared_cells(scenario, Narrowing())
     known = []
     for row, matched in table.matched(table.rows(scenario.path.parent), cells):
         published = row.value(quantity)

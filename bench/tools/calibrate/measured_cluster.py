@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.clusters.cluster import Cluster, Device, MeasuredRate
+from spbench.bench.measure.clusters.figures import Sourced
 from spbench.bench.measure.clusters.rates import (
     BusRate,
     Host,
@@ -20,7 +21,6 @@ from spbench.bench.measure.clusters.rates import (
     MatmulRate,
     Network,
     RatedCollective,
-    Sourced,
 )
 from spbench.bench.measure.engines import distributed, tracing
 from spbench.bench.measure.simulator.program import KERNEL

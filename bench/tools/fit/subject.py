@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,17 @@ from typing import Any
 from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import usual_kernel
 from spbench.bench.measure.scenarios.choices import names, refusal
 from spbench.bench.measure.scenarios.expand import Problem, expand
 from spbench.bench.measure.scenarios.scenario import changed, load_scenario, written
-from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
+from spbench.bench.measure.scenarios.select import ATTENTION, Narrowing, narrowed_cells, with_usual_attention
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.suggestions import usual_placement, usual_strategies
 from spbench.bench.tools.fit.taken import SETTINGS_TAKEN
 from spbench.bench.tools.jobs.job_files import read_job
 from spbench.impls.axes import MESH_AXES, unused_axes
-from spbench.impls.models.model import model_preset
 
 #: the option that says the attention kernel, and its value that says none
-ATTENTION, _NONE_SAID = "model_options.attention", "flash"
 #: of a model with sizes: Adam makes its moments in the first step
 _TRAINING = {"moments": "later", "steps": 2}
 _PRECISION = "bf16"
@@ -120,6 +117,8 @@ def _made(group: Mapping[str, Any]) -> Cell:
     try:
         (cell,) = expand({}, [dict(group)], {}, "", Path())
     except Problem as problem:
+        if isinstance(problem.__cause__, UserError):  # of a file, which it names itself
+            raise problem.__cause__ from problem
         raise UserError(f"{group['model']}: {str(problem).removeprefix('groups[0].')}") from problem
     return cell
 
@@ -192,18 +191,6 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
         cell, kernel = with_usual_attention(cell)
         remarks += [kernel] if kernel else []
     return [cell], remarks, settings
-
-
-def with_usual_attention(cell: Cell) -> tuple[Cell, str]:
-    """The cell with its card's usual attention kernel, where neither its model nor its options say one, and a
-    remark on that; the cell as it is, and "", where they do, or nothing is known of the card."""
-    model, device = model_preset(*cell.model_arguments), load_cluster(cell.cluster).device
-    has_kernel = is_dataclass(model) and "attention" in {each.name for each in fields(model)}
-    kernel = usual_kernel(device)
-    if not has_kernel or model.attention_kernel != _NONE_SAID or kernel == _NONE_SAID:
-        return cell, ""
-    name = f"attention: not said, so taken: {kernel}, usual on {device.name}"
-    return changed(cell, {ATTENTION: kernel}), f"{name}; --set {ATTENTION}=... changes it"
 
 
 def _with_micro_batch(cell: Cell, samples: int | None) -> Cell:

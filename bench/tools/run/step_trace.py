@@ -12,11 +12,11 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Output, memory_table
 from spbench.bench.command_line.progress import message, remark
 from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.carried_rates import RatesUnknown, check_rates
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.step_times import add_simulated_time
 from spbench.bench.measure.engines.virtual import trace_classes
 from spbench.bench.measure.scenarios.select import Narrowing, the_cell
-from spbench.bench.measure.simulator.needed_rates import RatesUnknown, check_rates
 from spbench.bench.measure.simulator.trace_export import export_trace
 from spbench.bench.measure.trust.bands import priced_by_in_words, shown_band, with_band
 from spbench.bench.measure.verify.proof import unproven

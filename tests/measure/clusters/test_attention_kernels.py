@@ -9,7 +9,7 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import cannot_run, usual_kernel
 from spbench.bench.measure.scenarios.choices import refusal
 from spbench.bench.measure.scenarios.scenario import changed
-from spbench.bench.tools.fit.subject import ATTENTION, with_usual_attention
+from spbench.bench.measure.scenarios.select import ATTENTION, with_usual_attention
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,9 @@ def test_a_card_refuses_a_kernel_of_another_generation_with_the_reason() -> None
 
 
 def test_what_nobody_says_is_taken_and_told_and_what_is_said_is_kept() -> None:
-    cell = Cell(model="causal-transformer-tiny", strategy="single", cluster="dgx-h100", batch=1, seq_len=64)
+    plain = Cell(model="causal-transformer-tiny", strategy="single", cluster="dgx-h100", batch=1, seq_len=64)
+    cell = plain.model_copy(update={"precision": "bf16"})
+    assert with_usual_attention(plain) == (plain, "")  # no such kernel runs in float32
     taken, told = with_usual_attention(cell)
     assert taken.model_options["attention"] == "cudnn"
     assert told.startswith("attention: not said, so taken: cudnn, usual on NVIDIA H100")

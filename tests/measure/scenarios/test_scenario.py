@@ -8,7 +8,7 @@ import yaml
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.cluster import cluster_names, load_cluster
+from spbench.bench.measure.clusters.cluster import Cluster, cluster_names, load_cluster
 from spbench.bench.measure.scenarios import expand
 from spbench.bench.measure.scenarios.choices import refusal
 from spbench.bench.measure.scenarios.scenario import Scenario
@@ -268,17 +268,17 @@ def test_clusters_of_ones_own(tmp_path: Path) -> None:
 about: a test
 device:
   name: d
-  memory_total_bytes: {value: 10, source: made up}
-  memory_context_bytes: {value: 10, source: made up}
-  memory_bandwidth_bytes_per_s: {value: 1.0, source: s}
+  memory_total_bytes: {value: 10000000, source: made up}
+  memory_context_bytes: {value: 10000000, source: made up}
+  memory_bandwidth_bytes_per_s: {value: 1.0e+12, source: s}
 network: {latency_s: {value: null, source: s}, bandwidth_bytes_per_s: {value: null, source: s}}
 """)
     path = write(tmp_path, yaml.safe_dump(content), "mine.yaml")
     with pytest.raises(UserError, match="leaves nothing of memory_total_bytes"):
         load_cluster(path)
-    content["device"]["memory_context_bytes"] = {"value": 4, "source": "made up"}
+    content["device"]["memory_context_bytes"] = {"value": 4000000, "source": "made up"}
     write(tmp_path, yaml.safe_dump(content), "mine.yaml")
-    assert load_cluster(path).usable_memory_bytes == 6
+    assert load_cluster(path).usable_memory_bytes == 6_000_000
     with pytest.raises(UserError, match=r"other.yaml: name: leave it out; a cluster has the name"):
         load_cluster(write(tmp_path, yaml.safe_dump(content | {"name": "mine"}), "other.yaml"))
     del content["network"]["latency_s"]["source"]
@@ -295,6 +295,56 @@ def test_a_cluster_extends_another(tmp_path: Path) -> None:
     own["extends"] = "dgx-a10"
     with pytest.raises(UserError, match=r"extends: unknown cluster 'dgx-a10'; did you mean 'dgx-a100'"):
         load_cluster(write(tmp_path, yaml.safe_dump(own), "again.yaml"))
+
+
+def test_rates_belong_to_a_card_and_to_a_link(tmp_path: Path) -> None:
+    def load(base: str, device: str, more: str = "") -> Cluster:
+        return load_cluster(
+            write(tmp_path, f"extends: {base}\nabout: a\ndevice: {{{device}}}\n{more}", "m.yaml")
+        )
+
+    halved = "peak_flops_per_s: {bf16: {value: 82.575e12, source: s}}"
+    other, whose = load("rtx-4090", f"name: A6000, {halved}"), "NVIDIA GeForce RTX 4090 24 GB's"
+    assert (other.device.matmul or {})["bf16"].share.substitute == _attention(other).substitute == whose
+    assert _attention(other).value == _attention(load_cluster("rtx-4090")).value / 2  # as the peaks are
+    assert other.node_link is not None
+    assert other.node_link.bandwidth_bytes_per_s.substitute == whose
+    own = load("h200-sxm", "name: H20, matmul: {bf16: {share: {value: 0.5, source: s}}}").device.matmul or {}
+    assert (own["bf16"].table.value, own["fp16"].table.value, own["bf16"].share.substitute) == (
+        None,
+        None,
+        "",
+    )
+    assert own["fp16"].share.substitute.startswith("NVIDIA H200")
+    assert load("dgx-b200", "name: X").calibration["bf16"].fitted_on == []
+    same = "same_processor: {value: NVIDIA H100 SXM5 80 GB, source: s}"
+    assert _attention(load("dgx-h100", f"name: H100 NVL, {same}")).substitute == ""
+    with pytest.raises(UserError, match=r"device.same_processor: dgx-a100 has a card of another name"):
+        load("dgx-a100", f"name: X, {same}")
+    for link in ("name: EFA", "bandwidth_bytes_per_s: {value: 40.0e9, source: s}"):
+        reached = load("b200-sxm", "", f"node_link: {{{link}}}").node_link.collectives["any"]  # type: ignore[union-attr]
+        assert reached[0].bandwidth_bytes_per_s.substitute == "b200-sxm's"
+
+
+def _attention(cluster: Cluster) -> Any:
+    assert cluster.device.attention is not None
+    return cluster.device.attention.kernels["flash_attention_2"][0].limit_flops_per_s
+
+
+def test_cells_that_name_no_attention_kernel_have_the_usual_one(tmp_path: Path) -> None:
+    group = "{model: llama3-8b, strategy: single, cluster: dgx-h100, precision: bf16, batch: 1, seq_len: 64}"
+    for more, clusters, kernel in (
+        ("", (), "cudnn"),
+        ("", ("dgx-a100",), None),  # whose usual kernel is its file's default
+        ("unsaid_attention: file", (), None),
+        ("defaults: {model_options: {attention: flash}}", (), "flash"),
+    ):
+        scenario = load_scenario(write(tmp_path, f"title: t\ngroups: [{group}]\n{more}"))
+        for choose in (declared_cells, narrowed_cells):
+            (cell,) = choose(scenario, Narrowing(clusters=clusters))
+            assert cell.model_options.get("attention") == kernel
+        (cell,) = narrowed_cells(scenario, Narrowing(changes=[("cluster", "dgx-a100")]))
+        assert cell.model_options.get("attention") in (None, "flash")
 
 
 def test_a_copied_cluster_file_loads_under_any_name(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spbench.bench.measure.clusters.carried_rates import RatesUnknown, check_rates
 from spbench.bench.measure.clusters.cluster import Calibration, Link, cluster_names, load_cluster
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.message_matching import Deadlock
-from spbench.bench.measure.simulator.needed_rates import RatesUnknown, check_rates
 from spbench.bench.measure.simulator.program import Group, Program, coordinates, offset, shifted
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.simulate import Simulator

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from spbench.bench.measure.clusters.cluster import Calibration, Cluster, load_cluster
+from spbench.bench.measure.clusters.cluster import Calibration, Cluster, cluster_names, load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import without_own_rates
+from spbench.bench.measure.clusters.rates import AttentionKernel
 from spbench.bench.measure.engines.rate_classes import rates_of_step
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import KERNEL, Program
@@ -150,6 +151,29 @@ def test_another_value_of_a_figure_drops_what_was_said_of_the_one_before(tmp_pat
     network = load_cluster(str(path)).network
     assert (network.bandwidth_bytes_per_s.substitute, network.bandwidth_bytes_per_s.note) == ("", "")
     assert network.latency_s.note  # of which nothing is said
+
+
+@pytest.mark.parametrize("name", cluster_names())
+def test_no_kernel_of_a_packaged_cluster_is_priced_by_another_s_rate_unsaid(name: str) -> None:
+    on = load_cluster(name)
+    device, peaks = on.device, {str(k) for k, peak in on.device.peak_flops_per_s.items() if peak.value}
+    for kernel in get_args(AttentionKernel) if "bf16" in peaks else ():
+        rates = [] if device.attention is None else device.attention.kernels.get(kernel, [])
+        default = device.attention is not None and kernel == device.attention.default
+        own = any(not each.limit_flops_per_s.substitute for each in rates)
+        own |= default and device.attention_efficiency.value is not None
+        assert own or of_kernels(on, kernel, attention(4096, 128)), kernel
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+    for dtype in peaks & {*dtypes}:
+        said = of_kernels(on, "flash", matmul(dtypes[dtype]))
+        assert said or dtype in {*(device.matmul or {})} or device.compute_efficiency.value, dtype
+
+
+def matmul(dtype: torch.dtype) -> Program:
+    a, b = torch.empty(64, 64, dtype=dtype), ProgramBuilder((1, 1, 1, 1))
+    price = price_of(torch.ops.aten.mm.default)
+    b.add_kernel((KERNEL, b.named(price.name), *price.of((a, a), {}, None)))
+    return b.program()
 
 
 def test_what_packaged_clusters_lack_a_rate_of() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Sizes
+from spbench.bench.measure.clusters.carried_rates import RatesUnknown, check_rates
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.simulator.needed_rates import RatesUnknown, check_rates
 from spbench.bench.measure.sweep.sweep import digest
 from spbench.bench.tools.calibrate import compute_rates
 from spbench.bench.tools.calibrate.closed_loop import figures
@@ -19,7 +19,7 @@ from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint
 from spbench.bench.tools.calibrate.machine_report import cluster_yaml, sample_rows
 from spbench.bench.tools.calibrate.measured_cluster import _on_rank, cluster_of
 from tests.tools.calibrate.faulty_ranks import TINY, faulty_sums, short_of_memory
-from tests.tools.calibrate.test_operator_times import LARGE_BYTES, machine
+from tests.tools.calibrate.test_operator_times import ANY_FIGURE, LARGE_BYTES, machine
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", SEND)
 
@@ -131,7 +131,8 @@ def test_noise_that_puts_the_large_message_first_gives_a_bandwidth_all_the_same(
     assert found.network.bandwidth_bytes_per_s.value == LARGE_BYTES / 2
 
 
-def test_the_file_gives_the_same_cluster(tmp_path: Path) -> None:
+def test_the_file_gives_the_same_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*ANY_FIGURE)
     source = "measured on host, with: spbench calibrate --engine distributed"
     for made in (machine(), machine(8, 4, "cuda", (SEND, SEND_BETWEEN, SEND_WITHIN)), machine(1)):
         cluster = cluster_of(made, "here", source)
@@ -143,7 +144,10 @@ def test_the_file_gives_the_same_cluster(tmp_path: Path) -> None:
         assert {figure.source for figure in measured} == {source}
 
 
-def test_what_nothing_is_computed_from_is_in_no_digest(tmp_path: Path) -> None:
+def test_what_nothing_is_computed_from_is_in_no_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*ANY_FIGURE)
     cluster = cluster_of(machine(), "here", "a source")
     digests = []
     for measured in (cluster.measured, cluster.measured[:1]):

@@ -1,0 +1,257 @@
+"""Figures of cluster files: a number with its source, the range of its unit, and whose it is where a file
+extends another one.
+
+A number outside the range of its unit is refused by naming the slip that it most likely is: a peak of 989 is
+meant in TFLOP/s. A file that extends another and has another card keeps the rates that it does not give as
+those of the other card, and a link of another bandwidth or name keeps them as those of the other link.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Generic, TypeVar, get_args
+
+from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from spbench.bench.yaml_files import InferredSetting, StrictModel
+
+Number = TypeVar("Number")
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A unit of figures, and the range outside of which a number is taken for a slip.
+
+    Attributes:
+        name: "" of a share.
+        low, high: the least and the most that is plausible. 0 is, where a key takes it.
+        typical: of several slips that could be meant, that is named which comes nearest to it.
+        slips: the factor to this unit by the name of one that a number may be meant in.
+    """
+
+    name: str
+    low: float
+    high: float
+    typical: float
+    slips: Mapping[str, float] = field(default_factory=dict)
+
+    def problem(self, value: float) -> str:
+        """Why a number is no plausible one of this unit, and what it may have been meant as; "": it is."""
+        if value == 0 or self.low <= value <= self.high:
+            return ""
+        side = f"below {self.low:g}" if value < self.low else f"above {self.high:g}"
+        problem = f"{value:g}{f' {self.name}' if self.name else ''} is {side}"
+        meant = {
+            name: abs(math.log(value * factor / self.typical))
+            for name, factor in self.slips.items()
+            if self.low <= value * factor <= self.high
+        }
+        if not meant:
+            return f"{problem}; give {self.low:g} to {self.high:g}"
+        slip = min(meant, key=meant.__getitem__)
+        return f"{problem}; is it {slip}? Then write {_written(value, self.slips[slip])}"
+
+
+def _written(value: float, factor: float) -> str:
+    """A number times a factor, as a file has it: 989e12, 0.74, 85899345920."""
+    meant = value * factor
+    if factor in _BINARY.values():
+        return f"{meant:.0f}"
+    power = 3 * math.floor(math.log10(meant) / 3 + 1e-9) if abs(math.log10(meant)) >= 3 else 0
+    return f"{meant / 10.0**power:.6g}{f'e{power}' if power else ''}"
+
+
+_BINARY = {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+_RATES = {"MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12}
+_SHORT = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
+FLOPS = Unit("FLOP/s", 1e9, 1e17, 3e14, {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15})
+_PERCENT = {"a percentage": 0.01}
+FlopsPerS = Annotated[PositiveFloat, FLOPS]
+#: of a card's memory and of what matmuls read; of a link; of a network card, which datasheets have in bits
+MemoryRate = Annotated[PositiveFloat, Unit("bytes/s", 1e8, 1e14, 2e12, _RATES)]
+LinkRate = Annotated[PositiveFloat, Unit("bytes/s", 1e5, 1e13, 1e11, _RATES)]
+CardRate = Annotated[
+    PositiveFloat, Unit("bytes/s", 1e5, 2.5e11, 2.5e10, {**_RATES, "Gbit/s": 1.25e8, "bit/s": 0.125})
+]
+Latency = Annotated[NonNegativeFloat, Unit("s", 1e-9, 1, 5e-6, _SHORT)]
+LongSeconds = Annotated[NonNegativeFloat, Unit("s", 1e-9, 1e4, 1e-2, _SHORT)]
+ElementSeconds = Annotated[NonNegativeFloat, Unit("s", 1e-16, 1e-6, 1e-10, {"ps": 1e-12, "ns": 1e-9})]
+MemoryBytes = Annotated[PositiveInt, Unit("bytes", 1e6, 1e14, 1e11, _BINARY)]
+BufferBytes = Annotated[NonNegativeInt, Unit("bytes", 4096, 1e12, 1e8, _BINARY)]
+Share = Annotated[PositiveFloat, Unit("", 0.02, 1, 0.5, _PERCENT)]
+Loss = Annotated[NonNegativeFloat, Unit("", 1e-6, 1, 0.5, _PERCENT)]
+#: beside what datasheets or other figures say, which it may exceed
+Factor = Annotated[PositiveFloat, Unit("", 1e-4, 10, 0.5, _PERCENT)]
+HostScale = Annotated[PositiveFloat, Unit("", 1e-2, 100, 1)]
+Tokens = Annotated[NonNegativeFloat, Unit("tokens", 1e-3, 1e7, 1e3)]
+Many = Annotated[PositiveInt, Field(le=100_000)]
+
+#: the end of the note of a figure that a user asked for, which may be as implausible as the question
+ASKED = "as it was asked for"
+
+
+class Sourced(StrictModel, Generic[Number]):
+    """A number, where it comes from, and, where it is not simply read there, how it follows from that.
+
+    Attributes:
+        substitute: what was measured in the place of what the number stands for, as "an RTX 4090's"; "": the
+            thing itself. Times that rest on it say so (:mod:`measure.simulator.substitutes`).
+        fitted_on: for a calibrated number, the published cells that it was fitted on.
+        inferred_from: for one that was chosen by looking at published numbers, these.
+    """
+
+    value: Number | None
+    source: str
+    note: str = ""
+    substitute: str = ""
+    fitted_on: list[str] = []
+    inferred_from: list[InferredSetting] = []
+
+
+#: a card may run above the clock that its datasheet's peak is at: an RTX 4090's attention reaches 1.025
+_BOOST = 1.05
+
+
+def implausible(part: Any, units: Sequence[Any] = (), at: str = "", peak: float = 0.0) -> Iterator[str]:
+    """What of a cluster, or of a part of it, cannot be: numbers out of the range of their unit, and rates of
+    attention above the card's peak in half precision; each with its key path and what is wrong.
+
+    Args:
+        units: of a number's annotation.
+        at: the key path of the part.
+        peak: FLOPs a second of the card.
+    """
+    if isinstance(part, Sourced):
+        args = type(part).__pydantic_generic_metadata__["args"]
+        if not part.note.endswith(ASKED):
+            yield from implausible(part.value, [*units, *(get_args(args[0])[1:] if args else ())], at, peak)
+    elif isinstance(part, BaseModel):
+        halves = getattr(part, "peak_flops_per_s", {})
+        peak = max([peak, *(of.value or 0.0 for name, of in halves.items() if name in ("bf16", "fp16"))])
+        for name, field_ in type(part).model_fields.items():
+            yield from implausible(getattr(part, name), field_.metadata, f"{at}.{name}", peak)
+    elif isinstance(part, dict | list):
+        for key, each in part.items() if isinstance(part, dict) else enumerate(part):
+            yield from implausible(each, units, f"{at}.{key}", peak)
+    elif isinstance(part, int | float):
+        if ".operators." in at and at.endswith(".1"):  # of [bytes, seconds]
+            units = get_args(Latency)[1:]
+        problem = next((unit.problem(part) for unit in units if isinstance(unit, Unit)), "")
+        if not problem and at.endswith(".limit_flops_per_s") and 0 < _BOOST * peak < part:
+            problem = f"{part:g} FLOP/s is above the card's peak_flops_per_s of {peak:g}"
+        if problem:
+            yield f"{at[1:]}: {problem}"
+
+
+# -- of a file that extends another --------------------------------------------------------------------------
+
+#: what a figure's file says of its value, which a file that gives another value does not take over
+_OF_THE_VALUE = ("note", "substitute", "fitted_on", "inferred_from")
+#: what a processor has whatever memory lies beside it, and what the memory makes
+_OF_MEMORY = ("memory_efficiency", "operators")
+#: what was measured over a link, and so goes with its bandwidth
+_REACHED = ("table", "collectives", "crossings")
+Part = Mapping[str, Any]
+
+
+def inherited(below: Part, own: Part, base: str) -> dict[str, Any]:
+    """What a file takes over of the cluster that it extends, marked where it is another card's or link's.
+
+    Figures of a card that the file calls otherwise are that other card's, unless the file says that the
+    processor is the same: its rates by shape are left out, and those of attention count as no larger part of
+    the peak. A link that the file calls otherwise, or gives another bandwidth, has its other figures from
+    ``base``.
+
+    Args:
+        below: the content of the cluster that is extended.
+        own: that of the file.
+        base: the name of that cluster.
+    """
+    kept = dict(below)
+    device, card = _part(own, "device"), _part(below, "device").get("name")
+    given = _value(device, "memory_bandwidth_bytes_per_s")
+    if device.get("name", card) != card:
+        if "same_processor" not in device:
+            kept["device"] = _of_another_card(kept["device"], device, f"{card}'s")
+            kept["calibration"] = {k: {**v, "fitted_on": []} for k, v in kept.get("calibration", {}).items()}
+            if kept.get("node_link"):
+                kept["node_link"] = _marked(kept["node_link"], f"{card}'s")
+        elif given not in (None, _value(below["device"], "memory_bandwidth_bytes_per_s")):
+            kept["device"] = _with_marked(kept["device"], _OF_MEMORY, f"{card}'s")
+    for name in ("node_link", "network"):
+        link, of_file = _part(below, name), _part(own, name)
+        bandwidth = _value(of_file, "bandwidth_bytes_per_s")
+        renamed = of_file.get("name", link.get("name")) != link.get("name")
+        if link and renamed:
+            kept[name] = _marked(kept[name], f"{base}'s")
+        elif link and bandwidth not in (None, _value(link, "bandwidth_bytes_per_s")):
+            kept[name] = _with_marked(kept[name], _REACHED, f"{base}'s")
+    return _without_words_on_other_values(kept, own)
+
+
+def _with_marked(part: Part, keys: Sequence[str], whose: str) -> Part:
+    return {**part, **{key: _marked(part[key], whose) for key in keys if part.get(key)}}
+
+
+def _part(content: Part, name: str) -> Part:
+    part = content.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _value(part: Part, name: str) -> Any:
+    return _part(part, name).get("value")
+
+
+def _without_words_on_other_values(below: Part, above: Part) -> dict[str, Any]:
+    """``below`` without what it says of figures of which ``above`` gives another value."""
+    kept = dict(below)
+    for key, value in above.items():
+        own = below.get(key)
+        if isinstance(value, dict) and isinstance(own, dict):
+            if "value" in value:
+                kept[key] = {name: each for name, each in own.items() if name not in _OF_THE_VALUE}
+            else:
+                kept[key] = _without_words_on_other_values(own, value)
+    return kept
+
+
+def _of_another_card(device: Part, own: Part, whose: str) -> Part:
+    """The figures of a device as those of another card."""
+    peaks, below = _part(own, "peak_flops_per_s"), _part(device, "peak_flops_per_s")
+    ratios = [
+        given / was
+        for name in ("bf16", "fp16")
+        if isinstance(given := _value(peaks, name), int | float) and (was := _value(below, name))
+    ]
+    kept = dict(device)
+    for name in ("matmul", "grouped_matmul"):
+        # a share of the file's own does not go with another card's bandwidth of operands
+        kept[name] = {k: v for k, v in _part(device, name).items() if k not in _part(own, name)}
+    return dict(_marked(kept, whose, min([1.0, *ratios])))
+
+
+def _marked(part: Any, whose: str, slower: float | None = None) -> Any:
+    """A part of a file, its figures marked as those of something else.
+
+    Args:
+        slower: of a card, the factor to rates of attention, which are no shares of its peak; its tables,
+            which are none either, are left out.
+    """
+    if isinstance(part, list):
+        return [_marked(each, whose, slower) for each in part]
+    if not isinstance(part, dict):
+        return part
+    if "value" in part and "source" in part:
+        own = part["value"] is None
+        return part if own else {**part, "substitute": part.get("substitute") or whose, "fitted_on": []}
+    marked = {key: _marked(each, whose, slower) for key, each in part.items()}
+    if slower is not None and "table" in marked:
+        marked["table"] = {"value": None, "source": f"none; {whose} is left out"}
+    if slower is not None and slower < 1 and "limit_flops_per_s" in marked:
+        limit = marked["limit_flops_per_s"]
+        note = "; ".join(filter(None, (limit.get("note"), f"times {slower:.3g}, as the peaks are")))
+        marked["limit_flops_per_s"] = {**limit, "value": limit["value"] * slower, "note": note}
+        marked["measured"] = {}
+    return marked
