@@ -96,28 +96,18 @@ _IN_FILES = {
 
 
 def _may_have(kind: str, path: Path) -> bool:
-    """Whether a file's text binds PRESETS, or has a class with a base and a name; a file that is no Python
-    may, as its import says what is wrong."""
+    """Whether a file's text has the word PRESETS as a name, or a class with a base and a name; a file that is
+    no Python may, as its import says what is wrong."""
     try:
         nodes = [*ast.walk(ast.parse(read_file(path)))]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return True
     if kind == "model":
-        bound = (getattr(node, "asname", None) or getattr(node, "name", "") for node in nodes)
-        assigned = (
-            each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-        )
-        return "PRESETS" in {*bound, *assigned}
-    classes = (node for node in nodes if isinstance(node, ast.ClassDef) and node.bases)
-    named = (ast.unparse(target) for cls in classes for node in cls.body for target in _targets(node))
-    return "name" in named
-
-
-def _targets(node: ast.stmt) -> list[ast.expr]:
-    """What an assignment binds; nothing for other statements."""
-    if isinstance(node, ast.AnnAssign):
-        return [node.target]
-    return node.targets if isinstance(node, ast.Assign) else []
+        fields = ("id", "name", "asname")
+        return any(getattr(node, field, "") == "PRESETS" for node in nodes for field in fields)
+    lines = (line for node in nodes if isinstance(node, ast.ClassDef) and node.bases for line in node.body)
+    bound = (each for line in lines for each in getattr(line, "targets", [getattr(line, "target", None)]))
+    return any(getattr(each, "id", "") == "name" for each in bound)
 
 
 def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Path()) -> list[str]:
