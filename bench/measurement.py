@@ -283,3 +283,21 @@ def shortened(text: str) -> str:
     if len(text) <= REASON_LENGTH:
         return text
     return f"{text[: REASON_LENGTH // 3]} ... {text[-REASON_LENGTH // 2 :]}"
+
+
+def filled(measured: Mapping[str, Any]) -> float | None:
+    """The part of the memory that tensors can have which the fullest rank reserves, where it runs out of
+    memory on a card without a limit; at least 1 where memory has to be given back. None: nothing is known."""
+    usable = measured.get("usable_memory_bytes")
+    reserved = [entry.get("reserved_memory_bytes") for entry in measured.get("by_class") or ()]
+    most = max([n for n in [*reserved, measured.get("reserved_memory_bytes")] if n], default=None)
+    if not usable or most is None:
+        return None
+    return max(most / usable, 1.0 if returned_bytes(measured) else 0.0)
+
+
+def returned_bytes(measured: Mapping[str, Any]) -> int:
+    """The most bytes that the allocator of a rank gives back to its card in a step that fits, as it has no
+    room otherwise."""
+    steps = (entry for entry in measured.get("by_class") or () if entry.get("step"))
+    return max((entry.get("returned_bytes", 0) for entry in steps), default=0)

@@ -91,6 +91,7 @@ class Unsupported(ValueError):
 
     def __init__(self, reason: str, mend: str):
         super().__init__(f"{reason}; {mend}")
+        self.reason, self.mend = reason, mend
 
 
 class Unavailable(Unsupported):

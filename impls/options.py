@@ -23,8 +23,23 @@ LARGEST_OF = {"layers": 2**12, "bucket_size": 2**31, "bucket_elements": 2**31}
 #: the least that a whole number may be, where its default does not say
 _MAY_BE_NONE = "experts", "shared_inner", "dense_layers", "router_groups", "router_group_topk", "mtp_layers"
 LEAST_OF = dict.fromkeys(("expert_pattern", *_MAY_BE_NONE), 0)
-#: numbers that are the share of what is dropped
-PROBABILITIES = ("dropout", "attention_dropout")
+#: numbers that are the share of what is dropped; that are above 0; and that are at least 0
+PROBABILITIES = ("dropout", "attention_dropout", "lora_dropout")
+POSITIVE = ("capacity", "lora_alpha", "norm_epsilon", "rotary_base", "router_scale", "window_rotary_base")
+NOT_NEGATIVE = ("aux_weight", "logit_cap", "mtp_weight", "z_weight")
+#: by an option, those that do nothing without it
+WITHOUT: Mapping[str, Collection[str]] = {
+    "experts": (
+        "experts_per_token",
+        "expert_inner",
+        "shared_inner",
+        "shared_gate",
+        "dense_layers",
+        "capacity",
+    ),
+    "shared_inner": ("shared_gate", "shared_overlap"),
+    "lora_rank": ("lora_alpha", "lora_dropout"),
+}
 
 
 @dataclass(frozen=True)
@@ -60,9 +75,9 @@ class Options:
 
 
 def wrong_values(defaults: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is wrong with values of the fields of a frozen dataclass: their types, and the bounds of whole
-    numbers, as (name, message). A whole number is a count of something, and of none only where that is the
-    default.
+    """What is wrong with values of the fields of a frozen dataclass: their types, and the bounds of numbers,
+    as (name, message). A field of whole numbers has a count of something, and of none only where that is the
+    default; a field of others may be given a whole number too.
 
     Args:
         defaults: the dataclass with its defaults.
@@ -77,13 +92,39 @@ def wrong_values(defaults: Any, given: Mapping[str, Any]) -> Iterator[tuple[str,
             yield name, f"{problem}, not {_REPR.repr(value)}"
             continue
         least = LEAST_OF.get(name, 0 if getattr(defaults, name) == 0 else 1)
-        most = LARGEST_OF.get(name, LARGEST)
+        most, counts = (
+            LARGEST_OF.get(name, LARGEST),
+            "float" not in _hints(cast(Hashable, type(defaults)))[name],
+        )
         for number in value if isinstance(value, list | tuple) else [value]:
-            if type(number) is int and not least <= number <= most:
+            if counts and type(number) is int and not least <= number <= most:
                 bound = f"at least {least}" if number < least else f"at most {most}"
                 yield name, f"must be {bound}, not {number}"
-            if type(number) in (int, float) and name in PROBABILITIES and not 0 <= number < 1:
-                yield name, f"must be a probability, from 0 to below 1, not {number}"
+            elif type(number) in (int, float) and not counts and (bound := _unmet(name, number)):
+                yield name, f"must be {bound}, not {number}"
+
+
+def _unmet(name: str, number: float) -> str:
+    """The bound of an option that a number does not meet; "" if there is none."""
+    if name in PROBABILITIES and not 0 <= number < 1:
+        return "a probability, from 0 to below 1"
+    if name in POSITIVE and number <= 0:
+        return "above 0"
+    return "at least 0" if name in NOT_NEGATIVE and number < 0 else ""
+
+
+def values_without_effect(options: Any, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Options that are given, and do nothing as another is off, as (name, message)."""
+    for needed, names in WITHOUT.items():
+        if not getattr(options, needed, True):
+            for name in (each for each in names if given.get(each)):
+                yield name, f"does nothing without {needed}; set that, or leave {name} out"
+
+
+@cache
+def _hints(options: Any) -> Mapping[str, str]:
+    """The types of the fields of a dataclass, in words."""
+    return {name: str(hint) for name, hint in get_type_hints(options).items()}
 
 
 @cache

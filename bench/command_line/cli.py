@@ -12,6 +12,7 @@ is imported when the command runs.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -32,6 +33,9 @@ COMMANDS = FunctionModules("spbench.bench.tools", "*/*_command", "command", "com
 _NO_MEMORY = "this process may use too little memory (ulimit -v, a container's limit)"
 #: of the linker, where memory is short
 _UNLOADABLE = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
+
+#: errors that no reading has
+_OF_WRITING = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
 
 #: of the environment, what launchers set for each process that they start; some clusters set all of these but
 #: LOCAL_RANK for every process of a machine
@@ -172,7 +176,8 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         if isinstance(error, ImportError) and any(words in str(error) for words in _UNLOADABLE):
             return _complain(f"{_NO_MEMORY}: {error}", 2, traced=True)
         if isinstance(error, OSError) and error.filename is not None:
-            return _complain(f"{shortened(str(error.filename))}: {error.strerror}", 2, traced=True)
+            doing = "cannot write " if error.errno in _OF_WRITING else ""
+            return _complain(f"{doing}{shortened(str(error.filename))}: {error.strerror}", 2, traced=True)
         if at := place(error):
             return _complain(f"{at}: {described(error)}", 2, traced=True)
         return _complain(f"internal error: {described(error)} (SPBENCH_DEBUG=1 shows where)", 70, traced=True)

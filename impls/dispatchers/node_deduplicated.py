@@ -62,7 +62,7 @@ class NodeDeduplicated(Dispatcher):
     name = "node_deduplicated"
     summary = "all-to-alls of a row for each node, and each rank there, that a token meets"
     source = "github.com/deepseek-ai/DeepEP; arXiv 2603.07685"
-    overlaps = True
+    overlaps = by_nodes = True
     heeds_capacity = False
 
     def __init__(self, place: Place, experts: int, permutation: str, node_ranks: int = 8):

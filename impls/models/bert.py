@@ -24,8 +24,8 @@ from spbench.impls.models.blocks.encoder import (
     attention_mask,
 )
 from spbench.impls.models.blocks.text import masked_language_batches
-from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
-from spbench.impls.strategies.base import Site, Strategy, Unsupported
+from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary, check_positions
+from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.layers import Linear
 
 
@@ -117,6 +117,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
     ) -> list[Site]:
         tokens = {"B": batch, "L": seq_len}
+        check_positions(self.max_positions, seq_len)
         rows, layers = self.padded_vocabulary(vocabulary_parts), len(stage.layers(self.layers))
         hidden, again = tokens | {"H": self.hidden}, self.checkpointing
         heads = tokens | {"Z": self.heads, "A": self.head_size}
@@ -183,11 +184,6 @@ class Embeddings(nn.Module):
         self.p, self.random, self.axes = model.dropout, strategy.random, strategy.position_axes
         self.words = _words(model, strategy)
         rows = model.max_positions or seq_len
-        if seq_len > rows:
-            raise Unsupported(
-                f"the model has {rows} learned positions, not the {seq_len} of the sequence",
-                "set max_positions",
-            )
         self.positions = nn.Embedding(rows, model.hidden)
         self.types = nn.Embedding(model.token_types, model.hidden) if model.binary_head else None
         self.norm: nn.Module = LayerNorm(model.hidden) if model.embedding_norm else nn.Identity()

@@ -18,6 +18,14 @@ from spbench.impls.options import Saving, set_options
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy, Unsupported
 
 
+def check_positions(rows: int | None, longest: int) -> None:
+    """Raise :class:`Unsupported` if a sequence has more positions than a table of learned ones has rows."""
+    if rows is not None and longest > rows:
+        raise Unsupported(
+            f"the model has {rows} learned positions, not the {longest} of the sequence", "set max_positions"
+        )
+
+
 class Model(ABC):
     """A model before it is built: its options, and what the harness asks of it.
 
@@ -83,6 +91,16 @@ class Model(ABC):
             stages: of the pipeline.
         """
         yield from ()
+
+    def mending(self, seq_len: int) -> Mapping[str, Any]:
+        """The values of options with which more strategies run, and sequences as long as that: without
+        dropout and all scores, and with a table of as many positions."""
+        plain: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}
+        if getattr(self, "attention", "") == "unfused":
+            plain["attention"] = "flash"
+        if (getattr(self, "max_positions", None) or seq_len) < seq_len:
+            plain["max_positions"] = seq_len
+        return {name: value for name, value in plain.items() if getattr(self, name, value) != value}
 
     def shrunk(self) -> Model:
         """The same layers in small sizes and without dropout, for verification; here the model itself."""

@@ -24,7 +24,7 @@ from spbench.impls.layout import (
     shard_of,
 )
 from spbench.impls.place import Place
-from spbench.impls.registries import strategies
+from spbench.impls.registries import dispatchers
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.tiles import entries_of_tiles, tiles_of, tiling_of
@@ -165,6 +165,11 @@ class PlanningHooks(GridHooks):
             raise Unsupported("the model has no experts, which ep and etp are for", "leave ep and etp out")
         if etp > 1 and any(site.dims.get("adapted") for site in sites):
             raise Unsupported("adapters of experts are whole, and etp splits an expert", "use etp 1, and ep")
+        for call in (site.experts for site in sites if site.experts is not None):
+            along_ep = max(1, call.node_ranks // etp)
+            if dispatchers()[call.dispatcher].by_nodes and ep > along_ep and ep % along_ep:
+                nodes = f"node_ranks {call.node_ranks} has {along_ep} along ep, which do not divide ep {ep}"
+                raise Unsupported(nodes, "set model_options.node_ranks to the ranks of a node")
         strategy = cast("Strategy", self)
         alike = [axis for axis in strategy.nested_axes if axis not in self.position_axes]
         if sites and self.place.size(*alike) > 1:
@@ -228,8 +233,8 @@ class PlanningHooks(GridHooks):
     def _instead(self, sites: Sequence[Site]) -> str:
         """What to use for a model with these sites: the strategies that take it, those of its own axes if
         there are some."""
-        taking = {n: cls.axes for n, cls in strategies().items() if cls.axes and not cls.lacking(sites)}
-        alike = [name for name, axes in taking.items() if axes == self.axes] or [*taking]
+        taking = {c.name: c.axes for c in _packaged(PlanningHooks) if c.axes and not c.lacking(sites)}
+        alike = sorted(name for name, axes in taking.items() if axes == self.axes) or sorted(taking)
         models = f"another model (spbench list models {self.name})"
         return f"use {', '.join([*alike, ''])}or {models}" if alike else f"use {models}"
 
@@ -317,3 +322,12 @@ class PlanningHooks(GridHooks):
     def length_multiple(self) -> int:
         """The number that must divide every sequence length."""
         return 1
+
+
+def _packaged(cls: type[PlanningHooks]) -> Iterator[type[PlanningHooks]]:
+    """The strategies of this package, which all are imported before one is looked up by name; those that
+    others add are none that a message can count on."""
+    for each in sorted(cls.__subclasses__(), key=lambda each: each.__name__):
+        if "name" in vars(each) and each.__module__.startswith(__package__ or ""):
+            yield each
+        yield from _packaged(each)

@@ -47,7 +47,7 @@ ADDITIONS = (
     Addition("vocabulary.py", "", "bench/measure/engines"),
     Addition("bounds.py", "", "bench/tools/papers/answers"),
     Addition("as_yaml.py", "", "bench/command_line/forms"),
-    Addition("to_prometheus.py", "", "bench/tools/changes"),
+    Addition("to_influx.py", "", "bench/tools/changes"),
     Addition("from_osu_latency.py", "", "bench/tools/calibrate"),
     Addition("sizes.py", "spbench.jobs", "bench/tools/jobs", "sizes = sizes:read"),
     Addition("to_sizes.py", "", "bench/tools/jobs"),

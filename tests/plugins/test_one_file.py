@@ -60,7 +60,7 @@ NAMES = (
     ("quantities", "vocabulary"),
     ("answers", "bounds"),
     ("forms", "yaml"),
-    ("exports", "prometheus"),
+    ("exports", "influx"),
     ("logs", "osu-latency"),
     ("jobs", "sizes"),
     ("figures", "peak_bars"),
@@ -205,10 +205,10 @@ def test_an_answer(report: dict[str, Any]) -> None:
 
 
 def test_an_export(installation: Installation, rows: Rows) -> None:
-    done = installation.spbench("export", "--to", "prometheus", "rows")
+    done = installation.spbench("export", "--to", "influx", "rows")
     row = rows["one-layer-lm-tiny", "gathered_attention", "virtual"]
     peak = row["measurement"]["peak_memory_bytes"]
-    line = f'spbench_peak_memory_bytes{{suite="rows",cell="{row["key"]}"}} {peak}'
+    line = f"peak_memory_bytes,suite=rows,cell={row['key']} value={peak}"
     assert line in done.stdout.splitlines(), done.stderr
 
 

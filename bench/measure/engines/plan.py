@@ -22,6 +22,7 @@ from spbench.bench.measure.engines.cell_schedule import (
     check_schedule,
     passes_of,
 )
+from spbench.bench.measure.engines.mending import with_mends
 from spbench.bench.measure.engines.unlike_ranks import (
     expert_rows,
     fullest_rank,
@@ -223,7 +224,7 @@ def plan(cell: Cell) -> Plan:
     Raises:
         Unsupported: see :func:`check_sizes`.
     """
-    classes = check_sizes(cell)
+    classes = with_mends(check_sizes, cell)
     traffic = [closed_form(cell, each.first) for each in classes]
     uneven = expert_rows(cell) is not None or shares_whole_weights(cell)
     return Plan(classes, traffic, cell.mesh_sizes, cell if uneven else None)

@@ -20,7 +20,7 @@ from spbench.impls import loose_files
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.huggingface.published import published_models
 from spbench.impls.models.model import models, unchanged_model
-from spbench.impls.options import wrong_values
+from spbench.impls.options import values_without_effect, wrong_values
 from spbench.impls.outside_code import place, raised
 from spbench.impls.registries import INSTALL, absent, as_published, backends, peers, strategies
 from spbench.impls.strategies.nesting import PLUS, nesting
@@ -96,28 +96,18 @@ _IN_FILES = {
 
 
 def _may_have(kind: str, path: Path) -> bool:
-    """Whether a file's text binds PRESETS, or has a class with a base and a name; a file that is no Python
-    may, as its import says what is wrong."""
+    """Whether a file's text has the word PRESETS as a name, or a class with a base and a name; a file that is
+    no Python may, as its import says what is wrong."""
     try:
         nodes = [*ast.walk(ast.parse(read_file(path)))]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return True
     if kind == "model":
-        bound = (getattr(node, "asname", None) or getattr(node, "name", "") for node in nodes)
-        assigned = (
-            each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-        )
-        return "PRESETS" in {*bound, *assigned}
-    classes = (node for node in nodes if isinstance(node, ast.ClassDef) and node.bases)
-    named = (ast.unparse(target) for cls in classes for node in cls.body for target in _targets(node))
-    return "name" in named
-
-
-def _targets(node: ast.stmt) -> list[ast.expr]:
-    """What an assignment binds; nothing for other statements."""
-    if isinstance(node, ast.AnnAssign):
-        return [node.target]
-    return node.targets if isinstance(node, ast.Assign) else []
+        fields = ("id", "name", "asname")
+        return any(getattr(node, field, "") == "PRESETS" for node in nodes for field in fields)
+    lines = (line for node in nodes if isinstance(node, ast.ClassDef) and node.bases for line in node.body)
+    bound = (each for line in lines for each in getattr(line, "targets", [getattr(line, "target", None)]))
+    return any(getattr(each, "id", "") == "name" for each in bound)
 
 
 def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Path()) -> list[str]:
@@ -239,6 +229,9 @@ def _mistakes(
     yield from mistakes
     if not mistakes:
         try:
-            replace(defaults, **here)
+            options = replace(defaults, **here)
         except ValueError as error:
             yield [], str(error)
+        else:
+            yield from (([name], message) for name, message in values_without_effect(options, here))
+            yield from (([], problem) for problem in getattr(options, "problems_of_sizes", ()))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.trust.bands import PEAK, RESERVED, packaged, packaged_errors
+from spbench.bench.measurement import filled, returned_bytes
 from spbench.bench.units import card_gib, shown_share
 from spbench.impls.layout import MEETINGS
 from spbench.impls.models.model import model_preset
@@ -42,8 +43,8 @@ class Certainty(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A published run here: the part of its card that it reserves (:func:`filled`), its kinds, who published
-    it, and whether it ran out of memory there and here."""
+    """A published run here: the part of its card that it reserves, its :func:`kinds_of`, its backend, who
+    published it, and whether it ran out of memory there and here."""
 
     part: float | None
     kinds: Collection[str]
@@ -122,24 +123,6 @@ def certainty(cell: Cell, measured: Mapping[str, Any]) -> Certainty | None:
         return Certainty(word, reason)
     back = f"PyTorch gives {card_gib(returned)} GiB of segments back to the full card in a step"
     return Certainty(TIGHT, "; ".join([f"{back}, the time of which is not counted", *filter(None, [reason])]))
-
-
-def filled(measured: Mapping[str, Any]) -> float | None:
-    """The part of the memory that tensors can have which the fullest rank reserves, where it runs out of
-    memory on a card without a limit; at least 1 where memory has to be given back. None: nothing is known."""
-    usable = measured.get("usable_memory_bytes")
-    reserved = [entry.get("reserved_memory_bytes") for entry in measured.get("by_class") or ()]
-    most = max([n for n in [*reserved, measured.get("reserved_memory_bytes")] if n], default=None)
-    if not usable or most is None:
-        return None
-    return max(most / usable, 1.0 if returned_bytes(measured) else 0.0)
-
-
-def returned_bytes(measured: Mapping[str, Any]) -> int:
-    """The most bytes that the allocator of a rank gives back to its card in a step that fits, as it has no
-    room otherwise."""
-    steps = (entry for entry in measured.get("by_class") or () if entry.get("step"))
-    return max((entry.get("returned_bytes", 0) for entry in steps), default=0)
 
 
 def kinds_of(cell: Cell) -> frozenset[str]:

@@ -12,19 +12,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from spbench.bench.cell import Cell
 from spbench.bench.files import DiskCache, cache_folder
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.processes.rank_pool import RankPool, Ranks
-from spbench.bench.measure.verify.cases import LARGEST_HIDDEN, VerifyRow, verify_case
+from spbench.bench.measure.verify.cases import LARGEST_HIDDEN, verify_case
 from spbench.bench.measure.verify.verdicts import verified_code
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.measured_code import digest_of_files
@@ -32,15 +32,13 @@ from spbench.bench.measurement import Outcome
 from spbench.impls.layout import Unsupported
 from spbench.impls.loose_files import is_packaged
 from spbench.impls.models.model import Model, model_preset, models
-from spbench.impls.registries import DEFAULT_BACKEND, backend_class, strategies, versions
+from spbench.impls.registries import backend_class, strategies, versions
 from spbench.impls.strategies.nesting import nesting
 
 #: beside this module: the digest of the package's code on which verification was green
 PROVEN = "proven.json"
 #: ranks along an axis, at most: of one axis, and of each of several
 MOST, MOST_OF_EACH = 4, 2
-#: seconds after which a case has failed that takes less than one on idle cores
-_LIMIT_S = 60.0
 #: bytes of the cache of what was green, whose entries have one
 _CACHE_BYTES = 2**20
 
@@ -59,125 +57,91 @@ def unproven(
         pool: of as many ranks as are verified; None: started if there is something to verify.
         say: told before the first case which strategies are verified.
     """
-    questions = {cell.key: question for cell in cells if (question := _question(cell)) is not None}
-    unknown = {q.key: q for q in questions.values() if q.key not in _verdicts}
+    asked = {cell.key: (_key(cases), cases) for cell in cells if (cases := _cases(cell))}
+    unknown = {key: cases for key, cases in asked.values() if key not in _verdicts and not _kept(key)}
     if unknown:
-        names = ", ".join(dict.fromkeys(str(each) for each in unknown.values()))
-        say(f"verifying {names}: not verified yet as its code is now")
+        named = (cases[0].named for cases in unknown.values())
+        say(f"verifying {', '.join(dict.fromkeys(named))}: not verified yet as its code is now")
     with ExitStack() as stack:
-        for key, question in unknown.items():
-            pool = pool or stack.enter_context(RankPool(max(each.ranks for each in unknown.values())))
-            _verdicts[key] = question.verdict(pool)
+        for key, cases in unknown.items():
+            if pool is None:
+                most = max(math.prod(each.sizes.values()) for some in unknown.values() for each in some)
+                pool = stack.enter_context(RankPool(most))
+            _verdicts[key] = _verdict(pool, cases)
             if _verdicts[key] is None:
                 _keep(key)
-    verdicts = ((key, _verdicts[question.key]) for key, question in questions.items())
-    return {key: verdict for key, verdict in verdicts if verdict is not None}
+    verdicts = {cell: _verdicts.get(key) for cell, (key, _) in asked.items()}
+    return {cell: verdict for cell, verdict in verdicts.items() if verdict is not None}
 
 
-#: what this process has verified, by the key of the question; None: it is proven
+#: what this process has verified, by :func:`_key`; None: it is proven
 _verdicts: dict[str, Outcome | None] = {}
 
 
-@dataclass(frozen=True)
-class _Question:
-    """What the verdict on a cell follows from.
+class _Small(NamedTuple):
+    """A case that stands for a cell, on so many ranks along the axes of its strategy.
 
     Attributes:
-        strategy: the cell's; "" where only its backend is to be verified and it has no axes of its own.
-        backend: the cell's where that is to be verified.
-        small: the cell's model in small, by its name; of one that cannot be shrunk the tiny presets.
-        sizes: ranks along the axes of the strategy, as many as the cell has but for a limit, and two where it
-            has one.
+        named: what is verified: the cell's strategy, or its backend.
     """
 
-    strategy: str
-    options: Mapping[str, Any]
-    backend: str
-    backend_options: Mapping[str, Any]
-    small: Mapping[str, Model]
-    precision: str
+    named: str
+    model: str
+    case: Case
     sizes: Mapping[str, int]
 
-    def __str__(self) -> str:
-        names = [self.strategy] if self.strategy else []
-        return " with ".join([*names, *([] if self.backend == DEFAULT_BACKEND and names else [self.backend])])
 
-    @property
-    def ranks(self) -> int:
-        """That are needed to verify it."""
-        return math.prod(self.sizes.values()) if self.strategy else MOST
-
-    @cached_property
-    def key(self) -> str:
-        """Names the question, and the code that it is asked of."""
-        packages = versions(["torch", *(nesting(self.strategy).requires if self.strategy else ())])
-        small = [*self.small.values()]
-        asked = (self.strategy, self.options, self.backend, self.backend_options, self.precision, self.sizes)
-        return _digest(*asked, small, packages, verified_code())
-
-    def verdict(self, pool: Ranks) -> Outcome | None:
-        """What cells end as that ask it; None: it is proven, on the most ranks that can run the model."""
-        rows: list[VerifyRow] = []
-        for strategy, sizes in self._tried():
-            rows += [self._row(pool, strategy, sizes, *preset) for preset in self.small.items()]
-            if any(row.status != "unsupported" for row in rows):
-                break
-        for row in rows:
-            if row.status == "RED":
-                # of a traceback the last line
-                why = row.verdict.partition("; wrong too: ")[0] or row.reason.strip().splitlines()[-1]
-                where = f"{row.model} on {row.mesh} Gloo ranks in {row.dtype}; spbench verify shows more"
-                return Outcome("mismatch", f"not measured, as verification is red: {why} ({where})")
-        if all(row.status == "unsupported" for row in rows):
-            return Outcome("unsupported", f"not measured, as nothing could be verified: {rows[-1].reason}")
-        return None
-
-    def _tried(self) -> Iterator[tuple[str, Mapping[str, int]]]:
-        """Strategies and their sizes, until one can run the model: the cell's strategy on ever fewer ranks;
-        for a backend alone each of the package's."""
-        if not self.strategy:
-            for name, cls in strategies().items():
-                if cls.axes and is_packaged(cls):
-                    yield name, dict.fromkeys(nesting(name).axes, 2)
-            return
-        for fewer in range(max(self.sizes.values(), default=1)):
-            yield self.strategy, {axis: max(1, ranks - fewer) for axis, ranks in self.sizes.items()}
-
-    def _row(
-        self, pool: Ranks, strategy: str, sizes: Mapping[str, int], name: str, preset: Model
-    ) -> VerifyRow:
-        case = Case(
-            nesting(strategy),
-            preset,
-            [*preset.parts()][-1],
-            self.precision,
-            options=self.options,
-            backend=self.backend,
-            backend_options=self.backend_options,
-        )
-        return verify_case(pool, case, sizes, model_name=name, timeout_s=_LIMIT_S)
-
-
-def _question(cell: Cell) -> _Question | None:
-    """What must be verified before the cell is measured; None: nothing."""
-    of_cell, backend = nesting(cell.strategy), cell.training.backend
-    of_strategy = bool(of_cell.axes) and not _is_proven(*of_cell.classes)
+def _cases(cell: Cell) -> list[_Small]:
+    """What must be verified before the cell is measured; nothing where it is proven, or refused. Later cases
+    are for where earlier ones are unsupported: the strategy on fewer ranks. A backend beside a strategy
+    without axes is verified with those of the package.
+    """
+    cls, backend = nesting(cell.strategy), cell.training.backend
+    of_strategy = bool(cls.axes) and not _is_proven(*cls.classes)
     of_backend = cell.sizes.world > 1 and not _is_proven(backend_class(backend))
     if not (of_strategy or of_backend) or _refused(cell):
-        return None
-    along = {axis: cell.mesh_sizes[axis] for axis in of_cell.axes}
-    most = MOST_OF_EACH if sum(ranks > 1 for ranks in along.values()) > 1 else MOST
-    question = _Question(
-        strategy=cell.strategy if of_cell.axes else "",
-        options=cell.strategy_options,
-        backend=backend if of_backend else DEFAULT_BACKEND,
-        backend_options=cell.training.backend_options if of_backend else {},
-        small=_small(cell),
-        # kernels of other packages may have no float64
-        precision=cell.precision if of_cell.requires else "fp64",
-        sizes={axis: min(max(2, ranks), most) for axis, ranks in along.items()},
-    )
-    return None if _kept(question.key) else question
+        return []
+    along = {axis: max(2, cell.mesh_sizes[axis]) for axis in cls.axes}
+    most = min(MOST_OF_EACH if len(along) > 1 else MOST, max(along.values(), default=1))
+    tried = [(cls, {axis: min(n, fewer) for axis, n in along.items()}) for fewer in range(most, 0, -1)]
+    if not cls.axes:
+        own = (nesting(name) for name, each in strategies().items() if each.axes and is_packaged(each))
+        tried = [(each, dict.fromkeys(each.axes, 2)) for each in own]
+    how: dict[str, Any] = {"options": cell.strategy_options} if cls.axes else {}
+    if of_backend:
+        how |= {"backend": backend, "backend_options": cell.training.backend_options}
+    # kernels of other packages may have no float64
+    precision = cell.precision if cls.requires else "fp64"
+    return [
+        _Small(
+            cell.strategy if cls.axes else backend,
+            name,
+            Case(of, model, [*model.parts()][-1], precision, **how),
+            on,
+        )
+        for of, on in tried
+        for name, model in _small(cell).items()
+    ]
+
+
+def _key(cases: Sequence[_Small]) -> str:
+    """Names what is verified, and the code of which."""
+    packages = versions(["torch", *cases[0].case.strategy.requires])
+    return _digest([tuple(each) for each in cases], packages, verified_code())
+
+
+def _verdict(pool: Ranks, cases: Sequence[_Small]) -> Outcome | None:
+    """What cells end as that the cases stand for; None: one of most ranks is green, and none of them red."""
+    for _, of_size in groupby(cases, key=lambda each: (each.case.strategy.name, each.sizes)):
+        rows = [verify_case(pool, each.case, each.sizes, model_name=each.model) for each in of_size]
+        if red := next((row for row in rows if row.status == "RED"), None):
+            # of a traceback the last line
+            why = red.verdict.partition("; wrong too: ")[0] or red.reason.strip().splitlines()[-1]
+            where = f"{red.model} on {red.mesh} Gloo ranks in {red.dtype}; spbench verify shows more"
+            return Outcome("mismatch", f"not measured, as verification is red: {why} ({where})")
+        if any(row.status != "unsupported" for row in rows):
+            return None
+    return Outcome("unsupported", f"not measured, as nothing could be verified: {rows[-1].reason}")
 
 
 def _small(cell: Cell) -> dict[str, Model]:

@@ -35,7 +35,7 @@ def _known(ctx: click.Context, param: click.Parameter, name: str) -> str:
 @click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))
 @path_option(
     "--base",
-    "What the results are compared with by markdown and junit: results, or a folder with some under the "
+    "What markdown, junit and github-annotations compare with: results, or a folder with some under the "
     "name of each of RESULTS, such as results/baseline.",
 )
 @path_option(

@@ -124,7 +124,7 @@ def anatomy(
     signed = np.sign(events) * blocks[np.abs(events) - 1]
     live = np.cumsum(signed)
     at = int(np.argmax(live))
-    kinds = np.asarray([CATEGORIES.index(name) for name in log.categories()])
+    kinds = _kinds(log, events)
     alive = _alive(events, at, len(blocks))
     held = {name: int(blocks[alive & (kinds == number)].sum()) for number, name in enumerate(CATEGORIES)}
     return Anatomy(
@@ -140,6 +140,25 @@ def anatomy(
         phases=_phases(log),
         events=len(events),
     )
+
+
+def _kinds(log: MemoryLog, events: np.ndarray) -> np.ndarray:
+    """[storages]: the places of their categories; what backward makes and the optimizer still finds are
+    gradients, also where a backend holds none between steps."""
+    kinds = np.asarray([CATEGORIES.index(name) for name in log.categories()])
+    born: set[int] = set()
+    for name, span in log.spans():
+        if name == "backward":
+            inside = events[span]
+            born |= {*(inside[inside > 0] - 1).tolist()}
+            born -= {*(-inside[inside < 0] - 1).tolist()}
+        elif name != "optimizer":
+            born -= {*(-events[span][events[span] < 0] - 1).tolist()}
+        else:
+            found = np.asarray([*born], dtype=np.int64)
+            kinds[found[kinds[found] == CATEGORIES.index("temporaries")]] = CATEGORIES.index("gradients")
+            born.clear()
+    return kinds
 
 
 def _alive(events: np.ndarray, at: int, count: int) -> np.ndarray:

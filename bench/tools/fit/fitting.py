@@ -19,7 +19,7 @@ from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.proofs import ENOUGH, MOST, Largest, Proofs, largest, prove
 from spbench.bench.tools.fit.snapshot import write_snapshot
 from spbench.bench.tools.fit.subject import Subject, advise_command, subject
-from spbench.bench.tools.fit.taken import model_line
+from spbench.bench.tools.fit.taken import model_line, slow_words
 from spbench.bench.tools.fit.under_budget import BudgetPlan, plan_budget
 from spbench.plots.style import length_text, model_name, strategy_name
 
@@ -135,7 +135,7 @@ def _examined(about: Subject, asking: Asking, say: Say) -> Iterator[tuple[Cell, 
     cells = about.cells
     tasks = [Task(cell, examine) for cell in cells]
     beside = stages_beside(cells, asking.jobs)
-    say(f"tracing a step of {model_line(cells[0], about.name)}", 0)
+    say(f"tracing a step of {model_line(cells[0], about.name)}{slow_words(cells[0])}", 0)
     outcomes: dict[str, Outcome] = {}
     for task, outcome in asking([*beside[:1], *tasks, *beside[1:]]):
         if task.run is examine:  # of a stage it finds the trace, or what is wrong with it

@@ -57,7 +57,7 @@ def in_program_words(module: str, program: str) -> str:
         module: its path here, as ``blocks.*.mlp``; the name of a class: the decoder itself.
         program: the kind of its job; "" for none.
     """
-    words = _PROGRAMS.get(program, _HUGGING_FACE)
+    words = {**_PROGRAMS.get(program, _HUGGING_FACE), "loader_mask": "the data loader's attention mask"}
     if "Decoder" in module:
         return words[""]
     parts = module.split(".")

@@ -26,6 +26,8 @@ SETTINGS_TAKEN = frozenset(
         "training.backend",
     }
 )
+#: experts of their own on a rank, each traced by itself, that take minutes
+_MANY = 4096
 #: axes along which a layer's weights are split and its tokens are not
 _OF_WEIGHTS = ("tp",)
 
@@ -104,6 +106,14 @@ def model_line(cell: Cell, name: str = "") -> str:
     active = f", {shown_count(every - idle)} of them active" if experts else ""
     layers = f", {model.layers} layers" if hasattr(model, "layers") else ""
     return f"the model {name or cell.model}: {shown_count(every)} parameters{active}{layers}"
+
+
+def slow_words(cell: Cell) -> str:
+    """What makes a trace take minutes: many experts on a rank that are parameters of their own; else ""."""
+    model: Any = model_preset(*cell.model_arguments)
+    own = 0 if getattr(model, "stacked_experts", True) else model.experts * model.layers
+    many = own // cell.sizes.by_axis.get("ep", 1) // cell.sizes.pp
+    return f"; {many:,} experts of their own on a rank take minutes" if many >= _MANY else ""
 
 
 def experts_line(cell: Cell) -> str:

@@ -9,8 +9,8 @@ alone. A paper has these parts:
 - docs/trust.md, of real machines alone: ``validation``, the errors by who measured
 - docs/long_context.md, of the field alone: ``ladder``, the longest sequences by switches
 
-The paper ``all`` has the parts that all committed results make: ``headlines`` of REPRODUCE.md, ``trust`` of
-README.md and ``statuses`` of docs/trust.md. `spbench reproduce bands` writes ``times`` of
+The paper ``all`` has the parts that all committed results make: ``headlines`` of REPRODUCE.md and ``trust``
+of README.md. `spbench reproduce bands` writes ``certainty`` of REPRODUCE.md, ``times`` of
 results/reproduction/times.md and ``classes`` of docs/trust.md.
 """
 
@@ -25,7 +25,7 @@ from spbench.bench.files import write_whole
 from spbench.bench.tools.papers.paper_findings import Line, PaperFindings, markdown
 from spbench.bench.tools.papers.sources import ALL, FIELD, MEASURED
 from spbench.bench.tools.papers.summary_page import headline_lines, paper_sections
-from spbench.bench.tools.papers.validation import ladder_lines, status_lines, trust_lines, validation_lines
+from spbench.bench.tools.papers.validation import ladder_lines, trust_lines, validation_lines
 
 SUMMARY_PAGE = Path("REPRODUCE.md")
 FIRST_PAGE = Path("README.md")
@@ -43,7 +43,6 @@ _FURTHER = {
 #: the parts that all committed results make
 _OF_ALL = (
     (FIRST_PAGE, "trust", trust_lines),
-    (TRUST_PAGE, "statuses", status_lines),
     (SUMMARY_PAGE, "headlines", headline_lines),
 )
 _PART = re.compile(

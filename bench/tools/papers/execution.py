@@ -86,6 +86,7 @@ def run_cells(
     executor: Executor | None = None,
     timeout_s: float | None = None,
     unverified: bool = False,
+    progress: SweepProgress | None = None,
 ) -> RanScenario:
     """Run a scenario's cells into a folder, show progress, and compare them with what was published.
 
@@ -96,6 +97,7 @@ def run_cells(
         executor: where cells run that need nothing of this machine; None: here.
         timeout_s: seconds that a cell may take; None: what the scenario says.
         unverified: run cells that are not proven right too.
+        progress: of several scenarios, all of whose cells it expects; None: these cells have their own.
 
     Raises:
         UserError: nothing is left to run, the folder cannot be written, or :func:`_check_measured_tree`.
@@ -103,15 +105,14 @@ def run_cells(
     """
     _check_measured_tree(scenario.name)
     declared = declared_cells(scenario, narrowing)
-    cells = narrowed_cells(scenario, narrowing, declared)
-    if timeout_s is not None:
-        cells = [cell.model_copy(update={"timeout_s": timeout_s}) for cell in cells]
+    limit = {} if timeout_s is None else {"timeout_s": timeout_s}
+    cells = [cell.model_copy(update=limit) for cell in narrowed_cells(scenario, narrowing, declared)]
     digest_of = digests_of_a_run()
     with ResultsFile(folder, fresh=fresh) as results:
         todo = sweep.unfinished(cells, results, digest_of)
         _announce(scenario, results, cells, todo, sweep.at_once(todo, jobs, executor), digest_of)
         try:
-            with SweepProgress(len(todo)) as progress:
+            with nullcontext(progress) if progress else SweepProgress(len(todo)) as shown:
                 rows = sweep.sweep(
                     cells,
                     results,
@@ -121,20 +122,18 @@ def run_cells(
                     digest_of=digest_of,
                     unverified=unverified,
                     say=lambda text: remark(f"{scenario.name}: {text}"),
-                    on_start=progress.begin,
-                    on_end=progress.end,
+                    on_start=shown.begin,
+                    on_end=shown.end,
                 )
         except KeyboardInterrupt as interrupt:
             kept = len(cells) - len(sweep.unfinished(cells, results, digest_of))
             text = f"interrupted; {kept} of {len(cells)} cells are in {results.path}, the same command "
             raise click.Abort(f"{text}{'without --fresh ' if fresh else ''}goes on") from interrupt
-        by_key = {cell.key: cell for cell in [*declared, *cells]}
-        kept_rows = ((by_key[key], row) for key, row in results.rows.items() if key in by_key)
-        current = {cell.key: row for cell, row in kept_rows if is_current(cell, row, digest_of)}
+        of = {cell.key: cell for cell in [*declared, *cells]}
+        current = {k: row for k, row in results.rows.items() if k in of and is_current(of[k], row, digest_of)}
         comparisons = compare(scenario, declared, current)
         files = [results.path] + ([write_comparisons(comparisons, folder)] if comparisons else [])
-    unsaid = any("attention" not in c.model_options for each in scenario.cells.values() for c in each)
-    for text in _remarks(rows, unsaid):
+    for text in _remarks(rows, scenario):
         message(f"{scenario.name}: {text}")
     return RanScenario(rows, list(current.values()), comparisons, files)
 
@@ -191,9 +190,10 @@ def _announce(
     remark(f"{scenario.name}: {scenario.document.title}: {total} cells{kept}{running}")
 
 
-def _remarks(rows: Sequence[Row], unsaid: bool) -> Iterator[str]:
+def _remarks(rows: Sequence[Row], scenario: Scenario) -> Iterator[str]:
     """What is to be known of the times of some rows: operators whose cost is not known, each with its most
-    calls in one cell; times without a rate; and, where that is ``unsaid``, the attention kernel."""
+    calls in one cell; times without a rate; and the attention kernel, where the scenario does not say it."""
+    unsaid = any("attention" not in c.model_options for each in scenario.cells.values() for c in each)
     calls: dict[str, int] = {}
     for row in rows:
         for name, n in (row["measurement"].get("unpriced_operators") or {}).items():

@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 from pandas import DataFrame
 
 from spbench.bench.command_line.output import Output, Table
-from spbench.bench.command_line.progress import message
+from spbench.bench.command_line.progress import SweepProgress, message
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
+from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells, narrowed_cells
 from spbench.bench.measure.sweep.executor import Executor
 from spbench.bench.measure.sweep.provenance import check_same_code
+from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
+from spbench.bench.measure.sweep.sweep import digests_of_a_run, is_final
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.row import finite
 from spbench.bench.tools.papers.comparison import (
@@ -85,16 +87,34 @@ class Reproduction:
         if slash and paper == "all":
             raise UserError(f"{self.paper!r}: a scenario answers to one paper; write PAPER/{scenario}")
 
-    def run(self, scenario: Scenario, narrowing: Narrowing | None = None, below: str = "") -> RanScenario:
+    def run(
+        self,
+        scenario: Scenario,
+        narrowing: Narrowing | None = None,
+        below: str = "",
+        progress: SweepProgress | None = None,
+    ) -> RanScenario:
         """Run a scenario's cells, which are kept with those of `spbench run`, or below another output.
 
         Args:
             below: a folder among those of scenarios, of cells that are not those of the scenario's file.
+            progress: as of :func:`run_cells`.
         """
-        runs = (Path("results") if self.output in (FOLDER, UNFOLLOWED) else self.output) / "runs"
-        folder = runs / below / scenario.name
         places = self.jobs, self.fresh, self.crew, self.executor
-        return run_cells(scenario, narrowing or Narrowing(), folder, *places)
+        folder = self._runs / below / scenario.name
+        return run_cells(scenario, narrowing or Narrowing(), folder, *places, progress=progress)
+
+    @property
+    def _runs(self) -> Path:
+        return (Path("results") if self.output in (FOLDER, UNFOLLOWED) else self.output) / "runs"
+
+    def left(self, scenario: Scenario, narrowing: Narrowing) -> int:
+        """How many of a scenario's cells are still to be run."""
+        file = self._runs / scenario.name / RESULTS_FILE
+        rows = read_rows(file)[0] if file.is_file() and not self.fresh else []
+        kept, digest_of = {row.key: row for row in rows}, digests_of_a_run()
+        cells = narrowed_cells(scenario, narrowing)
+        return sum(not is_final(cell, kept.get(cell.key), digest_of) for cell in cells)
 
     def earlier(self, file: str) -> Path:
         """The file of this name that an earlier reproduction has left: in the output, else, where that is
@@ -117,10 +137,13 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
     records: list[Comparison] = []
     files: list[Path] = []
     failed = False
+    with SweepProgress(sum(request.left(each, narrowing) for each in asked)) as progress:
+        for scenario in asked:
+            all_ran[scenario.name] = request.run(scenario, narrowing, progress=progress)
+            if request.write:
+                check_same_code({name: each.rows for name, each in all_ran.items()})
     for scenario in asked:
-        ran = all_ran[scenario.name] = request.run(scenario, narrowing)
-        if request.write:
-            check_same_code({name: each.rows for name, each in all_ran.items()})
+        ran = all_ran[scenario.name]
         drawn, figure_failed = draw_figure(scenario, ran, request.output / "figures")
         files += drawn
         failed = ran.failed() or figure_failed or failed

@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from pandas import DataFrame
-
 from spbench.bench.tools.papers.comparison import Comparison, read_comparisons, read_csv
 from spbench.bench.tools.papers.megatron_cases import CASES
 from spbench.bench.tools.papers.paper_findings import ROLES, Line, distinct
@@ -152,39 +150,6 @@ def trust_lines(folder: Path) -> list[Line]:
     for what, classes in _RATES.items():
         some = [replace(r, relative_error=math.expm1(log_error(r))) for r in times if r.rates in classes]
         lines.append(_trust_line("step time", what, some))
-    return lines
-
-
-def status_lines(folder: Path) -> list[Line]:
-    """How many published runs end as published, a line for each paper and one for all: of all runs that are
-    published as trained or as out of memory, and of the latter.
-
-    Args:
-        folder: the files of `spbench reproduce`.
-
-    Raises:
-        UserError: one of them cannot be read.
-    """
-    rows = [
-        (paper.label, record.published_run, record.status_published, record.status_reproduced)
-        for paper in papers().values()
-        for record in read_comparisons(folder / f"{paper.name}.csv")
-        if record.status_published in ("ok", "oom")
-    ]
-    runs = DataFrame(rows, columns=["source", "run", "published", "ours"]).drop_duplicates(["source", "run"])
-    lines = []
-    for source in [*(paper.label for paper in papers().values()), "all"]:
-        some = runs if source == "all" else runs[runs.source == source]
-        out_of_memory = some[some.published == "oom"]
-        lines.append(
-            {
-                "source": source,
-                "published runs": len(some),
-                "end as published": int((some.published == some.ours).sum()),
-                "published out of memory": len(out_of_memory),
-                "out of memory here too": int((out_of_memory.ours == "oom").sum()),
-            }
-        )
     return lines
 
 

@@ -35,6 +35,7 @@ class Gate:
         commits, machines: before and now; of rows that do not say, the commit that committed them.
         judgement: None: nothing was run here, or it cannot be compared.
         problem: why there is no judgement.
+        was_run: whether something was run here.
     """
 
     scenario: str
@@ -43,6 +44,7 @@ class Gate:
     machines: tuple[Sequence[str], Sequence[str]] = ((), ())
     judgement: Judgement | None = None
     problem: str = ""
+    was_run: bool = False
 
     @property
     def days(self) -> list[str]:
@@ -74,14 +76,14 @@ def gates(baseline: Path, runs: Path) -> Iterator[Gate]:
 
 
 def _gate(base: Path, new: Path) -> Gate:
+    was_run = (new / RESULTS_FILE).is_file()
     try:
         before = read_results(base)
-        was_run = (new / RESULTS_FILE).is_file()
         now = read_results(new, judged=True) if was_run else None
         if now:
             check_gate(before, now)
     except UserError as error:
-        return Gate(base.name, base, problem=str(error))
+        return Gate(base.name, base, problem=str(error), was_run=was_run)
     how = (
         "" if was_run else f"no results here; make them by spbench run --scenario {base.name} --output {new}"
     )
@@ -92,6 +94,7 @@ def _gate(base: Path, new: Path) -> Gate:
         (list(filter(None, before.machines)), list(filter(None, now.machines)) if now else []),
         judge(before, now) if now else None,
         how,
+        was_run,
     )
 
 
@@ -135,8 +138,8 @@ def assessed(folder: Path | None) -> tuple[History | None, str, list[Assessment]
         return None, str(error), []
 
 
-def _not_run(place: str, problem: str) -> str:
-    return f"{marked('unjudged', 'Not run')}: {link('what changed', place)}; {plain(problem)}."
+def _not_run(place: str, problem: str, word: str = "Not run") -> str:
+    return f"{marked('unjudged', word)}: {link('what changed', place)}; {plain(problem)}."
 
 
 def _counted(since: str, counts: Mapping[str, int], against: str, place: str) -> str:
@@ -151,8 +154,9 @@ def _since_baselines(baselines: Sequence[Gate]) -> str:
     judged = [gate for gate in baselines if gate.judgement is not None]
     against = f"{len(judged)} of {len(baselines)} baselines"
     if not judged:
-        problem = "nothing was run beside the baselines" if baselines else "there is no baseline"
-        return _not_run(GATES, f"{problem} ({against})")
+        refused = "; ".join(gate.problem for gate in baselines if gate.was_run)
+        nothing = "nothing was run beside the baselines" if baselines else "there is no baseline"
+        return _not_run(GATES, f"{refused or nothing} ({against})", "Not judged" if refused else "Not run")
     sums = sum((gate.counts for gate in judged), Counter[str]())
     days = sorted({day for gate in judged for day in gate.days})
     since = (

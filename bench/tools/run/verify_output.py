@@ -1,5 +1,5 @@
-"""What `spbench verify` does and prints: verdicts by strategy, those that are not green, and where they go
-wrong."""
+"""What `spbench verify` does and prints: the verdict, where strategies go wrong, verdicts by strategy, and
+what is not green, like cases together."""
 
 from __future__ import annotations
 
@@ -116,6 +116,7 @@ def _output(verdicts: Sequence[Verdict], named: Sequence[str], files: list[Path]
     notes = [f"{name}: all cases are unsupported, so nothing is proven of it" for name in unproven]
     notes += [", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing to verify"]
     faults, others = _by_whether_faults(verdicts)
+    refused, green = ([v for v in others if v["status"] == each] for each in ("unsupported", "green"))
     return Output(
         _sections(verdicts),
         verdicts,
@@ -123,7 +124,7 @@ def _output(verdicts: Sequence[Verdict], named: Sequence[str], files: list[Path]
         notes=notes,
         files=files,
         code=0 if judged and not unproven and set(counts) <= _NO_FAULTS else 1,
-        details=[*_each(faults)[_ON_A_TERMINAL:], *_each(others)],
+        details=[*_each(faults), *_folded("Unsupported", refused), *_each(green)],
     )
 
 
@@ -182,12 +183,15 @@ def _options(changes: Pairs, owners: Sequence[Sequence[str]]) -> dict[str, dict[
 
 
 def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
-    """The verdicts by strategy, and each of those that are not green or unsupported."""
+    """Of what is RED the count, and where it goes wrong; the verdicts by strategy; those that are not green,
+    like ones together."""
     if not rows:
         return []
     faults, _ = _by_whether_faults(rows)
     red = [row for row in faults if row["status"] == "RED"]
-    return [_by_strategy(rows), *_each(faults)[:_ON_A_TERMINAL], *_explanations(red)]
+    wrong = ", ".join(dict.fromkeys(row["strategy"] for row in red))
+    verdict = [f"{wrong} wrong: {len(red)} of {len(rows)} cases are RED"] if red else []
+    return [*verdict, *_explanations(red), _by_strategy(rows), *_folded("Not green", faults, _FIRST)]
 
 
 def _by_whether_faults(rows: Sequence[Verdict]) -> tuple[list[Verdict], list[Verdict]]:
@@ -250,10 +254,16 @@ def _bytes_of(rows: Sequence[Verdict]) -> str | None:
     return f"unequal in {unequal}" if unequal else f"equal in {len(compared)}"
 
 
-#: reasons that a terminal shows without --details, and the sections of :func:`_each` that it does; the first
-#: fault is taken apart below them
-_FIRST, _ON_A_TERMINAL = 2, 2
+#: reasons, and rows of like cases, that a terminal shows without --details
+_FIRST, _MOST = 2, 6
+_ALIKE = ("strategy", "model", "part", "dtype", "status")
 
+#: of like cases
+_FOLDED = (
+    *(Column(name, name) for name in (*_ALIKE, "cases")),
+    Column("worst error", "error", "{:.1e}".format),
+    *(Column(name, name) for name in ("tensor", "why")),
+)
 #: of each verdict, with the number of the text that says why
 _COLUMNS = (
     Column("strategy", "strategy"),
@@ -267,19 +277,45 @@ _COLUMNS = (
 )
 
 
+def _folded(title: str, rows: Sequence[Verdict], texts: int | None = None) -> list[Table | str]:
+    """Cases of one strategy, model and reason in a row, with the worst of them, and so many reasons; None:
+    all. What is unsupported is one row for each reason."""
+    reasons = [*dict.fromkeys(filter(None, map(_why, rows)))]
+    alike: dict[tuple[str, ...], list[Verdict]] = {}
+    for row in rows:
+        key = (_why(row), *(row[name] for name in _ALIKE if row["status"] != "unsupported"))
+        alike.setdefault(key, []).append(row)
+    lines = []
+    for (why, *_), mine in alike.items():
+        worst = max(mine, key=lambda row: row["error"] or 0.0)
+        names = {name: ", ".join(dict.fromkeys(row[name] for row in mine)) for name in _ALIKE}
+        number = f"({reasons.index(why) + 1})" if why else None
+        lines.append(
+            names | {"cases": len(mine), "why": number, **{n: worst[n] for n in ("error", "tensor")}}
+        )
+    if not lines:
+        return []
+    important = ("status", "strategy", "model", "cases", "why")
+    table = Table.of(f"{title}, like cases together", _FOLDED, lines, important=important, most=_MOST)
+    return [table, *_numbered(reasons[:texts])]
+
+
 def _each(rows: Sequence[Verdict]) -> list[Table | str]:
-    """The table of verdicts, and below it what is said of those that are not green, each text once: the first
-    few, then the others."""
+    """The table of verdicts, and below it what is said of those that are not green, each text once."""
     if not rows:
         return []
     texts = [*dict.fromkeys(filter(None, map(_why, rows)))]
     numbered = [{**row, "why": f"({texts.index(_why(row)) + 1})" if _why(row) else None} for row in rows]
     title = "Relative errors against the single-device model in fp64: the worst tensor of all ranks"
     important = ("status", "strategy", "model", "part", "mesh", "error", "why", "tensor")
-    reasons = [f"({number}) {text}" for number, text in enumerate(texts, 1)]
     table = Table.of(title, _COLUMNS, numbered, important=important, below=("variant",))
-    parts = {"Why, by the numbers of the table:": reasons[:_FIRST], "Why, the others:": reasons[_FIRST:]}
-    return [table, *("\n".join([head, *some]) for head, some in parts.items() if some)]
+    return [table, *_numbered(texts)]
+
+
+def _numbered(texts: Sequence[str]) -> list[str]:
+    """A section of texts with the numbers that tables have for them; none without texts."""
+    said = [f"({number}) {text}" for number, text in enumerate(texts, 1)]
+    return ["\n".join(["Why, by the numbers of the table:", *said])] if said else []
 
 
 def _why(row: Verdict) -> str:

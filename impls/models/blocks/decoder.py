@@ -34,7 +34,7 @@ from spbench.impls.models.blocks.savings import savings
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.text import causal_language_batches
 from spbench.impls.models.blocks.token_prediction import shifted_inputs
-from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary
+from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary, check_positions
 from spbench.impls.options import Saving, with_options
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.tiles import Tiling
@@ -243,6 +243,10 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
     ) -> list[Site]:
         if self.vocabulary_tile and vocabulary_parts > 1:
             raise Unsupported("vocabulary_tile needs a head that no ranks split", "use loss_tile")
+        check_positions(self.learned_positions, max(self.attended(seq_len).documents, default=seq_len))
+        if self.mtp_layers >= seq_len:
+            predicted = f"{self.mtp_layers} modules predict tokens of a sequence of {seq_len}"
+            raise Unsupported(predicted, "set mtp_layers lower")
         return stage_sites(self, batch, seq_len, self.padded_vocabulary(vocabulary_parts), stage)
 
     def parameters(self, rows: int, stage: Stage = ONE_STAGE) -> dict[str, int]:
@@ -256,6 +260,15 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
     @property
     def unlike_layers(self) -> int:
         return self.dense_layers if self.experts else 0
+
+    @property
+    def problems_of_sizes(self) -> Iterator[str]:
+        """What is wrong with sizes that a cell gives; smaller ones, for verification and looks with few
+        layers, may have it."""
+        if self.experts and not any(map(self.has_experts, range(self.layers))):
+            yield f"dense_layers {self.dense_layers} leaves no experts in {self.layers} layers; set it lower"
+        if self.lora_rank > self.hidden:
+            yield f"lora_rank {self.lora_rank} exceeds the {self.hidden} features of hidden; set it lower"
 
     @property
     def mlp_projections(self) -> int:

@@ -21,7 +21,7 @@ from spbench.impls.models.blocks.places import Places, places_in_documents
 from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.blocks.tiles import loss_in_tiles
 from spbench.impls.models.blocks.token_prediction import TokenPrediction
-from spbench.impls.strategies.base import Strategy, Unsupported
+from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.layers import full_precision
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class Decoder(nn.Module):
         if stage.first or (stage.last and model.shares_embedding):  # a copy, under the same name
             self.embedding = strategy.embedding(rows, model.hidden)
         self.positions = _learned_positions(model, seq_len) if stage.first else None
+        self.loader_mask = _LoaderMask() if model.loader_mask and (stage.first or stage.last) else None
         layers = stage.layers(model.layers)
         self.blocks = nn.ModuleDict({str(i): DecoderBlock(model, strategy, i) for i in layers})
         self.runs = [([str(i) for i in run], again) for run, again in model.recomputed_runs(layers)]
@@ -92,8 +93,7 @@ class Decoder(nn.Module):
 
     def forward(self, inputs: Mapping[str, Tensor], hidden: Tensor | None = None) -> dict[str, Tensor]:
         # held until forward has ended, as what a data loader has made
-        loaded = self.model.loader_mask and (self.stage.first or self.stage.last)
-        mask = _loader_mask(inputs["tokens"], self.seq_len) if loaded else None
+        mask = None if self.loader_mask is None else self.loader_mask(inputs["tokens"], self.seq_len)
         x = with_gradient(self._embedded(inputs["tokens"]), self.model) if hidden is None else hidden
         del hidden
         if self.scaling is not None:
@@ -199,16 +199,13 @@ class Decoder(nn.Module):
 def _learned_positions(model: DecoderModel, seq_len: int) -> nn.Embedding | None:
     if model.learned_positions is None:
         return None
-    longest = max(model.attended(seq_len).documents, default=seq_len)
-    if longest > model.learned_positions:
-        raise Unsupported(
-            f"the model has {model.learned_positions} learned positions, not the {longest} of the sequence",
-            "set max_positions",
-        )
     return nn.Embedding(model.learned_positions, model.hidden)
 
 
-def _loader_mask(tokens: Tensor, seq_len: int) -> Tensor:
-    """True where a key must not be attended [B, 1, L, L], of whole sequences."""
-    shape = len(tokens), 1, seq_len, seq_len
-    return torch.ones(shape, dtype=torch.bool, device=tokens.device).triu_(1)
+class _LoaderMask(nn.Module):
+    """True where a key must not be attended [B, 1, L, L], of whole sequences; a module, so that meters of
+    memory name it."""
+
+    def forward(self, tokens: Tensor, seq_len: int) -> Tensor:
+        shape = len(tokens), 1, seq_len, seq_len
+        return torch.ones(shape, dtype=torch.bool, device=tokens.device).triu_(1)

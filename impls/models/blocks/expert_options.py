@@ -120,6 +120,13 @@ class ExpertOptions:
                 f"{self.experts} experts cannot be in {self.router_groups} groups, of which a token meets "
                 f"{self.router_group_topk}"
             )
+        if self.router_groups:
+            met = self.router_group_topk * self.experts // self.router_groups
+            if self.experts_per_token > met:
+                raise ValueError(
+                    f"a token meets the {met} experts of {self.router_group_topk} groups, fewer than "
+                    f"experts_per_token {self.experts_per_token}; raise router_group_topk"
+                )
         if self.router == "sinkhorn" and (self.aux_loss != "none" or self.router_groups or self.router_bias):
             raise ValueError(
                 "router: sinkhorn balances by itself; leave aux_loss, groups and router_bias out"

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.trust.fit_certainty import Evidence, Filled, certainty, filled, packaged_evidence
+from spbench.bench.measure.trust.fit_certainty import Evidence, Filled, certainty, packaged_evidence
+from spbench.bench.measurement import filled
 
 CARD = 2**36
 

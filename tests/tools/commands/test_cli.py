@@ -45,7 +45,7 @@ def test_only_a_failure_of_the_output_is_told_as_one(spbench: Run, monkeypatch: 
     code, said = failing(BrokenPipeError(errno.EPIPE, "Broken pipe"))  # of a pipe to another process
     assert (code, "Broken pipe" in said) == (70, True)
     code, said = failing(OSError(errno.ENOSPC, "No space left on device", "some.file"))
-    assert (code, said) == (2, "spbench: some.file: No space left on device")
+    assert (code, said) == (2, "spbench: cannot write some.file: No space left on device")
 
 
 #: lines of a shell, of which PYTHON is spbench, what they leave in standard error, and the exit code

@@ -30,7 +30,9 @@ def test_one_scenario_of_a_paper_alone(spbench: Run, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("spbench.bench.tools.papers.sources.packaged", both)
     assert spbench("reproduce", "rsa/small")[0] == 0
     assert [run["scenario"] for run in lines_of("results/reproduction/rsa_runs.csv")] == ["small"]
-    assert spbench("reproduce", "rsa")[0] == 0
+    code, _, err = spbench("reproduce", "rsa")
+    # the cells of both are one progress, without those that are kept
+    assert (code, "[5/5] " in err, "/10]" in err) == (0, True, False)
     of_both = lines_of("results/reproduction/rsa.csv")
     path = Path("results/reproduction/rsa_runs.csv")
     path.write_text(path.read_text().replace("other,5", "other,77"))

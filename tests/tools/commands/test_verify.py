@@ -54,7 +54,7 @@ def test_verify(spbench: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = replace(green, status="RED", error=float("inf"), verdict="so many words " * 20)
     found(green, wrong, wrong)
     code, out, _ = spbench("verify")
-    assert (code, out.count("(1)")) == (1, 3)
+    assert (code, out.count("(1)")) == (1, 5)  # like cases together, and each
     assert asked[-1] == (None, None, [1, 2, 3, 4], ["fp64"], None, default)
     assert spbench("verify", "--backend", "ddp")[0] == 1
     assert asked[-1][-1] == default | {"backend": "ddp"}
@@ -87,6 +87,13 @@ def test_a_terminal_shows_what_is_wrong_and_counts_the_rest() -> None:
     text = screen_of(shown, 80)
     assert ("RED" in text, "off by 5.0e-01" in text, "cannot be divided" in text) == (True, True, False)
     assert "cannot be divided" in screen_of(shown, 80, View(details=True))
+    alike = [asdict(replace(wrong, variant=f"option={n}", explanation="of the sum")) for n in range(12)]
+    first = screen_of(_output([*rows, *alike], [], []), 80).splitlines()
+    assert (first[0], len(first) < 30) == ("tensor_parallel wrong: 13 of 54 cases are RED", True)
+    assert first[2].startswith("Where it goes wrong, tensor_parallel")
+    refusals = [asdict(replace(refused, reason=f"reason {n % 5}")) for n in range(170)]
+    whole = screen_of(_output(refusals, [], []), 80, View(details=True))
+    assert ("(5) reason 4" in whole, len(whole.splitlines()) < 30) == (True, True)
     many = _output([asdict(replace(wrong, verdict=f"tensor {n} is off")) for n in range(9)], [], [])
     shorter, whole = (screen_of(many, 80, view) for view in (None, View(details=True)))
     assert [

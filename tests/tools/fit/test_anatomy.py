@@ -67,6 +67,13 @@ def test_the_largest_moment_is_named_and_taken_apart() -> None:
     assert max(totals) == found.peak_memory_bytes
 
 
+def test_what_backward_leaves_to_the_optimizer_are_gradients() -> None:
+    """Of two micro-batches; what dies before is a temporary."""
+    marks = [("forward", 0), ("backward", 0), ("forward", 4), ("backward", 4), ("optimizer", 7)]
+    found = anatomy(MemoryLog([3 * MIB, MIB, 2 * MIB, MIB], [1, 2, -2, 3, 4, -4, -3, -1], marks, ends=[8]))
+    assert found.held == {"gradients": 3 * MIB, "temporaries": 3 * MIB}
+
+
 def test_the_smallest_card_may_need_more_than_is_given_out_at_once() -> None:
     # a hole of 60 MiB that 61 do not fit, so that a segment more is needed until the hole's is given back
     log = MemoryLog([40 * MIB, 60 * MIB, 5 * MIB, 61 * MIB], [1, 2, -1, 3, -2, 4], [("forward", 0)])

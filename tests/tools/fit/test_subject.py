@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from spbench.bench.cell import Sizes
 from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
 from spbench.bench.tools.fit.subject import subject
-from spbench.bench.tools.fit.taken import experts_line, taken_line, tokens_of_rank
+from spbench.bench.tools.fit.taken import experts_line, model_line, slow_words, taken_line, tokens_of_rank
 from tests.tools.jobs.job_inputs import INPUTS
 
 OPTION = "strategy_options.placement"
@@ -72,6 +73,12 @@ def test_experts_have_a_line() -> None:
     settings = {"seq_len": 1024, "sizes.ep": 8}
     (cell,) = subject(["Qwen/Qwen3-30B-A3B"], Asked("dgx-h100", 16, None, settings)).cells
     assert experts_line(cell) == ("routed experts: 95% of parameters; 16 of 128 in each layer are on a rank")
+    assert (
+        model_line(cell, "run.sh")
+        == "the model run.sh: 30.5 billion parameters, 3.35 billion of them active, 48 layers"
+    )
+    assert slow_words(cell) == ""
+    assert "; 6,144 experts of their own" in slow_words(cell.model_copy(update={"sizes": Sizes(dp=16)}))
     (dense,) = subject(["llama3-8b"], Asked("dgx-h100", 16, None, {"seq_len": 1024})).cells
     assert experts_line(dense) == ""
 

@@ -12,6 +12,7 @@ import pytest
 
 from scripts.budget_pairs import JOBS, Job, beside_pairs
 from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.fit import under_budget
@@ -139,6 +140,18 @@ def test_what_fits_needs_no_switch_and_what_cannot_has_none() -> None:
     enough = plan_budget(MODEL, 2 * GIB, cast(Asking, land))
     assert (enough.chosen, enough.alone, land.traced) == (enough.before, (), 1)
     assert plan_budget(MODEL, GIB // 100, cast(Asking, land)).chosen is None
+
+
+@pytest.mark.parametrize(
+    ("status", "left_out"), [("ok", "step_time_s"), ("failed", ""), ("unsupported", "step_time_s")]
+)
+def test_a_budget_needs_a_time(status: Any, left_out: str) -> None:
+    def asking(tasks: Sequence[Task], enough: Any = None) -> Iterator[tuple[Task, Outcome]]:
+        measured = {k: v for k, v in Landscape(1).measured(tasks[0].cell).items() if k != left_out}
+        yield tasks[0], Outcome(status, "", measurement=measured)
+
+    with pytest.raises(UserError, match=r": --budget weighs times, and its step cannot be timed$"):
+        plan_budget(MODEL, GIB, cast(Asking, asking))
 
 
 def test_modules_are_put_together_and_unlike_values_are_not() -> None:

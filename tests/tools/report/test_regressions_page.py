@@ -121,6 +121,10 @@ def test_the_overview_counts_what_changed(results: Path) -> None:
     (sentence,) = changes(gathered)
     assert sentence.startswith("**{unjudged}Not run**")
     assert "nothing was run beside the baselines (0 of 2 baselines)" in sentence
+    (results / "runs" / "gate" / "cells.jsonl").write_text("{")  # which its own page says too
+    (sentence,) = changes(gathered)
+    assert sentence.startswith("**{unjudged}Not judged**")
+    assert "not a result row" in sentence
 
 
 def test_what_is_missing_is_said_with_the_command_that_makes_it(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def _gate_line(gate: Gate) -> dict[str, Any]:
         fails = gate.judgement.fails
         verdict = marked("bad" if fails else "good", "worse" if fails else "not worse")
     else:
-        verdict = marked("unjudged", "not run")
+        verdict = marked("unjudged", "not judged" if gate.was_run else "not run")
     machines, of_base = (plain("; ".join(some)) for some in reversed(gate.machines))
     return {
         "baseline": link(gate.scenario, f"#{gate.table_name}") if gate.lines else plain(gate.scenario),
