@@ -155,10 +155,8 @@ def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> tuple[str, st
         process.communicate()
         return "hang", ""
     # a test whose module cannot be imported is named by its whole path
-    named = (
-        rf"^(?:FAILED|ERROR)(?:: found no collectors for)? (?:{re.escape(str(tree))}/)?(\S+::.+?)(?: - .*)?$"
-    )
-    failed = re.search(named, output, re.MULTILINE)
+    said = output.replace(f"ERROR: found no collectors for {tree}/", "ERROR ")
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::.+?)?)(?: - .*)?$", said, re.MULTILINE)
     if process.returncode == 0:
         return "survived", ""
     return "killed", failed[1] if failed else output.strip().splitlines()[-1][:200]
@@ -202,7 +200,8 @@ def judged_again(rows: Sequence[Row], tree: Path, paths: Sequence[str], limit_s:
         if row["verdict"] != "killed":
             yield row
             continue
-        tests = sorted(test for test in collected if test.split("::", 1)[-1] == name)
+        # of a file that cannot be imported all tests are run
+        tests = sorted(test for test in collected if name in (test.split("::", 1)[-1], test.split("::")[0]))
         verdict = "gone"
         if tests:
             file.write_text(place.applied(sources[file]), encoding="utf-8")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.setup import build_training, rank_inputs
-from spbench.bench.measure.engines.virtual import trace_classes
+from spbench.bench.measure.engines.virtual import VirtualEngine, trace_classes
 from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
 from spbench.impls.backends import main_weights
 from spbench.impls.backends.main_gradients import GradientBucket
@@ -214,9 +214,14 @@ def test_options_that_cannot_be(options: dict[str, object]) -> None:
         MegatronOptions(exp_avg_dtype="bf16", **options)  # type: ignore[arg-type]
 
 
-def test_a_precision_whose_moments_stay_as_they_are_is_refused() -> None:
+def test_moments_are_narrow_on_weights_in_bf16_alone() -> None:
     training = {"backend": "megatron", "exp_avg_dtype": "bf16"}
-    asked = {"model": "gpt-tiny", "strategy": "single", "batch": 1, "seq_len": 8, "training": training}
-    assert Cell.model_validate({**asked, "precision": "bf16"}).precision == "bf16"
+    asked = {"model": "gpt3-tiny", "strategy": "single", "batch": 1, "seq_len": 8, "training": training}
+    cells = [
+        Cell.model_validate({**asked, "precision": "bf16", "training": {**training, "exp_avg_dtype": dtype}})
+        for dtype in ("bf16", "fp32")
+    ]
+    narrow, wide = (VirtualEngine().measure(cell).peak_held["optimizer_state"] for cell in cells)
+    assert narrow / wide == pytest.approx((4 + 2 + 2) / (4 + 4 + 4), rel=0.02)  # a weight and its moments
     with pytest.raises(ValueError, match="exp_avg_dtype: bf16 needs precision: bf16"):
         Cell.model_validate({**asked, "precision": "fp32"})
