@@ -103,7 +103,10 @@ def keep(name: str, answer: Advice, idle: bool) -> None:
     }
     FOLDER.mkdir(parents=True, exist_ok=True)
     _replace(FOLDER / "questions.csv", name, [of_question])
-    _replace(FOLDER / "layouts.csv", name, [{"name": name, **line} for line in answer.table()])
+    # intervals are those of the version that reads the file
+    ends = {"step_time_low_s", "step_time_high_s"}
+    lines = [{what: value for what, value in line.items() if what not in ends} for line in answer.table()]
+    _replace(FOLDER / "layouts.csv", name, [{"name": name, **line} for line in lines])
 
 
 def _replace(path: Path, name: str, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell
@@ -16,24 +16,22 @@ from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import (
     IN_BLOCKS,
     NAMED,
+    SPARE,
     SearchResult,
     Seen,
-    complexity,
     has_experts,
     is_tie,
     ranked,
     stands_for,
     tie_limit,
 )
-from spbench.bench.tools.advise.switch_prices import SwitchPrice
-from spbench.bench.tools.fit.fit_verdict import CardMemory, card_memory
+from spbench.bench.tools.advise.switch_prices import Price
+from spbench.bench.tools.fit.subject import ATTENTION
 from spbench.bench.tools.fit.suggestions import dotted
 from spbench.bench.units import GIB, shown_price
 from spbench.bench.yaml_text import dump
 from spbench.impls.models.model import model_preset
 
-#: the share of a card that a layout should leave free
-SPARE = 0.05
 #: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
 _PARTS = {
     "matmul_s": "matmul",
@@ -55,8 +53,7 @@ class Advice:
     Attributes:
         seconds, cpu_s: that the search took, and of cores: its own and those of its looks, when these were
             taken.
-        prices: of the named layout's memory switches, and of those that it could have.
-        by_kernel: of the named layout, the times by other attention kernels over its own.
+        prices: of the named layout's memory switches, and of the other settings that it could have.
         absence: of the layouts that were asked about; None: nothing was asked.
     """
 
@@ -64,8 +61,7 @@ class Advice:
     result: SearchResult
     seconds: float = 0.0
     cpu_s: float = 0.0
-    prices: Sequence[SwitchPrice] = ()
-    by_kernel: Mapping[str, float] = field(default_factory=dict)
+    prices: Sequence[Price] = ()
     absence: Absence | None = None
 
     @property
@@ -124,8 +120,7 @@ class Advice:
     def _record(self, rank: int, seen: Seen) -> dict[str, Any]:
         cell, measured = seen.cell, self.measured(seen)
         step, breakdown = seen.step_s, measured["breakdown"]
-        card = self.memory(seen)
-        memory = {name: getattr(card, name) for name in ("total_bytes", "card_bytes", "spare_bytes")}
+        memory = {name: getattr(seen.memory, name) for name in ("total_bytes", "card_bytes", "spare_bytes")}
         return {
             "rank": rank,
             "yours": seen is self.result.own,
@@ -144,6 +139,7 @@ class Advice:
             "mfu": measured["mfu"],
             "peak_memory_bytes": seen.peak,
             **memory,
+            "verdict": seen.certainty.word,
             "sent_bytes": sum(row["sent_bytes"] for row in measured["formula"]),
             "exposed_communication": breakdown["exposed_communication_s"] / step,
             "bubble": breakdown["bubble_s"] / step,
@@ -156,53 +152,34 @@ class Advice:
             "cell": cell.key,
         }
 
-    @staticmethod
-    def memory(seen: Seen) -> CardMemory:
-        """What a card must have for a layout; of one that was traced with few layers, about."""
-        return card_memory(seen.cell, seen.measured, seen.tensors_bytes)
-
-    def is_full(self, seen: Seen) -> bool:
-        """Whether a layout leaves too little of its card to be sure that it fits (docs/trust.md)."""
-        memory = self.memory(seen)
-        return memory.spare_bytes < SPARE * memory.card_bytes
-
     def fullness(self) -> str:
         """A warning of a winner that is too full, with the first that ties and is not; "" of others."""
         winner = self.winner
-        if winner is None or not winner.fits or not self.is_full(winner):
-            return ""
-        left = self.memory(winner).spare_bytes / GIB
+        if winner is None or not winner.fits or not winner.is_full:
+            because = winner.certainty.reason if winner else ""
+            return f"{winner} is tight: {because}" if because else ""
+        left = winner.memory.spare_bytes / GIB
         text = f"{winner} leaves {left:.1f} GiB, less than {SPARE:.0%} of a card"
-        ties = [s for s in ranked(self.result.best) if self.is_tie(s) and s is not winner]
-        if (roomy := next((s for s in ties if not self.is_full(s)), None)) is None:
-            return f"{text}, and so does every tie" if ties else text
+        ties = [s for s in ranked(self.result.best) if self.is_tie(s) and s.exact and s is not winner]
+        if (roomy := next((s for s in ties if not s.is_full), None)) is None:
+            return f"{text}, and so does every tie that was traced whole" if ties else text
         ratio = roomy.step_s / winner.step_s - 1
-        return f"{text}; {roomy} takes {ratio:+.0%} and leaves {self.memory(roomy).spare_bytes / GIB:.1f}"
+        return f"{text}; {roomy} takes {ratio:+.0%} and leaves {roomy.memory.spare_bytes / GIB:.1f}"
 
     def folding(self) -> str:
         """What the fastest layout gains by groups of ranks of its own for experts, in words; "": it has none,
-        or there are no experts."""
-        best = next(iter(self.result.best), None)
-        if best is None or not has_experts(best.cell) or not folds_anew(best.cell.sizes.by_axis):
+        or there are no experts. Both were traced whole."""
+        whole = sorted((s for s in self.result.traced if s.fits and s.exact), key=lambda seen: seen.step_s)
+        if not whole or not has_experts(whole[0].cell) or not folds_anew(whole[0].cell.sizes.by_axis):
             return ""
-        head = f"folding: the fastest layout, {best}, has its experts over ranks of several axes"
-        others = (s for s in self.result.traced if s.fits and not folds_anew(s.cell.sizes.by_axis))
-        other = min(others, key=lambda seen: seen.step_s, default=None)
+        head = f"folding: the fastest layout, {whole[0]}, has its experts over ranks of several axes"
+        other = next((s for s in whole if not folds_anew(s.cell.sizes.by_axis)), None)
         if other is None:
             return f"{head}; none without it that was traced fits"
-        mine, theirs = _parts(best), _parts(other)
+        mine, theirs = _parts(whole[0]), _parts(other)
         name = max(_PARTS, key=lambda part: theirs[part] - mine[part])
         cause = f"{_PARTS[name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
-        return f"{head}; without it {other} takes {other.step_s / best.step_s - 1:+.0%}: {cause}"
-
-    def simpler(self) -> list[Seen]:
-        """The layouts that fit and are simpler than the one that is named first: of each number of strategies
-        and axes the fastest. None of them ties with the fastest."""
-        by_shape: dict[tuple[int, ...], Seen] = {}
-        for seen in self.result.best:
-            by_shape.setdefault(complexity(seen.cell)[:2], seen)
-        own = complexity(self.winner.cell)[:2] if self.winner else ()
-        return [seen for shape, seen in by_shape.items() if shape < own]
+        return f"{head}; without it {other} takes {other.step_s / whole[0].step_s - 1:+.0%}: {cause}"
 
     def measured(self, seen: Seen) -> Mapping[str, Any]:
         """The measurement of a layout, with the interval of its time."""
@@ -216,13 +193,14 @@ class Advice:
         return priced_by_in_words(seen.measured for seen in self.result.best)
 
     def attention(self) -> str:
-        """The named layout's attention kernel, and what its step would take by others, in words; "": nothing
-        fits, or there is none."""
-        if self.winner is None or not self.by_kernel:
+        """The named layout's attention kernel, and what its step would take by others, the shortest first, in
+        words; "": no other was priced."""
+        others = sorted((p for p in self.prices if p.settings.startswith(ATTENTION)), key=lambda p: p.ratio)
+        if self.winner is None or not others:
             return ""
         kernel = model_preset(*self.winner.cell.model_arguments).attention_kernel
-        others = ", ".join(f"{name} {shown_price(ratio)}" for name, ratio in self.by_kernel.items())
-        return f"attention by {kernel}; a step by others: {others}"
+        steps = ", ".join(f"{p.settings.partition('=')[2]} {shown_price(p.ratio)}" for p in others)
+        return f"attention by {kernel}; a step by others: {steps}"
 
     def bars(self) -> list[dict[str, Any]]:
         """The records, with the seconds of a step by what they are spent on, in words."""
@@ -243,20 +221,6 @@ class Advice:
             "tie": bool(others),
             "tokens_per_s": winner.measured["tokens_per_s"] if winner else None,
         }
-
-    def other_settings(self) -> dict[str, float]:
-        """The times of the fastest layout with other settings of its strategy or another order of the mesh,
-        over its own, by these settings; as far as they were looked at and fit, the fastest first."""
-        fastest = self.result.best[0]
-        searched = ("strategy_options", "mesh")
-        same = fastest.cell.model_dump(exclude={*searched})
-        own = {name: getattr(fastest.cell, name) for name in searched}
-        others = {}
-        for seen in sorted((s for s in self.result.traced if s.fits), key=lambda s: s.step_s):
-            if seen is not fastest and seen.cell.model_dump(exclude={*searched}) == same:
-                differs = {name: each for name in searched if (each := getattr(seen.cell, name)) != own[name]}
-                others[_differing(differs, own)] = seen.step_s / fastest.step_s
-        return others
 
     def in_words(self) -> str:
         """The question."""
@@ -314,13 +278,6 @@ def causes_in_words(other: Seen, winner: Seen) -> str:
         for name in reasons
         if sign * differences[name] > 0.001 * winner.step_s
     )
-
-
-def _differing(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """Settings that another layout has not, as people write them."""
-    options = settings.get("strategy_options", {})
-    differing = {k: v for k, v in options.items() if v != own["strategy_options"].get(k)}
-    return written(differing | ({"mesh": settings["mesh"] or "as it is"} if "mesh" in settings else {}))
 
 
 def _parts(seen: Seen) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.measure.trust.bands import TIE, shown_band
+from spbench.bench.measure.trust.fit_certainty import TIGHT
 from spbench.bench.tools.advise.advice import Advice, scenario_text
 from spbench.bench.tools.advise.behind import own_content, own_in_words
 from spbench.bench.tools.advise.possible import left_out_by_length, spelled
-from spbench.bench.tools.advise.ranking import Seen
+from spbench.bench.tools.advise.ranking import Seen, simpler
 from spbench.bench.tools.advise.turns import NOTHING, turns
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.bench.units import GIB, shown_price, shown_share, three_digits
@@ -66,8 +66,7 @@ def report(
             "question": answer.asked,
             "layouts": answer.records(),
             "why": answer.why(),
-            "prices": [asdict(each) for each in answer.prices],
-            "attention_kernels": answer.by_kernel,
+            "prices": [each.content() for each in answer.prices],
             "strategies": [_brief(seen) for seen in answer.result.of_strategies],
             "nearest": answer.result.nearest and _brief(answer.result.nearest),
             "own": own_content(answer),
@@ -101,7 +100,7 @@ def _brief(seen: Seen) -> dict[str, Any]:
         "mesh": seen.cell.mesh_text,
         "step_time_s": seen.step_s,
         "peak_memory_bytes": seen.peak,
-        "traced": "whole" if seen.depth == "all_layers" else "with few layers",
+        "traced": "whole" if seen.exact else "with few layers",
         "cell": seen.cell.key,
     }
 
@@ -115,7 +114,7 @@ def _map(answers: Sequence[Advice]) -> Table:
         *([Column("cluster", "figures")] if changed else []),
         Column("best", "best"),
         Column("", "tie", lambda tie: TIE if tie else ""),
-        Column("tokens/s a GPU", "tokens_per_s_gpu", "{:.3g}".format),
+        Column("tokens/s a GPU", "tokens_per_s_gpu", three_digits),
         Column("layouts", "layouts"),
         Column("took", "seconds", "{:.0f} s".format),
     ]
@@ -166,16 +165,11 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
 
 
 def _details(answer: Advice) -> Iterator[Table | str]:
-    """What memory switches cost, what else was traced, and what became of all layouts."""
-    if (winner := answer.winner) is not None:
-        if answer.prices:
-            layout = f"{winner}, each used one against those above it (from traces of few layers)"
-            yield Table.of(f"What memory switches cost in {layout}", _SWITCH, answer.prices)
-        if changes := answer.other_settings():
-            others = ", ".join(f"{settings} {ratio - 1:+.0%}" for settings, ratio in changes.items())
-            yield f"the fastest with other settings: {others}"
-        if strategies := [*_others(answer)]:
-            yield f"other strategies, from traces of few layers: {', '.join(strategies)}"
+    """What settings cost, what else was traced, and what became of all layouts."""
+    if answer.prices:
+        yield Table.of(f"What single settings of {answer.winner} cost", _PRICE, answer.prices)
+    if answer.winner is not None and (strategies := [*_others(answer)]):
+        yield f"other strategies (~: by traces of few layers): {', '.join(strategies)}"
     counts = answer.result.counts
     if counts["looked at"]:
         yield (
@@ -195,13 +189,13 @@ def _simplified(answer: Advice) -> str:
     """What it would cost to set less up than the layout named first does."""
     winner = answer.winner
     assert winner is not None
-    costs = [f"{seen} takes {seen.step_s / winner.step_s - 1:+.0%}" for seen in answer.simpler()]
-    spare = answer.memory(winner).spare_bytes
+    simpler_ones = simpler(answer.result.best, winner)
+    costs = [f"{seen} takes {seen.step_s / winner.step_s - 1:+.0%}" for seen in simpler_ones if seen.exact]
     costs += [
         f"without {each.settings} it takes {1 / each.ratio - 1:+.0%}, {each.saved_bytes / GIB:+.3g} GiB"
-        f"{', and does not fit' if each.saved_bytes > spare else ''}"
+        f"{'' if each.changed.fits else ', and does not fit'}"
         for each in answer.prices
-        if each.used and each.saved_bytes > 0
+        if each.used
     ]
     more = f"; {len(costs) - _COSTS} more by --details" if len(costs) > _COSTS else ""
     return f"to simplify: {'; '.join(costs[:_COSTS]) or 'no simpler layout that was traced fits'}{more}"
@@ -228,7 +222,7 @@ def _told_apart(answer: Advice) -> str:
     if hidden := answer.hidden_ties():
         fastest = answer.result.best[0]
         where = f", the fastest of all {fastest}" if fastest in hidden else ""
-        text += f"; {len(hidden)} more tie{where}"
+        text += f"; {len(hidden)} more tie by traces of few layers{where}"
     return text
 
 
@@ -236,7 +230,7 @@ def _nearest(answer: Advice) -> str:
     near = answer.result.nearest
     if near is None:
         return ""
-    memory = answer.memory(near)
+    memory = near.memory
     needed, missing = (f"{nbytes / GIB:.1f}" for nbytes in (memory.total_bytes, -memory.spare_bytes))
     what = f"{near} with {near.cell.training.backend}"
     return f"; the nearest is {what}, which needs {needed} GiB: {missing} more than a card has"
@@ -246,14 +240,13 @@ def _layouts(answer: Advice) -> Iterator[dict[str, Any]]:
     """The records of the layouts with what people are shown beside."""
     for seen, record in zip(answer.ranked, answer.records(), strict=True):
         beside = record["settings"].replace("model_options.", "").replace("strategy_options.", "")
-        needs = f"{'' if seen.exact else '~'}{_gib(record['total_bytes'])}"
-        mark = " ".join(filter(None, [TIE if record["tie"] else "", "yours" if record["yours"] else ""]))
+        marks = {TIE: record["tie"], "yours": record["yours"], TIGHT: record["verdict"] == TIGHT}
+        mark = " ".join(word for word, has in marks.items() if has)
         yield {
             **record,
             "mark": mark,
             "band": shown_band(answer.measured(seen)),
             "beside": beside,
-            "needs": needs,
         }
 
 
@@ -272,7 +265,7 @@ def _others(answer: Advice) -> Iterator[str]:
     best = answer.result.best[0].step_s
     for seen in answer.result.of_strategies:
         if seen.cell.strategy not in shown:
-            yield f"{seen} {seen.step_s / best - 1:+.0%}"
+            yield f"{seen} {'' if seen.exact else '~'}{seen.step_s / best - 1:+.0%}"
 
 
 def _as_job(program: str, cell: Cell) -> str:
@@ -294,9 +287,9 @@ _LAYOUT = [
     Column("beside", "beside"),
     Column("step", "band"),
     Column("behind", "behind", lambda behind: f"{behind:+.0%}" if behind else ""),
-    Column("tokens/s", "tokens_per_s", "{:.3g}".format),
+    Column("tokens/s", "tokens_per_s", three_digits),
     Column("MFU", "mfu", shown_share),
-    Column("needs GiB", "needs"),
+    Column("needs GiB", "total_bytes", _gib),
     Column("spare", "spare_bytes", _gib),
     Column("allocated", "peak_memory_bytes", _gib),
     Column("sends GiB", "sent_bytes", lambda nbytes: f"{nbytes / GIB:.3g}"),
@@ -305,9 +298,9 @@ _LAYOUT = [
     Column("bound", "bound"),
     Column("floors", "floors", of=_floors),
 ]
-#: columns of :class:`SwitchPrice`
-_SWITCH = [
-    Column("switch", "settings"),
+#: columns of :class:`Price`
+_PRICE = [
+    Column("setting", "settings"),
     Column("used", "used", lambda used: "yes" if used else "no"),
     Column("step", "ratio", shown_price),
     Column("peak GiB", "saved_bytes", lambda saved: f"{-saved / GIB:+.1f}"),

@@ -17,11 +17,10 @@ from spbench.bench.measure.scenarios.scenario import given as settings_given
 from spbench.bench.measure.sweep.executor import opened
 from spbench.bench.tools.advise.advice import Advice
 from spbench.bench.tools.advise.advise_report import report
-from spbench.bench.tools.advise.layout_search import BEHIND, Search
+from spbench.bench.tools.advise.layout_search import Search
 from spbench.bench.tools.advise.possible import absence
 from spbench.bench.tools.advise.question import Question, question, whole_numbers
 from spbench.bench.tools.advise.ranking import SearchResult
-from spbench.bench.tools.advise.switch_prices import by_kernel, prices
 from spbench.bench.tools.advise.turns import varying
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.asking import Asking, Say, unheard, within
@@ -60,9 +59,7 @@ def answered(
                     raise
                 answer = Advice(each, SearchResult(impossible=str(error)))
             if winner := answer.winner:
-                say_here("what its memory switches and other attention kernels cost", BEHIND["all"])
-                of_kernels = by_kernel(winner.cell, winner.measured)
-                answer = replace(answer, prices=prices(each, winner.cell, asking), by_kernel=of_kernels)
+                answer = replace(answer, prices=search.whole.prices(winner))
             if asked_about:
                 why = absence(each, answer.result, asked_about, search.every, search.too_large, search.bar)
                 answer = replace(answer, absence=why)
@@ -107,6 +104,7 @@ def advise(
         own = settings if length is None else {**settings, "seq_len": length}
         asked = Asked(cluster, n, None, own, given=values)
         one = question(subject, asked, batch_tokens, only, without, fixed, program or "")
+        one.check_axes("--why", asked_about)
         questions += [one.with_figures(figures) for figures in sweep(of_cluster)]
     varying([each.place for each in questions])
     answers = []

@@ -36,7 +36,7 @@ def own_in_words(answer: Advice) -> Iterator[str]:
 
 
 def _beside_the_best(answer: Advice, own: Seen) -> str:
-    memory, fastest = answer.memory(own), next(iter(answer.result.best), None)
+    memory, fastest = own.memory, next(iter(answer.result.best), None)
     if not own.fits or memory.spare_bytes < 0:
         needed, missing = (f"{nbytes / GIB:.1f}" for nbytes in (memory.total_bytes, -memory.spare_bytes))
         return f"does not fit: it needs {needed} GiB, {missing} more than a card has"
@@ -91,11 +91,12 @@ def _changes(answer: Advice) -> Iterator[tuple[Seen, FlagChanges | None]]:
     if own is None or asked is None:
         return
     # to one that surely fits first
-    towards = sorted(answer.result.best[:NAMED], key=answer.is_full)
+    whole = [seen for seen in answer.result.best if seen.exact]
+    towards = sorted(whole[:NAMED], key=lambda seen: seen.is_full)
     if not own.fits:  # and of those that tie, to what differs in least of it
 
         def away(seen: Seen) -> tuple[bool, bool, int]:
-            return answer.is_full(seen), not answer.is_tie(seen), len(_differing(own, seen))
+            return seen.is_full, not answer.is_tie(seen), len(_differing(own, seen))
 
         towards = sorted(towards, key=away)
     for seen in towards:
@@ -115,7 +116,7 @@ def own_content(answer: Advice) -> dict[str, Any] | None:
         "backend": own.cell.training.backend,
         "step_time_s": own.step_s,
         "fits": own.fits,
-        **{name: getattr(answer.memory(own), name) for name in ("total_bytes", "spare_bytes")},
+        **{name: getattr(own.memory, name) for name in ("total_bytes", "spare_bytes")},
         "words": [*own_in_words(answer)],
         "changes": [
             {"strategy": seen.cell.strategy, "mesh": seen.cell.mesh_text, **asdict(changes)}

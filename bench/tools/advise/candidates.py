@@ -23,13 +23,13 @@ from spbench.bench.tools.advise.layouts import (
     folded,
     layouts,
     settings_of,
+    things_to_set,
     ways,
 )
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.references import as_text, has_stages, twins_of
 from spbench.impls.axes import MESH_AXES, spelled
 from spbench.impls.layout import Unsupported
-from spbench.impls.strategies.nesting import PLUS
 
 #: a layout whose estimated bytes are so much less than a card has surely fits
 SURELY = 2.0
@@ -111,9 +111,9 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """How many strategies it has, and axes of several ranks."""
-        strategies = 0 if self.strategy == "single" else len(self.strategy.split(PLUS))
-        return strategies, sum(n > 1 for n in self.layout.sizes.values())
+        """How many strategies and memory switches it has, and axes of several ranks."""
+        things = things_to_set(self.strategy, self.saving, self.training)
+        return things, sum(n > 1 for n in self.layout.sizes.values())
 
     @cached_property
     def variants(self) -> tuple[Variant, ...]:
@@ -180,7 +180,6 @@ def candidates(
     refused: Refused,
     usable: float = 0.0,
     left_out: Counter[str] | None = None,
-    unfolded: bool = False,
     bar: Bar | None = None,
 ) -> Iterator[Candidate]:
     """All layouts of a question, with every backend and saving that there is a figure of; of a layout and
@@ -193,7 +192,6 @@ def candidates(
         usable: bytes of a card that tensors can have; 0: nothing surely fits.
         left_out: counts those that take longer, as :data:`SLOWER`, and as :data:`TOO_SLOW`.
         bar: leaves out what takes far longer than others; None: nothing is far.
-        unfolded: only those whose experts have no groups of their own; see :attr:`Layout.folds_anew`.
     """
     forward_only = question.cell.training.step == "inference"
     settings_by_text = (
@@ -212,8 +210,6 @@ def candidates(
         figures, options = figures_and_options
         for unfolded_layout in layouts(question, way, estimates.layers, refused):
             every = folded(question, unfolded_layout)
-            if unfolded:
-                every = [layout for layout in every if not layout.folds_anew]
             if every:
                 yield from _of_layouts(every, figures, options, estimates, choices, left_out)
 

@@ -1,5 +1,5 @@
 """The search: layouts in the order of their estimates, the promising ones traced with few layers, the best
-two of these with all.
+of these with all.
 
 What a trace of few layers finds also says how far the estimates of its strategy on these axes, of its backend
 and of its micro-batches are off, and the order is mended by it. The search ends where no layout is left that
@@ -10,14 +10,13 @@ many traces in a row have gained the best nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.tools.advise.candidates import (
     FAR_TOO_LARGE,
     SLOWER,
@@ -29,50 +28,46 @@ from spbench.bench.tools.advise.candidates import (
     mesh_alone,
 )
 from spbench.bench.tools.advise.estimates import Estimates
-from spbench.bench.tools.advise.layouts import Way, folds_anew
+from spbench.bench.tools.advise.layouts import Way, things_to_set
 from spbench.bench.tools.advise.learned import UNKNOWN, Learned, Waiting
-from spbench.bench.tools.advise.look import Depth, looks
+from spbench.bench.tools.advise.looked_at import LookedAt
 from spbench.bench.tools.advise.possible import why_impossible
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import (
     NAMED,
     SearchResult,
     Seen,
-    best_of,
     complexity,
     has_experts,
     ranked,
     tie_limit,
 )
 from spbench.bench.tools.advise.references import references, savings_of
-from spbench.bench.tools.advise.same_steps import SAME_STEP, SameSteps
+from spbench.bench.tools.advise.same_steps import SAME_STEP
 from spbench.bench.tools.advise.single_changes import changes_beside, cheaper_savings
-from spbench.bench.tools.advise.switch_prices import other_kernels
-from spbench.bench.tools.advise.unfolded_layouts import unfolded_layouts
+from spbench.bench.tools.advise.whole_looks import WholeLooks
 from spbench.bench.tools.fit.asking import Asking, Say, unheard
 
 #: layouts that are traced with few layers at once, a worker
 _AT_ONCE = 3
-#: so many of the best are wanted, and so many of these traced whole, which takes several times as long
-BEST, _WHOLE = NAMED, 2
+#: so many of the best are wanted
+BEST = NAMED
 #: after so many traces of few layers, of strategies that were traced before, by which the best together were
 #: not faster by so much, none is awaited
 _PATIENCE, _GAIN = 12, 1.02
 #: of so many stages a trace takes several times as long, and counts as so many
 _DEEP, _COUNTS = 8, 3
-#: shares of a search's time that are behind, roughly, after small traces, traces of few layers, single
-#: changes of the best, and traces of all layers
-BEHIND = {"small": 0.1, "few": 0.6, "changes": 0.7, "all": 0.9}
+#: from which share of a search's time to which its parts are, roughly: small traces, traces of few layers,
+#: also beside the best, of which there are some so many, and traces of all layers
+_BEHIND = {"small": (0.08, 0.15), "few": (0.15, 0.4), "all": (0.4, 1.0)}
+_BESIDE = 6
 #: a layout whose estimated memory is so much less probably fits
 _ROOM = 1.1
-#: rounds of traces, each of as many as there are workers, of layouts without folding, and of simpler ones
-_UNFOLDED, _SIMPLER = 3, 4
-#: of a model with experts, whose ranks along ep can be raised for little, a layout that takes a larger share
-#: of a card by few layers counts as one that does not fit, as long as another one does
-_FULL = 0.95
+#: rounds of traces, each of as many as there are workers, of simpler layouts
+_SIMPLER = 4
 
 
-class Search:
+class Search(LookedAt):
     """The search for one question; see the module.
 
     Args:
@@ -84,20 +79,14 @@ class Search:
     """
 
     def __init__(self, question: Question, asking: Asking, say: Say = unheard):
-        self.question, self.asking, self.say = question, asking, say
-        self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
-        #: a layout that takes more is not traced; above the other estimated bytes none is
+        super().__init__(question, asking, say)
+        #: a layout that takes more than :attr:`most_bytes` is not traced; above these estimated bytes none is
         self.too_large = FAR_TOO_LARGE * self.usable
-        self.most_bytes = self.usable * (_FULL if has_experts(question.cell) else 1.0)
-        self.result, self.every = SearchResult(), list[Candidate]()
-        self.bar = Bar()  # of candidates
-        self.seen: dict[str, Seen] = {}
-        #: by strategy, how much longer steps were by traces of all layers than by those of few
-        self.longer: dict[str, list[float]] = {}
-        self.learned, self.same = Learned(), SameSteps()
+        self.every, self.bar, self.learned = list[Candidate](), Bar(), Learned()
         #: by layout, its candidates, the fastest by the estimate first
         self._of_layouts: dict[int, list[Candidate]] = defaultdict(list)
         self._roomy = set[str]()  # strategies of which a layout will probably fit
+        self.whole = WholeLooks(self)
 
     def run(self) -> SearchResult:
         """Search.
@@ -112,10 +101,10 @@ class Search:
         if not waiting:  # the nearest that would fit is asked for
             waiting = sorted(self.every, key=lambda c: c.estimated_bytes)[: 2 * BEST]
             self.most_bytes = float("inf")
-        self.say(f"{len(self.every)} layouts, of which {len(waiting)} may fit", BEHIND["small"])
+        self.behind.begin(f"{len(self.every)} layouts, of which {len(waiting)} may fit", *_BEHIND["few"])
         (counts := self.result.counts)[TOO_LARGE] += len(self.every) - len(waiting)
         if own := self.question.own:  # it may be the best too
-            self.result.own = next(iter(self._traced([own.looked_at], "all_layers")), None)
+            self.result.own = next(iter(self.looked_at([own.looked_at], "all_layers")), None)
         self._roomy = {c.strategy for c in waiting if c.estimated_bytes * _ROOM <= self.most_bytes}
         for candidate in sorted(waiting, key=lambda each: each.estimated_s):
             self._of_layouts[id(candidate.layout)].append(candidate)
@@ -127,8 +116,11 @@ class Search:
         self._simpler(left)
         counts[TOO_SLOW] += len(left)
         self._polish()
-        self._without_folding()
-        self._whole()
+        self.behind.begin("the best with all layers", *_BEHIND["all"])
+        self.whole.run()
+        while self.seen and not self.fitting() and not (near := min(self.seen.values(), key=_peak)).exact:
+            self.looked_at([near.cell], "all_layers")  # what few layers say it needs may be too much
+            self.whole.run()
         self._conclude()
         return self.result
 
@@ -138,11 +130,12 @@ class Search:
         Raises:
             UserError: none can be traced.
         """
-        self.say("small traces of the model and of the backends", 0.0)
+        self.behind.begin("small traces of the model and of the backends", *_BEHIND["small"])
         question, counts, refused = self.question, self.result.counts, self.result.refused
         savings = savings_of(question)
-        estimates = Estimates(question.cell, question.gpus, *references(question, self.asking, savings))
-        self._estimated = estimates, savings
+        estimates = Estimates(
+            question.cell, question.gpus, *references(question, self.asking, savings, self.behind.ended)
+        )
         every = candidates(question, estimates, savings, refused, self.usable, counts, bar=self.bar)
         self.every = [*every]
         if not self.every:
@@ -164,20 +157,20 @@ class Search:
             again = sum(_COUNTS if each.layout.pp >= _DEEP else 1 for each in batch if told(each.strategy))
             self._look(batch)
             self._leave_out_the_same(waiting)
-            if best := self._best_layouts():
+            if best := self.best_layouts():
                 patience -= again
                 sum_s = sum(seen.step_s for seen in best[:BEST])
                 if len(best) < BEST or sum_s * _GAIN < best_s:
                     best_s, patience = sum_s, _PATIENCE
-                self.say(
+                self.behind.expect(
                     f"{len(self.seen)} layouts traced with few layers; the best: {best[0].step_s:.3g} s, "
                     f"{best[0]}",
-                    BEHIND["small"] + (1 - max(patience, 0) / _PATIENCE) * (BEHIND["few"] - BEHIND["small"]),
+                    max(patience, 0) + _BESIDE,
                 )
 
     def _next(self, waiting: Waiting) -> list[Candidate]:
         """Take the most promising that could be among the best, one of each way and of each new strategy."""
-        best = self._best_layouts()
+        best = self.best_layouts()
         bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
         of_kind = {(seen.cell.strategy, mesh_alone(seen.cell)): seen.step_s for seen in best}
         expected_s, least_s = self.learned.bounds(waiting)
@@ -210,8 +203,9 @@ class Search:
         """Look at layouts that by their estimates tie with the fastest, and are simpler than the one that
         would be named first, or as simple and of a strategy that was not traced."""
         for _ in range(_SIMPLER if self.fitting() else 0):
-            best = self._best_layouts()
-            named, most_s = complexity(ranked(best)[0].cell)[:2], tie_limit(best) * best[0].step_s
+            best = self.best_layouts()
+            (things, *axes), most_s = complexity(ranked(best)[0].cell)[:2], tie_limit(best) * best[0].step_s
+            named = things - things_to_set("single", self.question.cell.model_options, {}), *axes
             expected_s = self.learned.bounds(waiting).expected_s
             places = waiting.simpler(named, expected_s, most_s, self.learned.knows, self._may_fit)
             chosen = {at: waiting.candidates[at] for at in islice(places, self.asking.jobs)}
@@ -235,7 +229,7 @@ class Search:
     def _look(self, chosen: Sequence[Candidate]) -> None:
         cells = [candidate.cell(self.question.cell) for candidate in chosen]
         candidate_of = {cell.key: candidate for cell, candidate in zip(cells, chosen, strict=True)}
-        for seen in self._traced(cells, "few_layers"):
+        for seen in self.looked_at(cells, "few_layers"):
             found = candidate_of[seen.cell.key], seen.step_s, seen.peak
             self.learned.add(*found)
             self.same.add(*found)
@@ -247,60 +241,14 @@ class Search:
             others = waiting.leave_out(lambda strategy: self.same.instead(strategy) != strategy)
             self.result.counts[SAME_STEP] += others
 
-    def _traced(self, cells: Sequence[Cell], depth: Depth) -> list[Seen]:
-        """Look at cells; what was seen is kept in place of what was seen of them before. What cannot be run
-        is counted and left out. The winner is among those traced whole, also by other attention kernels."""
-        more = {"kernels": other_kernels(self.question.cell)} if depth == "all_layers" else {}
-        traced = []
-        for cell, outcome in looks(self.asking, cells, depth, **more):
-            if outcome.status == "unsupported":
-                self.result.refused.add(f"{cell.strategy} {cell.mesh_text}", outcome.reason)
-                self.result.counts["cannot be run"] += 1
-                self.seen.pop(cell.key, None)
-            else:
-                if depth == "all_layers" and (few := self.seen.get(cell.key)):
-                    ratio = outcome.measurement["step_time_s"] / few.step_s
-                    self.longer.setdefault(cell.strategy, []).append(ratio)
-                self.seen[cell.key] = Seen(cell, outcome, depth)
-                traced.append(self.seen[cell.key])
-        return traced
-
-    def fitting(self) -> list[Seen]:
-        """The cells that fit and that the program has, if one is given; the fastest first. Of a model with
-        experts, those that hardly fit by few layers count only where no others do; see :data:`_FULL`."""
-        seen = [s for s in self.seen.values() if s.fits and self.question.runs(s.cell)]
-        if has_experts(self.question.cell):
-            seen = [s for s in seen if s.exact or s.peak <= _FULL * self.usable] or seen
-        return sorted(self.same.without(seen), key=self._least_whole_s)
-
-    def _least_whole_s(self, seen: Seen) -> float:
-        """Seconds of a step by a trace of all layers, at the least: where two or more of its strategy took
-        longer than by few layers, as where the host falls behind, so will this one."""
-        ratios = self.longer.get(seen.cell.strategy, ())
-        few = seen.depth != "all_layers" and len(ratios) > 1
-        return seen.step_s * (min(ratios) if few else 1.0)
-
-    # -- all layers ------------------------------------------------------------------------------------
-
-    def _whole(self) -> None:
-        """Trace the best with all layers, until the first :data:`_WHOLE` of them are, the one that is named
-        first, and those named of which traces of few layers leave open whether they fit."""
-
-        def wanted() -> list[Seen]:
-            best = self._best_layouts()
-            named = ranked(best)[:NAMED]
-            return [*best[:_WHOLE], *named[:1], *(seen for seen in named if seen.doubtful)]
-
-        while chosen := [seen.cell for seen in wanted() if seen.depth != "all_layers"]:
-            self.say(f"tracing {len(chosen)} of the best with all layers", BEHIND["changes"])
-            self._traced(chosen, "all_layers")
+    # -- beside the best -----------------------------------------------------------------------------
 
     def _polish(self) -> None:
         """Look at single changes of the best."""
         if not (fitting := self.fitting()):
             return
         changes = changes_beside(self.question, best := fitting[0].cell)
-        self.say(f"{len(changes)} single changes of the best", BEHIND["few"])
+        self.behind.expect(f"{len(changes)} single changes of the best", len(changes))
         self._changes_looked_at(changes)
         waiting = cheaper_savings(self.question, best)
         while waiting:
@@ -310,41 +258,23 @@ class Search:
                 break  # the next ones save more memory, and take longer
             waiting = waiting[len(begun) :]
 
-    def _without_folding(self) -> None:
-        """Where the best layout folds, look for one of the best strategies that does not, until one fits."""
-        fitting = self.fitting() if has_experts(self.question.cell) else []
-        if not fitting or not folds_anew(fitting[0].cell.sizes.by_axis):
-            return
-        best = [seen.cell for seen in fitting[: 4 * BEST]]
-        every = unfolded_layouts(self.question, self._estimated, best, self.usable)
-        if not (small := [each for each in every if each.estimated_bytes <= self.too_large]):
-            return
-        order = np.argsort(self.learned.bounds(Waiting(small)).expected_s, kind="stable")
-        for at in range(0, _UNFOLDED * self.asking.jobs, self.asking.jobs):
-            if any(not folds_anew(seen.cell.sizes.by_axis) for seen in self.fitting()):
-                return
-            chosen = [small[n] for n in order[at : at + self.asking.jobs]]
-            self._traced([each.cell(self.question.cell) for each in chosen], "few_layers")
-
     def _changes_looked_at(self, changes: Sequence[Cell]) -> None:
         cells = [cell for cell in changes if cell.key not in self.seen]
         self.result.counts["looked at"] += len(cells)
-        self._traced(cells, "few_layers")
+        self.looked_at(cells, "few_layers")
 
     # -- the end ---------------------------------------------------------------------------------------
-
-    def _best_layouts(self) -> list[Seen]:
-        return self._best_of(lambda cell: (cell.strategy, mesh_alone(cell)))
-
-    def _best_of(self, kind: Callable[[Cell], Hashable]) -> list[Seen]:
-        return best_of(self.fitting(), kind, self._least_whole_s)
 
     def _conclude(self) -> None:
         result, fitting = self.result, self.fitting()
         result.traced, result.same = [*self.seen.values()], self.same.replaced
-        result.best = self._best_layouts()
-        result.of_strategies = self._best_of(lambda cell: cell.strategy)
+        result.best = self.best_layouts()
+        result.of_strategies = self.best_strategies()
         if not fitting and self.seen:
-            result.nearest = min(self.seen.values(), key=lambda s: s.peak)
+            result.nearest = min(self.seen.values(), key=_peak)
         result.counts["traced with few layers"] = len(self.seen)
         result.counts["of these with all layers"] = sum(s.depth == "all_layers" for s in result.traced)
+
+
+def _peak(seen: Seen) -> int:
+    return seen.peak

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -95,17 +95,25 @@ class Layout:
         """Ranks of a stage of the pipeline."""
         return self.dp * self.way.ranks
 
-    @property
-    def folds_anew(self) -> bool:
-        """Whether experts have other groups of ranks than tensor parallelism and parts of the replicas."""
-        return self.fold is not None and folds_anew(self.sizes)
-
 
 def folds_anew(sizes: Mapping[str, int]) -> bool:
     """Whether experts have other groups of ranks than tensor parallelism and parts of the replicas: ``etp``
     is not the ranks along tp, or ``ep`` does not divide the replicas."""
     ep, etp, tp, dp = (sizes.get(axis, 1) for axis in ("ep", "etp", "tp", "dp"))
     return etp != tp or dp % ep != 0
+
+
+def switch_of(option: str) -> str:
+    """The memory switch that an option of a model belongs to: recompute_layers and recompute_method say how
+    what recompute switches on is done."""
+    return "recompute" if option.startswith("recompute") else option
+
+
+def things_to_set(strategy: str, model: Iterable[str], training: Mapping[str, Any]) -> int:
+    """How many strategies there are, and memory switches: of the options of a model, by name, and of a
+    backend those that hold states on the host."""
+    strategies = 0 if strategy == "single" else len(strategy.split(PLUS))
+    return strategies + len({*map(switch_of, model)}) + ("host" in training.values())
 
 
 @dataclass

@@ -3,16 +3,17 @@ and micro-batches.
 
 A layer more, or a micro-batch more once the pipeline is full, adds the same time to a step each time, and the
 same bytes: so both follow from traces of two depths and two counts. Peaks of a deep model are those of
-:func:`deep_peak`; a step of all layers is traced with that many, and only micro-batches are added.
+:func:`deep_peak`, which a transient of the first layers can put far too high: so no price is printed of such
+a look. A look at all layers finds what `spbench run` does; of very many micro-batches few are traced, and the
+peak lacks what a rank holds of the others' inputs (less than 0.01%).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -22,9 +23,8 @@ from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.engines.deepened_traces import leading_runs, stage_layers, with_layers
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.pipeline_stages import SHORT
-from spbench.bench.measure.engines.plan import check_sizes, closed_form, plan, sent_rows
+from spbench.bench.measure.engines.plan import check_sizes
 from spbench.bench.measure.engines.rank_memory import (
-    allocator_of,
     host_peaks,
     limit_by_host,
     usable_memory_bytes,
@@ -32,7 +32,6 @@ from spbench.bench.measure.engines.rank_memory import (
 from spbench.bench.measure.engines.step_line import StepNumbers
 from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
 from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.memory.allocator import replay
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.fit.anatomy import fullest
@@ -51,57 +50,64 @@ _DEPTHS_OF_SHARDS = (2, 3)
 _FEW_STAGES = 4
 #: how closely a cell is looked at: "small": as it is, timed whatever it needs; else see :func:`look`
 Depth = Literal["small", "few_layers", "all_layers"]
-#: under this name the meters of a measurement have ``tensors_bytes``, the least that the allocator must
-#: reserve for the fullest ranks, and whether that is ``exact``, or follows from traces of few layers
+#: without stages of a pipeline, so many micro-batches are all traced in a look at all layers
+_EVERY = 16
+#: under this name the meters of looks at all layers have ``tensors_bytes``, the least that the allocator
+#: must reserve for the fullest ranks
 NEEDED = "needed"
-#: and under this one the seconds of a step by each attention kernel that was asked for and has rates
-BY_KERNEL = "by_kernel"
 #: of small looks, the meters have ``bytes`` under this name: the most that forward and backward have of
 #: other than states of training, of which what an update makes for itself is no part
 ACTIVATIONS = "activations"
 #: categories of memory that are states of training
 STATES = ("parameters", "gradients", "optimizer_state")
-#: what of a row of a closed form may grow with the number of layers
-_GROWING = ("count", "payload_bytes", "sent_bytes")
 
 
-def step_of(traces: ClassTraces, kernel: str | None = None) -> StepNumbers:
-    """The step of traces of the classes of ranks, simulated; by another attention kernel if one is given.
+def step_of(traces: ClassTraces) -> StepNumbers:
+    """The step of traces of the classes of ranks, simulated.
 
     Raises:
         Unsupported: the cluster lacks a rate that they need.
     """
     try:
-        return StepNumbers.of(traces.simulator(kernel=kernel)())
+        return StepNumbers.of(traces.simulator()())
     except RatesUnknown as error:
         raise Unsupported(f"no time: {error}", "name a cluster that has it") from error
 
 
 def looks(
-    asking: Asking, cells: Iterable[Cell], depth: Depth, **settings: Any
+    asking: Asking,
+    cells: Iterable[Cell],
+    depth: Depth,
+    ended: Callable[[int, int], None] = lambda n, of: None,
 ) -> Iterator[tuple[Cell, Outcome]]:
-    """Look at cells, with further arguments of :func:`look`; yields each with what was found: "ok", "oom" or
-    "unsupported". They come as they were asked for: no answer depends on which worker was quick.
+    """Look at cells; yields each with what was found: "ok", "oom" or "unsupported". They come as they were
+    asked for: no answer depends on which worker was quick.
+
+    Args:
+        ended: takes how many looks have ended, and of how many, as soon as one has.
 
     Raises:
         RuntimeError: a look failed, took too long or contradicts the closed forms, so that an answer would
             lack it.
     """
-    tasks = {cell.key: Task(cell, partial(look, depth=depth, **settings)) for cell in cells}
-    places = {key: place for place, key in enumerate(tasks)}
-    for (cell, _), outcome in sorted(asking([*tasks.values()]), key=lambda each: places[each[0].cell.key]):
+    tasks = {cell.key: Task(cell, partial(look, depth=depth)) for cell in cells}
+    outcomes: dict[str, Outcome] = {}
+    for task, outcome in asking([*tasks.values()]):
+        outcomes[task.cell.key] = outcome
+        ended(len(outcomes), len(tasks))
+    for key, (cell, _) in tasks.items():
+        outcome = outcomes[key]
         if outcome.status not in ("ok", "oom", "unsupported"):
             raise RuntimeError(f"{cell.key}: {outcome.status}: {outcome.reason}\n{outcome.traceback}")
         yield cell, outcome
 
 
-def look(cell: Cell, depth: Depth, kernels: Sequence[str] = ()) -> Measurement:
-    """Measure a cell, timed even where it does not fit: its peaks, step time and bytes; ``meters`` have
-    :data:`COST` and, but for small looks, :data:`NEEDED`.
+def look(cell: Cell, depth: Depth) -> Measurement:
+    """Measure a cell, timed even where it does not fit: its peaks and step time, and of looks at all layers
+    what else rows have; ``meters`` have :data:`COST`.
 
     Args:
-        depth: "few_layers": by traces of few layers and micro-batches; "all_layers": of few micro-batches.
-        kernels: of attention, by which the same traces are timed too (:data:`BY_KERNEL`).
+        depth: "few_layers": by traces of few layers and micro-batches; "all_layers": as `spbench run` does.
 
     Raises:
         Unsupported: the strategy cannot run these sizes, or the cluster lacks a rate.
@@ -112,47 +118,36 @@ def look(cell: Cell, depth: Depth, kernels: Sequence[str] = ()) -> Measurement:
     layers, leading, depths = _fewest_layers(cell), _leading(cell), _depths(cell)
     # of hardly more layers than both depths together one trace of all takes no longer, and is exact
     if depth != "few_layers" or layers <= sum(depths) + 2 * leading:
-        planned, more = plan(cell), 0.0
-        by_depth = [_traced(cell, None)]
+        by_depth, more = [_traced(cell, None)], 0.0
         (by_count,) = by_depth
         most = by_count[max(by_count)]
-        # of few layers, the allocator is asked about the fullest rank alone, and about no card's limit
+        # of few layers, no card's limit is asked about
         measurement = _memory([most], more, cell) if depth == "few_layers" else most.memory_measurement()
         if depth == "small":
             measurement.meters[ACTIVATIONS] = {
                 "bytes": max(_activation_bytes(each.memory) for each in most.traces)
             }
         elif depth == "all_layers" and measurement.usable_memory_bytes is not None:
-            measurement.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes, "exact": True}
-        measurement.formula = _most_sent([planned.formula(each.first) for each in planned.classes])
+            measurement.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes}
     else:
         check_sizes(cell)
-        at = [d + leading for d in depths]
-        by_depth = [_traced(cell, n) for n in at]
-        deepest = [traces[max(traces)] for traces in by_depth]
+        by_depth = [_traced(cell, d + leading) for d in depths]
         more = (layers - leading - depths[0]) / (depths[1] - depths[0])
-        measurement = _memory(deepest, more, cell)
-        measurement.formula = _sent(cell, at, deepest[1], more)
+        measurement = _memory([traces[max(traces)] for traces in by_depth], more, cell)
     step = _step(by_depth, more, cell)
     measurement.communication = []
     add_step_time(measurement, cell, step.step_time_s, step.breakdown, step.priced_by)
     measurement.parts = dict(step.parts)
     measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
     measurement.mfu = utilization(cell, step.step_time_s)
-    for kernel in kernels:
-        with suppress(Unsupported):  # the cluster lacks a rate
-            seconds = _step(by_depth, more, cell, kernel).step_time_s
-            measurement.meters.setdefault(BY_KERNEL, {})[kernel] = seconds
     measurement.meters[COST] = {"cpu_s": time.process_time() - begun}
     return measurement
 
 
-def _step(
-    by_depth: Sequence[Mapping[int, ClassTraces]], more: float, cell: Cell, kernel: str | None = None
-) -> StepNumbers:
+def _step(by_depth: Sequence[Mapping[int, ClassTraces]], more: float, cell: Cell) -> StepNumbers:
     """The cell's step by traces of all its layers or of two depths; ``more`` as for :func:`deep_peak`."""
     shallow, *deeper = (
-        _grown({n: step_of(each, kernel) for n, each in traces.items()}, cell.training.micro_batches)
+        _grown({n: step_of(each) for n, each in traces.items()}, cell.training.micro_batches)
         for traces in by_depth
     )
     return shallow.on(deeper[0], more) if deeper else shallow
@@ -183,10 +178,16 @@ def _with_one_leading(cell: Cell) -> Cell:
     return cell.model_copy(update={"model_options": {**cell.model_options, "dense_layers": 1}})
 
 
-def _counts(cell: Cell) -> tuple[int, int] | tuple[int]:
+def _counts(cell: Cell, layers: int | None = 1) -> tuple[int, int] | tuple[int]:
     """The numbers of micro-batches of which steps are timed: two from which on each more takes as long as the
-    one before, or all if there are no more."""
+    one before, or all if there are no more.
+
+    Args:
+        layers: as of :func:`_traced`.
+    """
     training, pp = cell.training, cell.sizes.pp
+    if layers is None and pp == 1 and training.micro_batches <= _EVERY:
+        return (training.micro_batches,)
     # the second backward of a rank is neither its first, nor its last
     first, second = (pp, 2 * pp) if training.schedule == "interleaved" else (pp + 1, pp + 2)
     # with so many, ranks between the first and the last are put together from one short step
@@ -200,7 +201,7 @@ def _traced(cell: Cell, layers: int | None) -> dict[int, ClassTraces]:
     """Traces of the cell with so many layers in the stage that has fewest, None: with all, by their numbers
     of micro-batches. Those of fewer are cut out of those of more, where these say it; memory then is that of
     more."""
-    counts = _counts(cell)
+    counts = _counts(cell, layers)
     most = virtual.trace_classes(_with(cell, layers, counts[-1]), events=True)
     if len(counts) == 1:
         return {counts[0]: most}
@@ -255,9 +256,6 @@ def _memory(by_depth: Sequence[ClassTraces], more: float, cell: Cell) -> Measure
     measurement = Measurement(
         status="ok" if fits else "oom", reason=reason, peak_memory_bytes=peak, usable_memory_bytes=usable
     )
-    deepest = deeper[peaks.index(peak)].memory
-    tensors_bytes = round(peak * _reserved_share(deepest, cell))
-    measurement.meters[NEEDED] = {"tensors_bytes": tensors_bytes, "exact": len(by_depth) == 1}
     return limit_by_host(measurement, cell, by_rank)
 
 
@@ -311,36 +309,3 @@ def _activation_bytes(log: MemoryLog) -> int:
     live = np.cumsum(log.signed_bytes() * counted[np.abs(np.asarray(log.events)) - 1])
     spans = (span for name, span in log.spans() if name in ("forward", "backward"))
     return max((int(live[span].max(initial=0)) for span in spans), default=0)
-
-
-def _reserved_share(log: MemoryLog, cell: Cell) -> float:
-    """What the allocator reserves for a log, over what it gives out at the most."""
-    served = replay(log.sizes, log.events, None, (), log.streams, allocator_of(cell))
-    return served.peak_reserved / max(1, served.peak_allocated)
-
-
-def _most_sent(by_class: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The closed form of the class of ranks that sends most."""
-    return max(by_class, key=lambda rows: sum(row["sent_bytes"] for row in rows))
-
-
-def _sent(cell: Cell, layers: Sequence[int], traces: ClassTraces, more: float) -> list[dict[str, Any]]:
-    """What the ranks send that send most, by closed forms of few layers, for to build all layers takes long.
-
-    Args:
-        layers: as of :func:`_traced`, at both depths.
-        traces: of the deeper one; they were held to their own closed forms.
-        more: as for :func:`deep_peak`.
-    """
-    formulas = {each.first: traces.planned.formula(each.first) for each in traces.classes}
-    most = _most_sent(formulas.values())
-    rank = next(first for first, rows in formulas.items() if rows is most)
-    of_depths = (closed_form(_with(cell, n, cell.training.micro_batches), rank) for n in layers)
-    shallow, deeper = (sent_rows(entries, cell.mesh_sizes) for entries in of_depths)
-    same = [[row[name] for name in row if name not in _GROWING] for row in shallow]
-    if same != [[row[name] for name in row if name not in _GROWING] for row in deeper]:
-        return sent_rows(closed_form(cell, rank), cell.mesh_sizes)
-    return [
-        {**a, **{name: round(a[name] + more * (b[name] - a[name])) for name in _GROWING}}
-        for a, b in zip(shallow, deeper, strict=True)
-    ]

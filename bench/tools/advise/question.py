@@ -67,6 +67,15 @@ class Question:
     program: str = ""
     own: OwnLayout | None = None
 
+    def check_axes(self, flag: str, ranks: Mapping[str, int]) -> None:
+        """Raises a UserError for what no layout of the model can have, as a scenario does."""
+        experts = getattr(self.model, "experts", 0)
+        for name, n in ranks.items():
+            if name in FOLDED_AXES and n > 1 and not experts:
+                raise UserError(f"{flag} {name}={n}: the model has no experts, which ep and etp are for")
+            if name == "micro_batch" and self.cell.training.step == "inference":
+                raise UserError(f"{flag} {name}={n}: an inference has no micro-batches")
+
     def runs(self, cell: Cell, what: str = "") -> bool:
         """Whether the program has arguments for a cell; of what of it that matters alone, if that is said.
 
@@ -213,7 +222,9 @@ def question(
 
 
 def _check_program(asked: Question) -> None:
-    """Raises a UserError where the program has no arguments for what is trained, with no backend."""
+    """Raises a UserError where the program has no arguments for what is trained, with no backend, or no
+    layout can have the ranks that are given."""
+    asked.check_axes("--fixed", asked.fixed)
     if not asked.program:
         return
     of_layouts = (*_BELONGS["strategy"], "training")

@@ -10,14 +10,17 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.trust.bands import packaged_model
+from spbench.bench.measure.trust.fit_certainty import FITS, NO, Certainty, certainty
 from spbench.bench.measurement import Outcome
-from spbench.bench.tools.advise.layouts import Refused
+from spbench.bench.tools.advise.layouts import Refused, things_to_set
 from spbench.bench.tools.advise.look import NEEDED, Depth
+from spbench.bench.tools.fit.fit_verdict import CardMemory, card_memory
 from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.nesting import PLUS
 
 #: layouts that are named
 NAMED = 5
+#: the share of a card that a layout should leave free
+SPARE = 0.05
 #: of matmuls, what a scalar that was fitted to a few cells charges for blocks of wider matrices
 IN_BLOCKS = "in_blocks_s"
 #: settings that make the same layout faster by less are not worth setting: of measured pairs as close as that
@@ -66,26 +69,25 @@ class Seen:
         return nbytes
 
     @property
-    def _needed(self) -> Mapping[str, Any]:
-        needed: Mapping[str, Any] = self.measured.get("meters", {}).get(NEEDED, {})
-        return needed
+    def memory(self) -> CardMemory:
+        """What a card must have for it; of one that was traced with few layers, about."""
+        needed = self.measured.get("meters", {}).get(NEEDED, {})
+        return card_memory(self.cell, self.measured, needed.get("tensors_bytes", self.peak))
 
     @property
-    def tensors_bytes(self) -> int:
-        """The least that the allocator must reserve for the fullest rank; see :attr:`exact`."""
-        nbytes: int = self._needed.get("tensors_bytes", self.peak)
-        return nbytes
+    def is_full(self) -> bool:
+        """Whether it leaves too little of its card to be sure that it fits (docs/trust.md)."""
+        return self.memory.spare_bytes < SPARE * self.memory.card_bytes
 
     @property
-    def doubtful(self) -> bool:
-        """Whether what is said to be needed, and not only allocated, is more than a card has."""
-        usable = self.measured.get("usable_memory_bytes")
-        return usable is not None and self.tensors_bytes > usable
+    def certainty(self) -> Certainty:
+        """How sure it is that it fits; see :mod:`measure.trust.fit_certainty`."""
+        return (self.fits and certainty(self.cell, self.measured)) or Certainty(FITS if self.fits else NO)
 
     @property
     def exact(self) -> bool:
-        """Whether all of its layers were traced, and not only few."""
-        return bool(self._needed.get("exact"))
+        """Whether all of it was traced, as `spbench run` does, and not only few layers."""
+        return self.depth == "all_layers"
 
     def __str__(self) -> str:
         return f"{self.cell.strategy} {self.cell.mesh_text}"
@@ -96,8 +98,8 @@ class SearchResult:
     """What a search found.
 
     Attributes:
-        best: layouts that fit, the fastest first, of each strategy and mesh one; the first two and the one
-            that is named first are traced whole.
+        best: layouts that fit, the fastest first, of each strategy and mesh one; the first two and those
+            that are named are traced whole.
         of_strategies: the best of each strategy that fits, the fastest first.
         own: of the layout that a job has already, traced whole; None: there is none, or it cannot be traced.
         nearest: where nothing fits, what needs least; None: something fits, or nothing could be traced.
@@ -180,9 +182,26 @@ def stands_for(own: Seen, seen: Seen) -> bool:
     return own.fits and kind(own.cell) == kind(seen.cell) and own.step_s <= TOSS * seen.step_s
 
 
+def simpler(best: Sequence[Seen], named: Seen) -> list[Seen]:
+    """The layouts that fit and are simpler than a named one, and than all that are faster: things to set up
+    count before axes.
+
+    Args:
+        best: the fastest first.
+    """
+    simpler_ones, most = list[Seen](), complexity(named.cell)[:2]
+    for seen in best:
+        if (shape := complexity(seen.cell)[:2]) < most:
+            simpler_ones.append(seen)
+            most = shape
+    return simpler_ones
+
+
 def complexity(cell: Cell) -> tuple[int, ...]:
-    """How much there is to set up: strategies, axes of several ranks, runs of layers a stage, settings."""
-    strategies = 0 if cell.strategy == "single" else len(cell.strategy.split(PLUS))
+    """How much there is to set up: strategies and memory switches, axes of several ranks, runs of layers a
+    stage, settings."""
+    options = cell.training.backend_options
+    things = things_to_set(cell.strategy, cell.model_options, options)
     axes = sum(n > 1 for n in cell.sizes.by_axis.values())
-    settings = len(cell.model_options) + len(cell.strategy_options) + len(cell.training.backend_options)
-    return strategies, axes, cell.training.virtual_stages, settings + (cell.mesh is not None)
+    settings = len(cell.model_options) + len(cell.strategy_options) + len(options)
+    return things, axes, cell.training.virtual_stages, settings + (cell.mesh is not None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -175,9 +175,15 @@ def few_experts(cell: Cell) -> Cell:
 
 
 def references(
-    question: Question, asking: Asking, savings: Mapping[str, Mapping[str, Any]]
+    question: Question,
+    asking: Asking,
+    savings: Mapping[str, Mapping[str, Any]],
+    ended: Callable[[int, int], None] = lambda n, of: None,
 ) -> tuple[dict[str, Reference], dict[str, BackendFigures]]:
     """By the settings of the model and of the backend, as text. A setting that cannot be run is left out.
+
+    Args:
+        ended: as of :func:`looks`.
 
     Raises:
         UserError: the model as it is cannot be run.
@@ -208,7 +214,7 @@ def references(
             ask("backend", as_text(settings), dp, _short(cell))
     outcomes: dict[tuple[str, str, int], tuple[Cell, Outcome]] = {}
     as_it_is = next(iter(cells))
-    for cell, outcome in looks(asking, cells.values(), "small"):
+    for cell, outcome in looks(asking, cells.values(), "small", ended):
         if outcome.status != "unsupported":
             outcomes |= dict.fromkeys(places[cell.key], (cell, outcome))
         elif cell.key == as_it_is:

@@ -12,7 +12,7 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.measure.trust.bands import packaged_model
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.advice import Advice, settings_beside
-from spbench.bench.tools.advise.ranking import NAMED, SearchResult, Seen, complexity
+from spbench.bench.tools.advise.ranking import NAMED, SearchResult, Seen, complexity, simpler
 from tests.tools.advise.questions import asked
 
 TIE = packaged_model().tie("sourced")
@@ -71,9 +71,8 @@ def test_what_is_hidden_is_never_simpler_than_a_tie_that_is_shown() -> None:
 
 
 def test_what_is_simpler_than_the_first_is_told_with_its_price() -> None:
-    answer = advice(FAST, FAR)
-    assert answer.simpler() == [FAR]
-    assert advice(FAST, SIMPLE).simpler() == []
+    assert simpler([FAST, FAR], FAST) == [FAR]
+    assert simpler([FAST, FAR], FAR) == []
 
 
 def test_spare_is_of_what_the_card_must_have() -> None:
@@ -119,22 +118,6 @@ def test_what_a_fitted_charge_alone_tells_apart_is_a_tie() -> None:
     assert of_ring["matmul in blocks, by a fitted charge"] == 1.0
     text = advice(FAST, charged).why()
     assert text.startswith("a tie: ulysses+ring_attention cp2xsp4 takes 50% less time, but +0.0% without")
-
-
-def test_other_settings_of_the_fastest_are_told() -> None:
-    def ring(step_s: float, backend: str = "zero3", **options: str) -> Seen:
-        made = seen("ring_attention", {"sp": 8}, step_s)
-        training = made.cell.training.model_copy(update={"backend": backend})
-        changes = {"strategy_options": options, "training": training}
-        return replace(made, cell=made.cell.model_copy(update=changes), depth="few_layers")
-
-    fastest = ring(1.0, placement="by_work")
-    zigzag, contiguous = ring(1.5, placement="zigzag"), ring(2.0, placement="contiguous")
-    other, large = ring(1.1, "ddp", placement="zigzag"), ring(1.2, placement="striped")
-    large.outcome = replace(large.outcome, status="oom")
-    answer = advice(fastest, FAR)
-    answer.result.traced.extend([contiguous, large, other, zigzag, fastest, FAR])
-    assert answer.other_settings() == {"placement=zigzag": 1.5, "placement=contiguous": 2.0}
 
 
 def test_how_often_such_an_order_was_right_is_said() -> None:

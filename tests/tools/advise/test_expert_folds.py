@@ -117,6 +117,17 @@ def test_more_ranks_hold_fewer_experts_and_send_more_rows() -> None:
     assert estimated.seconds("all_to_all", 2**20, ("ep",), whole.sizes) == 0
 
 
+@pytest.mark.parametrize(("ep", "etp"), [(1, 2), (2, 1), (2, 2)])
+def test_rows_go_to_experts_by_an_all_to_all_and_to_their_parts_by_an_all_gather(ep: int, etp: int) -> None:
+    estimated = estimates(asked(16))
+    layout = Layout(Way("tensor_parallel", {"tp": 2}), 8, 1, 1, fold=Fold(ep, etp))
+    to_each = estimated.seconds("all_to_all", 1e6, ("ep",), layout.sizes)
+    of_parts = estimated.seconds("all_gather", etp * 1e6, ("etp",), layout.sizes)
+    assert (to_each > 0, of_parts > 0) == (ep > 1, etp > 1)
+    # there and back, and so the gradients
+    assert estimated._dispatch_s(layout, 1e6) == pytest.approx(4 * (to_each + of_parts))
+
+
 @pytest.mark.parametrize(("ep", "hidden"), [(1, 0.8), (4, 0.0)])
 def test_gathers_hide_only_where_no_rows_go_to_other_ranks(ep: int, hidden: float) -> None:
     about, way, computed = asked(16), Way("single", {}), 2e-5
@@ -203,38 +214,6 @@ class Answers:
             yield task, Outcome("ok", measurement=found)
 
 
-def test_where_the_fastest_folds_one_that_does_not_is_looked_at() -> None:
-    about, answers = asked(8), Answers()
-    search = Search(about, answers)  # type: ignore[arg-type]
-    layer = Depths(0.5, 1.0)
-    backend = {'{"backend": "zero2"}': BackendFigures(4.0, 12.0, {"all_reduce": 4.0}, {})}
-    search._estimated = Estimates(about.cell, 8, {"": Reference(layer, layer)}, backend), {"": {}}
-    best = about.cell.model_copy(
-        update={
-            "strategy": "ulysses",
-            "sizes": Sizes(dp=2, sp=4, ep=4),
-            "training": TrainingOptions(backend="zero2", micro_batches=8),
-        }
-    )
-    outcome = Outcome("ok", measurement={"step_time_s": 0.5, "peak_memory_bytes": 2})
-    search.seen[best.key] = Seen(best, outcome, "few_layers")
-    search._without_folding()
-    assert answers.looks == [False, False]  # a round of as many as there are workers
-    others = [each.cell for each in search.fitting() if each.cell is not best]
-    assert {(each.strategy, each.training.backend) for each in others} == {("ulysses", "zero2")}
-    search._without_folding()
-    assert len(answers.looks) == 2  # one is there
-
-
-def test_where_the_fastest_does_not_fold_nothing_more_is_looked_at() -> None:
-    search = Search(asked(8), answers := Answers())  # type: ignore[arg-type]
-    cell = asked(8).cell.model_copy(update={"sizes": Sizes(dp=8, ep=4)})
-    outcome = Outcome("ok", measurement={"step_time_s": 0.5, "peak_memory_bytes": 2})
-    search.seen[cell.key] = Seen(cell, outcome, "few_layers")
-    search._without_folding()
-    assert answers.looks == []
-
-
 def test_a_layout_that_fills_its_card_by_few_layers_counts_where_no_other_fits() -> None:
     search = Search(asked(8), Answers())  # type: ignore[arg-type]
     for dp, share in ((8, 0.97), (4, 0.9)):
@@ -279,7 +258,9 @@ def test_few_layers_count_one_dense_layer_at_most(kept_traces: None) -> None:
 
 def test_the_folding_of_the_fastest_layout_is_said() -> None:
     for sizes, said in ((Sizes(sp=4, ep=4), True), (Sizes(dp=4, ep=4), False)):
-        best = SimpleNamespace(cell=deep(2, 0).model_copy(update={"sizes": sizes}), fits=True)
+        best = SimpleNamespace(
+            cell=deep(2, 0).model_copy(update={"sizes": sizes}), fits=True, exact=True, step_s=1.0
+        )
         found = Advice.folding(SimpleNamespace(result=SimpleNamespace(best=[best], traced=[best])))  # type: ignore[arg-type]
         assert bool(found) == said
         assert not said or found.endswith("over ranks of several axes; none without it that was traced fits")

@@ -12,7 +12,6 @@ from spbench.bench.measure.engines.deepened_traces import with_layers
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.plan import model_parameters
 from spbench.bench.measure.trace.memory_log import MemoryLog
-from spbench.bench.measurement import Measurement
 from spbench.bench.tools.advise.look import ACTIVATIONS, _counts, _with, deep_peak, look
 from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.registries import backend_class
@@ -83,15 +82,8 @@ def test_times_and_peaks_are_those_of_a_whole_trace(case: str) -> None:
     assert few.peak_memory_bytes == pytest.approx(peak, rel=0.015)
     # two rings of the last micro-batch may wait for each other otherwise than those of the first two
     assert every.step_time_s == pytest.approx(step_s, rel=1e-3 if case == "ring" else 1e-6)
-    assert every.peak_memory_bytes == pytest.approx(peak, rel=0.01)
-    for found in (few, every):
-        assert found.mfu == pytest.approx(every.mfu, rel=0.01)
-        assert sent(found) == pytest.approx(sent(every), rel=1e-6)
-        assert sum(row["sent_bytes"] for row in found.formula) > 0
-
-
-def sent(found: Measurement) -> list[float]:
-    return [row[name] for row in found.formula for name in ("count", "payload_bytes", "sent_bytes")]
+    assert every.peak_memory_bytes == pytest.approx(peak, rel=1e-4)
+    assert sum(row["sent_bytes"] for row in every.formula) > 0
 
 
 @pytest.mark.parametrize(

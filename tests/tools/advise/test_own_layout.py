@@ -172,7 +172,7 @@ def test_a_layout_that_fills_its_card_is_said_to(tmp_path: Path) -> None:
     assert [*own_in_words(both)][1].startswith("to tensor_parallel tp2 (-33%) by Megatron-LM: ")
     assert answer(about, own, full).fullness().endswith("less than 5% of a card")
     as_full = seen(about, 2.01, peak_memory_bytes=int(2**31 * 0.97))
-    assert answer(about, own, full, as_full).fullness().endswith("of a card, and so does every tie")
+    assert answer(about, own, full, as_full).fullness().endswith("every tie that was traced whole")
     assert answer(about, own, roomy).fullness() == ""
 
 

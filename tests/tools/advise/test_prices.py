@@ -1,20 +1,36 @@
-"""What memory switches cost: steps with and without each, on made-up times and on traces."""
+"""What settings of a layout cost: what `spbench run` has of it and of it with that one changed; and which
+memory switches are taken away, on made-up times."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measurement import Outcome
-from spbench.bench.tools.advise.look import BY_KERNEL, look
-from spbench.bench.tools.advise.switch_prices import SwitchPrice, by_kernel, other_kernels, prices
-from spbench.bench.tools.fit.asking import Task
-from spbench.bench.tools.fit.subject import ATTENTION
+from spbench.bench.tools.advise.advice import Advice
+from spbench.bench.tools.advise.advise_report import report
+from spbench.bench.tools.advise.ask import answered
+from spbench.bench.tools.advise.look import look
+from spbench.bench.tools.advise.looked_at import LookedAt
+from spbench.bench.tools.advise.question import question
+from spbench.bench.tools.advise.ranking import SearchResult, Seen, ranked
+from spbench.bench.tools.advise.single_changes import without_switches
+from spbench.bench.tools.advise.switch_prices import other_kernels
+from spbench.bench.tools.advise.whole_looks import WholeLooks
+from spbench.bench.tools.fit import asking as module
+from spbench.bench.tools.fit.asked import Asked
+from spbench.bench.tools.fit.asking import Asking, Task
+from spbench.bench.tools.fit.suggestions import dotted
+from tests.bench.crew import CrewHere
+from tests.slow import mostly_slow, slow
+from tests.terminal import screen_of
 from tests.tools.advise.questions import asked
 
 GIB = 2**30
@@ -24,32 +40,29 @@ MADE_UP = {
     "recompute": (1.3, 20),
     "checkpoints": (1.01, 3),
     "optimizer": (1.1, 8),
-    "parameters": (1.05, 2),
-    "mlp_tile": (1.04, 5),
-    "loss_tile": (0.995, 0),
-    "state_dtype": (1.0, -1),
+    "mlp_tile": (1.0, 0),
 }
 
 
 class MadeUp:
-    """In place of :class:`Asking`."""
+    """In place of :class:`Asking`; cards have 80 GiB, of which 76 must be taken at the most."""
 
-    def __init__(self, refused: Any = ()):
-        self.refused = refused
-        self.depths: set[str] = set()
+    jobs = 2
 
     def __call__(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Outcome]]:
         for task in tasks:
-            cell, run = task.cell, cast(Any, task.run)
-            self.depths.add(run.keywords["depth"])
-            on = {**cell.model_options, **cell.training.backend_options}
+            on = {**task.cell.model_options, **task.cell.training.backend_options}
             known = [MADE_UP[name] for name in on if name in MADE_UP]
-            if any(name in on for name in self.refused):
-                yield task, Outcome("unsupported", "no rate")
-            else:
-                peak = (64 - sum(gib for _, gib in known)) * GIB
-                times = math.prod(factor for factor, _ in known)
-                yield task, Outcome("oom", measurement={"step_time_s": times, "peak_memory_bytes": peak})
+            measurement = {
+                "step_time_s": math.prod(factor for factor, _ in known),
+                "peak_memory_bytes": (97 - sum(gib for _, gib in known)) * GIB,
+                "usable_memory_bytes": 80 * GIB,
+                "rates": "sourced",
+                "parts": {},
+                "breakdown": {},
+            }
+            status = "ok" if measurement["peak_memory_bytes"] <= 80 * GIB else "oom"
+            yield task, Outcome(status, measurement=measurement)
 
 
 def layout(options: dict[str, Any], **training: Any) -> Cell:
@@ -58,90 +71,171 @@ def layout(options: dict[str, Any], **training: Any) -> Cell:
     return cell.model_copy(update={"model_options": {**cell.model_options, **options}, "training": backend})
 
 
-def of(found: list[SwitchPrice], used: bool) -> dict[str, tuple[float, float]]:
-    return {
-        each.settings: (pytest.approx(each.ratio), each.saved_bytes / GIB)
-        for each in found
-        if each.used is used
-    }
+OVERLAPPED = {"overlap_grad_reduce": True, "distributed_optimizer": True, "overlap_param_gather": True}
 
 
-def test_each_switch_of_a_layout_beside_those_before_it() -> None:
-    cell = layout({"cross_entropy": "in_place", "recompute": "full", "checkpoints": "host"}, optimizer="host")
-    answers: Any = MadeUp()
-    found = prices(asked(8), cell, answers)
-    assert of(found, True) == {
-        "training.optimizer=host": (1.1, 8),
-        "model_options.cross_entropy=in_place": (0.99, 4),
-        "model_options.recompute=full": (1.3, 20),
-        "model_options.checkpoints=host": (1.01, 3),
-    }
-    assert answers.depths == {"few_layers"}
+@pytest.mark.parametrize(
+    ("options", "training", "fixed", "taken"),
+    [
+        # what needs recomputation goes before it, and with it
+        (
+            {"recompute": "full", "checkpoints": "host"},
+            {},
+            (),
+            [
+                "model_options.checkpoints=host",
+                "model_options.recompute=full,model_options.checkpoints=host",
+            ],
+        ),
+        (
+            {"cross_entropy": "in_place", "recompute": "full", "recompute_layers": 2},
+            {"optimizer": "host"},
+            (),
+            [
+                "training.optimizer=host",
+                "model_options.cross_entropy=in_place",
+                "model_options.recompute=full,model_options.recompute_layers=2",
+            ],
+        ),
+        ({}, {"optimizer": "host"}, [("training.optimizer", "host")], []),
+        # what a backend searches with a switch comes and goes with it
+        (
+            {},
+            {
+                "backend": "megatron",
+                **OVERLAPPED,
+                "optimizer": "host",
+                "overlap_cpu_optimizer_d2h_h2d": True,
+            },
+            (),
+            ["training.optimizer=host,training.overlap_cpu_optimizer_d2h_h2d=true"],
+        ),
+    ],
+)
+def test_each_switch_is_taken_away_alone(options: Any, training: Any, fixed: Any, taken: list[str]) -> None:
+    cell = layout(options, **training)
+    cells = without_switches(asked(8, fixed=fixed), cell)
+    assert [*cells] == taken
+    for settings, other in cells.items():
+        own = {**cell.model_options, **cell.training.backend_options}
+        left = {**other.model_options, **other.training.backend_options}
+        assert len(own) - len(left) == settings.count("=")
+        assert left.items() <= own.items()
 
 
-def test_what_others_would_cost_as_far_as_they_save_memory() -> None:
-    found = prices(asked(8), layout({"recompute": "full"}), MadeUp())  # type: ignore[arg-type]
-    others = of(found, False)
-    assert others["model_options.checkpoints=host"] == (1.01, 3)
-    assert others["training.optimizer=host,training.parameters=host"] == (1.1 * 1.05, 10)
-    assert not [name for name in others if "state_dtype" in name or "backend" in name or "_layers" in name]
+def lightened(cell: Cell) -> Cell:
+    """What is named in place of a layout, the only one that was looked at."""
+    so_far = LookedAt(asked(8), MadeUp())  # type: ignore[arg-type]
+    ((_, outcome),) = MadeUp()([Task(cell, look)])
+    so_far.seen[cell.key] = Seen(cell, outcome, "few_layers")
+    WholeLooks(so_far).run()
+    return ranked(so_far.best_layouts())[0].cell
 
 
-def test_what_is_given_or_cannot_be_traced_is_left_out() -> None:
-    question = asked(8, fixed=[("training.optimizer", "device")])
-    answers: Any = MadeUp(refused=["checkpoints"])
-    found = prices(question, layout({"recompute": "full", "recompute_layers": 2}), answers)
-    assert [each.settings for each in found if each.used] == [
-        "model_options.recompute=full,model_options.recompute_layers=2"
-    ]
-    assert not [each for each in found if "optimizer" in each.settings or "checkpoints" in each.settings]
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        # 70 GiB, also without the tile, 73 without the host; 77 without the loss in place, which is full
+        (["recompute", "checkpoints", "mlp_tile", "cross_entropy"], ["recompute", "cross_entropy"]),
+        (["recompute", "checkpoints", "mlp_tile"], ["checkpoints", "recompute"]),
+    ],
+)
+def test_what_spare_memory_makes_needless_is_left_out(options: list[str], left: list[str]) -> None:
+    values = {"recompute": "full", "checkpoints": "host", "mlp_tile": 64, "cross_entropy": "in_place"}
+    plain = asked(8).cell.model_options
+    cell = lightened(layout({name: values[name] for name in options}))
+    assert sorted({*cell.model_options} - {*plain}) == sorted(left)
 
 
-def test_what_a_backend_searches_with_a_switch_comes_and_goes_with_it() -> None:
-    overlapped = {"overlap_grad_reduce": True, "distributed_optimizer": True, "overlap_param_gather": True}
-    on_host = {"optimizer": "host", "overlap_cpu_optimizer_d2h_h2d": True}
-    cell = layout({}, backend="megatron", **overlapped, **on_host)
-    used = of(prices(asked(8), cell, MadeUp()), True)  # type: ignore[arg-type]
-    assert [*used.values()] == [(1.0, 0), (1.1, 8)]
-    assert [*used][1] == "training.optimizer=host,training.overlap_cpu_optimizer_d2h_h2d=true"
+def by_run(cell: Cell) -> tuple[str, float, int]:
+    """What `spbench run` finds, timed even where it does not fit."""
+    found, _ = virtual.measured(cell, also_too_large=True)
+    assert found.step_time_s is not None
+    assert found.peak_memory_bytes is not None
+    return found.status, found.step_time_s, found.peak_memory_bytes
 
 
-def test_prices_are_those_of_traces() -> None:
-    plain, cell = layout({}), layout({"recompute": "full"})
-    taken = {each.key: look(each, "few_layers") for each in (plain, cell)}
-
-    def answers(tasks: Sequence[Task]) -> Iterator[tuple[Task, Outcome]]:
-        for each in tasks:
-            found = taken.get(each.cell.key)
-            yield each, Outcome("ok", measurement=vars(found)) if found else Outcome("unsupported", "other")
-
-    (price,) = prices(asked(8), cell, answers)  # type: ignore[arg-type]
-    before, after = taken[plain.key].step_time_s, taken[cell.key].step_time_s
-    assert before is not None
-    assert after is not None
-    assert (price.settings, price.ratio) == ("model_options.recompute=full", after / before)
-    assert price.ratio > 1.0
-
-
-def test_a_step_by_another_kernel_is_that_of_the_model_that_names_it() -> None:
-    kernels = ("flash_attention_2", "triton")
-    cell = layout({}, micro_batches=2).model_copy(update={"seq_len": 2**17})
-    found = look(cell, "few_layers", kernels).meters[BY_KERNEL]
-    named = [changed(cell, {ATTENTION: name}) for name in kernels]
-    assert found == {
-        name: look(other, "few_layers").step_time_s for name, other in zip(kernels, named, strict=True)
-    }
-    assert len({*found.values()}) == 2
+def check(answer: Advice) -> int:
+    """Every price that is printed is what a run of both layouts shows; returns how many there are."""
+    winner = answer.winner
+    assert winner is not None
+    _, own_s, own_bytes = by_run(winner.cell)
+    texts = []
+    for price in answer.prices:
+        status, step_s, nbytes = by_run(price.changed.cell)
+        assert price.changed.outcome.status == status
+        sign, ratio, more = 1 if price.used else -1, step_s / own_s, nbytes - own_bytes
+        assert price.ratio == pytest.approx(ratio**-sign, rel=1e-6)
+        assert price.saved_bytes == pytest.approx(sign * more, abs=1e-4 * own_bytes)
+        if price.used:
+            fits = "" if status == "ok" else ", and does not fit"
+            texts.append(f"without {price.settings} it takes {ratio - 1:+.0%}, {more / GIB:+.3g} GiB{fits}")
+    screen = " ".join(screen_of(report([answer]), 120).split())
+    said = re.findall(r"without [\w.]+=\S+ it takes [^;]*?GiB(?:, and does not fit)?", screen)
+    assert said == texts[: len(said)]
+    for seen in answer.ranked:
+        assert seen.exact
+        assert by_run(seen.cell)[1] == pytest.approx(seen.step_s, rel=1e-6)
+    return len(answer.prices)
 
 
-def test_other_kernels_beside_the_layouts_own() -> None:
-    cell = layout({"attention": "flash_attention_2"})
-    kernels = other_kernels(cell)
+#: as a search may name them: strategy, ranks along axes, options of the model, settings of training
+LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
+    "recomputed": ("single", {"dp": 4}, {"recompute": "full"}, {"backend": "zero3"}),
+    "checkpoints on hosts": (
+        *("single", {"dp": 4}, {"recompute": "full", "checkpoints": "host", "cross_entropy": "in_place"}),
+        {"backend": "zero2"},
+    ),
+    "tiles": ("ulysses", {"dp": 2, "sp": 2}, {"mlp_tile": 64, "loss_tile": 32}, {"backend": "zero3"}),
+    "optimizer on hosts": ("single", {"dp": 4}, {}, {"backend": "zero3", "optimizer": "host"}),
+    "placements": ("ring_attention", {"sp": 4}, {"recompute": "full"}, {"backend": "zero2"}),
+    "vocabulary": ("odysseus", {"dp": 2, "tp": 2}, {"cross_entropy": "in_place"}, {"backend": "zero1"}),
+    "orders of the mesh": ("tensor_parallel", {"dp": 2, "tp": 2}, {"recompute": "full"}, {"backend": "ddp"}),
+    "stages": ("single", {"pp": 4}, {"recompute": "full"}, {"backend": "megatron", "micro_batches": 4}),
+    "nested": ("ulysses+ring_attention", {"cp": 2, "sp": 2}, {"mlp_tile": 64}, {"backend": "zero3"}),
+    "experts": ("single", {"dp": 4, "ep": 2}, {"recompute": "full", "loss_tile": 32}, {"backend": "zero3"}),
+}
+
+
+@pytest.mark.parametrize("case", mostly_slow(LAYOUTS, "checkpoints on hosts", "placements", "experts"))
+def test_prices_are_what_runs_show(case: str, monkeypatch: pytest.MonkeyPatch, kept_traces: None) -> None:
+    monkeypatch.setattr(module, "Crew", CrewHere)
+    strategy, sizes, options, training = LAYOUTS[case]
+    of_model = {"model": "moe-tiny"} if case == "experts" else {}
+    about = asked(4, seq_len=128, batch=8, settings={**of_model, "model_options.layers": 8})
+    settings = {"strategy": strategy, **{f"sizes.{axis}": n for axis, n in sizes.items()}}
+    settings |= dotted("model_options", options) | dotted("training", training)
+    cell = changed(about.cell, settings)
+    with Asking() as here:
+        so_far = LookedAt(about, here)
+        (layout,) = so_far.looked_at([cell], "all_layers")
+        prices = WholeLooks(so_far).prices(layout)
+    assert check(Advice(about, SearchResult(best=[layout], of_strategies=[layout]), prices=prices)) > 0
+
+
+K = 2**10
+RECOMPUTED = {"batch": 1, "model_options.recompute": "full"}
+#: model, cluster, GPUs, length, settings, strategies and backends, ranks that are given
+REAL: list[tuple[str, str, int, int, dict[str, Any], list[str], list[tuple[str, str]]]] = [
+    ("qwen3-30b-a3b", "dgx-h100", 64, 32 * K, {}, ["single", "ulysses", "zero3"], [("pp", "1")]),
+    ("llama3-8b", "dgx-h100", 8, 128 * K, {"batch": 8}, ["ulysses", "zero2"], [("pp", "1")]),
+    ("llama3-8b", "dgx-h100", 64, 128 * K, {}, ["ulysses", "zero2", "zero3"], [("pp", "1")]),
+    ("llama3-70b", "dgx-h100", 64, 128 * K, RECOMPUTED, ["megatron_sp+ulysses", "zero3"], [("dp", "1")]),
+]
+
+
+@pytest.mark.parametrize("at", [slow(at) for at in range(len(REAL))])
+def test_prices_of_an_answer_are_what_runs_show(at: int) -> None:
+    model, cluster, gpus, length, settings, only, fixed = REAL[at]
+    asks = Asked(cluster, gpus, None, {"seq_len": length, **settings})
+    (answer,) = answered([question((model,), asks, only=only, fixed=fixed)])
+    assert check(answer) > 0
+    if at == 0:  # data parallelism with what its memory asks for, and not all that there is
+        assert answer.winner is not None
+        assert not {"checkpoints", "mlp_tile"} & {*answer.winner.cell.model_options}
+
+
+def test_other_kernels_are_those_that_the_card_has_rates_of() -> None:
+    kernels = other_kernels(layout({"attention": "flash_attention_2"}))
     assert len(kernels) > 1
     assert "flash_attention_2" in kernels
-    seconds = {"triton": 3.0, "flash_attention_2": 2.0, "flash_attention_1": 2.5}
-    assert [*by_kernel(cell, {"meters": {BY_KERNEL: seconds}}).items()] == [
-        ("flash_attention_1", 1.25),
-        ("triton", 1.5),
-    ]
-    assert by_kernel(cell, {"meters": {BY_KERNEL: {"triton": 3.0}}}) == {}

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from spbench.bench.command_line.output import Table, View
 from spbench.bench.tools.advise.advise_report import report
 from spbench.bench.tools.advise.possible import Absence
-from spbench.bench.tools.advise.switch_prices import SwitchPrice
+from spbench.bench.tools.advise.ranking import Seen
+from spbench.bench.tools.advise.switch_prices import Price
 from tests.terminal import faults_of, screen_of
 from tests.tools.advise.test_advice import advice, seen
 
 GIB = 2**30
 MIXES = ("ulysses", "ring_attention", "megatron_sp+ulysses", "megatron_sp+ulysses+ring_attention")
+
+
+def price(settings: str, layout: Seen, step_s: float, gib: float) -> Price:
+    """Of a setting without which a layout takes so many seconds, and needs so much more."""
+    without = seen("ulysses", {"sp": 8}, step_s)
+    measured = {**without.measured, "peak_memory_bytes": layout.peak + int(gib * GIB)}
+    without.outcome = replace(without.outcome, status="oom" if gib > 99 else "ok", measurement=measured)
+    return Price(settings, True, layout, without)
 
 
 def test_an_answer_fits_a_screen() -> None:
@@ -26,7 +37,7 @@ def test_an_answer_fits_a_screen() -> None:
             ]
         )
     ]
-    prices = [SwitchPrice(f"model_options.loss_tile={2048 + n}", True, 1.3, 50 * GIB) for n in range(6)]
+    prices = [price(f"model_options.loss_tile={2048 + n}", best[0], 20.0, 50) for n in range(6)]
     absence = Absence((), "no layout with tp2 can be: made up")
     answer = advice(*best, seen("single", {"dp": 8}, 60.0), prices=prices, absence=absence)
     answer.result.counts.update({"looked at": 523510, "cannot be": 324000, "traced with few layers": 80})
@@ -44,7 +55,7 @@ def test_an_answer_fits_a_screen() -> None:
 def test_what_is_said_beside_the_layouts_is_of_these_layouts() -> None:
     """No mark is explained that no row has; a billion tokens by hand; what does not fit says so."""
     alone, far = seen("ulysses", {"sp": 8}, 2.0), seen("single", {"dp": 8}, 6.2)
-    prices = [SwitchPrice("model_options.loss_tile=2048", True, 1.25, int(n * GIB)) for n in (0.5, 500)]
+    prices = [price("model_options.loss_tile=2048", alone, 1.6, gib) for gib in (0.5, 500)]
     screen = " ".join(screen_of(report([advice(alone, far, prices=prices)]), 120).split())
     # 1e9 / (16 samples of 256 / 2 s) / 3600 = 135.6
     assert "a billion tokens take ulysses sp8 136 h, 1090 GPU-hours" in screen

@@ -6,10 +6,12 @@ import csv
 from pathlib import Path
 from typing import Any
 
+from spbench.bench.measure.trust.bands import with_band
 from spbench.bench.tools.report.best_methods import BY_BATCH, BY_LENGTH, best_drawing
 from spbench.bench.tools.report.gathered import CellResult, Gathered
 from spbench.bench.tools.report.page import Page
-from spbench.bench.tools.report.pages.advice_page import pages
+from spbench.bench.tools.report.pages.advice_page import kept, pages
+from tests.terminal import ROOT
 
 
 def cell(
@@ -174,6 +176,21 @@ def test_each_question_has_a_drawing_of_its_layouts(tmp_path: Path) -> None:
     ((_, svg),) = of_eight.panels
     assert svg.count("<rect") == 2
     assert "floor 1 s" in svg
+
+
+def test_intervals_are_those_of_this_version(tmp_path: Path) -> None:
+    """Of the kept answers too, whose file has none of its own."""
+    priced_by = [{"work": "attention", "by": "another", "grade": "extrapolated", "share": 0.3}]
+    rated = {"rates": "extrapolated", "bound": "attention", "priced_by": priced_by}
+    old = {"step_time_low_s": 0.1, "step_time_high_s": 90.0}
+    (page,) = page_of(tmp_path, {**LINE, **rated, **old})
+    (drawing,) = page.parts["answers"]  # type: ignore[misc, union-attr]
+    measured = with_band({"cell": LINE, "measurement": {"step_time_s": 2.0, **rated}})["measurement"]
+    (row,) = drawing.table.rows
+    assert (row["at least"], row["at most"]) == (measured["step_time_low_s"], measured["step_time_high_s"])
+    committed = kept(ROOT / "results" / "advice")
+    assert committed
+    assert not {"step_time_low_s", "step_time_high_s"} & {name for lines in committed for name in lines[0]}
 
 
 def test_without_answers_there_is_no_page(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from spbench.bench.measure.trust.bands import with_band
 from spbench.bench.tools.report.gathered import Gathered
 from spbench.bench.tools.report.page import DataTable, Drawing, Page
 from spbench.bench.tools.report.svg import AXIS, Svg, ticks
@@ -71,7 +74,8 @@ def _drawing(name: str, lines: Sequence[Mapping[str, str]]) -> Drawing:
     return Drawing(alt, [("", _bars(layouts))], DataTable(name, caption, layouts))
 
 
-def _layout(line: Mapping[str, str]) -> dict[str, Any]:
+def _layout(kept_line: Mapping[str, str]) -> dict[str, Any]:
+    line = {**kept_line, **_interval(kept_line)}
     return {
         "layout": f"{strategy_name(line['strategy'])}, {line['mesh']}, {backend_name(line['backend'])}",
         "strategy": line["strategy"],
@@ -81,6 +85,16 @@ def _layout(line: Mapping[str, str]) -> dict[str, Any]:
         "peak GiB": float(line["peak_memory_bytes"]) / GIB,
         "bound": line.get("bound", ""),
     }
+
+
+def _interval(line: Mapping[str, str]) -> dict[str, Any]:
+    """The ends of the interval of a step time as this version has them, whatever the file has; {}: none."""
+    measurement: dict[str, Any] = {name: line.get(name) for name in ("rates", "bound")}
+    measurement["step_time_s"] = float(line["step_time_s"])
+    with suppress(ValueError, SyntaxError):  # damaged
+        measurement["priced_by"] = ast.literal_eval(line.get("priced_by") or "[]")
+    with_ends = with_band({"cell": line, "measurement": measurement})["measurement"]
+    return {name: with_ends.get(name) for name in ("step_time_low_s", "step_time_high_s")}
 
 
 def _bars(layouts: Sequence[Mapping[str, Any]]) -> str:
