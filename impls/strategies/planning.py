@@ -24,7 +24,7 @@ from spbench.impls.layout import (
     shard_of,
 )
 from spbench.impls.place import Place
-from spbench.impls.registries import dispatchers, strategies
+from spbench.impls.registries import dispatchers
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.tiles import entries_of_tiles, tiles_of, tiling_of
@@ -233,8 +233,8 @@ class PlanningHooks(GridHooks):
     def _instead(self, sites: Sequence[Site]) -> str:
         """What to use for a model with these sites: the strategies that take it, those of its own axes if
         there are some."""
-        taking = {n: cls.axes for n, cls in strategies().items() if cls.axes and not cls.lacking(sites)}
-        alike = [name for name, axes in taking.items() if axes == self.axes] or [*taking]
+        taking = {c.name: c.axes for c in _packaged(PlanningHooks) if c.axes and not c.lacking(sites)}
+        alike = sorted(name for name, axes in taking.items() if axes == self.axes) or sorted(taking)
         models = f"another model (spbench list models {self.name})"
         return f"use {', '.join([*alike, ''])}or {models}" if alike else f"use {models}"
 
@@ -322,3 +322,12 @@ class PlanningHooks(GridHooks):
     def length_multiple(self) -> int:
         """The number that must divide every sequence length."""
         return 1
+
+
+def _packaged(cls: type[PlanningHooks]) -> Iterator[type[PlanningHooks]]:
+    """The strategies of this package, which all are imported before one is looked up by name; those that
+    others add are none that a message can count on."""
+    for each in sorted(cls.__subclasses__(), key=lambda each: each.__name__):
+        if "name" in vars(each) and each.__module__.startswith(__package__ or ""):
+            yield each
+        yield from _packaged(each)

@@ -105,9 +105,8 @@ def run_cells(
     """
     _check_measured_tree(scenario.name)
     declared = declared_cells(scenario, narrowing)
-    cells = narrowed_cells(scenario, narrowing, declared)
-    if timeout_s is not None:
-        cells = [cell.model_copy(update={"timeout_s": timeout_s}) for cell in cells]
+    limit = {} if timeout_s is None else {"timeout_s": timeout_s}
+    cells = [cell.model_copy(update=limit) for cell in narrowed_cells(scenario, narrowing, declared)]
     digest_of = digests_of_a_run()
     with ResultsFile(folder, fresh=fresh) as results:
         todo = sweep.unfinished(cells, results, digest_of)
@@ -130,13 +129,11 @@ def run_cells(
             kept = len(cells) - len(sweep.unfinished(cells, results, digest_of))
             text = f"interrupted; {kept} of {len(cells)} cells are in {results.path}, the same command "
             raise click.Abort(f"{text}{'without --fresh ' if fresh else ''}goes on") from interrupt
-        by_key = {cell.key: cell for cell in [*declared, *cells]}
-        kept_rows = ((by_key[key], row) for key, row in results.rows.items() if key in by_key)
-        current = {cell.key: row for cell, row in kept_rows if is_current(cell, row, digest_of)}
+        of = {cell.key: cell for cell in [*declared, *cells]}
+        current = {k: row for k, row in results.rows.items() if k in of and is_current(of[k], row, digest_of)}
         comparisons = compare(scenario, declared, current)
         files = [results.path] + ([write_comparisons(comparisons, folder)] if comparisons else [])
-    unsaid = any("attention" not in c.model_options for each in scenario.cells.values() for c in each)
-    for text in _remarks(rows, unsaid):
+    for text in _remarks(rows, scenario):
         message(f"{scenario.name}: {text}")
     return RanScenario(rows, list(current.values()), comparisons, files)
 
@@ -193,9 +190,10 @@ def _announce(
     remark(f"{scenario.name}: {scenario.document.title}: {total} cells{kept}{running}")
 
 
-def _remarks(rows: Sequence[Row], unsaid: bool) -> Iterator[str]:
+def _remarks(rows: Sequence[Row], scenario: Scenario) -> Iterator[str]:
     """What is to be known of the times of some rows: operators whose cost is not known, each with its most
-    calls in one cell; times without a rate; and, where that is ``unsaid``, the attention kernel."""
+    calls in one cell; times without a rate; and the attention kernel, where the scenario does not say it."""
+    unsaid = any("attention" not in c.model_options for each in scenario.cells.values() for c in each)
     calls: dict[str, int] = {}
     for row in rows:
         for name, n in (row["measurement"].get("unpriced_operators") or {}).items():

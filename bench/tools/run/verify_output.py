@@ -191,7 +191,7 @@ def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
     red = [row for row in faults if row["status"] == "RED"]
     wrong = ", ".join(dict.fromkeys(row["strategy"] for row in red))
     verdict = [f"{wrong} wrong: {len(red)} of {len(rows)} cases are RED"] if red else []
-    return [*verdict, *_explanations(red), _by_strategy(rows), *_folded("Not green", faults)]
+    return [*verdict, *_explanations(red), _by_strategy(rows), *_folded("Not green", faults, _FIRST)]
 
 
 def _by_whether_faults(rows: Sequence[Verdict]) -> tuple[list[Verdict], list[Verdict]]:
@@ -277,8 +277,9 @@ _COLUMNS = (
 )
 
 
-def _folded(title: str, rows: Sequence[Verdict]) -> list[Table | str]:
-    """Cases of one strategy, model and reason in a row, with the worst of them, and the first reasons."""
+def _folded(title: str, rows: Sequence[Verdict], texts: int | None = None) -> list[Table | str]:
+    """Cases of one strategy, model and reason in a row, with the worst of them, and so many reasons; None:
+    all. What is unsupported is one row for each reason."""
     reasons = [*dict.fromkeys(filter(None, map(_why, rows)))]
     alike: dict[tuple[str, ...], list[Verdict]] = {}
     for row in rows:
@@ -296,23 +297,25 @@ def _folded(title: str, rows: Sequence[Verdict]) -> list[Table | str]:
         return []
     important = ("status", "strategy", "model", "cases", "why")
     table = Table.of(f"{title}, like cases together", _FOLDED, lines, important=important, most=_MOST)
-    said = [f"({number}) {text}" for number, text in enumerate(reasons[:_FIRST], 1)]
-    return [table, "\n".join(["Why, by the numbers of the table:", *said])]
+    return [table, *_numbered(reasons[:texts])]
 
 
 def _each(rows: Sequence[Verdict]) -> list[Table | str]:
-    """The table of verdicts, and below it what is said of those that are not green, each text once: the first
-    few, then the others."""
+    """The table of verdicts, and below it what is said of those that are not green, each text once."""
     if not rows:
         return []
     texts = [*dict.fromkeys(filter(None, map(_why, rows)))]
     numbered = [{**row, "why": f"({texts.index(_why(row)) + 1})" if _why(row) else None} for row in rows]
     title = "Relative errors against the single-device model in fp64: the worst tensor of all ranks"
     important = ("status", "strategy", "model", "part", "mesh", "error", "why", "tensor")
-    reasons = [f"({number}) {text}" for number, text in enumerate(texts, 1)]
     table = Table.of(title, _COLUMNS, numbered, important=important, below=("variant",))
-    parts = {"Why, by the numbers of the table:": reasons[:_FIRST], "Why, the others:": reasons[_FIRST:]}
-    return [table, *("\n".join([head, *some]) for head, some in parts.items() if some)]
+    return [table, *_numbered(texts)]
+
+
+def _numbered(texts: Sequence[str]) -> list[str]:
+    """A section of texts with the numbers that tables have for them; none without texts."""
+    said = [f"({number}) {text}" for number, text in enumerate(texts, 1)]
+    return ["\n".join(["Why, by the numbers of the table:", *said])] if said else []
 
 
 def _why(row: Verdict) -> str:

@@ -91,6 +91,9 @@ def test_a_terminal_shows_what_is_wrong_and_counts_the_rest() -> None:
     first = screen_of(_output([*rows, *alike], [], []), 80).splitlines()
     assert (first[0], len(first) < 30) == ("tensor_parallel wrong: 13 of 54 cases are RED", True)
     assert first[2].startswith("Where it goes wrong, tensor_parallel")
+    refusals = [asdict(replace(refused, reason=f"reason {n % 5}")) for n in range(170)]
+    whole = screen_of(_output(refusals, [], []), 80, View(details=True))
+    assert ("(5) reason 4" in whole, len(whole.splitlines()) < 30) == (True, True)
     many = _output([asdict(replace(wrong, verdict=f"tensor {n} is off")) for n in range(9)], [], [])
     shorter, whole = (screen_of(many, 80, view) for view in (None, View(details=True)))
     assert [
