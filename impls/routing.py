@@ -99,7 +99,7 @@ def _even(plan: RoutingPlan, positions: np.ndarray) -> np.ndarray:
 
 
 def _zipf(routing: str) -> re.Match[str] | None:
-    return re.fullmatch(rf"{ZIPF}:([0-9.]+)(?::([0-9]+))?", routing)
+    return re.fullmatch(rf"{ZIPF}:([0-9]+\.?[0-9]*|\.[0-9]+)(?::([0-9]+))?", routing)
 
 
 def _seed(routing: str) -> int:
@@ -116,6 +116,8 @@ def _shares(routing: str, experts: int) -> np.ndarray:
     """
     if match := _zipf(routing):
         return np.arange(1.0, experts + 1) ** -float(match[1])
+    if routing.startswith(f"{ZIPF}:"):
+        raise ValueError(f"routing {routing!r} has no skew S of at least 0; write {ZIPF}:S, as {ZIPF}:0.8")
     try:
         counts = [
             float(word) for word in re.split(r"[\s,]+", Path(routing).read_text(encoding="utf-8").strip())

@@ -87,6 +87,9 @@ def test_a_file_of_counts_is_met_in_proportion(tmp_path: Path) -> None:
         ValueError, match="routing is learned, even, round_robin, zipf:S or a file of counts, not 'zipff'"
     ):
         moe(routing="zipff")
+    for routing in ("zipf:-1", "zipf:nan", "zipf:1.2.3"):
+        with pytest.raises(ValueError, match=f"routing '{routing}' has no skew S of at least 0"):
+            moe(routing=routing)
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "ring_attention", "megatron_sp"])

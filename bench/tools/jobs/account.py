@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.jobs.argument_tables import (
-    ArgumentTable,
-    ProgramArgument,
-    may_move,
-    shown,
-)
+from spbench.bench.tools.jobs.argument_tables import ArgumentTable, ProgramArgument, may_move, shown
 from spbench.bench.tools.jobs.job import (
     APPROXIMATED,
     MOST_NAMED,
@@ -63,7 +58,7 @@ class Account:
         given: arguments of the job, by their first spelling.
         environment: variables that are set when the job runs.
         by_default: the source of a setting that comes from no argument; "": the key whose default it is.
-        unasked: what is missing for an argument of which nothing was made; "": that depends on the problems.
+        unasked: what is missing for an argument of which nothing was made, unless there are problems.
         made_of: what was made of each argument or variable.
         idle: arguments that could have had an effect, and why they have none here.
         approximated: arguments that something close stands for, or nothing, and what they may move.
@@ -93,6 +88,10 @@ class Account:
     def has(self, name: str) -> bool:
         """Whether an argument is given."""
         return name in self.given
+
+    def given_of(self, *names: str) -> tuple[str, ...]:
+        """Those of the names that the job gives."""
+        return tuple(filter(self.has, names))
 
     def value(self, name: str) -> Any:
         """The value of an argument, or its default; the default too where the value is wrong."""
@@ -224,7 +223,7 @@ class Account:
             return APPROXIMATED, argument.detail
         if argument.outcome == "refused":
             return "refused", f"{argument.detail}: not modelled"
-        if self.problems and not self.unasked:
+        if self.problems:
             return "mapped", "not before the job is right"
         return "refused", self.unasked or "nothing here has it"
 

@@ -11,11 +11,10 @@ from spbench.bench.tools.jobs.program_files import (
     adapters_of,
     configuration,
     deepspeed_of,
-    given_of,
     with_deepspeed,
 )
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
-from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said
+from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, either, said
 
 _ADAM = ("", "fusedadam", "fused_adam", "cpu_adam", "cpuadam", "adam", "adamw")
 
@@ -52,18 +51,15 @@ def _step(k: Account) -> TransformersStep:
         micro_batch=said(k, "micro_batch_size"),
         accumulation=said(k, "gradient_accumulation_steps"),
         precision=Said(
-            "fp16" if k.value("model.dtype") in ("fp16", "float16") else "bf16", given_of(k, "model.dtype")
+            "fp16" if k.value("model.dtype") in ("fp16", "float16") else "bf16", k.given_of("model.dtype")
         ),
-        recompute=Said(not k.value(off), given_of(k, off), "of each layer by default"),
+        recompute=Said(not k.value(off), k.given_of(off), "of each layer by default"),
         reentrant=Said(True),
-        kept=Said(
-            "pageable" if k.value("activation_checkpoint_cpu_offload") else "device",
-            given_of(k, "activation_checkpoint_cpu_offload"),
-        ),
+        kept=either(k, {"activation_checkpoint_cpu_offload": "pageable"}, "device"),
         attention=said(k, "model.attn_implementation"),
-        liger=Said(liger if k.value(kind) == "liger" else "", given_of(k, kind)),
+        liger=Said(liger if k.value(kind) == "liger" else "", k.given_of(kind)),
         mlp_tiles=said(k, "tiled_mlp_compute"),
-        optimizer=Said("adam" if named in _ADAM else named, given_of(k, optimizer)),
+        optimizer=Said("adam" if named in _ADAM else named, k.given_of(optimizer)),
         **adapters_of(k, "model.peft_config", "r"),
         packed=said(k, "data.pack_samples"),
     )

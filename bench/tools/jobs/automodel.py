@@ -9,9 +9,16 @@ from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.job import Argument, Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.program_files import configuration, given_of, values_of
+from spbench.bench.tools.jobs.program_files import configuration, values_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
-from spbench.bench.tools.jobs.transformers_step import Adapted, Said, TransformersStep, replicas_of, said
+from spbench.bench.tools.jobs.transformers_step import (
+    Adapted,
+    Said,
+    TransformersStep,
+    either,
+    replicas_of,
+    said,
+)
 from spbench.bench.tools.jobs.variables import variables
 from spbench.impls.models.blocks.adapter_options import LATENT, PROJECTIONS
 
@@ -58,7 +65,7 @@ def _step(k: Account) -> TransformersStep:
     k.ignore("a causal language model", _BUILT)
     value, dtype = k.chosen("model.torch_dtype", "model.dtype")
     half = str(value) in _HALF or value in (None, "auto")
-    optimizer, target = str(k.value("optimizer._target_")), given_of(k, "optimizer._target_")
+    optimizer, target = str(k.value("optimizer._target_")), k.given_of("optimizer._target_")
     on_host, by = "distributed.offload_policy", "distributed.sequence_parallel"
     compiled, packed = (
         ("distributed.enable_compile", "compile.enabled"),
@@ -68,11 +75,11 @@ def _step(k: Account) -> TransformersStep:
         model=said(k, "model.config.pretrained_model_name_or_path", "model.pretrained_model_name_or_path"),
         length=_length(k),
         sharding=_sharding(k),
-        host=Said("all" if k.value(on_host) else "", given_of(k, on_host)),
+        host=Said("all" if k.value(on_host) else "", k.given_of(on_host)),
         sequence=_ranks(k, "cp_size"),
         sequence_by=Said("all-gather", (), "torch's context parallelism"),
         tensor=_ranks(k, "tp_size"),
-        tensor_by=Said("megatron_sp" if k.value(by) else "tensor_parallel", given_of(k, by)),
+        tensor_by=Said("megatron_sp" if k.value(by) else "tensor_parallel", k.given_of(by)),
         **_loss(k),
         groups=_ranks(k, "dp_replicate_size"),
         replicas=replicas_of(k, "distributed.dp_size"),
@@ -86,23 +93,21 @@ def _step(k: Account) -> TransformersStep:
         batch=said(k, "step_scheduler.global_batch_size"),
         deferred=_deferred(k),
         precision=Said("bf16", (), "mp_policy of FSDP2"),
-        half=Said(half, given_of(k, dtype)),
+        half=Said(half, k.given_of(dtype)),
         reduce=Said("fp32", (), "mp_policy of FSDP2"),
         recompute=_recompute(k),
         attention=said(k, "model.backend.attn", "model.attn_implementation"),
         fused=_kernels(k),
-        packed=Said(bool(k.value(packed)), given_of(k, packed)),
+        packed=Said(bool(k.value(packed)), k.given_of(packed)),
         optimizer=_optimizer(k, optimizer, half),
         foreach=Said(_foreach(k, optimizer), target, "torch's default"),
-        lora=Said(k.value("peft.dim") if k.has(_PEFT) else 0, given_of(k, _PEFT, "peft.dim")),
+        lora=Said(k.value("peft.dim") if k.has(_PEFT) else 0, k.given_of(_PEFT, "peft.dim")),
         **_adapted(k),
-        quantized=Said(
-            4 if k.value("quantization.load_in_4bit") else 0, given_of(k, "quantization.load_in_4bit")
-        ),
+        quantized=either(k, {"quantization.load_in_4bit": 4}, 0),
         liger=_fused(k),
         fp8=_fp8(k),
-        library=Said("transformer-engine" if k.has(_TE_FP8) else "torch", given_of(k, _TE_FP8)),
-        compiled=Said(any(map(k.value, compiled)), given_of(k, *compiled)),
+        library=Said("transformer-engine" if k.has(_TE_FP8) else "torch", k.given_of(_TE_FP8)),
+        compiled=Said(any(map(k.value, compiled)), k.given_of(*compiled)),
     )
 
 
@@ -120,7 +125,7 @@ def _adapted(k: Account) -> dict[str, Any]:
     dora = said(k, "peft.use_dora")
     experts = any(fnmatchcase("model.layers.0.mlp.experts", name) for name in named)
     return {
-        "adapted": Adapted(Said(named or None, given_of(k, every, some, others)), by_direction=dora),
+        "adapted": Adapted(Said(named or None, k.given_of(every, some, others)), by_direction=dora),
         "adapted_experts": Said("each" if experts else "frozen"),
     }
 
@@ -128,21 +133,21 @@ def _adapted(k: Account) -> dict[str, Any]:
 def _deferred(k: Account) -> Said:
     """Whether gradients wait for the last micro-batch, and weights with them (moe/fsdp_mixin.py)."""
     last, kept = "distributed.defer_fsdp_grad_sync", "model.backend.enable_fsdp_optimizations"
-    return Said("kept" if k.value(kept) else "last" if k.value(last) else "", given_of(k, last, kept))
+    return Said("kept" if k.value(kept) else "last" if k.value(last) else "", k.given_of(last, kept))
 
 
 def _ranks(k: Account, axis: str) -> Said:
     """Ranks of an axis; 1 where it is null or "none"."""
     name = f"distributed.{axis}"
     value = k.value(name)
-    return Said(1 if value in (None, "none") else value, given_of(k, name))
+    return Said(1 if value in (None, "none") else value, k.given_of(name))
 
 
 def _sharding(k: Account) -> Said:
     """FSDP2, whose units keep their weights after forward in a pipeline, and by default where experts are
     spread over ranks."""
     strategy = str(k.value("distributed.strategy") or "fsdp2").lower()
-    names = given_of(k, "distributed.strategy", _KEPT, _EXPERTS_KEPT)
+    names = k.given_of("distributed.strategy", _KEPT, _EXPERTS_KEPT)
     if strategy in _STRATEGIES:
         if strategy != "ddp":
             because = "torch's fully_shard stands for it: a layer a unit, gradients in parts at once"
@@ -161,7 +166,7 @@ def _sharding(k: Account) -> Said:
         freed = bool(k.value(_EXPERTS_KEPT))
     elif freed is None:
         freed = _ranks(k, "pp_size").value == 1
-    k.ignore("experts are not spread over ranks", *([] if spread else given_of(k, _EXPERTS_KEPT)))
+    k.ignore("experts are not spread over ranks", *([] if spread else k.given_of(_EXPERTS_KEPT)))
     return Said("fsdp" if freed else "fsdp, kept", names)
 
 
@@ -180,7 +185,7 @@ def _pipeline(k: Account) -> dict[str, Any]:
 
 def _routing(k: Account) -> Said:
     even = "model.backend.fake_balanced_gate"
-    return Said("round_robin" if k.value(even) else "", given_of(k, even))
+    return Said("round_robin" if k.value(even) else "", k.given_of(even))
 
 
 def _recompute(k: Account) -> Said:
@@ -193,13 +198,13 @@ def _recompute(k: Account) -> Said:
             "activation checkpointing by operator in Automodel",
             "time and memory",
             because,
-            *given_of(k, *names),
+            *k.given_of(*names),
         )
-    return Said(bool(value), given_of(k, *names))
+    return Said(bool(value), k.given_of(*names))
 
 
 def _optimizer(k: Account, target: str, half: bool) -> Said:
-    given = given_of(k, "optimizer._target_")
+    given = k.given_of("optimizer._target_")
     kind = "adam" if "Adam" in target else "muon" if "Muon" in target else target
     if half and "FusedAdam" in target:
         because = "moments are counted in bfloat16: the job has 4 bytes a weight, over the ranks, more"
@@ -212,7 +217,7 @@ def _loss(k: Account) -> dict[str, Any]:
     masked_ce.py, te_parallel_ce.py, chunked_ce.py), and that the caller's ``out`` lives through backward
     (recipes/llm/train_ft.py)."""
     target, precise = "loss_fn._target_", "loss_fn.fp32_upcast"
-    kind, names = str(k.value(target)).rpartition(".")[2], given_of(k, target, precise)
+    kind, names = str(k.value(target)).rpartition(".")[2], k.given_of(target, precise)
     split, rounded = kind == "TEParallelCrossEntropy", not k.value(precise)
     way = _LOSSES.get(kind, "as_given" if rounded else "plain")
     gathered = "gathered" if rounded or kind in _LOSSES else "gathered_float32"
@@ -240,7 +245,7 @@ def _fused(k: Account) -> Said:
     elif not str(k.value(loss)).endswith(("MaskedCrossEntropy", "None", *_LOSSES)):
         k.leave("time and memory", "logits are kept whole, and in float32", loss)
     k.ignore("a loss of the logits, as there is", loss)
-    return Said(" ".join(words), given_of(k, _NORM, *([loss] if "loss" in words else [])))
+    return Said(" ".join(words), k.given_of(_NORM, *([loss] if "loss" in words else [])))
 
 
 def _kernels(k: Account) -> Said:
@@ -249,13 +254,13 @@ def _kernels(k: Account) -> Said:
     experts, rope = "model.backend.experts", "model.backend.rope_fusion"
     words = ["swiglu", "permutation"] if k.value(experts) not in (None, "torch") else []
     words += ["rope"] if k.value(rope) else []
-    return Said(" ".join(words), given_of(k, experts, rope))
+    return Said(" ".join(words), k.given_of(experts, rope))
 
 
 def _foreach(k: Account, optimizer: str) -> bool:
     """Whether torch's own default updates weights: neither a fused kernel, nor a weight after the other."""
     plain = k.has("optimizer.foreach") and not k.value("optimizer.foreach")
-    k.took("the optimizer's kernel", *given_of(k, "optimizer.foreach", "optimizer.fused"))
+    k.took("the optimizer's kernel", *k.given_of("optimizer.foreach", "optimizer.fused"))
     return optimizer.startswith("torch.optim.") and not k.value("optimizer.fused") and not plain
 
 
@@ -271,7 +276,7 @@ def _fp8(k: Account) -> Said:
         k.refuse("another recipe of TransformerEngine", _TE_FP8)
     recipe, filtered, gathered = "fp8.recipe_name", "fp8.filter_fqns", "fp8.enable_fsdp_float8_all_gather"
     if not k.value(_FP8):
-        k.ignore("no matmul is in eight bits", *given_of(k, _FP8, recipe, filtered, gathered))
+        k.ignore("no matmul is in eight bits", *k.given_of(_FP8, recipe, filtered, gathered))
         return Said("")
     if k.value(filtered) not in (["lm_head"], ["output"]):
         because = "each projection of a layer is in eight bits, and the head is not"
@@ -280,12 +285,12 @@ def _fp8(k: Account) -> Said:
     if k.value(gathered):
         k.leave("time and memory", "weights are gathered in sixteen bits and cast then", gathered)
     k.ignore("weights are gathered in sixteen bits", gathered)
-    return Said(k.value(recipe) or "tensorwise", given_of(k, _FP8, recipe), "torchao's recipe")
+    return Said(k.value(recipe) or "tensorwise", k.given_of(_FP8, recipe), "torchao's recipe")
 
 
 def _length(k: Account) -> Said:
     names = ("packed_sequence.packed_sequence_size", "dataset.seq_len", "dataset.seq_length")
     given = [name for name in names if k.value(name)]
     first = [*given, names[-1]][0]
-    k.ignore(f"rows have the length of {first}", *given_of(k, *names))
+    k.ignore(f"rows have the length of {first}", *k.given_of(*names))
     return Said(k.value(first), (first,))

@@ -8,12 +8,7 @@ from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.program_files import (
-    configuration,
-    deepspeed_of,
-    given_of,
-    with_deepspeed,
-)
+from spbench.bench.tools.jobs.program_files import configuration, deepspeed_of, with_deepspeed
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
 from spbench.bench.tools.jobs.transformers_step import (
     FSDP_1,
@@ -25,6 +20,7 @@ from spbench.bench.tools.jobs.transformers_step import (
     precision_of,
     replicas_of,
     said,
+    torchao_of,
 )
 
 _ADAMS = {"adam", "adamw", "paged_adamw", "ao_adamw", "flash_adamw"}
@@ -82,7 +78,7 @@ def _step(k: Account) -> TransformersStep:
         dispatcher=Said("deepep", (), "DeepEP"),
         micro_batch=said(k, "micro_batch_size"),
         accumulation=_accumulation(k),
-        deferred=Said("" if k.value(_EACH) else "last", given_of(k, _EACH)),
+        deferred=Said("" if k.value(_EACH) else "last", k.given_of(_EACH)),
         precision=_precision(k),
         recompute=either(k, dict.fromkeys(_AGAIN, True), False),
         reentrant=_reentrant(k),
@@ -96,7 +92,7 @@ def _step(k: Account) -> TransformersStep:
         adapted_experts=_adapted_experts(k),
         quantized=_quantized(k),
         packed=said(k, "sample_packing"),
-        fp8=_fp8(k),
+        fp8=torchao_of(k, bool(k.value("fp8")), "fp8_enable_fsdp_float8_all_gather", "fp8"),
         compiled=said(k, "torch_compile"),
     )
 
@@ -107,7 +103,7 @@ def _ring(k: Account) -> Said:
     if k.value(_RING) not in (None, "varlen_llama3", "batch_ring"):
         k.refuse("another ring than batch_ring", _RING)
     note = "ring-flash-attn, heads_k_stride" if by_heads else "ring-flash-attn"
-    return Said("all-gather by heads" if by_heads else "ring of chunks", given_of(k, _RING), note)
+    return Said("all-gather by heads" if by_heads else "ring of chunks", k.given_of(_RING), note)
 
 
 def _accumulation(k: Account) -> Said:
@@ -128,14 +124,14 @@ def _sharding(k: Account) -> dict[str, Any]:
         return deepspeed_of(k, "deepspeed", "ddp")
     versions = "fsdp_version", "fsdp_config.fsdp_version"
     if 2 not in map(k.value, versions):
-        k.stand_in(*FSDP_1, *given_of(k, *versions))
-    k.took("FSDP 2", *given_of(k, *versions))
+        k.stand_in(*FSDP_1, *k.given_of(*versions))
+    k.took("FSDP 2", *k.given_of(*versions))
     k.ignore("a unit of FSDP for each layer", "fsdp", "fsdp_config")
     names = [f"fsdp_config.{prefix}{each}" for each in _FREED for prefix in ("", "fsdp_")]
     kept = {False, "SHARD_GRAD_OP"} & {k.value(name) for name in names}
     on_host = "fsdp_config.offload_params", "fsdp_config.fsdp_offload_params"
     return {
-        "sharding": Said("fsdp, kept" if kept else "fsdp", given_of(k, *names)),
+        "sharding": Said("fsdp, kept" if kept else "fsdp", k.given_of(*names)),
         "host": either(k, dict.fromkeys(on_host, "all"), ""),
     }
 
@@ -152,11 +148,11 @@ def _precision(k: Account) -> Said:
 def _reentrant(k: Account) -> Said:
     name = "gradient_checkpointing_kwargs.use_reentrant"
     value = k.value(name)
-    return Said(True if value is None else value, given_of(k, name))
+    return Said(True if value is None else value, k.given_of(name))
 
 
 def _kept(k: Account) -> Said:
-    value, names = k.value("activation_offloading"), given_of(k, "activation_offloading")
+    value, names = k.value("activation_offloading"), k.given_of("activation_offloading")
     offload = value or k.value("gradient_checkpointing") in ("offload", "offload_disk")
     return Said("host" if offload else "device", names)
 
@@ -167,14 +163,14 @@ def _attention(k: Account) -> Said:
     if k.value("attn_implementation") is not None and k.has("attn_implementation"):
         k.ignore("attn_implementation says it", *older)
         return said(k, "attn_implementation")
-    k.ignore("it is off", *(name for name in given_of(k, *older) if not k.value(name)))
+    k.ignore("it is off", *(name for name in k.given_of(*older) if not k.value(name)))
     on = [name for name in older if k.value(name)]
     return Said(older[on[0]] if on else k.value("attn_implementation") or "sdpa", on[:1])
 
 
 def _liger(k: Account) -> Said:
     names = [name for name in _LIGER if k.value(name)]
-    words, given = [_LIGER[name] for name in names], given_of(k, *_LIGER)
+    words, given = [_LIGER[name] for name in names], k.given_of(*_LIGER)
     plugins = k.value("plugins") or []
     if _CUT in plugins:
         words.append("loss")
@@ -194,22 +190,12 @@ def _optimizer(k: Account) -> Said:
         because = "moments that wait on the host where the device is full are counted there"
         k.stand_in("paged moments", "memory", because, "optimizer")
     if kind not in _ADAMS:
-        return Said(name, given_of(k, "optimizer"))
-    return Said(f"adam {bits[0]} bits" if bits in ("4bit", "8bit") else "adam", given_of(k, "optimizer"))
-
-
-def _fp8(k: Account) -> Said:
-    """torchao's matmuls in eight bits, as accelerate switches them on."""
-    on = bool(k.value("fp8"))
-    gathered = "fp8_enable_fsdp_float8_all_gather"
-    if on and k.value(gathered):
-        k.leave("time and memory", "weights are gathered in sixteen bits and cast then", gathered)
-    k.ignore("weights are gathered in sixteen bits", gathered)
-    return Said("tensorwise" if on else "", given_of(k, "fp8"), "torchao's default recipe")
+        return Said(name, k.given_of("optimizer"))
+    return Said(f"adam {bits[0]} bits" if bits in ("4bit", "8bit") else "adam", k.given_of("optimizer"))
 
 
 def _lora(k: Account) -> Said:
-    names = given_of(k, "adapter", "lora_r")
+    names = k.given_of("adapter", "lora_r")
     return Said((k.value("lora_r") or 8) if k.value("adapter") in ("lora", "qlora") else 0, names)
 
 
@@ -217,7 +203,7 @@ def _adapted(k: Account) -> Adapted:
     """The modules with an adapter, of which all linear ones are more than those that are named
     (loaders/adapter.py), and those that are trained whole."""
     every, some = "lora_target_linear", "lora_target_modules"
-    targets = Said(None if k.value(every) else k.value(some), given_of(k, every, some))
+    targets = Said(None if k.value(every) else k.value(some), k.given_of(every, some))
     return Adapted(targets, said(k, "lora_modules_to_save"), said(k, "peft_use_dora"))
 
 

@@ -7,9 +7,9 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from spbench.bench.errors import suggestion
 from spbench.bench.files import read_file
 from spbench.bench.tools.jobs.job_files import JobFile, path_and_part
+from spbench.bench.tools.jobs.python_calls import chosen, constants, tree_of, value_of
 
 #: of a recipe's function
 _RETURNS = "ConfigContainer"
@@ -55,30 +55,14 @@ def recipe_of(file: JobFile) -> tuple[dict[str, Any], str, list[str]]:
     Raises:
         UserError: the file is no Python, has several recipes of which none is named, or not the named one.
     """
-    try:
-        tree = ast.parse(file.text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise file.wrong(f"no Python: {str(error)[:150]}") from error
+    tree = tree_of(file)
     functions = {
         node.name: node
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and node.returns and _RETURNS in ast.unparse(node.returns)
     }
-    names = [name for name in functions if not name.startswith("_")]
-    if file.part and file.part not in functions:
-        raise file.wrong(f"no function {file.part!r} makes a configuration{suggestion(file.part, names)}")
-    if not file.part and len(names) != 1:
-        example = f"; name one, as {file.path}:{names[0]}" if names else ""
-        raise file.wrong(f"{len(names)} functions make a configuration{example}")
-    constants = {
-        target.id: node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    recipe = _Recipe(functions, constants)
-    recipe.read(file.part or names[0])
+    recipe = _Recipe(functions, dict(constants(tree)))
+    recipe.read(chosen(file, functions))
     return recipe.keys, recipe.model, recipe.unclear
 
 
@@ -123,8 +107,8 @@ class _Recipe:
                 and ast.unparse(call.func).endswith("from_hf_pretrained")
                 and call.args
             ):
-                value = self._value(call.args[0])
-                self.model = value if isinstance(value, str) else ""
+                value = value_of(call.args[0], self.constants)
+                self.model = value if isinstance(value, str) and not value.startswith("$(") else ""
         if not self.model:
             self.unclear.append(f"line {node.lineno}: the model is no name on Hugging Face")
 
@@ -139,23 +123,10 @@ class _Recipe:
                     f"line {node.lineno}: {key.replace('ddp.', 'mixed_precision.')} is not read"
                 )
                 return
-        value = self._value(node)
-        if value is NotImplemented and key == "peft":
-            value = ast.unparse(node)
-        if value is NotImplemented:
-            if not key.endswith("env_vars"):
-                self.unclear.append(f"line {node.lineno}: {key} is no plain value")
-            return
-        self.keys[key] = value
-
-    def _value(self, node: ast.expr) -> Any:
-        """A plain value, a named one, or a type's name; NotImplemented where only a run could tell."""
-        if isinstance(node, ast.Name) and node.id in self.constants:
-            return self.constants[node.id]
-        text = ast.unparse(node)
-        if text.startswith("torch.") and text.count(".") == 1:
-            return text
-        try:
-            return ast.literal_eval(node)
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            return NotImplemented
+        value = value_of(node, self.constants)
+        if not (isinstance(value, str) and value.startswith("$(")):
+            self.keys[key] = value
+        elif key == "peft":
+            self.keys[key] = ast.unparse(node)
+        elif not key.endswith("env_vars"):
+            self.unclear.append(f"line {node.lineno}: {key} is no plain value")

@@ -14,7 +14,6 @@ from spbench.bench.tools.jobs.deepspeed_files import CLASSES, sorted_files
 from spbench.bench.tools.jobs.deepspeed_sharding import sharding_of, trained_of
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.program_files import given_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.transformers_step import (
     Said,
@@ -120,7 +119,7 @@ def _step(k: Account, contents: Mapping[str, Mapping[str, Any]], files: JobFiles
         accumulation=_given(k, contents, "gradient_accumulation_steps", "gradient_accumulation_steps"),
         batch=replace(batch := said(k, "train_batch_size"), value=_unless_auto(batch.value)),
         precision=precision,
-        recompute=Said(bool(k.value(again) or k.value(by_fsdp)), given_of(k, again, by_fsdp) or (again,)),
+        recompute=Said(bool(k.value(again) or k.value(by_fsdp)), k.given_of(again, by_fsdp) or (again,)),
         reentrant=Said(reentrant, (f"{kwargs}use_reentrant",)),
         kept=either(k, {offload: "host"}, "device"),
         attention=_attention(k),
@@ -151,7 +150,7 @@ def _layout(k: Account, files: JobFiles) -> dict[str, Any]:
     k.ignore("it is DeepSpeed's", f"{_PARALLEL}sp_backend")
     k.ignore("it is torch's", f"{_PARALLEL}cp_backend")
     k.ignore("sequences are whole", how)
-    sequence = Said(max(sizes.values()), given_of(k, *(asked or sizes)))
+    sequence = Said(max(sizes.values()), k.given_of(*(asked or sizes)))
     if sizes[cp] == 1:
         return {"gpus": processes, "tensor": tp, "sequence": sequence}
     if k.value(f"{_FSDP}version") != 2:
@@ -205,7 +204,7 @@ def _precision(k: Account, of_trl: bool) -> Said:
         value, name = k.chosen(own, trainers)
         if name == own and trainers in k.given and k.value(trainers) != value:
             k.problems.append(f"{k.spelled(own)} and {k.spelled(trainers)} differ")
-        names[:0] = given_of(k, own, trainers) if value is True else ()
+        names[:0] = k.given_of(own, trainers) if value is True else ()
         k.ignore(f"{kind} is off", own, trainers)
     k.ignore("none is asked for", _MIXED)
     if of_trl and not any(asked.values()) and not k.has(f"{_TRAINER}bf16"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.program_files import given_of, zero_of
+from spbench.bench.tools.jobs.program_files import zero_of
 from spbench.bench.tools.jobs.transformers_step import FSDP_1, Adapted, Said, bits_of, either
 
 _ACCELERATE, _FSDP = "accelerate.deepspeed_config.", "accelerate.fsdp_config.fsdp_"
@@ -81,13 +81,13 @@ def trained_of(k: Account) -> dict[str, Any]:
 
     def of(name: str, otherwise: Any = None) -> Said:
         key = f"TrainingArguments.{name}"
-        return Said(k.value(key) or otherwise, given_of(k, key))
+        return Said(k.value(key) or otherwise, k.given_of(key))
 
     # peft's own targets of most models, where none are named (utils/constants.py)
     targets = of("lora_target_modules", ["q_proj", "v_proj"])
     in_few = {"TrainingArguments.load_in_4bit": 4, "TrainingArguments.load_in_8bit": 8}
     return {
-        "lora": Said(k.value(rank) if k.value(on) else 0, given_of(k, on, rank)),
+        "lora": Said(k.value(rank) if k.value(on) else 0, k.given_of(on, rank)),
         "adapted": Adapted(targets, of("lora_modules_to_save"), of("use_dora")),
         "quantized": bits_of(k, in_few),
     }

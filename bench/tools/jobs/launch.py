@@ -59,10 +59,7 @@ def shell_of(file: JobFile, environment: Mapping[str, str]) -> Shell:
 
 
 def launched(
-    file: JobFile,
-    programs: re.Pattern[str],
-    environment: Mapping[str, str],
-    kinds: Collection[str] = (),
+    file: JobFile, programs: re.Pattern[str], environment: Mapping[str, str], kinds: Collection[str] = ()
 ) -> Launch | None:
     """The command of a shell script that runs one of the programs, by their file's name; None: there is none.
 
@@ -117,9 +114,8 @@ def launched(
 
 def _program(words: Sequence[str], programs: re.Pattern[str], kinds: Collection[str]) -> int | None:
     """Where in a command the program's file is, after which its arguments come, if it is of these kinds."""
-    paths = [PurePosixPath(shown_word(word)) for word in words]
-    places = (at for at, path in enumerate(paths) if any(map(programs.fullmatch, (path.name, str(path)))))
-    at = next(places, None)
+    ends = re.compile(rf"(?:\A|/)(?:{programs.pattern})\Z")
+    at = next((at for at, word in enumerate(words) if ends.search(shown_word(word))), None)
     if at is None or words[0] in ("echo", "printf", "ls", "cp", "cat", "test", "[", "[["):
         return None
     return at if not kinds or {*words[at + 1 : at + 2]} & {*kinds} else None

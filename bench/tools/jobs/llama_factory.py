@@ -8,21 +8,17 @@ from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.program_files import (
-    configuration,
-    deepspeed_of,
-    given_of,
-    with_deepspeed,
-    with_trainer,
-)
+from spbench.bench.tools.jobs.program_files import configuration, deepspeed_of, with_deepspeed, with_trainer
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
 from spbench.bench.tools.jobs.transformers_step import (
     Adapted,
     Said,
     TransformersStep,
+    optimizer_of,
     precision_of,
     replicas_of,
     said,
+    torchao_of,
 )
 
 _OLD, _NEW = ("stage", "finetuning_type"), ("model", "cutoff_len")
@@ -64,21 +60,19 @@ def _step(k: Account) -> TransformersStep:
         precision=precision_of(
             k, [name for name in ("bf16", pure) if k.value(name)], ["fp16"] * bool(k.value("fp16"))
         ),
-        half=Said(bool(k.value(pure)), given_of(k, pure)),
+        half=Said(bool(k.value(pure)), k.given_of(pure)),
         recompute=Said(
-            again, given_of(k, "disable_gradient_checkpointing", "gradient_checkpointing"), "is on"
+            again, k.given_of("disable_gradient_checkpointing", "gradient_checkpointing"), "is on"
         ),
         reentrant=said(k, "use_reentrant_gc"),
-        kept=Said("host" if k.value("use_unsloth_gc") else "device", given_of(k, "use_unsloth_gc")),
+        kept=Said("host" if k.value("use_unsloth_gc") else "device", k.given_of("use_unsloth_gc")),
         attention=said(k, "flash_attn"),
-        liger=Said(liger, given_of(k, "enable_liger_kernel")),
-        optimizer=_optimizer(k, "optim"),
-        lora=Said(
-            k.value("lora_rank") if tuned == "lora" else 0, given_of(k, "finetuning_type", "lora_rank")
-        ),
+        liger=Said(liger, k.given_of("enable_liger_kernel")),
+        optimizer=optimizer_of(k, "optim"),
+        lora=Said(k.value("lora_rank") if tuned == "lora" else 0, k.given_of("finetuning_type", "lora_rank")),
         adapted=Adapted(_names(k, "lora_target"), _names(k, "additional_target"), said(k, "use_dora")),
-        quantized=Said(k.value("quantization_bit") or 0, given_of(k, "quantization_bit")),
-        packed=Said(k.value("packing") or k.value("neat_packing"), given_of(k, "packing", "neat_packing")),
+        quantized=Said(k.value("quantization_bit") or 0, k.given_of("quantization_bit")),
+        packed=Said(k.value("packing") or k.value("neat_packing"), k.given_of("packing", "neat_packing")),
         fp8=_fp8(k),
         compiled=said(k, "torch_compile"),
     )
@@ -87,7 +81,7 @@ def _step(k: Account) -> TransformersStep:
 def _names(k: Account, name: str) -> Said:
     """Names of modules, with a comma between them."""
     names = map(str.strip, (k.value(name) or "").split(","))
-    return Said([*filter(None, names)], given_of(k, name))
+    return Said([*filter(None, names)], k.given_of(name))
 
 
 def _fp8(k: Account) -> Said:
@@ -96,16 +90,8 @@ def _fp8(k: Account) -> Said:
     on = bool(k.value("fp8") or k.value(gathered))
     if on and k.value(backend) not in ("auto", "torchao"):
         k.refuse("matmuls in eight bits by another library than torchao", backend)
-    if on and k.value(gathered):
-        k.leave("time and memory", "weights are gathered in sixteen bits and cast then", gathered)
-    k.ignore("no matmul is in eight bits", backend, gathered)
-    return Said("tensorwise" if on else "", given_of(k, "fp8", backend, gathered), "torchao's default recipe")
-
-
-def _optimizer(k: Account, name: str) -> Said:
-    value = str(k.value(name)).lower()
-    kind = "adam 8 bits" if "8bit" in value else "adam" if value.startswith("adamw") else value
-    return Said(kind, given_of(k, name))
+    k.ignore("no matmul is in eight bits", backend)
+    return torchao_of(k, on, gathered, "fp8", backend, gathered)
 
 
 def _newer_step(k: Account) -> TransformersStep:
@@ -115,7 +101,7 @@ def _newer_step(k: Account) -> TransformersStep:
     return TransformersStep(
         model=said(k, "model"),
         length=said(k, "cutoff_len"),
-        **{"host": Said("all" if k.value(on_host) else "", given_of(k, on_host)), **_distribution(k)},
+        **{"host": Said("all" if k.value(on_host) else "", k.given_of(on_host)), **_distribution(k)},
         experts=said(k, "dist_config.ep_size"),
         dispatcher=Said("alltoall"),
         groups=said(k, "mp_replicate_size"),
@@ -124,16 +110,16 @@ def _newer_step(k: Account) -> TransformersStep:
         sequence_by=said(k, "cp_mode"),
         micro_batch=said(k, "micro_batch_size"),
         batch=said(k, "global_batch_size"),
-        precision=Said("bf16" if k.value("bf16") else "fp32", given_of(k, "bf16")),
+        precision=Said("bf16" if k.value("bf16") else "fp32", k.given_of("bf16")),
         reduce=Said("fp32", (), "FSDP2 of LLaMA-Factory sums in float32"),
         recompute=said(k, "enable_activation_checkpointing"),
         attention=said(k, "flash_attn"),
-        liger=Said("norm swiglu" if k.value("kernel_config.name") else "", given_of(k, "kernel_config.name")),
+        liger=Said("norm swiglu" if k.value("kernel_config.name") else "", k.given_of("kernel_config.name")),
         lora=_newer_lora(k),
         adapted=Adapted(said(k, "peft_config.target_modules")),
-        quantized=Said(quantized, given_of(k, "quant_config.quantization_bit")),
-        packed=Said(k.value("batching_strategy") != "normal", given_of(k, "batching_strategy")),
-        optimizer=Said(k.value("optim_config.name") or "adam", given_of(k, "optim_config.name")),
+        quantized=Said(quantized, k.given_of("quant_config.quantization_bit")),
+        packed=Said(k.value("batching_strategy") != "normal", k.given_of("batching_strategy")),
+        optimizer=Said(k.value("optim_config.name") or "adam", k.given_of("optim_config.name")),
     )
 
 
@@ -141,12 +127,12 @@ def _newer_lora(k: Account) -> Said:
     """Adapters of version 1, which it has by default of rank 8."""
     name, rank = "peft_config.name", "peft_config.r"
     if k.value(name) == "lora":
-        return Said(k.value(rank), given_of(k, name, rank))
+        return Said(k.value(rank), k.given_of(name, rank))
     if k.value(name) is not None:
         because = "all weights are trained, with their gradients and optimizer"
         k.stand_in("weights of which some are trained", "time and memory", because, name)
     k.ignore("all weights are trained", rank)
-    return Said(0, given_of(k, name))
+    return Said(0, k.given_of(name))
 
 
 def _distribution(k: Account) -> dict[str, Any]:
@@ -162,4 +148,4 @@ def _distribution(k: Account) -> dict[str, Any]:
         k.refuse("another distribution than FSDP2, DeepSpeed and FSDPTurbo", name)
     k.ignore("of DeepSpeed", file)
     k.leave("time", "tokens reach experts by all-to-alls", way)
-    return {"sharding": Said("fsdp", given_of(k, name))}
+    return {"sharding": Said("fsdp", k.given_of(name))}

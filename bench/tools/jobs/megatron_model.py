@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.megatron_experts import (
-    set_experts,
-    set_latent_attention,
-    set_predicted_tokens,
-)
+from spbench.bench.tools.jobs.megatron_experts import set_experts, set_latent_attention, set_predicted_tokens
 from spbench.bench.tools.jobs.megatron_hybrid import SPECIFICATION, layers_of_stages, pattern_of, set_hybrid
 from spbench.bench.tools.jobs.megatron_kernels import (
     CONTAINER,

@@ -17,7 +17,6 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.primus_torchtitan import torchtitan_job
-from spbench.bench.tools.jobs.program_files import given_of
 from spbench.bench.tools.jobs.transformers_step import Adapted, Said
 from spbench.bench.tools.jobs.underscored import as_arguments, outcomes
 from spbench.bench.tools.jobs.variables import variables
@@ -146,7 +145,7 @@ def _beside(own: Account, known: Mapping[str, Any]) -> None:
     lora = own.value("lora")
     rank = lora.get("dim", _RANK) if isinstance(lora, dict) and lora.get("enabled") else 0
     fields = {"num_experts": known.get("num_experts")}
-    targets = Said(lora.get("target_modules") if rank else None, given_of(own, "lora"))
-    lora_rank = Said(rank, given_of(own, "lora"))
+    targets = Said(lora.get("target_modules") if rank else None, own.given_of("lora"))
+    lora_rank = Said(rank, own.given_of("lora"))
     set_adapters(own, lora_rank, fields, Adapted(targets), separate=False, experts="shared")
     own.ignore("it is off", "use_turbo_deepep")

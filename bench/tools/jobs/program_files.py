@@ -85,11 +85,6 @@ def with_trainer(table: ArgumentTable) -> ArgumentTable:
     return replace(table, arguments={**of_trainer, **table.arguments})
 
 
-def given_of(k: Account, *names: str) -> tuple[str, ...]:
-    """Those of the names that the job gives."""
-    return tuple(filter(k.has, names))
-
-
 def values_of(files: JobFiles, content: Mapping[str, Any], table: ArgumentTable) -> Iterator[tuple[str, Any]]:
     """The values of the program's configuration, and of DeepSpeed's."""
     yield from flat(content, table.arguments)
@@ -160,7 +155,7 @@ def _host(k: Account, zero: str, beside: str, stage: int) -> tuple[str, tuple[st
         if place not in ("cpu", "none", None):
             k.refuse("keeping weights or optimizer on a disk", key)
         held[kind] = place == "cpu"
-        names += given_of(k, key)
+        names += k.given_of(key)
     if held["param"] and stage < 3:
         k.refuse("weights on the host below ZeRO-3", key)
     both = held["optimizer"] and held["param"]
@@ -193,7 +188,7 @@ def adapters_of(k: Account, key: str, *ranks: str) -> dict[str, Any]:
     said = (targets, section.get("modules_to_save"), section.get("use_dora"))
     of_experts = "shared" if section.get("share_expert_lora") else "each"
     return {
-        "lora": Said(rank, given_of(k, key)),
-        "adapted": Adapted(*(Said(value, given_of(k, key)) for value in said)),
+        "lora": Said(rank, k.given_of(key)),
+        "adapted": Adapted(*(Said(value, k.given_of(key)) for value in said)),
         "adapted_experts": Said(of_experts if section.get("target_parameters") else "frozen"),
     }

@@ -8,15 +8,18 @@ from spbench.bench.tools.jobs.command_values import options_of
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.launch import Launch
-from spbench.bench.tools.jobs.program_files import (
-    deepspeed_of,
-    given_of,
-    with_deepspeed,
-    with_trainer,
-)
+from spbench.bench.tools.jobs.program_files import deepspeed_of, with_deepspeed, with_trainer
 from spbench.bench.tools.jobs.swift_launch import PROCESSES, gpus_of, named_modules, tuning_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
-from spbench.bench.tools.jobs.transformers_step import Adapted, Said, TransformersStep, precision_of, said
+from spbench.bench.tools.jobs.transformers_step import (
+    Adapted,
+    Said,
+    TransformersStep,
+    either,
+    optimizer_of,
+    precision_of,
+    said,
+)
 from spbench.bench.tools.jobs.variables import variables
 
 #: by torch_dtype
@@ -48,7 +51,6 @@ def _step(k: Account, launch: Launch) -> TransformersStep:
         k.refuse("weights of which some are trained", "tuner_type")
     asked = precision_of(k, *([name] * bool(k.value(name)) for name in ("bf16", "fp16")))
     dtype = _DTYPES.get(str(k.value("torch_dtype")), "bf16") if asked.value == "fp32" else asked.value
-    optimizer = str(k.value("optim")).lower()
     tiles = environment.get("CELOSS_PARALLEL_SIZE", "0")
     liger = "norm swiglu loss" if k.value("use_liger_kernel") else ""
     k.ignore("Liger's loss has tiles of its own" if liger else "of the loss alone", "CELOSS_PARALLEL_SIZE")
@@ -63,24 +65,15 @@ def _step(k: Account, launch: Launch) -> TransformersStep:
         sequence=said(k, "sequence_parallel_size"),
         micro_batch=said(k, "per_device_train_batch_size"),
         accumulation=said(k, "gradient_accumulation_steps"),
-        precision=Said(dtype, given_of(k, "torch_dtype", "bf16", "fp16")),
+        precision=Said(dtype, k.given_of("torch_dtype", "bf16", "fp16")),
         recompute=said(k, "gradient_checkpointing"),
         attention=said(k, "attn_impl"),
-        liger=Said(liger, given_of(k, "use_liger_kernel")),
-        optimizer=Said(
-            "adam"
-            if optimizer.startswith("adamw") and "8bit" not in optimizer
-            else "adam 8 bits"
-            if "8bit" in optimizer
-            else optimizer,
-            given_of(k, "optim"),
-        ),
-        lora=Said(k.value("lora_rank") if tuned == "lora" else 0, given_of(k, "tuner_type", "lora_rank")),
+        liger=Said(liger, k.given_of("use_liger_kernel")),
+        optimizer=optimizer_of(k, "optim"),
+        lora=Said(k.value("lora_rank") if tuned == "lora" else 0, k.given_of("tuner_type", "lora_rank")),
         adapted=Adapted(
             named_modules(k, "target_modules"), named_modules(k, "modules_to_save"), said(k, "use_dora")
         ),
-        quantized=Said(k.value("quant_bits") or 0, given_of(k, "quant_bits")),
-        packed=Said(
-            bool(k.value("packing") or k.value("padding_free")), given_of(k, "packing", "padding_free")
-        ),
+        quantized=Said(k.value("quant_bits") or 0, k.given_of("quant_bits")),
+        packed=either(k, dict.fromkeys(("packing", "padding_free"), True), False),
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.launch import Launch, launched
-from spbench.bench.tools.jobs.program_files import given_of, script_of
+from spbench.bench.tools.jobs.program_files import script_of
 from spbench.bench.tools.jobs.transformers_step import Said
 
 #: variables that say how many processes there are
@@ -42,7 +42,7 @@ def _launch_of(files: JobFiles, program: str) -> Launch | None:
         return None
     launch = launched(script, re.compile(program), files.environment, _KINDS)
     if launch is None and program == "swift" and "accelerate launch" not in script.text:  # that has a reader
-        launch = launched(script, re.compile(r"(.*/)?swift/cli/(sft|pt)\.py"), files.environment)
+        launch = launched(script, re.compile(r"swift/cli/(sft|pt)\.py"), files.environment)
         return launch and replace(launch, arguments=["sft", *launch.arguments])
     return launch
 
@@ -61,4 +61,4 @@ def named_modules(k: Account, name: str) -> Said:
     """The names of modules that an option has: a pattern has signs that names have not."""
     value = k.value(name)
     names = value.split() if isinstance(value, str) and re.fullmatch(r"[\w. -]+", value) else value
-    return Said(names, given_of(k, name))
+    return Said(names, k.given_of(name))

@@ -16,7 +16,6 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.model_names import named_model
-from spbench.bench.tools.jobs.program_files import given_of
 from spbench.bench.tools.jobs.swift_launch import PROCESSES, gpus_of, named_modules, tuning_of
 from spbench.bench.tools.jobs.transformers_step import Adapted, Said
 from spbench.bench.tools.jobs.underscored import as_arguments, outcomes
@@ -90,7 +89,7 @@ def read(files: JobFiles) -> Job | None:
     own.took("seq_len", "max_length")
     rank = own.value("lora_rank") if own.value("tuner_type") == "lora" else 0
     adapted = Adapted(*(named_modules(own, name) for name in ("target_modules", "modules_to_save")))
-    lora = Said(rank, given_of(own, "tuner_type", "lora_rank"))
+    lora = Said(rank, own.given_of("tuner_type", "lora_rank"))
     set_adapters(own, lora, fields, adapted, separate=False, experts="each")
     a.problems[:0] = [*problems, *own.problems]
     a.settings += own.settings
@@ -114,7 +113,7 @@ def _fields(own: Account, problems: list[str]) -> Mapping[str, Any]:
         problems.append(f"{key}: {error}; or write --model NAME, as on Hugging Face, in the script")
         return {}
     named.account(own, key)
-    own.took("the model's weights", *given_of(own, "load", "mcore_model"))
+    own.took("the model's weights", *own.given_of("load", "mcore_model"))
     return named.fields
 
 

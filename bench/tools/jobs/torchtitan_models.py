@@ -34,11 +34,7 @@ def _qwen3(layers: int, hidden: int, heads: int, inner: int) -> Flavor:
 
 
 FLAVORS: Mapping[str, Mapping[str, Flavor]] = {
-    "llama3": {
-        "8B": Flavor("llama3-8b"),
-        "70B": Flavor("llama3-70b"),
-        "405B": Flavor("llama3-405b"),
-    },
+    "llama3": {"8B": Flavor("llama3-8b"), "70B": Flavor("llama3-70b"), "405B": Flavor("llama3-405b")},
     "qwen3": {
         **{flavor: _qwen3(*sizes) for flavor, sizes in _QWEN3.items()},
         "30B-A3B": Flavor("qwen3-30b-a3b", _BALANCED),
@@ -58,10 +54,7 @@ FLAVORS: Mapping[str, Mapping[str, Flavor]] = {
         "236B": Flavor("deepseek-v2", _BALANCED),
         "671B": Flavor("deepseek-v3", {**_BALANCED, "mtp_layers": 0}),
     },
-    "gpt_oss": {
-        "20b": Flavor("gpt-oss-20b", _BALANCED),
-        "120b": Flavor("gpt-oss-120b", _BALANCED),
-    },
+    "gpt_oss": {"20b": Flavor("gpt-oss-20b", _BALANCED), "120b": Flavor("gpt-oss-120b", _BALANCED)},
 }
 
 

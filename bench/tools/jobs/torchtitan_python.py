@@ -10,9 +10,8 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spbench.bench.errors import suggestion
-from spbench.bench.tools.jobs.job import MOST_NAMED
 from spbench.bench.tools.jobs.job_files import JobFile
+from spbench.bench.tools.jobs.python_calls import chosen, tree_of
 
 #: what a function returns that makes a configuration
 CONFIGURATION = "Trainer.Config"
@@ -44,23 +43,11 @@ def of_python(file: JobFile) -> Mapping[str, Any] | None:
     Raises:
         UserError: it is no Python, makes several, or what it has is neither a plain value nor set plainly.
     """
-    try:
-        module = ast.parse(file.text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise file.wrong(f"no Python: {' '.join(str(error).split())[:150]}") from error
+    module = tree_of(file)
     made = {f.name: f for f in module.body if isinstance(f, ast.FunctionDef) and _makes(f)}
     if not made:
         return None
-    if file.part and file.part not in made:
-        raise file.wrong(f"no function {file.part!r} makes a configuration{suggestion(file.part, made)}")
-    names = [name for name in made if not name.startswith("_")] or [*made]
-    if len(names) > 1 and not file.part:
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-        raise file.wrong(
-            f"{len(names)} functions make a configuration ({', '.join(names[:MOST_NAMED])}{more}); name one, "
-            f"as {file.path}:{names[0]}"
-        )
-    name = file.part or names[0]
+    name = chosen(file, made)
     return _sections(file, name, _Registry(file, made).fields(name, ()))
 
 

@@ -163,6 +163,22 @@ def either(k: Account, words: dict[str, Any], otherwise: Any = None) -> Said:
     return Said(value, given)
 
 
+def optimizer_of(k: Account, name: str) -> Said:
+    """Adam, in how many bits, by transformers' name for it; another's name."""
+    value = str(k.value(name)).lower()
+    adam = value.removeprefix("paged_").startswith("adamw")
+    return Said(("adam 8 bits" if "8bit" in value else "adam") if adam else value, k.given_of(name))
+
+
+def torchao_of(k: Account, on: bool, gathered: str, *names: str) -> Said:
+    """torchao's matmuls in eight bits, as accelerate switches them on; ``gathered``: the key that has weights
+    gathered in them."""
+    if on and k.value(gathered):
+        k.leave("time and memory", "weights are gathered in sixteen bits and cast then", gathered)
+    k.ignore("weights are gathered in sixteen bits", gathered)
+    return Said("tensorwise" if on else "", k.given_of(*names), "torchao's default recipe")
+
+
 def bits_of(k: Account, words: dict[str, Any]) -> Said:
     """The bits of frozen weights, by the keys that ask for them; a problem where two ask for other ones."""
     asked = [name for name in words if k.value(name)]

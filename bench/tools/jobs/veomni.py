@@ -6,7 +6,7 @@ from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.program_files import adapters_of, configuration, given_of
+from spbench.bench.tools.jobs.program_files import adapters_of, configuration
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
 from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, replicas_of, said
 
@@ -50,8 +50,8 @@ def _step(k: Account) -> TransformersStep:
     return TransformersStep(
         model=said(k, "model.config_path", "model.model_path"),
         length=said(k, "data.max_seq_len"),
-        sharding=Said(sharding, given_of(k, mode, kept)),
-        host=Said("all" if on_host[0] else "", given_of(k, on_host[1])),
+        sharding=Said(sharding, k.given_of(mode, kept)),
+        host=Said("all" if on_host[0] else "", k.given_of(on_host[1])),
         replicas=replicas_of(k, f"{_PARALLEL}dp_shard_size", f"{_PARALLEL}dp_replicate_size"),
         groups=said(k, f"{_PARALLEL}dp_replicate_size", f"{_TRAIN}data_parallel_replicate_size"),
         sequence=said(k, f"{_PARALLEL}ulysses_size", f"{_TRAIN}ulysses_parallel_size"),
@@ -59,14 +59,14 @@ def _step(k: Account) -> TransformersStep:
         dispatcher=Said("alltoall", (), "rows are sent to their experts"),
         micro_batch=said(k, f"{_TRAIN}micro_batch_size"),
         batch=said(k, f"{_TRAIN}global_batch_size"),
-        half=Said(not mixed[0], given_of(k, mixed[1])),
-        reduce=Said("fp32" if mixed[0] and k.value(reduce) == "float32" else "weights", given_of(k, reduce)),
+        half=Said(not mixed[0], k.given_of(mixed[1])),
+        reduce=Said("fp32" if mixed[0] and k.value(reduce) == "float32" else "weights", k.given_of(reduce)),
         recompute=said(k, *again),
         reentrant=said(k, f"{_TRAIN}gradient_checkpointing.enable_reentrant"),
-        kept=Said("host" if kept_on[0] else "device", given_of(k, kept_on[1])),
+        kept=Said("host" if kept_on[0] else "device", k.given_of(kept_on[1])),
         attention=said(k, "model.ops_implementation.attn_implementation", "model.attn_implementation"),
         liger=Said("norm swiglu loss", (), "VeOmni's default kernels are Liger's"),
         packed=said(k, f"{_TRAIN}dyn_bsz"),
-        optimizer=Said("adam" if "adamw" in str(optimizer[0]) else optimizer[0], given_of(k, optimizer[1])),
+        optimizer=Said("adam" if "adamw" in str(optimizer[0]) else optimizer[0], k.given_of(optimizer[1])),
         **adapters_of(k, "model.lora_config", "rank", "r"),
     )

@@ -11,7 +11,7 @@ from spbench.bench.tools.jobs.command_values import overrides_of
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.launch import launched
-from spbench.bench.tools.jobs.program_files import given_of, script_of
+from spbench.bench.tools.jobs.program_files import script_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.transformers_step import FSDP_1, Adapted, Said, TransformersStep, said
 from spbench.bench.tools.jobs.variables import variables
@@ -86,7 +86,7 @@ def _step(k: Account, gpus: int | None) -> TransformersStep:
     length, rows = said(k, "data.max_length"), said(k, "data.micro_batch_size_per_gpu")
     if k.value(dynamic):
         tokens = k.value("data.max_token_len_per_gpu") * (parts if isinstance(parts, int) else 1)
-        names = given_of(k, "data.max_token_len_per_gpu")
+        names = k.given_of("data.max_token_len_per_gpu")
         length, rows = (
             Said(tokens, names, "a micro-batch of use_dynamic_bsz"),
             Said(1, (), "one row of packed samples"),
@@ -99,16 +99,12 @@ def _step(k: Account, gpus: int | None) -> TransformersStep:
         gpus=Said(gpus),
         micro_batch=rows,
         batch=_total(k) if k.value(dynamic) else said(k, "data.train_batch_size"),
-        precision=Said("bf16", given_of(k, "engine.dtype"), "mixed precision of FSDP"),
+        precision=Said("bf16", k.given_of("engine.dtype"), "mixed precision of FSDP"),
         deferred=Said("last"),
-        half=Said(
-            k.value("engine.model_dtype") not in ("fp32", "float32"), given_of(k, "engine.model_dtype")
-        ),
+        half=Said(k.value("engine.model_dtype") not in ("fp32", "float32"), k.given_of("engine.model_dtype")),
         reduce=Said("fp32", (), "mixed precision of FSDP"),
-        attention=Said(
-            "flash_attention_2", given_of(k, "engine.attn_implementation"), "as verl loads models"
-        ),
-        packed=Said(bool(k.value(use)), given_of(k, use, dynamic)),
+        attention=Said("flash_attention_2", k.given_of("engine.attn_implementation"), "as verl loads models"),
+        packed=Said(bool(k.value(use)), k.given_of(use, dynamic)),
         lora=said(k, "model.lora_rank"),
         adapted=Adapted(said(k, "model.target_modules")),
         tensor_loss=Said("gathered", (), "full_tensor() of the logits"),
@@ -123,7 +119,7 @@ def _fsdp(k: Account) -> dict[str, Said]:
     if k.value(engine) not in ("fsdp", "fsdp2"):
         k.refuse("another engine than FSDP and Automodel", engine)
     if "fsdp2" not in (k.value(engine), k.value(strategy)):
-        k.stand_in(*FSDP_1, *given_of(k, engine, strategy))
+        k.stand_in(*FSDP_1, *k.given_of(engine, strategy))
     k.took("FSDP", engine, strategy, "optim")
     on_host = k.value("engine.offload_policy")
     _moved(k)
@@ -136,12 +132,12 @@ def _fsdp(k: Account) -> dict[str, Said]:
         )
     offloaded = "model.enable_activation_offload"
     return {
-        "sharding": Said("fsdp, kept" if k.value(kept) is False else "fsdp", given_of(k, kept)),
-        "host": Said("all" if on_host else "", given_of(k, "engine.offload_policy")),
+        "sharding": Said("fsdp, kept" if k.value(kept) is False else "fsdp", k.given_of(kept)),
+        "host": Said("all" if on_host else "", k.given_of("engine.offload_policy")),
         "sequence": said(k, "engine.ulysses_sequence_parallel_size"),
         "recompute": said(k, "model.enable_gradient_checkpointing"),
-        "kept": Said("host" if k.value(offloaded) else "device", given_of(k, offloaded)),
-        "liger": Said("norm swiglu" if k.value("model.use_liger") else "", given_of(k, "model.use_liger")),
+        "kept": Said("host" if k.value(offloaded) else "device", k.given_of(offloaded)),
+        "liger": Said("norm swiglu" if k.value("model.use_liger") else "", k.given_of("model.use_liger")),
     }
 
 
@@ -164,29 +160,29 @@ def _automodel(k: Account) -> dict[str, Said]:
     parts = "engine.sequence_parallel"
     freed = k.value(kept) if spread else k.value("engine.pp_size") == 1
     optimizer = str(k.value("optim.optimizer"))
-    k.took("the kernel of the optimizer", *given_of(k, "optim.optimizer_impl"))
+    k.took("the kernel of the optimizer", *k.given_of("optim.optimizer_impl"))
     return {
-        "sharding": Said("fsdp" if freed else "fsdp, kept", given_of(k, kept) if spread else ()),
+        "sharding": Said("fsdp" if freed else "fsdp, kept", k.given_of(kept) if spread else ()),
         "sequence": said(k, "engine.cp_size"),
         "sequence_by": Said("all-gather", (), "torch's context parallelism"),
         "tensor": said(k, "engine.tp_size"),
-        "tensor_by": Said("megatron_sp" if k.value(parts) else "tensor_parallel", given_of(k, parts)),
+        "tensor_by": Said("megatron_sp" if k.value(parts) else "tensor_parallel", k.given_of(parts)),
         "groups": said(k, "engine.dp_replicate_size"),
         "pipeline": said(k, "engine.pp_size"),
         "experts": said(k, "engine.ep_size"),
         "own_experts": Said(True),
         "dispatcher": said(k, "engine.backend_config.dispatcher"),
-        "routing": Said("round_robin" if k.value(even) else "", given_of(k, even)),
+        "routing": Said("round_robin" if k.value(even) else "", k.given_of(even)),
         "recompute": said(k, "engine.activation_checkpointing"),
         "compiled": said(k, "engine.enable_compile"),
         "liger": Said(
             "norm" if k.value("engine.backend_config.rms_norm") == "te" else "",
-            given_of(k, "engine.backend_config.rms_norm"),
+            k.given_of("engine.backend_config.rms_norm"),
         ),
-        "optimizer": Said("adam" if "Adam" in optimizer else optimizer, given_of(k, "optim.optimizer")),
+        "optimizer": Said("adam" if "Adam" in optimizer else optimizer, k.given_of("optim.optimizer")),
         "foreach": Said(
             k.value("optim.optimizer_impl") == "torch.optim",
-            given_of(k, "optim.optimizer_impl"),
+            k.given_of("optim.optimizer_impl"),
             "its default",
         ),
     }

@@ -341,7 +341,9 @@ def test_a_recipe_of_megatron_bridge_is_read_by_its_name() -> None:
         assert cell.training.backend_options["exp_avg_dtype"] == "bf16"
         assert (cell.seq_len, cell.model_options["layers"], cell.precision) == (4096, 36, "bf16")
         assert ("line 21: what a branch or loop sets is not known" in job.remarks) == (part == "wide")
-    with pytest.raises(UserError, match=r"2 functions make a configuration; name one, as recipes\.py:small"):
+    with pytest.raises(
+        UserError, match=r"2 functions make a configuration \(small, wide\); name one, as recipes\.py:small"
+    ):
         job_of("bridge", [JobFile(path, RECIPES.encode())], 8)
     with pytest.raises(UserError, match=r"no function 'smal'.*did you mean 'small'"):
         job_of("bridge", [JobFile(path, RECIPES.encode(), "smal")], 8)
