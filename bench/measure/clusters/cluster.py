@@ -326,7 +326,8 @@ def _resolved(path: Path, content: bytes) -> dict[str, Any]:
     if (base := own.pop("extends", None)) is None:
         return own
     below = _packaged_below(path, base, "extends")
-    card, same = below["device"]["name"], (own.get("device") or {}).get("same_processor")
+    device, card = own.get("device"), below["device"]["name"]
+    same = device.get("same_processor") if isinstance(device, dict) else None
     if isinstance(same, dict) and same.get("value") not in (card, None):
         raise UserError(f"{path}: device.same_processor: {base} has a card of another name, {card}")
     return merge(inherited(below, own, base), own)

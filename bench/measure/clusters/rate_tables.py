@@ -16,7 +16,7 @@ from importlib.resources import files
 from io import StringIO
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def wrong_tables(figures: Iterable[tuple[str, Sourced[Any]]]) -> Iterator[str]:
         elif kind == "matmuls" and at.split(".")[2] not in ("bf16", "fp16"):
             yield f"{at}: {figure.value} has matmuls in half precision alone; leave it out"
         else:
-            _rows(figure.value)
+            _calls(figure.value)
 
 
 #: the kind of calls that a table is of, by the part of a key path or of its name
@@ -71,10 +71,10 @@ def table_text(name: str) -> str:
 
 def table_in_words(name: str) -> str:
     """A table as "1,932 matmuls, m 2048 to 16384, n 32 to 65536, k 32 to 65536 (h200_sxm-matmul)"."""
-    rows, kind = _rows(name), _kind(name)
-    along = zip(_SIZES[kind], _columns(rows, _SIZES[kind])[0].T, strict=True)
+    kind, (_, sizes, _) = _kind(name), _calls(name)
+    along = zip(_KINDS[kind].sizes, sizes.T, strict=True)
     ranges = (f"{size} {values.min():.0f} to {values.max():.0f}" for size, values in along)
-    return f"{len(rows):,} {kind.removesuffix(' of attention')}, {', '.join(ranges)} ({name})"
+    return f"{len(sizes):,} {kind.removesuffix(' of attention')}, {', '.join(ranges)} ({name})"
 
 
 def table_digest(name: str) -> str:
@@ -147,7 +147,7 @@ def _filled(axes: Sequence[np.ndarray], grid: np.ndarray) -> np.ndarray:
 @cache
 def matmul_table(name: str) -> RateTable:
     """A table of matmuls in half precision, by [m, n, k]; its work is their FLOPs."""
-    return _table(name, "matmuls")
+    return _table(name)
 
 
 def square_matmuls(name: str) -> dict[int, float]:
@@ -171,78 +171,68 @@ def attention_table(name: str) -> RateTable:
     """A table of forward attention in half precision with a causal mask and heads of :data:`HEAD_SIZE`
     features, by [length, heads, groups]: heads share as many keys and values as there are groups. Its work is
     the FLOPs that the mask leaves."""
-    return _table(name, "calls of attention")
+    return _table(name)
 
 
 @cache
 def collective_tables(name: str) -> Mapping[str, RateTable]:
     """Tables of collectives within a node: by collective, by [ranks, bytes of the payload as
     :data:`WIRE_SHARE` defines it]. Their work is one call."""
-    by_kind: dict[str, list[dict[str, str]]] = {}
-    for row in _rows(name):
-        by_kind.setdefault(row["collective"], []).append(row)
-    of_kind = {kind: _columns(rows, _SIZES["collectives"]) for kind, rows in by_kind.items()}
-    return {
-        kind: RateTable(sizes, seconds, np.ones(len(seconds))) for kind, (sizes, seconds) in of_kind.items()
-    }
+    kinds, sizes, seconds = _calls(name)
+    of_kind = {kind: np.array([each == kind for each in kinds]) for kind in kinds}
+    return {kind: RateTable(sizes[at], seconds[at], np.ones(sum(at))) for kind, at in of_kind.items()}
+
+
+def _table(name: str) -> RateTable:
+    _, sizes, seconds = _calls(name)
+    return RateTable(sizes, seconds, _KINDS[_kind(name)].work(sizes))
 
 
 @cache
-def _rows(name: str) -> list[dict[str, str]]:
-    """The calls of a table.
+def _calls(name: str) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """The collective of each call of a table, "" of others; [calls, sizes]; and [calls]: their seconds.
 
     Raises:
         UserError: there are none, a number is missing or none, or a call contradicts another of the same
             sizes or is faster than anything can be; with the file and its line.
     """
-    path, kind = _folder() / f"{name}.csv", _kind(name)
-    columns = *_SIZES[kind], "us"
-    reader = csv.DictReader(StringIO(table_text(name)))
-    rows, seen = [], dict[tuple[str, ...], tuple[float, int]]()
+    path, kind = _folder() / f"{name}.csv", _KINDS[_kind(name)]
+    columns, reader = (*kind.sizes, "us"), csv.DictReader(StringIO(table_text(name)))
+    seen = dict[tuple[str, ...], tuple[float, int]]()
+    kinds, calls = [], []
     for row in reader:
-        where = f"{path}:{reader.line_num}"
+        where, of = f"{path}:{reader.line_num}", row.get("collective", "")
         try:
-            numbers = {column: float(row[column]) for column in columns}
+            *sizes, us = numbers = [float(row[column]) for column in columns]
         except (KeyError, TypeError, ValueError):
             raise UserError(f"{where}: give a number for each of {', '.join(columns)}") from None
-        if bad := next((column for column, each in numbers.items() if not 0 < each < math.inf), ""):
-            raise UserError(f"{where}: {bad}: give a number above 0, not {row[bad]}")
-        sizes = np.array([numbers[size] for size in _SIZES[kind]])
-        if (rate := float(_WORK[kind](sizes)) / numbers["us"] * 1e6) > _FASTEST:
-            raise UserError(f"{where}: {rate:.3g} {_UNITS[kind]} a second cannot be; us is in microseconds")
-        call = (row.get("collective", ""), *(row[size] for size in _SIZES[kind]))
-        us, line = seen.setdefault(call, (numbers["us"], reader.line_num))
-        if us != numbers["us"]:
-            raise UserError(f"{where}: {row['us']} us, but line {line} has {us:g} for that call; drop one")
-        rows.append(row)
-    if not rows:
+        if not all(0 < each < math.inf for each in numbers):
+            raise UserError(f"{where}: give numbers above 0 for {', '.join(columns)}")
+        if (rate := float(kind.work(np.array(sizes))) / us * 1e6) > FLOPS.high:
+            raise UserError(f"{where}: {rate:.3g} {kind.unit} a second cannot be; us is in microseconds")
+        before, line = seen.setdefault((of, *map(str, sizes)), (us, reader.line_num))
+        if before != us:
+            raise UserError(f"{where}: {us:g} us, but line {line} has {before:g} for that call; drop one")
+        kinds.append(of)
+        calls.append(numbers)
+    if not calls:
         raise UserError(f"{path}: there are no calls in it")
-    return rows
+    return kinds, np.array(calls)[:, :-1], np.array(calls)[:, -1] * 1e-6
 
 
-#: by kind of calls the columns that are sizes, and the work by these: FLOPs, of attention those that a causal
-#: mask leaves, or bytes
-_SIZES = {
-    "matmuls": ("m", "n", "k"),
-    "calls of attention": ("length", "heads", "groups"),
-    "collectives": ("ranks", "bytes"),
+class _Kind(NamedTuple):
+    """The columns of a kind of calls that are sizes, and the work of sizes, in a unit."""
+
+    sizes: Sequence[str]
+    work: Callable[[np.ndarray], Any]
+    unit: str = "FLOPs"
+
+
+#: of attention the FLOPs that a causal mask leaves
+_KINDS = {
+    "matmuls": _Kind(("m", "n", "k"), lambda sizes: 2.0 * sizes.prod(axis=-1)),
+    "calls of attention": _Kind(
+        ("length", "heads", "groups"), lambda s: 2.0 * HEAD_SIZE * s[..., 1] * s[..., 0] * (s[..., 0] + 1)
+    ),
+    "collectives": _Kind(("ranks", "bytes"), lambda sizes: sizes[..., 1], "bytes"),
 }
-_WORK: Mapping[str, Callable[[np.ndarray], Any]] = {
-    "matmuls": lambda sizes: 2.0 * sizes.prod(axis=-1),
-    "calls of attention": lambda s: 2.0 * HEAD_SIZE * s[..., 1] * s[..., 0] * (s[..., 0] + 1),
-    "collectives": lambda sizes: sizes[..., 1],
-}
-_UNITS = {"matmuls": "FLOPs", "calls of attention": "FLOPs", "collectives": "bytes"}
-#: FLOPs or bytes a second that no card comes near to
-_FASTEST = FLOPS.high
-
-
-def _table(name: str, kind: str) -> RateTable:
-    sizes, seconds = _columns(_rows(name), _SIZES[kind])
-    return RateTable(sizes, seconds, _WORK[kind](sizes))
-
-
-def _columns(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """[calls, names]: the sizes of calls; and their seconds."""
-    sizes = np.array([[float(row[name]) for name in names] for row in rows])
-    return sizes, np.array([float(row["us"]) for row in rows]) * 1e-6

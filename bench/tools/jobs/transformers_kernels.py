@@ -105,6 +105,7 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
 
 
 def _loss(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
+    """Set the kernel of the loss, and its tiles."""
     if "loss" in str(step.liger.value).split():
         k.set("model_options.loss_tile", "liger", *step.liger.names, note=step.liger.note)
         k.set("model_options.cross_entropy", "in_place", *step.liger.names)

@@ -273,13 +273,14 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
 
 def _unsupported(cells: Sequence[Cell], reasons: Mapping[int, str]) -> dict[int, str]:
     """What a terminal says in the place of cells that are unsupported, by their index: the reason, and the
-    strategies that share it."""
+    strategies that share it and that it does not begin with."""
     sharing: dict[str, dict[str, None]] = {}
     for index, reason in reasons.items():
-        sharing.setdefault(reason, {})[cells[index].strategy] = None
-    return {
-        index: f"unsupported: {reason} ({', '.join(sharing[reason])})" for index, reason in reasons.items()
-    }
+        names = sharing.setdefault(reason, {})
+        if not reason.startswith(f"{cells[index].strategy} "):
+            names[cells[index].strategy] = None
+    texts = {reason: f" ({', '.join(names)})" if names else "" for reason, names in sharing.items()}
+    return {index: f"unsupported: {reason}{texts[reason]}" for index, reason in reasons.items()}
 
 
 def _options(cells: Sequence[Cell]) -> list[str]:

@@ -19,6 +19,7 @@ from spbench.bench.measure.simulator.substitutes import Substitute, kernel_subst
 from spbench.bench.measure.trace.operator_prices import price_of
 from spbench.bench.measure.trust.bands import priced_by_in_words
 from spbench.bench.programs import stand_ins
+from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
 from tests.measure.simulator.step_programs import cluster, of_links
 from tests.measure.simulator.test_card_rates import figure, rate, with_card
 
@@ -169,11 +170,29 @@ def test_no_kernel_of_a_packaged_cluster_is_priced_by_another_s_rate_unsaid(name
         assert said or dtype in {*(device.matmul or {})} or device.compute_efficiency.value, dtype
 
 
-def matmul(dtype: torch.dtype) -> Program:
+def matmul(dtype: torch.dtype, name: str = "") -> Program:
     a, b = torch.empty(64, 64, dtype=dtype), ProgramBuilder((1, 1, 1, 1))
     price = price_of(torch.ops.aten.mm.default)
-    b.add_kernel((KERNEL, b.named(price.name), *price.of((a, a), {}, None)))
+    b.add_kernel((KERNEL, b.named(name or price.name), *price.of((a, a), {}, None)))
     return b.program()
+
+
+def test_other_precisions_experts_and_operators_by_another_card_are_named() -> None:
+    whose, own = {"substitute": "a B200's"}, {"share": figure(0.5)}
+    on = with_card(
+        matmul={"bf16": own},
+        grouped_matmul={"bf16": {"share": figure(0.5) | whose}},
+        compute_efficiency=figure(0.4),
+        operators={"add": {"value": [[8, 1.0]], "source": "s"} | whose},
+        memory_efficiency=figure(0.9),
+    )
+    other = [("fp32 matmuls", "the share of other precisions", "transferred")]
+    assert of_kernels(on, "flash", matmul(torch.float32)) == other
+    grouped = [("grouped bf16 matmuls", "a B200's", "transferred")]
+    assert of_kernels(on, "flash", matmul(torch.bfloat16, next(iter(GROUPED_MATMULS)))) == grouped
+    a, b = torch.empty(64), ProgramBuilder((1, 1, 1, 1))
+    b.add_kernel((KERNEL, b.named("add"), *price_of(torch.ops.aten.add.Tensor).of((a, a), {}, None)))
+    assert of_kernels(on, "flash", b.program()) == [("memory, by operator", "a B200's", "transferred")]
 
 
 def test_what_packaged_clusters_lack_a_rate_of() -> None:

@@ -151,7 +151,7 @@ def test_calls_run_few_at_a_time_for_a_limited_time_and_no_code_of_files(
 def test_for_an_agent_files_are_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ONLY_DATA, "1")
     model, pipe = tmp_path / "model.py", tmp_path / "pipe"
-    model.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    model.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nPRESETS = {{}}")
     with pytest.raises(UserError, match=r"model\.py: .*no code of files is run here"):
         cell_names("model", str(model))
     assert not (tmp_path / "ran").exists()
