@@ -291,7 +291,7 @@ class Link(StrictModel):
             parts = " and ".join(map(str, sizes[:-1]))
             raise ValueError(
                 f"{name}.crossings: parts of {parts} devices do not divide a node of {devices} into several; "
-                "give those of this node, or crossings: null"
+                "give this node's parts, or crossings: null"
             )
 
     def rate_of(self, kind: str, ranks: int) -> BusRate | None:

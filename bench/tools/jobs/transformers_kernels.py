@@ -70,22 +70,7 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
     gated = family not in WITHOUT_SWIGLU and fields.get("hidden_act", "silu") == "silu"
     if "swiglu" in liger and not step.mlp_tiles.value and gated:
         k.set("model_options.swiglu", "in_place", *step.liger.names)
-    if "loss" in liger:
-        k.set("model_options.loss_tile", "liger", *step.liger.names, note=step.liger.note)
-        k.set("model_options.cross_entropy", "in_place", *step.liger.names)
-    elif step.loss_tile.value:
-        tokens, rows = step.loss_tile.value
-        whole = {**fields, **fields.get("text_config", {})}.get("vocab_size") or rows
-        k.set("model_options.loss_tile", max(1, tokens * rows // max(whole, rows)), note=step.loss_tile.note)
-        k.set(
-            "model_options.cross_entropy", "in_place", note="a tile's gradient takes the place of its logits"
-        )
-        k.approximate("a tile's logits are not made again in backward, and its sums are not in float32")
-    else:
-        for option, each in (("cross_entropy", step.cross_entropy), ("logits_held", step.logits_held)):
-            if each.value not in ("plain", "none"):
-                k.set(f"model_options.{option}", each.value, *each.names, note=each.note)
-    k.took("the loss", *step.cross_entropy.names)
+    _loss(k, step, fields)
     k.ignore("kernels are transformers' own", *step.liger.names)
     if step.mlp_tiles.value:
         wide = fields.get("hidden_size") if step.mlp_tiles.value is True else step.mlp_tiles.value
@@ -117,6 +102,26 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
         k.add("model_options.fusions", fused, " ".join(step.compiled.names) or "torch.compile")
         k.approximate(COMPILED, *step.compiled.names)
     k.ignore("nothing is compiled", *step.compiled.names)
+
+
+def _loss(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
+    """Set the kernel of the loss, and its tiles."""
+    if "loss" in str(step.liger.value).split():
+        k.set("model_options.loss_tile", "liger", *step.liger.names, note=step.liger.note)
+        k.set("model_options.cross_entropy", "in_place", *step.liger.names)
+    elif step.loss_tile.value:
+        tokens, rows = step.loss_tile.value
+        whole = {**fields, **fields.get("text_config", {})}.get("vocab_size") or rows
+        k.set("model_options.loss_tile", max(1, tokens * rows // max(whole, rows)), note=step.loss_tile.note)
+        k.set(
+            "model_options.cross_entropy", "in_place", note="a tile's gradient takes the place of its logits"
+        )
+        k.approximate("a tile's logits are not made again in backward, and its sums are not in float32")
+    else:
+        for option, each in (("cross_entropy", step.cross_entropy), ("logits_held", step.logits_held)):
+            if each.value not in ("plain", "none"):
+                k.set(f"model_options.{option}", each.value, *each.names, note=each.note)
+    k.took("the loss", *step.cross_entropy.names)
 
 
 def _checkpoints(k: Account, step: TransformersStep) -> None:

@@ -262,7 +262,7 @@ def fit_bands(request: Reproduction) -> Output:
     tables = [
         Table("Published step times, and how many lie within the intervals of the other sources", lines),
         Table("Intervals of a simulated time of 1", intervals),
-        Table("Verdicts on the memory of published runs, each by those of other sources", verdicts),
+        Table("Verdicts on the memory of published runs, each by the other sources' runs", verdicts),
     ]
     content = {"times": lines, "model": model.as_dict(), "verdicts": verdicts}
     return Output(tables, content, lines, files=written)
