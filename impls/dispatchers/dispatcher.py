@@ -123,8 +123,6 @@ class Dispatcher(ABC):
     heeds_capacity: ClassVar[bool] = True
     #: whether tokens' own ranks have a row for each of their experts, to be multiplied with the weights there
     weighs_tokens: ClassVar[bool] = False
-    #: whether it knows nodes, of ``node_ranks`` ranks each
-    by_nodes: ClassVar[bool] = False
     #: whether shared experts can run beside what it sends, inside :meth:`sending`
     overlaps: ClassVar[bool] = False
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from spbench.impls.dispatchers.dispatcher import Counts, Dispatched, Dispatcher, ExpertCall
 from spbench.impls.kernels.permutation import permute, sent_rows, summed_rows, unpermute
+from spbench.impls.layout import Unsupported
 from spbench.impls.place import Place
 from spbench.impls.row_collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows
 from spbench.impls.traffic import Traffic
@@ -62,12 +63,15 @@ class NodeDeduplicated(Dispatcher):
     name = "node_deduplicated"
     summary = "all-to-alls of a row for each node, and each rank there, that a token meets"
     source = "github.com/deepseek-ai/DeepEP; arXiv 2603.07685"
-    overlaps = by_nodes = True
+    overlaps = True
     heeds_capacity = False
 
     def __init__(self, place: Place, experts: int, permutation: str, node_ranks: int = 8):
         super().__init__(place, experts, permutation, node_ranks)
         along_ep = max(1, node_ranks // self.etp)
+        if self.ep > along_ep and self.ep % along_ep:
+            nodes = f"node_ranks {node_ranks} has {along_ep} along ep, which do not divide ep {self.ep}"
+            raise Unsupported(nodes, "set model_options.node_ranks to the ranks of a node")
         #: M and N
         self.on_node = along_ep if self.ep % along_ep == 0 else self.ep
         self.nodes = self.ep // self.on_node

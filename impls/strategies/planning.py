@@ -24,7 +24,6 @@ from spbench.impls.layout import (
     shard_of,
 )
 from spbench.impls.place import Place
-from spbench.impls.registries import dispatchers
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.tiles import entries_of_tiles, tiles_of, tiling_of
@@ -165,11 +164,6 @@ class PlanningHooks(GridHooks):
             raise Unsupported("the model has no experts, which ep and etp are for", "leave ep and etp out")
         if etp > 1 and any(site.dims.get("adapted") for site in sites):
             raise Unsupported("adapters of experts are whole, and etp splits an expert", "use etp 1, and ep")
-        for call in (site.experts for site in sites if site.experts is not None):
-            along_ep = max(1, call.node_ranks // etp)
-            if dispatchers()[call.dispatcher].by_nodes and ep > along_ep and ep % along_ep:
-                nodes = f"node_ranks {call.node_ranks} has {along_ep} along ep, which do not divide ep {ep}"
-                raise Unsupported(nodes, "set model_options.node_ranks to the ranks of a node")
         strategy = cast("Strategy", self)
         alike = [axis for axis in strategy.nested_axes if axis not in self.position_axes]
         if sites and self.place.size(*alike) > 1:

@@ -22,7 +22,7 @@ from spbench.bench.tools.jobs.flags import program_flags
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.kernels.projection import LIBRARIES
-from spbench.impls.layout import HEEDED
+from spbench.impls.layout import HEEDED, Unsupported
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.nesting import PLUS
 
@@ -217,13 +217,17 @@ def question(
         )
     remarks += _said(about.remarks)
     asked_question = Question(plain, gpus, only, without, axes, options, remarks, "", program, own)
-    _check_program(asked_question)
+    _check(asked_question)
     return asked_question
 
 
-def _check_program(asked: Question) -> None:
-    """Raises a UserError where the program has no arguments for what is trained, with no backend, or no
-    layout can have the ranks that are given."""
+def _check(asked: Question) -> None:
+    """Raises a UserError where the model cannot have the length, no layout can have the ranks that are given,
+    or the program has no arguments for what is trained, with no backend."""
+    try:
+        asked.model.sites(1, asked.cell.shape[1], 1)
+    except Unsupported as error:
+        raise UserError(f"{asked.cell.model} cannot be run: {error}") from error
     asked.check_axes("--fixed", asked.fixed)
     if not asked.program:
         return

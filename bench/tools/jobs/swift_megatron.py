@@ -123,7 +123,8 @@ def _sizes(fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     if family is None:
         return {}
     if family not in _FAMILIES:
-        problems.append(f"model: model_type {family} is none of {', '.join(_FAMILIES)}")
+        advice = "spbench fit MODEL takes it by its name on Hugging Face, with --set for the layout"
+        problems.append(f"model: model_type {family} is none of {', '.join(_FAMILIES)}; {advice}")
         return {}
     sizes = {key: fields[field] for field, key in _SIZES.items() if fields.get(field) is not None}
     experts = (

@@ -190,7 +190,7 @@ class Calls:
                 f"{name} had no answer after {self.limit_s:.0f} s and was ended; ask for less, or run "
                 f"'spbench {words[0]}' in a shell, which has no limit"
             )
-        if done.returncode not in (0, 1):
+        if done.returncode not in (0, 1) or not done.stdout:
             raise ToolError(_in_words(done.stderr.decode(errors="replace").strip()))
         return json.loads(done.stdout)
 

@@ -209,10 +209,7 @@ def test_a_fault_of_the_way_back_is_named(monkeypatch: pytest.MonkeyPatch) -> No
             {"strategy": "ring_attention", "sizes": {"dp": 2, "sp": 4}},
             "strategy_options.placement contiguous (it has zigzag)",
         ),
-        (
-            {"strategy": "megatron_sp", "sizes": {"tp": 8}},
-            "strategy_options.vocabulary whole (it has split)",
-        ),
+        ({"strategy": "megatron_sp", "sizes": {"tp": 8}}, "strategy_options.vocabulary whole (it has split)"),
         (
             {"strategy": "tensor_parallel", "sizes": {"dp": 4, "tp": 2}, "mesh": ["tp", "dp"]},
             'mesh ["tp", "dp"] (it has ["dp", "tp"])',

@@ -124,11 +124,7 @@ def test_a_pattern_that_is_none_is_refused_in_a_line(pattern: str) -> None:
         (f"{EXPERTS} --expert-model-parallel-size 4", "sizes.ep", 4),
         (EXPERTS, "sizes.ep", None),
         (f"{SPLIT} --expert-model-parallel-size 4", "sizes.etp", 2),
-        (
-            f"{SPLIT} --expert-model-parallel-size 8 --expert-tensor-parallel-size 1",
-            "sizes.etp",
-            None,
-        ),
+        (f"{SPLIT} --expert-model-parallel-size 8 --expert-tensor-parallel-size 1", "sizes.etp", None),
         (LATENTS, "model_options.kv_lora_rank", 32),
         (LATENTS, "model_options.q_lora_rank", None),
         (f"{LATENTS} --q-lora-rank 48", "model_options.q_lora_rank", 48),

@@ -44,10 +44,7 @@ def sizes_of(arguments: str) -> str:
         (hybrid("M-M*-", "--mamba-num-heads 4"), "model_options.state_heads", 4),
         (hybrid("M-M*-", "--mamba-state-dim 64"), "model_options.key_size", 64),
         (hybrid("M-M*-"), "model_options.kv_heads", 8),
-        (
-            *(hybrid("M-M*-|M-", "--pipeline-model-parallel-size 2"),),
-            *("training.stage_layers", [3, 1]),
-        ),
+        (*(hybrid("M-M*-|M-", "--pipeline-model-parallel-size 2"),), *("training.stage_layers", [3, 1])),
         (hybrid("M-|M-|*-|M-", "--pipeline-model-parallel-size 2"), "training.virtual_stages", 2),
         (hybrid("MEM*E", "--num-experts 8 --disable-bias-linear"), "model_options.pattern", "MEMSE"),
         (hybrid("M-M*-", "--context-parallel-size 2"), "strategy", "tensor_parallel+ulysses"),

@@ -62,10 +62,7 @@ def test_eight_bits_are_by_delayed_scaling_unless_a_model_has_experts() -> None:
     job = lenient("Primus", (f"{_MODEL}}}.yaml\n    overrides:", changed))
     assert made(job)["fp8"] == "tensorwise"
     (argument,) = [each for each in job.arguments if each.name == "fp8"]
-    assert (argument.outcome, argument.missing) == (
-        "approximated",
-        "scales of experts from earlier steps",
-    )
+    assert (argument.outcome, argument.missing) == ("approximated", "scales of experts from earlier steps")
 
 
 def test_gradients_and_moments_in_bfloat16_are_mapped() -> None:

@@ -9,11 +9,7 @@ import pytest
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile
-from spbench.bench.tools.jobs.torchtitan_pipeline import (
-    first_stage_layers,
-    split_layers,
-    stage_layers,
-)
+from spbench.bench.tools.jobs.torchtitan_pipeline import first_stage_layers, split_layers, stage_layers
 from tests.tools.jobs.job_inputs import job_of
 
 TOML = """[model]
