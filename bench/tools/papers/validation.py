@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from spbench.bench.programs import STOOD_IN
+from spbench.bench.setting_values import STOOD_IN
 from spbench.bench.tools.papers.comparison import Comparison, read_comparisons, read_csv
 from spbench.bench.tools.papers.megatron_cases import CASES
 from spbench.bench.tools.papers.paper_findings import ROLES, Line, distinct
