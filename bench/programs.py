@@ -30,6 +30,7 @@ class StandIn(NamedTuple):
         programs: that have it; empty: each that a cell names.
         backends: with which it is so; empty: with any.
         axis: of which there are several ranks; "nodes": ranks of several nodes; "": any cell.
+        network: what the cluster's file says that its network is priced by; "": any, of a named program.
     """
 
     work: str
@@ -37,6 +38,7 @@ class StandIn(NamedTuple):
     programs: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
     axis: str = ""
+    network: str = ""
 
     @property
     def price(self) -> dict[str, Any]:
@@ -50,9 +52,10 @@ class StandIn(NamedTuple):
 
 #: of a cell with several the first is the class of its time
 STAND_INS = (
+    StandIn("EFA", "InfiniBand", axis="nodes", network="InfiniBand"),
     StandIn("DeepSpeed", "fully_shard", ("deepspeed",), _SHARDED),
     StandIn("expert parallelism", "", axis="ep"),
-    StandIn("torchtitan's tensor parallelism", "Megatron's", ("torchtitan",), axis="tp"),
+    StandIn("torchtitan's TP", "Megatron's", ("torchtitan",), axis="tp"),
     StandIn("torchtitan over nodes", "", ("torchtitan",), _SHARDED, "nodes"),
 )
 
@@ -61,22 +64,18 @@ STAND_INS = (
 STOOD_IN = tuple(map(str, STAND_INS))
 
 
-def stand_in_of(price: Mapping[str, Any]) -> StandIn:
-    """Of an entry that :attr:`StandIn.price` made."""
-    return StandIn(price["work"], price["by"])
-
-
-def stand_ins(program: str, backend: str, ranks: Mapping[str, int]) -> Iterator[StandIn]:
+def stand_ins(program: str, backend: str, ranks: Mapping[str, int], network: str = "") -> Iterator[StandIn]:
     """What stands in for work of a program, in a cell with a backend of data parallelism.
 
     Args:
         program: "" has none: the step is that of this suite.
         ranks: along each axis, and ``nodes``.
+        network: what the network is priced by instead of a rate of its own; "": nothing.
     """
-    for each in STAND_INS if program else ():
-        if program not in (each.programs or (program,)) or backend not in (each.backends or (backend,)):
-            continue
-        if not each.axis or ranks.get(each.axis, 1) > 1:
+    for each in STAND_INS:
+        of_program = network == each.network if each.network else program in (each.programs or (program,))
+        is_so = of_program and backend in (each.backends or (backend,)) and (program or each.network)
+        if is_so and (not each.axis or ranks.get(each.axis, 1) > 1):
             yield each
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from spbench.bench.measure.clusters.cluster import Cluster
 from spbench.bench.measure.simulator.substitutes import Substitute
-from spbench.bench.programs import STAND_IN, stand_in_of
+from spbench.bench.programs import STAND_IN, StandIn
 
 #: the least share of a step for which it is named what some work is priced by
 NAMED = 0.01
@@ -45,7 +45,7 @@ def rates_of_step(
         return of_cluster
     for each in priced_by:
         if each["grade"] == STAND_IN:
-            return str(stand_in_of(each))
+            return str(StandIn(each["work"], each["by"]))
     shares: Counter[str] = Counter()
     for each in priced_by:
         shares[each["grade"]] += each["share"]

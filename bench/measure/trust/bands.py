@@ -20,7 +20,7 @@ from typing import Any
 
 from spbench.bench.measure.trust.error_model import ErrorModel
 from spbench.bench.measure.trust.intervals import EVER_WORSE, NO_RATE
-from spbench.bench.programs import STAND_IN, STOOD_IN, StandIn, stand_in_of
+from spbench.bench.programs import STAND_IN, STOOD_IN, StandIn
 from spbench.bench.units import shown_time
 from spbench.plots.series import grouped
 
@@ -78,7 +78,7 @@ def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
         return dict(row)
     strategy = row["cell"].get("strategy") or ""
     priced_by = measured.get("priced_by") or ()
-    stood_in = [str(stand_in_of(each)) for each in priced_by if each["grade"] == STAND_IN]
+    stood_in = [str(StandIn(each["work"], each["by"])) for each in priced_by if each["grade"] == STAND_IN]
     if rates in stood_in:  # the rates then are of the worst grade, whatever its share
         grades = {each["grade"] for each in priced_by}
         rates = next((grade for grade in EVER_WORSE[:0:-1] if grade in grades), EVER_WORSE[0])

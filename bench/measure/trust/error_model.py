@@ -4,7 +4,7 @@ The error of a row is ``log(simulated / measured)``. Times are put into classes 
 (``rates``), and within a class by what bounds the step (:mod:`measure.trust.intervals`). What nobody measured
 has a wider interval: a class without a row has the widest of all, a bound without one in its class that of
 the next worse class, and a strategy without a row adds what strategies err differently.
-:mod:`measure.trust.coverage` counts how many times lie within the intervals of the rest.
+:func:`coverage` counts how many times lie within the intervals of the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, pairwise
 from statistics import fmean
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import TypeAdapter
 
@@ -283,3 +283,47 @@ def _by_distance(compared: Iterable[ComparedTimes]) -> list[Pairs]:
         Pairs(sum(c.simulated * c.measured > 0 for c in some), len(some), len({c.source for c in some}))
         for some in classes
     ]
+
+
+# -- what the others cover -----------------------------------------------------------------------------------
+
+#: what steps have in common that are left out together
+LeftOut = Literal["source", "machine", "kernel"]
+
+
+class Covered(NamedTuple):
+    """How many rows of a class, of one source, lie within the intervals of the rest.
+
+    Attributes:
+        left_out: the source, machine or kernel whose rows the intervals do not know.
+    """
+
+    rates: str
+    left_out: str
+    source: str
+    rows: int
+    within: int
+
+
+def coverage(observations: Sequence[StepObservation], what: LeftOut = "source") -> list[Covered]:
+    """By what is left out, class and source, how many rows lie within the intervals of the others, to which
+    they are as new as those of a reader who has another machine; nothing where there are no others."""
+    counts = []
+    for left_out, some in grouped(observations, lambda o: getattr(o, what)).items():
+        if not (others := [o for o in observations if getattr(o, what) != left_out]):
+            continue
+        model = ErrorModel.fit(others)
+        for (rates, source), rows in grouped(some, lambda o: (o.rates, o.source)).items():
+            within = sum(_within(model, o) for o in rows)
+            counts.append(Covered(rates, left_out, source, len(rows), within))
+    return counts
+
+
+def overall(covered: Sequence[Covered]) -> float:
+    """The share of rows within their intervals, sources counting alike."""
+    return fmean(each.within / each.rows for each in covered)
+
+
+def _within(model: ErrorModel, o: StepObservation) -> bool:
+    low, high, _ = model.band(o.rates, o.bound, o.strategy, o.unknown)
+    return low <= math.exp(-o.log_error) <= high

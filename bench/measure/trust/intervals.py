@@ -182,13 +182,12 @@ def mixed(known: tuple[float, float], share: float, half_width: float) -> tuple[
 
 def of_stand_in(errors: Errors) -> Interval:
     """The interval of steps in which one thing stands in for another: up and down the quantile of errors to
-    that side, or, of fewer than :data:`FEW` sources, which do not say how sources differ, the largest."""
-    down, up = (
-        half_width(some) if len(some) >= FEW else max(e for es in some.values() for e in es)
-        for some in ({s: [max(0.0, sign * e) for e in es] for s, es in errors.items()} for sign in (1, -1))
-    )
-    rows = sum(map(len, errors.values()))
-    return Interval((down - up) / 2, (down + up) / 2, len(errors), rows)
+    that side, or, of fewer than :data:`FEW` sources, which do not say how sources differ, the largest;
+    rounded up to a hundredth, so that it holds them as it is written."""
+    sides = [{s: [max(0.0, sign * e) for e in es] for s, es in errors.items()} for sign in (1, -1)]
+    ends = [half_width(side) if len(side) >= FEW else max(map(max, side.values())) for side in sides]
+    down, up = (math.ceil(100 * end) / 100 for end in ends)
+    return Interval((down - up) / 2, (down + up) / 2, len(errors), sum(map(len, errors.values())))
 
 
 def _centre(means: Sequence[float]) -> float:

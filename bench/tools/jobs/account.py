@@ -302,7 +302,7 @@ def key_account(
             argument = table.arguments.get(name)
             wrong = argument.wrong(value) if argument else ""
             if argument and argument.outcome == "mapped" and str(value).startswith("$("):
-                wrong = f"{shown(value)} is known to a run alone; --given {name}=VALUE"
+                wrong = f"{shown(value)} is a value that only a run has; --given {name}=VALUE"
             given[name] = Given(name, value, f"= {shown(value)}", wrong)
     problems = [f"{name}: {each.wrong}" for name, each in given.items() if each.wrong]
     return Account(table=table, given=given, problems=problems)

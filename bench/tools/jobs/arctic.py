@@ -14,7 +14,7 @@ from spbench.bench.tools.jobs.program_files import (
     with_deepspeed,
 )
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
-from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, either, said
+from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, either, said_in_table
 
 _ADAM = ("", "fusedadam", "fused_adam", "cpu_adam", "cpuadam", "adam", "adamw")
 
@@ -44,22 +44,14 @@ def _step(k: Account) -> TransformersStep:
     optimizer = "optimizer.type"
     named = str(k.value(optimizer)).lower()
     return TransformersStep(
-        model=said(k, "model.name_or_path"),
-        length=said(k, "data.max_length"),
+        **said_in_table(k),
         **deepspeed_of(k, stage),
-        sequence=said(k, "sequence_parallel_size"),
-        micro_batch=said(k, "micro_batch_size"),
-        accumulation=said(k, "gradient_accumulation_steps"),
         precision=Said(
             "fp16" if k.value("model.dtype") in ("fp16", "float16") else "bf16", k.given_of("model.dtype")
         ),
         recompute=Said(not k.value(off), k.given_of(off), "of each layer by default"),
-        reentrant=Said(True),
         kept=either(k, {"activation_checkpoint_cpu_offload": "pageable"}, "device"),
-        attention=said(k, "model.attn_implementation"),
         liger=Said(liger if k.value(kind) == "liger" else "", k.given_of(kind)),
-        mlp_tiles=said(k, "tiled_mlp_compute"),
         optimizer=Said("adam" if named in _ADAM else named, k.given_of(optimizer)),
         **adapters_of(k, "model.peft_config", "r"),
-        packed=said(k, "data.pack_samples"),
     )

@@ -18,6 +18,7 @@ from spbench.bench.tools.jobs.transformers_step import (
     either,
     replicas_of,
     said,
+    said_in_table,
 )
 from spbench.bench.tools.jobs.variables import variables
 from spbench.impls.models.blocks.adapter_options import LATENT, PROJECTIONS
@@ -72,12 +73,11 @@ def _step(k: Account) -> TransformersStep:
         "packed_sequence.packed_sequence_size",
     )
     return TransformersStep(
-        model=said(k, "model.config.pretrained_model_name_or_path", "model.pretrained_model_name_or_path"),
+        **said_in_table(k),
         length=_length(k),
         sharding=_sharding(k),
         host=Said("all" if k.value(on_host) else "", k.given_of(on_host)),
         sequence=_ranks(k, "cp_size"),
-        sequence_by=Said("all-gather", (), "torch's context parallelism"),
         tensor=_ranks(k, "tp_size"),
         tensor_by=Said("megatron_sp" if k.value(by) else "tensor_parallel", k.given_of(by)),
         **_loss(k),
@@ -85,18 +85,10 @@ def _step(k: Account) -> TransformersStep:
         replicas=replicas_of(k, "distributed.dp_size"),
         **_pipeline(k),
         experts=_ranks(k, "ep_size"),
-        own_experts=Said(True),
-        dispatcher=said(k, "model.backend.dispatcher"),
         routing=_routing(k),
-        predicted=said(k, "model.config.num_nextn_predict_layers", "model.num_nextn_predict_layers"),
-        micro_batch=said(k, "step_scheduler.local_batch_size"),
-        batch=said(k, "step_scheduler.global_batch_size"),
         deferred=_deferred(k),
-        precision=Said("bf16", (), "mp_policy of FSDP2"),
         half=Said(half, k.given_of(dtype)),
-        reduce=Said("fp32", (), "mp_policy of FSDP2"),
         recompute=_recompute(k),
-        attention=said(k, "model.backend.attn", "model.attn_implementation"),
         fused=_kernels(k),
         packed=Said(bool(k.value(packed)), k.given_of(packed)),
         optimizer=_optimizer(k, optimizer, half),

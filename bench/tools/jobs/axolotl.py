@@ -20,6 +20,7 @@ from spbench.bench.tools.jobs.transformers_step import (
     precision_of,
     replicas_of,
     said,
+    said_in_table,
     torchao_of,
 )
 
@@ -65,18 +66,10 @@ def _step(k: Account) -> TransformersStep:
     if (k.value("eval_batch_size") or 0) <= k.value("micro_batch_size"):
         k.ignore("evaluation holds no more than a step of training", "eval_batch_size")
     return TransformersStep(
-        model=said(k, "base_model"),
-        length=said(k, "sequence_len"),
-        gpus=said(k, "world_size"),
+        **said_in_table(k),
         **_sharding(k),
-        sequence=said(k, "context_parallel_size", "sequence_parallel_degree"),
         sequence_by=_ring(k),
-        tensor=said(k, "tensor_parallel_size"),
-        groups=said(k, "dp_replicate_size"),
         replicas=replicas_of(k, "dp_shard_size", "dp_replicate_size"),
-        experts=said(k, "expert_parallel_size"),
-        dispatcher=Said("deepep", (), "DeepEP"),
-        micro_batch=said(k, "micro_batch_size"),
         accumulation=_accumulation(k),
         deferred=Said("" if k.value(_EACH) else "last", k.given_of(_EACH)),
         precision=_precision(k),
@@ -85,15 +78,12 @@ def _step(k: Account) -> TransformersStep:
         kept=_kept(k),
         attention=_attention(k),
         liger=_liger(k),
-        mlp_tiles=said(k, "tiled_mlp"),
         optimizer=_optimizer(k),
         lora=_lora(k),
         adapted=_adapted(k),
         adapted_experts=_adapted_experts(k),
         quantized=_quantized(k),
-        packed=said(k, "sample_packing"),
         fp8=torchao_of(k, bool(k.value("fp8")), "fp8_enable_fsdp_float8_all_gather", "fp8"),
-        compiled=said(k, "torch_compile"),
     )
 
 

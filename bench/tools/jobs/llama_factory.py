@@ -18,6 +18,7 @@ from spbench.bench.tools.jobs.transformers_step import (
     precision_of,
     replicas_of,
     said,
+    said_in_table,
     torchao_of,
 )
 
@@ -52,11 +53,8 @@ def _step(k: Account) -> TransformersStep:
     again = not k.value("disable_gradient_checkpointing")
     liger = "norm swiglu loss" if k.value("enable_liger_kernel") else ""
     return TransformersStep(
-        model=said(k, "model_name_or_path"),
-        length=said(k, "cutoff_len"),
+        **said_in_table(k, "0"),
         **deepspeed_of(k, "deepspeed", "ddp"),
-        micro_batch=said(k, "per_device_train_batch_size"),
-        accumulation=said(k, "gradient_accumulation_steps"),
         precision=precision_of(
             k, [name for name in ("bf16", pure) if k.value(name)], ["fp16"] * bool(k.value("fp16"))
         ),
@@ -64,9 +62,7 @@ def _step(k: Account) -> TransformersStep:
         recompute=Said(
             again, k.given_of("disable_gradient_checkpointing", "gradient_checkpointing"), "is on"
         ),
-        reentrant=said(k, "use_reentrant_gc"),
         kept=Said("host" if k.value("use_unsloth_gc") else "device", k.given_of("use_unsloth_gc")),
-        attention=said(k, "flash_attn"),
         liger=Said(liger, k.given_of("enable_liger_kernel")),
         optimizer=optimizer_of(k, "optim"),
         lora=Said(k.value("lora_rank") if tuned == "lora" else 0, k.given_of("finetuning_type", "lora_rank")),
@@ -74,7 +70,6 @@ def _step(k: Account) -> TransformersStep:
         quantized=Said(k.value("quantization_bit") or 0, k.given_of("quantization_bit")),
         packed=Said(k.value("packing") or k.value("neat_packing"), k.given_of("packing", "neat_packing")),
         fp8=_fp8(k),
-        compiled=said(k, "torch_compile"),
     )
 
 
@@ -99,21 +94,10 @@ def _newer_step(k: Account) -> TransformersStep:
     on_host = "dist_config.offload_params"
     quantized = k.value("quant_config.quantization_bit") or 0
     return TransformersStep(
-        model=said(k, "model"),
-        length=said(k, "cutoff_len"),
+        **said_in_table(k, "1"),
         **{"host": Said("all" if k.value(on_host) else "", k.given_of(on_host)), **_distribution(k)},
-        experts=said(k, "dist_config.ep_size"),
-        dispatcher=Said("alltoall"),
-        groups=said(k, "mp_replicate_size"),
         replicas=replicas_of(k, "dp_size"),
-        sequence=said(k, "cp_size"),
-        sequence_by=said(k, "cp_mode"),
-        micro_batch=said(k, "micro_batch_size"),
-        batch=said(k, "global_batch_size"),
         precision=Said("bf16" if k.value("bf16") else "fp32", k.given_of("bf16")),
-        reduce=Said("fp32", (), "FSDP2 of LLaMA-Factory sums in float32"),
-        recompute=said(k, "enable_activation_checkpointing"),
-        attention=said(k, "flash_attn"),
         liger=Said("norm swiglu" if k.value("kernel_config.name") else "", k.given_of("kernel_config.name")),
         lora=_newer_lora(k),
         adapted=Adapted(said(k, "peft_config.target_modules")),

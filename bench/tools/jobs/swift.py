@@ -19,6 +19,7 @@ from spbench.bench.tools.jobs.transformers_step import (
     optimizer_of,
     precision_of,
     said,
+    said_in_table,
 )
 from spbench.bench.tools.jobs.variables import variables
 
@@ -58,16 +59,10 @@ def _step(k: Account, launch: Launch) -> TransformersStep:
         k.set("model_options.loss_tile", int(tiles), "CELOSS_PARALLEL_SIZE")
     k.ignore("its length follows from the model's, or is max_length", "max_model_len")
     return TransformersStep(
-        model=said(k, "model"),
-        length=said(k, "packing_length", "max_length"),
+        **said_in_table(k),
         gpus=Said(gpus_of(launch)),
         **deepspeed_of(k, "deepspeed", "ddp"),
-        sequence=said(k, "sequence_parallel_size"),
-        micro_batch=said(k, "per_device_train_batch_size"),
-        accumulation=said(k, "gradient_accumulation_steps"),
         precision=Said(dtype, k.given_of("torch_dtype", "bf16", "fp16")),
-        recompute=said(k, "gradient_checkpointing"),
-        attention=said(k, "attn_impl"),
         liger=Said(liger, k.given_of("use_liger_kernel")),
         optimizer=optimizer_of(k, "optim"),
         lora=Said(k.value("lora_rank") if tuned == "lora" else 0, k.given_of("tuner_type", "lora_rank")),

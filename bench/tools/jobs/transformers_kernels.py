@@ -116,7 +116,7 @@ def _loss(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None
         k.set(
             "model_options.cross_entropy", "in_place", note="a tile's gradient takes the place of its logits"
         )
-        k.approximate("a tile's logits are not made again in backward, and its sums are not in float32")
+        k.approximate("a tile's logits are not computed again in backward, and its sums are not in float32")
     else:
         for option, each in (("cross_entropy", step.cross_entropy), ("logits_held", step.logits_held)):
             if each.value not in ("plain", "none"):

@@ -156,6 +156,16 @@ def said(k: Account, *names: str, note: str = "") -> Said:
     return Said(value, (first,) if k.has(first) else (), note)
 
 
+def said_in_table(k: Account, version: str = "") -> dict[str, Any]:
+    """The fields of a step that the section ``step`` of a program's table has, of a version where it has
+    several: keys of a job, of which the first that is given counts, or the value that all jobs have."""
+    step = k.table.content["step"]
+    return {
+        name: said(k, *of.split()) if isinstance(of, str) else Said(of["value"], (), of.get("note", ""))
+        for name, of in (step[version] if version else step).items()
+    }
+
+
 def either(k: Account, words: dict[str, Any], otherwise: Any = None) -> Said:
     """The value of the first key that is given and true; all keys are its source."""
     given = tuple(name for name in words if k.has(name))

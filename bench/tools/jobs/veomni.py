@@ -8,7 +8,12 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.program_files import adapters_of, configuration
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
-from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, replicas_of, said
+from spbench.bench.tools.jobs.transformers_step import (
+    Said,
+    TransformersStep,
+    replicas_of,
+    said_in_table,
+)
 
 _TRAIN, _PARALLEL = "train.", "train.accelerator."
 
@@ -41,32 +46,19 @@ def _step(k: Account) -> TransformersStep:
         f"{_PARALLEL}offload.enable_activation",
         f"{_TRAIN}enable_activation_offload",
     )
-    again = f"{_TRAIN}gradient_checkpointing.enable", f"{_TRAIN}enable_gradient_checkpointing"
     optimizer = k.chosen(f"{_TRAIN}optimizer.type", f"{_TRAIN}optimizer")
     for name in (f"{_PARALLEL}{each}_size" for each in ("tp", "pp", "cp")):
         if k.count(name) > 1:
             k.refuse("this axis beside Ulysses and FSDP2", name)
     reduce = f"{fsdp}mixed_precision.reduce_dtype"
     return TransformersStep(
-        model=said(k, "model.config_path", "model.model_path"),
-        length=said(k, "data.max_seq_len"),
+        **said_in_table(k),
         sharding=Said(sharding, k.given_of(mode, kept)),
         host=Said("all" if on_host[0] else "", k.given_of(on_host[1])),
         replicas=replicas_of(k, f"{_PARALLEL}dp_shard_size", f"{_PARALLEL}dp_replicate_size"),
-        groups=said(k, f"{_PARALLEL}dp_replicate_size", f"{_TRAIN}data_parallel_replicate_size"),
-        sequence=said(k, f"{_PARALLEL}ulysses_size", f"{_TRAIN}ulysses_parallel_size"),
-        experts=said(k, f"{_PARALLEL}ep_size"),
-        dispatcher=Said("alltoall", (), "rows are sent to their experts"),
-        micro_batch=said(k, f"{_TRAIN}micro_batch_size"),
-        batch=said(k, f"{_TRAIN}global_batch_size"),
         half=Said(not mixed[0], k.given_of(mixed[1])),
         reduce=Said("fp32" if mixed[0] and k.value(reduce) == "float32" else "weights", k.given_of(reduce)),
-        recompute=said(k, *again),
-        reentrant=said(k, f"{_TRAIN}gradient_checkpointing.enable_reentrant"),
         kept=Said("host" if kept_on[0] else "device", k.given_of(kept_on[1])),
-        attention=said(k, "model.ops_implementation.attn_implementation", "model.attn_implementation"),
-        liger=Said("norm swiglu loss", (), "VeOmni's default kernels are Liger's"),
-        packed=said(k, f"{_TRAIN}dyn_bsz"),
         optimizer=Said("adam" if "adamw" in str(optimizer[0]) else optimizer[0], k.given_of(optimizer[1])),
         **adapters_of(k, "model.lora_config", "rank", "r"),
     )

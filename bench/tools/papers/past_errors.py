@@ -22,8 +22,8 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
 from spbench.bench.measure.trust.bands import run_of
-from spbench.bench.measure.trust.coverage import Covered, LeftOut, coverage, overall
-from spbench.bench.measure.trust.error_model import StepObservation
+from spbench.bench.measure.trust.error_model import Covered, LeftOut, StepObservation, coverage, overall
+from spbench.bench.programs import STOOD_IN
 from spbench.bench.tools.papers.comparison import OF_TIMES, Comparison, read_comparisons
 from spbench.bench.tools.papers.paper_findings import Line, distinct
 from spbench.bench.tools.papers.sources import published_file, publishers
@@ -46,7 +46,7 @@ RESTS_ON = {
     "fitted": "a scalar of the cluster, fitted to other published steps of the same model and strategy",
     "fitted elsewhere": "the same, fitted to steps of another model or strategy",
     "datasheet": "datasheets alone",
-}
+} | dict.fromkeys(STOOD_IN, "rates of these kinds, and a program other than the one measured")
 #: what is left out of the intervals, one at a time, to count how many of its times they hold
 LEFT_OUT: dict[LeftOut, str] = {
     "source": "who measured",

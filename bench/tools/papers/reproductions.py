@@ -28,6 +28,7 @@ from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measure.trust.bands import BANDS_FILE, MEMORY_ERRORS_FILE, packaged_model
 from spbench.bench.measure.trust.error_model import ErrorModel
 from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE, Evidence
+from spbench.bench.measure.trust.intervals import ANY
 from spbench.bench.row import Row, json_line
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import RECORDS, Comparison, read_csv
@@ -232,7 +233,7 @@ def fit_bands(request: Reproduction) -> Output:
             "interval": f"{difference(low - 1, 0)} {difference(high - 1, 0)}",
             "rests on": words,
         }
-        for rates, of_class in model.intervals.items()
+        for rates, of_class in {**model.intervals, **dict.fromkeys(model.of_stand_ins, (ANY,))}.items()
         for bound in of_class
         for low, high, words in [model.band(rates, bound, model.strategies[0])]
     ]

@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/trust.md and docs/long_context.md: our errors in eight lines, and by who
+"""The tables of README.md, docs/trust.md and docs/long_context.md: our errors in nine lines, and by who
 measured real machines, beside other predictors'; and each rung of ALST's ladder, the longest sequence as
 published and as simulated, and what its switch costs in time."""
 
@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from spbench.bench.programs import STOOD_IN
 from spbench.bench.tools.papers.comparison import Comparison, read_comparisons, read_csv
 from spbench.bench.tools.papers.megatron_cases import CASES
 from spbench.bench.tools.papers.paper_findings import ROLES, Line, distinct
@@ -112,11 +113,12 @@ _RATES = {
     "published steps, rates from benchmarks": ("sourced", "extrapolated", "transferred"),
     "published steps, a scalar fitted to other steps": ("fitted", "fitted elsewhere"),
     "published steps, datasheets alone": ("datasheet",),
+    "published steps of programs that another stands in for": STOOD_IN,
 }
 
 
 def trust_lines(folder: Path) -> list[Line]:
-    """The errors of each kind of number in eight lines, and how many of these numbers were predicted.
+    """The errors of each kind of number in nine lines, and how many of these numbers were predicted.
 
     Args:
         folder: the files of `spbench reproduce`.

@@ -237,7 +237,7 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
     options, ties = _options(cells), tied(rows)
     unsupported = {at: row.reason for at, row in enumerate(rows) if row.status == "unsupported"}
     entries: list[Entry] = [
-        {**flat(row), "options": option, "tie": tie, "communication": row.measurement.communication}
+        {**_flat(row), "options": option, "tie": tie, "communication": row.measurement.communication}
         for row, option, tie in zip(rows, options, ties, strict=True)
     ]
     shared = {name: entries[0][name] for name in _SHARED if len({entry[name] for entry in entries}) == 1}
@@ -269,6 +269,13 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
         below=("options", "reason"),
         folded=_unsupported(cells, unsupported),
     )
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    """As :func:`flat`; the engine of times that a CPU took says so, as its cluster is another machine."""
+    entry = flat(row)
+    measured_here = entry.get("step_time_s") and not entry["rates"] and row.cell.get("device") != "cuda"
+    return entry | ({"engine": f"{entry['engine']} on a CPU"} if measured_here else {})
 
 
 def _unsupported(cells: Sequence[Cell], reasons: Mapping[int, str]) -> dict[int, str]:

@@ -117,12 +117,13 @@ def test_the_class_of_a_time_is_that_of_its_worst_price_that_counts() -> None:
     # work without any rate may take many times as long, so that a little of it counts
     assert of(extrapolated=0.5, transferred=0.5, substituted=0.011) == "substituted"
     named = [each.price for each in stand_ins("torchtitan", "zero3", {"tp": 2, "nodes": 2})]
-    names = ["torchtitan's tensor parallelism", "torchtitan over nodes"]
+    names = ["torchtitan's TP", "torchtitan over nodes"]
     assert [each["work"] for each in named] == names
     priced_by = [*named, {"grade": "substituted", "share": 0.5}]
     sourced = rates_of_step(load_cluster("a100-sxm-80gb"), "bf16", ("tnl-1b", "lasp"), priced_by)
     assert sourced == f"{names[0]} priced as Megatron's"
-    assert not [*stand_ins("", "zero3", {"ep": 8})]
+    assert not [*stand_ins("", "zero3", {"ep": 8, "nodes": 2}, "the datasheet")]
+    assert [each.work for each in stand_ins("", "zero3", {"nodes": 2}, "InfiniBand")] == ["EFA"]
     # a scalar has taken up what its own program lacks, and that of no other program
     fitted, missing = load_cluster("a100-lasp"), [{"grade": "substituted", "share": 1.0}]
     assert rates_of_step(fitted, "bf16", ("tnl-1b", "lasp"), missing) == "fitted"

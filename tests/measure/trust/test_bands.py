@@ -101,7 +101,7 @@ def stood_in(*some: StandIn) -> dict[str, Any]:
     return {"rates": str(some[0]), "priced_by": [each.price for each in some]}
 
 
-DEEPSPEED = stood_in(STAND_INS[0])
+DEEPSPEED = stood_in(STAND_INS[1])
 
 
 def test_a_row_names_the_program_that_another_stands_in_for() -> None:
@@ -133,8 +133,8 @@ def test_a_time_with_one_end_of_its_interval_stands_alone(missing: str) -> None:
         (DEEPSPEED, "2.00 s -10% +101%, DeepSpeed priced as fully_shard"),
         # no narrower than that of its rates, and of what was never measured as wide as others
         (DEEPSPEED | {"bound": "bubble"}, "2.00 s -50% +101%, DeepSpeed priced as fully_shard"),
-        (stood_in(STAND_INS[1]), "2.00 s -50% +101%, expert parallelism, measured slower"),
-        (stood_in(*STAND_INS[:2]) | {"rates": "datasheet"}, "2.00 s -50% +101%, uncalibrated"),
+        (stood_in(STAND_INS[2]), "2.00 s -50% +101%, expert parallelism, measured slower"),
+        (stood_in(*STAND_INS[1:3]) | {"rates": "datasheet"}, "2.00 s -50% +101%, uncalibrated"),
         ({"step_time_s": None}, ""),
     ],
 )

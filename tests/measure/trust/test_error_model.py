@@ -9,9 +9,9 @@ from random import Random
 
 import pytest
 
-from spbench.bench.measure.trust.coverage import coverage, overall
-from spbench.bench.measure.trust.error_model import ErrorModel, StepObservation
+from spbench.bench.measure.trust.error_model import ErrorModel, StepObservation, coverage, overall
 from spbench.bench.measure.trust.intervals import ANY
+from spbench.bench.programs import STOOD_IN
 
 SOURCES = [f"s{number}" for number in range(8)]
 
@@ -69,6 +69,20 @@ def test_a_source_of_one_row_weighs_half() -> None:
     one, all_rows = ErrorModel.fit([*near, far[0]]), ErrorModel.fit([*near, *far])
     assert width(one) < 0.1
     assert width(all_rows) > 1.0
+
+
+def test_steps_of_a_stand_in_have_an_interval_of_their_own_side_and_move_no_other() -> None:
+    def stood_in(**errors: list[float]) -> ErrorModel:
+        some = [StepObservation(s, STOOD_IN[1], "host", "a", e) for s, of in errors.items() for e in of]
+        return ErrorModel.fit([*drawn(1), *some])
+
+    plain = ErrorModel.fit(drawn(1))
+    few, many = stood_in(a=[-0.2, -0.9]), stood_in(a=[-0.9], b=[-0.1, 0.5], c=[-0.3], d=[-0.2], e=[-0.4])
+    assert replace(few, of_stand_ins={}) == plain
+    low, high, words = few.band(STOOD_IN[1], "matmul", "a")
+    assert (low, high) == (plain.band("sourced", "matmul", "a")[0], pytest.approx(math.exp(0.9)))
+    assert words.startswith("DeepSpeed priced as fully_shard: 1 source, 2 rows; sourced rates, matmul")
+    assert many.band(STOOD_IN[1], "matmul", "a")[1] == pytest.approx(math.exp(0.4))
 
 
 def test_a_bound_with_few_sources_is_drawn_to_its_class() -> None:

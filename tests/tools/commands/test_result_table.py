@@ -41,8 +41,11 @@ def test_a_simulated_time_has_three_digits_an_interval_and_its_parts() -> None:
     assert shown == ["123000", "41.2%", "60%", "30%", None, "10%", "matmul"]
 
 
-def test_a_measured_time_has_three_digits_alone() -> None:
-    (line,) = result_table("Times", [row(0.0123456, engine="distributed")]).lines
+def test_a_measured_time_has_three_digits_alone_and_is_called_a_cpus() -> None:
+    table = result_table("Times", [row(0.0123456, engine="distributed")])
+    (line,) = table.lines
+    assert table.title.endswith("engine distributed on a CPU)")
+    assert "CPU" not in result_table("Times", [simulated()]).title
     assert line["step"] == "12.3 ms"
     assert [line[name] for name in ("MFU", "compute", "host", "bound")] == [None] * 4
 

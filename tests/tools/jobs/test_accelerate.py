@@ -136,7 +136,7 @@ AGAIN = "gradient_checkpointing_kwargs"
         ("max_length=LENGTH, ", "", ("full", True, None, 883, 1024)),
         ("SFTConfig", "DPOConfig", "DPOConfig of TRL: preferences"),
         ("trl import SFTConfig", "ours import SFTConfig", "how long sequences are is not said"),
-        ("LENGTH,", "args.length,", r"max_length: \$\(args.length\) is known to a run alone; --given"),
+        ("LENGTH,", "args.length,", r"max_length: \$\(args.length\) is a value that only a run has; --given"),
         ("packing", "**more, packing", r"TrainingArguments.\*\*"),
     ],
 )  # fmt: skip

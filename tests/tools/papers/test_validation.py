@@ -6,20 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pandas import DataFrame
 
 from spbench.bench.tools.papers.comparison import (
-    RECORDS,
     Comparison,
     read_comparisons,
-    write_csv,
 )
 from spbench.bench.tools.papers.sources import MEASURED, measured_sources, papers, published_file
 from spbench.bench.tools.papers.validation import (
     PREDICTORS_FILE,
     ladder_lines,
     predictor_errors,
-    status_lines,
     trust_lines,
     validation_lines,
 )
@@ -112,21 +108,6 @@ def test_formulas_by_a_papers_convention_are_not_counted_as_sent_bytes() -> None
     assert (line["worst"], line["role"]) == ("0%", f"{line['numbers']} formula")
     formulas = [r for paper in ("rsa", "lasp", "dsp") for r in read_comparisons(FILES / f"{paper}.csv")]
     assert 0 < line["numbers"] < sum(r.role == "formula" for r in formulas)
-
-
-def test_a_run_that_is_compared_in_several_quantities_counts_once(tmp_path: Path) -> None:
-    records = [
-        *(record("a.csv:1:memory", "m", 0.0), record("a.csv:1:time", "t", 0.0)),
-        record("a.csv:2:memory", "m", None, status_published="oom", status_reproduced="ok"),
-        record("a.csv:3:memory", "m", None, status_published="oom", status_reproduced="oom"),
-        record("a.csv:4:memory", "m", None, status_published="unstated", status_reproduced="oom"),
-    ]
-    for name in papers():
-        lines = [one.record for one in records] if name == "rsa" else []
-        write_csv(DataFrame(lines, columns=list(RECORDS)), tmp_path / f"{name}.csv")
-    of_rsa, *_, of_all = status_lines(tmp_path)
-    assert [*of_rsa.values()] == ["RSA", 3, 2, 2, 1]
-    assert [*of_all.values()] == ["all", 3, 2, 2, 1]
 
 
 # -- the ladder ----------------------------------------------------------------------------------------------
