@@ -43,7 +43,6 @@ from spbench.bench.tools.papers.document import (
 )
 from spbench.bench.tools.papers.execution import opened_executor
 from spbench.bench.tools.papers.megatron_cases import CASES, EXPERT_CASES, of_all_machines, predicted_cases
-from spbench.bench.tools.papers.memory_errors import certainty_lines, filled_runs, memory_errors
 from spbench.bench.tools.papers.paper_findings import markdown
 from spbench.bench.tools.papers.past_errors import (
     WITHOUT_RATES,
@@ -63,6 +62,7 @@ from spbench.bench.tools.papers.reproduction import (
     write_records,
 )
 from spbench.bench.tools.papers.sources import papers, scenarios_of
+from spbench.bench.tools.papers.validation import certainty_lines, filled_runs, memory_errors
 from spbench.bench.units import difference
 from spbench.bench.yaml_files import packaged
 
