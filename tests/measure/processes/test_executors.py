@@ -26,7 +26,7 @@ from spbench.bench.measure.sweep.sweep import at_once, sweep, unfinished
 from spbench.bench.measure.sweep.worker import Crew, Worker
 from tests.bench import fakes
 from tests.bench.fakes import cell
-from tests.bench.processes import until
+from tests.bench.hosts import until
 
 # imported where it is used: each process of a test run would do so to collect its tests
 if TYPE_CHECKING:
