@@ -8,7 +8,6 @@ attention; without, only the gaps between kernels.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from math import inf, isfinite, prod
@@ -25,6 +24,7 @@ from spbench.bench.tools.calibrate.log_findings import (
     TimedPass,
 )
 from spbench.bench.yaml_files import read_yaml
+from spbench.plots.series import grouped
 
 T = TypeVar("T")
 
@@ -132,10 +132,8 @@ def _id(event: Mapping[str, Any]) -> Any:
 
 
 def _launched(events: list[dict[str, Any]]) -> Iterator[_Launched]:
-    kernels: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        if event.get("cat") == "kernel" and _id(event) is not None:
-            kernels[_id(event)].append(event)
+    kernels = grouped((event for event in events if event.get("cat") == "kernel"), _id)
+    kernels.pop(None, None)
     for event in events:
         if event.get("cat") == "cpu_op" and _id(event) in kernels and event["args"].get("Input Dims"):
             own = kernels[_id(event)]
@@ -165,10 +163,8 @@ def _attention(each: _Launched) -> AttentionSpeed | None:
     if operator is None:
         return None
     query, key = each.shape(operator.query), each.shape(operator.query + 1)
-    causal, half = (
-        each.value(operator.causal) == "True",
-        each.kind(operator.query) in ("c10::Half", "c10::BFloat16"),
-    )
+    causal = each.value(operator.causal) == "True"
+    half = each.kind(operator.query) in ("c10::Half", "c10::BFloat16")
     if len(query) != 4 or len(key) != 4 or not half:
         return None
     if operator.window is not None and each.value(operator.window) not in ("", "-1"):
@@ -219,10 +215,8 @@ def _same_rank(shapes: list[list[int]]) -> list[list[int]]:
 def _gaps(on_card: list[dict[str, Any]]) -> list[float]:
     """Seconds from the end of what a stream does to the start of what it does next; of the stream with most
     kernels."""
-    streams: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for event in on_card:
-        streams[event.get("pid"), (event.get("args") or {}).get("stream", event.get("tid"))].append(event)
-    most = max(streams, key=lambda stream: len(streams[stream]))
-    busiest = sorted(streams[most], key=lambda event: event["ts"])
+    streams = grouped(on_card, lambda e: (e.get("pid"), (e.get("args") or {}).get("stream", e.get("tid"))))
+    busiest = max(streams.values(), key=len)
+    busiest.sort(key=lambda event: event["ts"])
     gaps = (after["ts"] - before["ts"] - before["dur"] for before, after in pairwise(busiest))
     return [max(0.0, gap) / 1e6 for gap in gaps if isfinite(gap)]
