@@ -17,8 +17,14 @@ from torch.distributed import ReduceOp
 
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.collectives import all_reduce
-from spbench.impls.kernels.host_copies import host_zeros, pageable_zeros, to_device_, to_host_
-from spbench.impls.kernels.host_updates import host_adamw_, host_unscale_
+from spbench.impls.kernels.host_copies import (
+    host_adamw_,
+    host_unscale_,
+    host_zeros,
+    pageable_zeros,
+    to_device_,
+    to_host_,
+)
 from spbench.impls.rings import wait_for_device
 
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.backends.host_adam import HostAdam
-from spbench.impls.kernels.host_copies import host_empty_like, host_zeros, to_device_, to_host_
-from spbench.impls.kernels.host_updates import host_add_
+from spbench.impls.kernels.host_copies import host_add_, host_empty_like, host_zeros, to_device_, to_host_
 from spbench.impls.rings import wait_for_device
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from spbench.bench.measure.engines.plan import model_parameters
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends import late_gradients
-from spbench.impls.backends.late_gradients import LateGradients, Take
-from spbench.impls.backends.zero1 import ShardedOptimizer
+from spbench.impls.backends.zero1 import LateGradients, ShardedOptimizer, Take
 from tests.impls.backends import one_device
 from tests.slow import slow
 

@@ -14,8 +14,7 @@ from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.lasp import Lasp
-from spbench.impls.strategies.lasp2 import Lasp2
-from spbench.impls.strategies.lasp2h import Lasp2H
+from spbench.impls.strategies.lasp2 import Lasp2, Lasp2H
 from spbench.impls.strategies.megatron_sp import MegatronSP
 from spbench.impls.strategies.nesting import Nesting
 from spbench.impls.strategies.tensor_parallel import TensorParallel
