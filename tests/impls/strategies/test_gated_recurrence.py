@@ -109,7 +109,7 @@ def test_planted_faults_are_red(pool: RankPool, fault: type[Strategy], name: str
             4,
             "gated-deltanet-tiny",
             24,
-            "lasp2h is for hybrids, which this model is not; use lasp, lasp2",
+            "is for hybrids, which this model is not; use lasp, lasp2",
         ),
         (Lasp2H, 4, "causal-transformer-tiny", 24, "is for hybrids, .* use all_gather_kv"),
     ],
