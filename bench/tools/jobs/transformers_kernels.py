@@ -36,6 +36,8 @@ WITHOUT_SWIGLU = {
 }
 #: what torch.compile makes one kernel of that keeps fewer tensors: words of model_options.fusions
 FUSED_BY_COMPILER = ("swiglu", "rope")
+#: an option of models, its value (none is set where that is false), what asks for it, and a note
+_Option = tuple[str, Any, Said, str]
 _TILES = "tokens, as many as the model is wide"
 COMPILED = "norms, SwiGLU and RoPE of what is compiled are a kernel each; Inductor fuses more"
 
@@ -56,25 +58,30 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
     family, routed = str(fields.get("model_type", "")), any(map(fields.get, EXPERTS))
     of_torch, compiled, tiles = step.library.value == "torch", step.compiled.value, step.mlp_tiles.value
     gated = family not in WITHOUT_SWIGLU and fields.get("hidden_act", "silu") == "silu"
-    if not of_torch:
-        k.approximate("projections of the same input are one matmul, not a layer each")
-    _attention(k, step, fields)
-    if partly := step.fp8.value and of_torch and routed:
-        k.refuse("eight bits of attention beside experts in sixteen", *step.fp8.names)
-    if "norm" in liger:
-        k.took("model_options.rms_norm: fused", *step.liger.names)
     separate = of_torch and family in SEPARATE
     by_operator = separate and "norm" not in liger and not compiled
     of_layers = f"projections of {family} are layers of their own in transformers"
+    if not of_torch:
+        k.approximate("projections of the same input are one matmul, not a layer each")
+    kernel = attention_of(str(step.attention.value), fields)
+    if kernel is None:
+        because = "FlashAttention-2 stands for it"
+        k.stand_in(f"attention by {step.attention.value}", "time and memory", because, *step.attention.names)
+    if partly := step.fp8.value and of_torch and routed:
+        k.refuse("eight bits of attention beside experts in sixteen", *step.fp8.names)
     # the clamped SwiGLU of gpt-oss's experts too
     own = [name for name in FUSED_BY_COMPILER if name in fused and (name != "swiglu" or gated or routed)]
-    # an option, its value (false: it is not set), the keys that ask for it, a note
-    options: Sequence[tuple[str, Any, Said, str]] = (
+    if "norm" in liger:
+        k.took("model_options.rms_norm: fused", *step.liger.names)
+    options: Sequence[_Option] = (
         ("library", not of_torch and step.library.value, step.library, ""),
         ("separate_projections", separate, Said(True), of_layers),
         ("rms_norm", by_operator and "plain", Said(True), "operator by operator in transformers"),
+        ("attention", kernel or "flash_attention_2", step.attention, ""),
         ("swiglu", "swiglu" in liger and not tiles and gated and "in_place", step.liger, ""),
+        *_loss(k, step, fields),
         ("mlp_tile", fields.get("hidden_size") if tiles is True else tiles, step.mlp_tiles, _TILES),
+        *_checkpoints(k, step),
         ("fp8", not partly and step.fp8.value, step.fp8, step.fp8.note),
         ("permutation", "permutation" in fused and routed and "fused", step.fused, ""),
         ("fusions", of_torch and not compiled and own, step.fused, ""),
@@ -82,8 +89,7 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
     for option, value, asked, note in options:
         if value:
             k.set(f"model_options.{option}", value, *asked.names, note=note)
-    _loss(k, step, fields)
-    _checkpoints(k, step)
+    k.took("the loss", *step.cross_entropy.names)
     k.took("kernels of their own", *step.fused.names)
     if compiled:
         words = [name for name in FUSED_BY_COMPILER if name not in liger or tiles]
@@ -93,49 +99,39 @@ def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -
     k.ignore("the MLP is computed at once", *step.mlp_tiles.names)
     k.ignore("no layer is converted to matmuls in eight bits", *step.fp8.names)
     k.ignore("nothing is compiled", *step.compiled.names)
-
-
-def _attention(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
-    """Set the kernel of attention."""
-    kernel, names = attention_of(str(step.attention.value), fields), step.attention.names
-    if kernel is None:
-        because = "FlashAttention-2 stands for it"
-        k.stand_in(f"attention by {step.attention.value}", "time and memory", because, *names)
-    k.set("model_options.attention", kernel or "flash_attention_2", *names)
-
-
-def _loss(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
-    """Set the kernel of the loss, and its tiles."""
-    if "loss" in str(step.liger.value).split():
-        k.set("model_options.loss_tile", "liger", *step.liger.names, note=step.liger.note)
-        k.set("model_options.cross_entropy", "in_place", *step.liger.names)
-    elif step.loss_tile.value:
-        tokens, rows = step.loss_tile.value
-        whole = {**fields, **fields.get("text_config", {})}.get("vocab_size") or rows
-        k.set("model_options.loss_tile", max(1, tokens * rows // max(whole, rows)), note=step.loss_tile.note)
-        k.set(
-            "model_options.cross_entropy", "in_place", note="a tile's gradient takes the place of its logits"
-        )
-        k.approximate("a tile's logits are not computed again in backward, and its sums are not in float32")
-    else:
-        for option, each in (("cross_entropy", step.cross_entropy), ("logits_held", step.logits_held)):
-            if each.value not in ("plain", "none"):
-                k.set(f"model_options.{option}", each.value, *each.names, note=each.note)
-    k.took("the loss", *step.cross_entropy.names)
-
-
-def _checkpoints(k: Account, step: TransformersStep) -> None:
-    if step.recompute.value:
-        k.set("model_options.recompute", "full", *step.recompute.names, note=step.recompute.note)
-        how = "recompute_reentrant" if step.reentrant.value else "recompute_early_stop"
-        note = "reentrant" if step.reentrant.value else "without reentrance"
-        k.set(f"model_options.{how}", True, *step.reentrant.names, note=note)
-        if step.kept.value != "device":
-            k.set("model_options.checkpoints", step.kept.value, *step.kept.names, note=step.kept.note)
-    elif step.kept.value != "device":
-        because = "activations of layers stay on the device"
-        k.stand_in(
-            "activations on the host without checkpoints", "time and memory", because, *step.kept.names
-        )
     k.ignore("nothing runs again", *step.recompute.names, *step.reentrant.names)
     k.ignore("checkpoints stay on the device", *step.kept.names)
+
+
+def _loss(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> Sequence[_Option]:
+    """The kernel of the loss, and its tiles."""
+    if "loss" in str(step.liger.value).split():
+        tile: _Option = "loss_tile", "liger", step.liger, step.liger.note
+        return tile, ("cross_entropy", "in_place", step.liger, "")
+    if not step.loss_tile.value:
+        both = {"cross_entropy": step.cross_entropy, "logits_held": step.logits_held}
+        return [(n, e.value not in ("plain", "none") and e.value, e, e.note) for n, e in both.items()]
+    tokens, rows = step.loss_tile.value
+    whole = {**fields, **fields.get("text_config", {})}.get("vocab_size") or rows
+    k.approximate("a tile's logits are not computed again in backward, and its sums are not in float32")
+    in_place = "a tile's gradient takes the place of its logits"
+    tile = "loss_tile", max(1, tokens * rows // max(whole, rows)), Said(True), step.loss_tile.note
+    return tile, ("cross_entropy", "in_place", Said(True), in_place)
+
+
+def _checkpoints(k: Account, step: TransformersStep) -> Sequence[_Option]:
+    """What runs again, by which of torch's functions, and where checkpoints wait."""
+    kept, again, reentrant = step.kept, step.recompute, step.reentrant
+    elsewhere = kept.value != "device"
+    if not again.value:
+        if elsewhere:
+            because = "activations of layers stay on the device"
+            missing = "activations on the host without checkpoints"
+            k.stand_in(missing, "time and memory", because, *kept.names)
+        return ()
+    return (
+        ("recompute", "full", again, again.note),
+        ("recompute_reentrant", bool(reentrant.value), reentrant, "reentrant"),
+        ("recompute_early_stop", not reentrant.value, reentrant, "without reentrance"),
+        ("checkpoints", elsewhere and kept.value, kept, kept.note),
+    )

@@ -1,5 +1,5 @@
 """How a transformers job is spread: the layers of stages, the micro-batches that they run, and over which
-ranks experts are spread; and how weights, gradients and optimizer are sharded, their dtypes, where they are, and
+ranks experts are spread; how weights, gradients and optimizer are sharded, their dtypes, where they are, and
 which of them are trained.
 
 Pipelines and experts are as NeMo Automodel has them (commit 36044ad3: components/distributed/pipelining/
