@@ -235,7 +235,7 @@ def _lines(scenario: str, findings: PaperFindings, details: str) -> Iterator[Lin
 
 
 def _reproduces(kind: str, verdict: PaperVerdict) -> str:
-    """The verdict on a kind of number, how many are met, and, if there are errors, their median and the worst."""
+    """The verdict on a kind of number, how many are met, and the median and the worst error, if any."""
     errors = verdict.formula_errors if kind == "bytes" else verdict.errors
     worst = map(error_percent, (median(errors), max(errors)) if errors else ())
     return ", ".join([f"{kind}: **{verdict.word}**", f"{verdict.met}/{verdict.judged}", *worst])
