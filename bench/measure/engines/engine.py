@@ -27,7 +27,7 @@ from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measurement import Measurement, Outcome, shortened
 from spbench.impls.discovery import named_classes
 from spbench.impls.layout import Unavailable, Unsupported
-from spbench.impls.outside_code import exits_refused, printed, told
+from spbench.impls.loose_files import exits_refused, printed, told
 from spbench.impls.place import Place
 from spbench.impls.strategies.nesting import nesting
 
