@@ -25,7 +25,7 @@ from spbench.impls.backends.zero1 import ShardedOptimizer, ShardedOptimizerOptio
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import strategy_class
 from tests.impls.backends import one_device
-from tests.measure.verify.assertions import assert_green
+from tests.measure.verify.planting import assert_green
 
 WHOLE = {"backend": "zero1", "shards": "whole"}
 

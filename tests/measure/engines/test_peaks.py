@@ -21,8 +21,7 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls import collectives
 from spbench.impls.models.model import models
 from spbench.impls.registries import backends, strategies
-from tests.measure.engines.cells import supported
-from tests.measure.engines.real_ranks import ATTEMPTS, on_a_real_rank, seen
+from tests.measure.engines.cells import ATTEMPTS, on_a_real_rank, seen, supported
 from tests.slow import slow_ones_are_left_out
 
 #: sequence lengths that 2 and 4 ranks divide, of models whose positions lie on a grid

@@ -14,7 +14,7 @@ from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.training.step import initialize
 from tests.measure.verify import document_faults as faults
-from tests.measure.verify.assertions import assert_green, assert_red
+from tests.measure.verify.planting import assert_green, assert_red
 
 DOCUMENTS = (7, 1, 11, 5)
 PACKED = model_preset("causal-transformer-tiny", {"documents": DOCUMENTS})

@@ -18,7 +18,7 @@ from spbench.impls.strategies.megatron_sp import MegatronSP
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ulysses import Ulysses
 from tests.measure.verify import expert_faults as faults
-from tests.measure.verify.assertions import assert_green, assert_red
+from tests.measure.verify.planting import assert_green, assert_red
 from tests.slow import slow
 
 TINY = asdict(model_preset("moe-tiny", {"layers": 2, "heads": 4, "aux_loss": "batch", "aux_weight": 0.1}))  # type: ignore[call-overload]

@@ -11,7 +11,7 @@ from spbench.bench.measure.verify.cases import VerifyRow, verify, verify_case
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import nesting, pairs
-from tests.measure.verify.assertions import assert_green
+from tests.measure.verify.planting import assert_green
 from tests.slow import slow
 
 BERT, DECODER = model_preset("bert-tiny"), model_preset("causal-transformer-tiny")

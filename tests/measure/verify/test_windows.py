@@ -16,7 +16,7 @@ from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from tests.measure.verify import document_faults as faults
-from tests.measure.verify.assertions import assert_green, assert_red
+from tests.measure.verify.planting import assert_green, assert_red
 from tests.slow import slow
 
 #: of four ranks' chunks of 6 positions, one and a part
