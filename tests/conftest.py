@@ -68,7 +68,7 @@ LONGEST = (
     "impls/kernels/test_triton.py",
     "impls/models/test_tiles.py",
     "tools/commands/test_cli.py",
-    "measure/engines/test_nested_steps.py",
+    "measure/engines/test_distributed.py",
     "measure/verify/test_nesting_checker.py",
     "plots/test_contents.py",
     "scripts/test_mutations.py",
