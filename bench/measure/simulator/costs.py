@@ -25,7 +25,6 @@ from spbench.bench.measure.clusters.rates import (
     MatmulRate,
     operator_seconds,
 )
-from spbench.bench.measure.simulator import flash_attention_grid as grid
 from spbench.bench.measure.simulator.collective_costs import (
     measured_seconds,
     nccl_seconds,
@@ -47,11 +46,13 @@ from spbench.bench.measure.simulator.program import (
     MATMUL,
     PRECISION_NAMES,
     Program,
+    attention_calls,
 )
-from spbench.bench.measure.simulator.step_parts import attention_calls
 from spbench.bench.measure.simulator.table_prices import (
     attention_rate,
+    backward_share,
     groups_of,
+    head_share,
     in_attention_table,
     matmul_seconds,
 )
@@ -281,7 +282,7 @@ class Costs:
         """Put the rates of attention without scores, in half precisions, into ``reached``, where the card has
         one for the kernel."""
         share, cores = self.calibration.efficiency, self.cluster.device.multiprocessors.value
-        on_grid = (rates.default if self.attention == "flash" else self.attention) == grid.KERNEL
+        on_grid = (rates.default if self.attention == "flash" else self.attention) == "flash_attention_2"
         for call, events in attention_calls(program):
             rate = rate_of_call(
                 self.cluster.device, self.attention, call.head_size, call.direction, call.mask
@@ -294,9 +295,9 @@ class Costs:
             )
             reached[events] = alone * share * (rate.sustained.value or 1.0)
             if on_grid:
-                reached[events] *= grid.head_share(call.head_size, rate.head_size)
+                reached[events] *= head_share(call.head_size, rate.head_size)
                 if call.direction == "backward" and cores:
-                    reached[events] *= grid.backward_share(call.heads, call.keys, call.head_size, cores)
+                    reached[events] *= backward_share(call.heads, call.keys, call.head_size, cores)
 
     def memory_bandwidth(self) -> float:
         """Bytes a second of the device's own memory that kernels reach; nan: not known."""

@@ -10,9 +10,8 @@ from spbench.bench.measure.clusters.cluster import Calibration, Cluster, Precisi
 from spbench.bench.measure.clusters.rate_tables import attention_by_length, square_matmuls
 from spbench.bench.measure.clusters.rates import AttentionRate, Link
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.program import MATMUL
+from spbench.bench.measure.simulator.program import MATMUL, AttentionCall
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
-from spbench.bench.measure.simulator.step_parts import AttentionCall
 from spbench.bench.measure.simulator.table_prices import attention_rate
 from spbench.impls.traffic import WIRE_SHARE
 

@@ -12,9 +12,16 @@ from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.host_clock import HostClock, host_seconds
 from spbench.bench.measure.simulator.lighter_ranks import Alike, unlike_work
 from spbench.bench.measure.simulator.message_matching import Channels, World
-from spbench.bench.measure.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, SEND
+from spbench.bench.measure.simulator.program import (
+    COLLECTIVE,
+    COMPUTE_STREAM,
+    KERNEL,
+    SEND,
+    Flops,
+    flops_of,
+    seconds_by_kind,
+)
 from spbench.bench.measure.simulator.rank_events import Event, rank_events
-from spbench.bench.measure.simulator.step_parts import Flops, flops_of, seconds_by_kind
 from spbench.bench.measure.simulator.substitutes import Substitute, seconds_by_substitute
 from spbench.bench.measure.simulator.waits import Times, Waits, waits_of
 

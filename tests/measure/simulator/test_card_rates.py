@@ -11,7 +11,7 @@ import torch
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.engines import virtual
-from spbench.bench.measure.simulator import flash_attention_grid as grid
+from spbench.bench.measure.simulator import table_prices as grid
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import ATTENTION, KERNEL, MATMUL
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
