@@ -27,9 +27,8 @@ import numpy as np
 from spbench.bench.measure.clusters.rate_tables import (
     HEAD_SIZE,
     RateTable,
-    attention_table,
     collective_tables,
-    matmul_table,
+    rate_table,
 )
 from spbench.bench.measure.clusters.rates import AttentionRate, Link
 from spbench.bench.measure.simulator.program import AttentionCall, Program
@@ -59,7 +58,7 @@ def matmul_seconds(
         nbytes: [calls]: that they read and write.
         model: seconds by FLOPs and bytes, as the cluster's own figures have them.
     """
-    table = matmul_table(name)
+    table = rate_table(name)
     sizes = matmul_sizes(table, shapes)
     edge = table.cut(sizes)
     edge_flops = 2.0 * edge.prod(axis=1)
@@ -89,7 +88,7 @@ def in_attention_table(rate: AttentionRate, call: AttentionCall) -> bool:
 def attention_rate(rate: AttentionRate, call: AttentionCall, groups: int) -> float:
     """FLOPs a second of calls that :func:`in_attention_table` holds for. Heads and groups of several samples
     count as those of one."""
-    table = attention_table(rate.table.value or "")
+    table = rate_table(rate.table.value or "")
     sizes = np.array([[call.length, call.heads, groups]], dtype=float)
     length = int(table.cut(sizes)[0, 0])
     return float(table.rates(sizes)[0]) * rate.at(call.length) / rate.at(length)
@@ -98,14 +97,14 @@ def attention_rate(rate: AttentionRate, call: AttentionCall, groups: int) -> flo
 def lengths_measured(rate: AttentionRate) -> tuple[int, int] | None:
     """The shortest and the longest sequence that a rate was measured of; None: its source does not say."""
     if rate.table.value is not None:
-        table = attention_table(rate.table.value)
+        table = rate_table(rate.table.value)
         return int(table.smallest[0]), int(table.largest[0])
     return (min(rate.measured), max(rate.measured)) if rate.measured else None
 
 
 def matmuls_covered(name: str, shapes: np.ndarray) -> np.ndarray:
     """[calls]: whether matmuls of (batch, m, n, k) lie within a table."""
-    table = matmul_table(name)
+    table = rate_table(name)
     return table.covers(matmul_sizes(table, shapes))
 
 
