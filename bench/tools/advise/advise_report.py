@@ -13,10 +13,9 @@ from spbench.bench.files import write_whole
 from spbench.bench.measure.trust.bands import TIE, shown_band
 from spbench.bench.measure.trust.fit_certainty import TIGHT
 from spbench.bench.tools.advise.advice import Advice, scenario_text
-from spbench.bench.tools.advise.behind import own_content, own_in_words
+from spbench.bench.tools.advise.behind import NOTHING, own_content, own_in_words, turns
 from spbench.bench.tools.advise.possible import left_out_by_length, spelled
 from spbench.bench.tools.advise.ranking import Seen, simpler
-from spbench.bench.tools.advise.turns import NOTHING, turns
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.bench.units import GIB, shown_price, shown_share, three_digits
 from spbench.impls.strategies.nesting import PLUS

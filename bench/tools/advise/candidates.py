@@ -60,14 +60,16 @@ def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str]
 
 def mesh_alone(cell: Cell) -> str:
     """The mesh of a cell as text, without the ranks of its experts and whatever the order of its axes."""
-    sizes = cell.mesh_sizes
+    return _mesh_alone(cell.mesh_sizes)
+
+
+def _mesh_alone(sizes: Mapping[str, int]) -> str:
     return spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
 
 
 def kind_of_layout(layout: Layout) -> tuple[str, str]:
     """Strategy and mesh, as of a cell (:func:`mesh_alone`)."""
-    sizes = layout.sizes
-    return layout.way.strategy, spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
+    return layout.way.strategy, _mesh_alone(layout.sizes)
 
 
 #: a choice and its value

@@ -30,7 +30,7 @@ from spbench.bench.tools.advise.candidates import (
 from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layouts import Way, things_to_set
 from spbench.bench.tools.advise.learned import UNKNOWN, Learned, Waiting
-from spbench.bench.tools.advise.looked_at import LookedAt
+from spbench.bench.tools.advise.looked_at import SAME_STEP, LookedAt
 from spbench.bench.tools.advise.possible import why_impossible
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import (
@@ -43,9 +43,7 @@ from spbench.bench.tools.advise.ranking import (
     tie_limit,
 )
 from spbench.bench.tools.advise.references import references, savings_of
-from spbench.bench.tools.advise.same_steps import SAME_STEP
-from spbench.bench.tools.advise.single_changes import changes_beside, cheaper_savings
-from spbench.bench.tools.advise.whole_looks import WholeLooks
+from spbench.bench.tools.advise.whole_looks import WholeLooks, changes_beside, cheaper_savings
 from spbench.bench.tools.fit.asking import Asking, Say, unheard
 
 #: layouts that are traced with few layers at once, a worker

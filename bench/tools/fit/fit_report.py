@@ -19,10 +19,16 @@ from spbench.bench.measure.trust.bands import (
     past_errors,
     priced_by_in_words,
 )
-from spbench.bench.tools.fit.anatomy import Part, plain
+from spbench.bench.tools.fit.anatomy import Part
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
-from spbench.bench.tools.fit.budget_report import plan_content, plan_line, switches_table
-from spbench.bench.tools.fit.change_words import flags_of, settings_of, step_of
+from spbench.bench.tools.fit.budget_report import (
+    flags_of,
+    plan_content,
+    plan_line,
+    settings_of,
+    step_of,
+    switches_table,
+)
 from spbench.bench.tools.fit.fit_verdict import MEMORY_COLUMNS, VERDICT_COLUMNS, Verdict, columns
 from spbench.bench.tools.fit.fitting import Fitting, fitting
 from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
@@ -80,7 +86,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
         "cells": cells,
         "detail": {
             "cell": fullest.cell.key,
-            **{name: value for name, value in plain(fullest.anatomy).items() if name != "curve"},
+            **{name: value for name, value in asdict(fullest.anatomy).items() if name != "curve"},
             "priced_by": fullest.measurement.get("priced_by") or [],
             "by_class": fullest.measurement["by_class"],
         },

@@ -101,6 +101,11 @@ class Verdict:
         """Whether all ranks fit their devices."""
         return all(entry["status"] == "ok" for entry in self.measurement["by_class"])
 
+    def within(self, budget_bytes: int) -> bool:
+        """Whether it needs no more than so many bytes, and its hosts have the memory."""
+        on_host = self.devices_fit and not self.fits
+        return self.memory.total_bytes <= budget_bytes and not on_host
+
     @cached_property
     def memory(self) -> CardMemory:
         """What the card has and must have, on the fullest ranks; by the guessed peak, where the cell was not
@@ -117,17 +122,6 @@ class Verdict:
     def price(self, before: Verdict) -> float | None:
         """The step time over that of the cell without the change; None: one of the two has none."""
         return self.step_s / before.step_s if self.step_s and before.step_s else None
-
-    @property
-    def reason(self) -> str:
-        """Why it does not fit or has no time, as rows have it."""
-        reason: str = self.measurement["reason"]
-        return reason
-
-    @property
-    def node_host_memory_bytes(self) -> int | None:
-        """Bytes that the ranks of a node hold in its host's memory; None: they hold none."""
-        return self.measurement.get("node_host_memory_bytes")
 
     @property
     def setup_alone(self) -> bool:
@@ -156,7 +150,7 @@ class Verdict:
         if self.fits:
             return f"fits: {self.certainty.answer}, {card_gib(memory.spare_bytes)} GiB to spare {needs}"
         if self.devices_fit:
-            return f"fits: no, {self.reason}"
+            return f"fits: no, {self.measurement['reason']}"
         return f"fits: no, {card_gib(-memory.spare_bytes)} GiB are missing {needs}"
 
     def peak(self, program: str = "") -> str:
@@ -186,7 +180,7 @@ class Verdict:
 
     def on_host(self) -> str:
         """A line on what ranks hold in the memory of their hosts; "" where they hold nothing."""
-        if not (node := self.node_host_memory_bytes):
+        if not (node := self.measurement.get("node_host_memory_bytes")):
             return ""
         total = load_cluster(self.cell.cluster).host_memory.total_bytes.value
         has = "whose memory is unknown" if total is None else f"which has {card_gib(total)} GiB"
@@ -211,8 +205,8 @@ VERDICT_COLUMNS = [
         peak_memory_bytes="anatomy.peak_memory_bytes",
         reserved_memory_bytes="anatomy.reserved_memory_bytes",
         nvidia_smi_bytes="shown_by_nvidia_smi",
-        node_host_memory_bytes="node_host_memory_bytes",
     ),
+    Column("host", "node_host_memory_bytes", of=lambda v: v.measurement.get("node_host_memory_bytes")),
     Column("ranks", "ranks", of=lambda verdict: ranks_text(verdict.anatomy.ranks).split(" ", 1)[1]),
     *columns(
         stage="anatomy.stage",
@@ -221,8 +215,8 @@ VERDICT_COLUMNS = [
         micro_batch="anatomy.moment.micro_batch",
         module="anatomy.moment.module",
         step_time_s="step_s",
-        reason="reason",
     ),
+    Column("reason", "reason", of=lambda verdict: verdict.measurement["reason"]),
 ]
 
 

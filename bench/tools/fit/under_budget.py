@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,12 +22,18 @@ import scipy  # whose parts, a second of imports, are imported as they are first
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.tools.fit.anatomy import Anatomy, examine
 from spbench.bench.tools.fit.asking import Asking, Say, Task, unheard
 from spbench.bench.tools.fit.fit_verdict import Verdict
-from spbench.bench.tools.fit.suggestions import Change
-from spbench.bench.tools.fit.switches import MODULES, RECOMPUTE, share_of_layers, switches, together
+from spbench.bench.tools.fit.suggestions import (
+    MODULES,
+    RECOMPUTE,
+    Change,
+    cells_of,
+    share_of_layers,
+    switches,
+    together,
+)
 
 #: the settings of recomputation of all layers
 _ALL_LAYERS = {RECOMPUTE: "full"}
@@ -60,12 +66,7 @@ class BudgetPlan:
 
     def fits(self, verdict: Verdict) -> bool:
         """Whether it needs no more than the budget, and its hosts have the memory."""
-        return _fits(verdict, self.budget_bytes)
-
-
-def _fits(verdict: Verdict, budget_bytes: int) -> bool:
-    on_host = verdict.devices_fit and not verdict.fits
-    return verdict.memory.total_bytes <= budget_bytes and not on_host
+        return verdict.within(self.budget_bytes)
 
 
 def peaks_by_phase(anatomy: Anatomy) -> dict[tuple[int, str], int]:
@@ -99,13 +100,7 @@ class Search:
 
     def trace(self, changes: Iterable[Change]) -> list[Verdict]:
         """The verdicts of changes that can be run; those that were traced before are not traced again."""
-        by_key: dict[str, tuple[Cell, Change]] = {}
-        for change in changes:
-            try:
-                other = changed(self.cell, change.settings) if change.settings else self.cell
-            except UserError:  # of options that exclude each other
-                continue
-            by_key.setdefault(other.key, (other, change))
+        by_key = cells_of(self.cell, changes)
         tasks = [Task(other, examine) for key, (other, _) in by_key.items() if key not in self.verdicts]
         for task, outcome in self.asking(tasks):
             if outcome.status in ("ok", "oom"):
@@ -119,7 +114,7 @@ class Search:
         return [each for each in self.trace(changes) if each.step_s]
 
     def fits(self, verdict: Verdict) -> bool:
-        return _fits(verdict, self.budget_bytes)
+        return verdict.within(self.budget_bytes)
 
     def cheaper(self, sets: Iterable[tuple[float, Sequence[Change]]]) -> None:
         """Trace sets of switches, with the seconds of their steps if costs add up, the cheapest first, until
@@ -286,8 +281,3 @@ class _Program:
             saved -= np.outer(saved[:, some] / share, of_all)
             costs -= costs[some] / share * np.array(of_all)
         return saved, costs
-
-
-def settings_of_plan(plan: BudgetPlan) -> Mapping[str, object]:
-    """The settings of what was chosen; empty: the cell is as it was, or nothing fits."""
-    return plan.chosen.change.settings if plan.chosen and plan.chosen.change else {}

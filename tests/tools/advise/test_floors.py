@@ -8,7 +8,7 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.tools.advise.floors import compute_floor_s, links_floor_s
+from spbench.bench.tools.advise.collective_prices import compute_floor_s, links_floor_s
 from tests.tools.advise.questions import asked
 
 H100 = load_cluster("dgx-h100")  # eight cards and eight network cards a node

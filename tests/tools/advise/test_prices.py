@@ -21,9 +21,7 @@ from spbench.bench.tools.advise.look import look
 from spbench.bench.tools.advise.looked_at import LookedAt
 from spbench.bench.tools.advise.question import question
 from spbench.bench.tools.advise.ranking import SearchResult, Seen, ranked
-from spbench.bench.tools.advise.single_changes import without_switches
-from spbench.bench.tools.advise.switch_prices import other_kernels
-from spbench.bench.tools.advise.whole_looks import WholeLooks
+from spbench.bench.tools.advise.whole_looks import WholeLooks, other_kernels, without_switches
 from spbench.bench.tools.fit import asking as module
 from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.asking import Asking, Task

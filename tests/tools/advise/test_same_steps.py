@@ -8,8 +8,8 @@ from spbench.bench.measurement import Outcome
 from spbench.bench.tools.advise.candidates import Candidate
 from spbench.bench.tools.advise.layouts import Layout, Way
 from spbench.bench.tools.advise.learned import Waiting
+from spbench.bench.tools.advise.looked_at import SameSteps
 from spbench.bench.tools.advise.ranking import Seen
-from spbench.bench.tools.advise.same_steps import SameSteps
 from tests.tools.advise.questions import asked
 
 

@@ -8,7 +8,7 @@ from spbench.bench.command_line.output import Table, View
 from spbench.bench.tools.advise.advise_report import report
 from spbench.bench.tools.advise.possible import Absence
 from spbench.bench.tools.advise.ranking import Seen
-from spbench.bench.tools.advise.switch_prices import Price
+from spbench.bench.tools.advise.whole_looks import Price
 from tests.terminal import faults_of, screen_of
 from tests.tools.advise.test_advice import advice, seen
 

@@ -22,10 +22,10 @@ from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layout_search import BEST, Search
 from spbench.bench.tools.advise.layouts import Refused
 from spbench.bench.tools.advise.learned import Bounds, Learned, Waiting
+from spbench.bench.tools.advise.looked_at import SAME_STEP
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import TOSS, SearchResult, Seen, complexity, ranked, tie_limit
 from spbench.bench.tools.advise.references import BackendFigures, Depths, Reference, as_text
-from spbench.bench.tools.advise.same_steps import SAME_STEP
 from spbench.bench.tools.fit.asking import Task
 from spbench.impls.strategies.nesting import PLUS
 from tests.slow import slow

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.advise.turns import turns, varying
+from spbench.bench.tools.advise.behind import turns, varying
 
 
 def point(strategy: str, **more: Any) -> dict[str, Any]:

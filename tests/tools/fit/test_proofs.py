@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Outcome
-from spbench.bench.tools.fit.anatomy import ANATOMY, anatomy, plain
+from spbench.bench.tools.fit.anatomy import ANATOMY, anatomy
 from spbench.bench.tools.fit.asking import Task
 from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.proofs import ENOUGH, MOST, MOST_PAIRS, Proofs, prove
@@ -44,7 +44,7 @@ def proved(needs: Callable[[Cell], float], states: int = 2**30, most: int = MOST
     taken_apart = replace(
         anatomy(MemoryLog([states], [1])), held={"optimizer_state": states}, least_usable_bytes=NOW
     )
-    meters = {ANATOMY: plain(taken_apart)}
+    meters = {ANATOMY: asdict(taken_apart)}
     before = Verdict(asked, {"usable_memory_bytes": USABLE, "step_time_s": 1.0, "meters": meters})
     asking: Any = Made(needs)
     return prove(before, asking, most), asking
