@@ -120,7 +120,7 @@ def _map(answers: Sequence[Advice]) -> Table:
     points = [
         {
             **(point := answer.point()),
-            "best": _best(answer),
+            "best": str(answer.winner or ("no layout is possible" if answer.result.impossible else NOTHING)),
             "tokens_per_s_gpu": (rate := point["tokens_per_s"]) and rate / point["gpus"],
             "layouts": answer.result.counts["looked at"],
             "seconds": answer.seconds,
@@ -128,12 +128,6 @@ def _map(answers: Sequence[Advice]) -> Table:
         for answer in answers
     ]
     return Table.of("Which layout where", columns, points)
-
-
-def _best(answer: Advice) -> str:
-    if answer.winner is None:
-        return "no layout is possible" if answer.result.impossible else NOTHING
-    return str(answer.winner)
 
 
 def _sections(answer: Advice, program: str) -> Iterator[Table | str]:

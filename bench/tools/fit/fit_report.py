@@ -29,11 +29,17 @@ from spbench.bench.tools.fit.budget_report import (
     step_of,
     switches_table,
 )
-from spbench.bench.tools.fit.fit_verdict import MEMORY_COLUMNS, VERDICT_COLUMNS, Verdict, columns
+from spbench.bench.tools.fit.fit_verdict import (
+    MEMORY_COLUMNS,
+    VERDICT_COLUMNS,
+    Verdict,
+    columns,
+    in_program_words,
+    part_of_experts,
+)
 from spbench.bench.tools.fit.fitting import Fitting, fitting
-from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
 from spbench.bench.tools.fit.proofs import Proofs
-from spbench.bench.tools.fit.taken import experts_line, model_line, taken, taken_line, tokens_of_rank
+from spbench.bench.tools.fit.subject import experts_line, model_line, taken, taken_line, tokens_of_rank
 from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import card_gib, shown_price, shown_share
 from spbench.impls.models.model import model_preset
@@ -117,20 +123,16 @@ def _verdict_lines(answer: Fitting) -> list[str]:
 
 def _cells_table(answer: Fitting) -> Table:
     lines = [
-        {
-            "cell": each.cell.key,
-            "fits": each.certainty.answer,
-            "needs GiB": card_gib(each.memory.total_bytes),
-            "spare GiB": card_gib(each.memory.spare_bytes),
-            "on": each.where_in(answer.subject.job),
-        }
+        (
+            *(each.cell.key, each.certainty.answer, card_gib(each.memory.total_bytes)),
+            *(card_gib(each.memory.spare_bytes), each.where_in(answer.subject.job)),
+        )
         for each in answer.verdicts
     ]
-    lines += [
-        {"cell": cell.key, "fits": "-", "needs GiB": "", "spare GiB": "", "on": reason}
-        for cell, reason in answer.others
-    ]
-    return Table("Which cells fit", lines, ("cell", "fits", "spare GiB", "needs GiB"), below=("on",))
+    lines += [(cell.key, "-", "", "", reason) for cell, reason in answer.others]
+    names = ("cell", "fits", "needs GiB", "spare GiB", "on")
+    table = [dict(zip(names, line, strict=True)) for line in lines]
+    return Table("Which cells fit", table, ("cell", "fits", "spare GiB", "needs GiB"), below=("on",))
 
 
 def _holding(verdict: Verdict) -> Iterator[Table | str]:

@@ -1,13 +1,15 @@
 """Whether a cell fits, and by how much: the measurement of a cell, as it is or with a change, in numbers and
-words."""
+words, modules in those of the program whose job it is."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, groupby
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -18,9 +20,9 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.rank_memory import exchange_memory_bytes
 from spbench.bench.measure.trust.fit_certainty import FITS, NO, Certainty, certainty
 from spbench.bench.tools.fit.anatomy import ANATOMY, Anatomy, Part
-from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
 from spbench.bench.tools.fit.suggestions import Change
 from spbench.bench.units import card_gib
+from spbench.bench.yaml_files import read_yaml
 from spbench.impls.models.model import model_preset
 
 _ANATOMY = TypeAdapter(Anatomy)
@@ -230,3 +232,48 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if len(texts) > 4:
         texts = [*texts[:2], "...", texts[-1]]
     return f"ranks {', '.join(texts)}"
+
+
+#: of jobs whose kind has no words of its own
+_USUAL = "huggingface"
+
+
+@functools.cache
+def _programs() -> Mapping[str, Mapping[str, str]]:
+    """By the kind of job, what its program calls the modules of the decoder."""
+    return read_yaml(Path(__file__).with_name("module_words.yaml"))
+
+
+def in_program_words(module: str, program: str) -> str:
+    """What a program calls a module.
+
+    Args:
+        module: its path here, as ``blocks.*.mlp``; the name of a class: the decoder itself.
+        program: the kind of its job; "" for none.
+    """
+    programs = _programs()
+    words = {**programs.get(program, programs[_USUAL]), "loader_mask": "the data loader's attention mask"}
+    if "Decoder" in module:
+        return words[""]
+    parts = module.split(".")
+    for end in range(len(parts), 0, -1):
+        if (path := ".".join(parts[:end])) in words:
+            return words[path]
+    return module
+
+
+def part_of_experts(kind: str, module: str, experts: bool) -> str:
+    """What a part of a peak is of a layer with experts; "" for other parts.
+
+    Args:
+        kind: of memory, as "activations".
+        module: in which it was allocated.
+        experts: whether the model's feed-forward layers have any.
+    """
+    if not experts or ".mlp" not in module or module.endswith(("mlp_norm", "mlp_end")):
+        return ""
+    if ".mlp.router" in module:
+        return "router"
+    if ".mlp.shared" in module:
+        return "shared experts"
+    return "dispatch buffers" if kind == "communication_buffers" else "routed experts, dispatch"

@@ -5,6 +5,7 @@ viewer (https://pytorch.org/memory_viz) and for ``torch.cuda._memory_viz``."""
 from __future__ import annotations
 
 import pickle
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from spbench.bench.measure.engines.rank_memory import allocator_of
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.memory.allocator import CachingAllocator
 from spbench.bench.measure.memory.allocator_settings import ExpandableSegments
+from spbench.bench.measure.scenarios.scenario import written
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trust.fit_certainty import FITS
 from spbench.bench.measurement import Outcome
@@ -27,13 +29,14 @@ from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.asking import Asking, Say, Task, within
 from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.proofs import ENOUGH, MOST, Largest, Proofs, largest, prove
-from spbench.bench.tools.fit.subject import Subject, advise_command, subject
-from spbench.bench.tools.fit.taken import model_line, slow_words
+from spbench.bench.tools.fit.subject import Subject, model_line, slow_words, subject
 from spbench.bench.tools.fit.under_budget import BudgetPlan, plan_budget
 from spbench.plots.style import length_text, model_name, strategy_name
 
 #: share of the time that tracing the cells takes, roughly, where changes are tried after it
 _EXAMINED = 0.4
+#: settings of what is trained, whatever the layout
+_OF_THE_JOB = ("precision", "model_options")
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,21 @@ def fitting(
     return Fitting(about, verdicts, others, proofs, sizes, plan, advise_command(words, fullest.cell, asked))
 
 
+def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:
+    """The command line that searches for the fastest layout of what a cell trains, on as many GPUs.
+
+    Args:
+        words: that it was asked about with.
+        asked: what else; of its settings those of the model and the precision are the job's own.
+    """
+    batch, seq_len = cell.shape
+    own = {name: value for name, value in asked.settings.items() if name.split(".")[0] in _OF_THE_JOB}
+    parts = [*(f"--model {shlex.quote(word)}" for word in words), f"--cluster {shlex.quote(cell.cluster)}"]
+    parts += [f"--gpus {cell.sizes.world}", f"--seq-len {seq_len}", f"--batch {batch}"]
+    parts += [f"--given {shlex.quote(f'{name}={value}')}" for name, value in asked.given.items()]
+    return " ".join(["spbench advise", *parts, *([f"--set {shlex.quote(written(own))}"] if own else [])])
+
+
 def _examined(about: Subject, asking: Asking, say: Say) -> Iterator[tuple[Cell, Outcome]]:
     """The cells with their outcomes, in their order."""
     cells = about.cells
@@ -223,17 +241,12 @@ def snapshot(log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator) ->
             if allocator.reserved > reserved:
                 note("segment_alloc", at, number, block.address, allocator.reserved - reserved)
             note("alloc", at, number, block.address, nbytes)
-    expandable = kind is ExpandableSegments
-    segments = [
-        {
-            **_segment(blocks, storages, log.sizes, frames),
-            "stream": stream,
-            "segment_type": "small" if small else "large",
-            "is_expandable": expandable,
-        }
-        for blocks in allocator.segments()
-        for stream, small in [allocator.pool_of(blocks[0][0])]
-    ]
+    segments = []
+    for blocks in allocator.segments():
+        stream, small = allocator.pool_of(blocks[0][0])
+        pool = {"stream": stream, "segment_type": "small" if small else "large"}
+        pool["is_expandable"] = kind is ExpandableSegments
+        segments.append({**_segment(blocks, storages, log.sizes, frames), **pool})
     return {"segments": segments, "device_traces": [events], "allocator_settings": {}}
 
 
@@ -245,18 +258,16 @@ def _segment(
 ) -> dict[str, Any]:
     allocated = sum(nbytes for _, nbytes, free in blocks if not free)
     total = sum(nbytes for _, nbytes, _ in blocks)
-    shown = []
-    for address, nbytes, free in blocks:
-        asked = 0 if free else sizes[storages[address]]
-        shown.append(
-            {
-                "address": _BASE + address,
-                "size": nbytes,
-                "requested_size": asked,
-                "state": "inactive" if free else "active_allocated",
-                "frames": [] if free else frames[storages[address]],
-            }
-        )
+    shown = [
+        {
+            "address": _BASE + address,
+            "size": nbytes,
+            "requested_size": 0 if free else sizes[storages[address]],
+            "state": "inactive" if free else "active_allocated",
+            "frames": [] if free else frames[storages[address]],
+        }
+        for address, nbytes, free in blocks
+    ]
     return {
         "device": 0,
         "address": _BASE + blocks[0][0],
