@@ -107,7 +107,8 @@ def links_floor_s(cell: Cell, measurement: Mapping[str, Any]) -> float | None:
 def _row_s(cell: Cell, row: Mapping[str, Any]) -> tuple[float, float] | None:
     """Seconds within a node and across nodes of one row of the closed form."""
     cluster, sent = load_cluster(cell.cluster), float(row["sent_bytes"])
-    ranks, here = _members(cell, row["axis"].split("_"), cluster.devices_per_node)
+    nodes = np.array(Place(cell.mesh_sizes).members(*row["axis"].split("_"))) // cluster.devices_per_node
+    ranks, here = len(nodes), int((nodes == nodes[0]).sum())  # of the group, and of it in one node
     if not sent or ranks == 1:
         return 0.0, 0.0
     card = cluster.network.bandwidth_bytes_per_s.value
@@ -126,9 +127,3 @@ def _row_s(cell: Cell, row: Mapping[str, Any]) -> tuple[float, float] | None:
     if row["collective"] in _TO_NEXT:
         by = min(by, card)
     return (sent / node if here > 1 else 0.0), sent / by
-
-
-def _members(cell: Cell, axes: list[str], of_node: int) -> tuple[int, int]:
-    """(ranks of the group along these axes, of them in one node)."""
-    group = np.array(Place(cell.mesh_sizes).members(*axes))
-    return len(group), int((group // of_node == group[0] // of_node).sum())

@@ -154,7 +154,9 @@ class Search(LookedAt):
         while patience > 0 and (batch := self._next(waiting)):
             again = sum(_COUNTS if each.layout.pp >= _DEEP else 1 for each in batch if told(each.strategy))
             self._look(batch)
-            self._leave_out_the_same(waiting)
+            if self.same.replaced:  # leave out candidates whose steps are those of another strategy
+                others = waiting.leave_out(lambda strategy: self.same.instead(strategy) != strategy)
+                self.result.counts[SAME_STEP] += others
             if best := self.best_layouts():
                 patience -= again
                 sum_s = sum(seen.step_s for seen in best[:BEST])
@@ -232,12 +234,6 @@ class Search(LookedAt):
             self.learned.add(*found)
             self.same.add(*found)
         self.learned.fit()
-
-    def _leave_out_the_same(self, waiting: Waiting) -> None:
-        """Leave out the candidates whose steps are those of another strategy."""
-        if self.same.replaced:
-            others = waiting.leave_out(lambda strategy: self.same.instead(strategy) != strategy)
-            self.result.counts[SAME_STEP] += others
 
     # -- beside the best -----------------------------------------------------------------------------
 

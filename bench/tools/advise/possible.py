@@ -31,6 +31,8 @@ from spbench.impls.strategies.nesting import PLUS
 _NAMED, _VALUES = 3, 6
 #: a batch that is as many times as large or as small is another job rather
 _ANOTHER_JOB = 1.5
+#: of numbers of layouts that were not traced whole
+BY_FEW = ", by a trace of few layers"
 NO_STAGES = "no backend that is searched has stages of a pipeline"
 
 
@@ -225,7 +227,7 @@ def absence(
         why = f"needs {seen.peak / GIB:.1f} GiB"
         if seen.fits:
             why = f"takes {shown_price(seen.step_s / (best_s or seen.step_s))}"
-        lines.append({"layout": str(seen), "why": why})
+        lines.append({"layout": str(seen), "why": why + ("" if seen.exact else BY_FEW)})
     wanted = {f"{axis}{n}" for axis, n in asked_about.items() if n > 1}
     lines += [
         {"layout": what, "why": reason}

@@ -14,7 +14,7 @@ from spbench.bench.measure.trust.bands import shown_band, with_band
 from spbench.bench.tools.fit.fit_verdict import MEMORY_COLUMNS, Verdict, columns
 from spbench.bench.tools.fit.fitting import Fitting
 from spbench.bench.tools.fit.under_budget import BudgetPlan
-from spbench.bench.tools.jobs.flags import FlagChanges, flag_changes
+from spbench.bench.tools.jobs.flags import flag_changes
 from spbench.bench.units import card_gib, shown_price
 
 #: switches that a terminal shows where no details are asked for
@@ -65,10 +65,9 @@ def plan_content(answer: Fitting, plan: BudgetPlan) -> dict[str, Any]:
         Column("price", "relative_step_time", of=lambda verdict: verdict.price(plan.before)),
         Column("flags", "flags", of=lambda verdict: flags_of(answer, verdict)),
     ]
-    chosen = records(of_switch, [plan.chosen] if plan.chosen else [])
     return {
         "budget_bytes": plan.budget_bytes,
-        "chosen": chosen[0] if chosen else None,
+        "chosen": next(iter(records(of_switch, [plan.chosen] if plan.chosen else [])), None),
         "alone": records(of_switch, plan.alone),
         "traced": plan.traced,
     }
@@ -78,16 +77,11 @@ def settings_of(verdict: Verdict) -> str:
     return written(verdict.change.settings) if verdict.change else ""
 
 
-def _changed_flags(answer: Fitting, verdict: Verdict) -> FlagChanges | None:
-    """The change in the job's own arguments; None: it is of no job, or one that is not written."""
-    job = answer.subject.job
-    return flag_changes(answer.fullest.cell, verdict.cell, job) if job else None
-
-
 def flags_of(answer: Fitting, verdict: Verdict, lack: bool = False) -> str:
     """The change in the job's own arguments; "" where there are none, or with ``lack`` what the program has
     not."""
-    flags = _changed_flags(answer, verdict)
+    job = answer.subject.job
+    flags = flag_changes(answer.fullest.cell, verdict.cell, job) if job else None
     if flags is not None and flags.missing and lack:
         return f"{flags.program.split()[0]} has no {'; no '.join(flags.missing)}"
     return str(flags or "")

@@ -261,12 +261,11 @@ def _suggestions(answer: Fitting, proofs: Proofs) -> dict[str, Any]:
         Column("price", "relative_step_time", of=lambda verdict: verdict.price(answer.fullest)),
     ]
     flags = Column("flags", "flags", of=lambda verdict: flags_of(answer, verdict))
-    closest = records(of_change, [proofs.closest] if proofs.closest else [])
     return {
         "found": records([*of_change, flags], proofs.fitting),
         "tried": proofs.tried,
         "pairs_tried": proofs.pairs_tried,
-        "closest": closest[0] if closest else None,
+        "closest": next(iter(records(of_change, [proofs.closest] if proofs.closest else [])), None),
         "advise": answer.advise,
     }
 

@@ -125,11 +125,6 @@ class Verdict:
         """The step time over that of the cell without the change; None: one of the two has none."""
         return self.step_s / before.step_s if self.step_s and before.step_s else None
 
-    @property
-    def setup_alone(self) -> bool:
-        """Whether the steps would fit, and set-up does not."""
-        return {entry["step"] for entry in self.measurement["by_class"] if entry["status"] != "ok"} == {0}
-
     def where_in(self, program: str = "") -> str:
         """The fullest ranks, their pipeline stage, and when, in words; modules as a program calls them."""
         at = "" if self.anatomy.stage is None else f"stage {self.anatomy.stage}, "
@@ -163,7 +158,8 @@ class Verdict:
         """
         largest = [part for part in self.anatomy.parts if part.kind][:_LARGEST]
         parts = [f"{self.named(part, program)} {card_gib(part.bytes)}" for part in largest]
-        alone = "the steps fit, set-up does not: " if self.setup_alone and not self.fits else ""
+        too_large = {each["step"] for each in self.measurement["by_class"] if each["status"] != "ok"}
+        alone = "the steps fit, set-up does not: " if too_large == {0} and not self.fits else ""
         return f"{alone}on the fullest, {self.where_in(program)}: {', '.join(parts)} GiB"
 
     def named(self, part: Part, program: str = "") -> str:
