@@ -74,18 +74,12 @@ def peaks_by_phase(anatomy: Anatomy) -> dict[tuple[int, str], int]:
     the curve, whose moments are the largest of their runs of events."""
     kinds = [values for name, values in anatomy.curve.items() if name != "event"]
     totals = np.sum(np.array(kinds), axis=0)
-    starts = [start for _, start in anatomy.phases]
-    peaks: dict[tuple[int, str], int] = {}
-    places = np.searchsorted(starts, anatomy.curve["event"], side="right") - 1
-    seen: dict[str, int] = {}
-    numbers = []
-    for name, _ in anatomy.phases:
-        numbers.append((seen.setdefault(name, 0), name))
-        seen[name] += 1
-    for place, total in zip(places, totals, strict=True):
-        key = numbers[max(0, place)]
-        peaks[key] = max(peaks.get(key, 0), int(total))
-    return peaks
+    names, starts = zip(*anatomy.phases, strict=True)
+    places = np.maximum(0, np.searchsorted(starts, anatomy.curve["event"], side="right") - 1)
+    return {
+        (names[:place].count(names[place]), names[place]): int(totals[places == place].max(initial=0))
+        for place in dict.fromkeys(places.tolist())
+    }
 
 
 @dataclass
@@ -257,8 +251,7 @@ class _Program:
 
     def _promising(self, sets: Iterable[Sequence[int]]) -> Iterator[tuple[float, Sequence[Change]]]:
         """The sets that fit if switches take off somewhat more together than apart."""
-        priced = sorted((self.seconds + self._least_cost(taken), taken) for taken in sets)
-        for seconds, taken in priced:
+        for seconds, taken in sorted((self.seconds + self._least_cost(taken), taken) for taken in sets):
             saved, _ = self._beside_each_other(taken)
             if np.all(saved.sum(axis=1) * _MORE_TOGETHER >= self.excess):
                 yield seconds, [self.changes[at] for at in taken]

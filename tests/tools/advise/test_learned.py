@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,14 +18,8 @@ from spbench.bench.tools.advise.learned import Learned, Waiting
 from spbench.bench.tools.advise.looked_at import SameSteps
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import Seen
-from spbench.bench.tools.advise.references import BackendFigures, Depths, Reference, as_text, has_stages
-from tests.tools.advise.questions import asked
-
-SAVINGS: dict[str, dict[str, Any]] = {"": {}, '{"recompute": "full"}': {"recompute": "full"}}
-REFERENCES = {
-    "": Reference(Depths(0.09, 0.12), Depths(3.5e9, 5.0e9)),
-    '{"recompute": "full"}': Reference(Depths(0.1, 0.14), Depths(2.1e9, 2.2e9)),
-}
+from spbench.bench.tools.advise.references import BackendFigures, Depths, as_text, has_stages
+from tests.tools.advise.questions import REFERENCES, SAVINGS, asked
 
 
 def of(question: Question, usable: float = 0.0) -> Sequence[Candidate]:
