@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.run_cell import Run, measure, run_cell
+from spbench.bench.measure.engines.engine import Run, measure, run_cell
 from spbench.bench.measurement import Outcome
 
 

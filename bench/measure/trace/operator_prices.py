@@ -30,8 +30,7 @@ from spbench.bench.measure.simulator.program_builder import NO_SHAPE
 from spbench.bench.measure.trace.torch_internals import flop_registry, schema_of
 from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
 from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
-from spbench.impls.kernels.host_copies import MAKES_ON_HOST, OVER_HOST_LINK, READ_BY_HOST
-from spbench.impls.kernels.host_updates import ON_HOST_CORES
+from spbench.impls.kernels.host_copies import MAKES_ON_HOST, ON_HOST_CORES, OVER_HOST_LINK, READ_BY_HOST
 from spbench.impls.kernels.permutation import WITHIN_TRANSFERS
 from spbench.impls.kernels.ranged_attention import Size
 

@@ -29,8 +29,7 @@ from spbench.bench.measure.verify.verdicts import verified_code
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.measured_code import digest_of_files
 from spbench.bench.measurement import Outcome
-from spbench.impls.layout import Unsupported
-from spbench.impls.loose_files import is_packaged
+from spbench.impls.loose_files import exits_refused, is_packaged
 from spbench.impls.models.model import Model, model_preset, models
 from spbench.impls.registries import backend_class, strategies, versions
 from spbench.impls.strategies.nesting import nesting
@@ -156,8 +155,11 @@ def _refused(cell: Cell) -> bool:
     if cell.search is not None:  # for some sizes, perhaps, which the search finds out
         return False
     try:
-        plan(cell)
-    except Unsupported:
+        with exits_refused():
+            plan(cell)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # whatever code of users raises is told by the row of the cell
         return True
     return False
 

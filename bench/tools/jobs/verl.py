@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table
-from spbench.bench.tools.jobs.command_values import overrides_of
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.launch import launched
+from spbench.bench.tools.jobs.launch import launched, overrides_of
 from spbench.bench.tools.jobs.program_files import script_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.transformers_step import FSDP_1, Adapted, Said, TransformersStep, said

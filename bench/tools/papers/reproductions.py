@@ -18,7 +18,7 @@ from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.git import asked as asked_git
-from spbench.bench.measure.engines.run_cell import run_cell
+from spbench.bench.measure.engines.engine import run_cell
 from spbench.bench.measure.engines.virtual import trace_classes
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
@@ -43,7 +43,6 @@ from spbench.bench.tools.papers.document import (
 )
 from spbench.bench.tools.papers.execution import opened_executor
 from spbench.bench.tools.papers.megatron_cases import CASES, EXPERT_CASES, of_all_machines, predicted_cases
-from spbench.bench.tools.papers.memory_errors import certainty_lines, filled_runs, memory_errors
 from spbench.bench.tools.papers.paper_findings import markdown
 from spbench.bench.tools.papers.past_errors import (
     WITHOUT_RATES,
@@ -63,6 +62,7 @@ from spbench.bench.tools.papers.reproduction import (
     write_records,
 )
 from spbench.bench.tools.papers.sources import papers, scenarios_of
+from spbench.bench.tools.papers.validation import certainty_lines, filled_runs, memory_errors
 from spbench.bench.units import difference
 from spbench.bench.yaml_files import packaged
 

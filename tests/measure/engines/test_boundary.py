@@ -9,7 +9,7 @@ import pytest
 
 from spbench.bench.cell import Cell, SearchRequest, Sizes, TrainingOptions
 from spbench.bench.measure.engines import tracing, virtual
-from spbench.bench.measure.engines.run_cell import run_cell
+from spbench.bench.measure.engines.engine import run_cell
 from spbench.bench.measure.engines.search import largest_that_fits
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measurement import Measurement

@@ -10,7 +10,7 @@ import pytest
 from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.deepened_traces import Effort
-from spbench.bench.measure.engines.extrapolate import Guesses
+from spbench.bench.measure.engines.search import Guesses
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import CommunicationMeter
