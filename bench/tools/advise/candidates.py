@@ -204,6 +204,7 @@ def candidates(
     settings = [savings[text] for text in estimates.references]
     twins = twins_of(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
     texts = [*estimates.backends], [*estimates.references]
+    left_out = Counter() if left_out is None else left_out
     choices = _Choices(backends, pipelined, twins, settings, texts, usable, bar or Bar())
     for way in ways(question):
         figures_and_options = figures_of(estimates, way, question, refused)
@@ -236,7 +237,7 @@ def _of_layouts(
     options: Mapping[str, Any],
     estimates: Estimates,
     choices: _Choices,
-    left_out: Counter[str] | None,
+    left_out: Counter[str],
 ) -> Iterator[Candidate]:
     """The candidates of layouts that differ in the ranks of their experts alone."""
     backends, settings, usable, bar = choices.backends, choices.settings, choices.usable, choices.bar
@@ -245,8 +246,7 @@ def _of_layouts(
     near = [each for each, passes in zip(every, passing, strict=True) if passes]
     far, yielded = (len(every) - len(near)) * len(backends) * len(settings), 0
     if not near:
-        if left_out is not None:
-            left_out[TOO_SLOW] += far
+        left_out[TOO_SLOW] += far
         return
     times_of = estimates.times(near, figures, computing[passing])
     activations = estimates.activations(near, figures)
@@ -274,10 +274,9 @@ def _of_layouts(
                 chosen = backends[row], settings[at], choices.texts[0][row], choices.texts[1][at]
                 yield Candidate(layout, options, *chosen, seconds, nbytes, float(own[at]), twin)
             yielded += len(kept)
-    if left_out is not None:
-        left_out[TOO_SLOW] += far + int((may & ~within).sum())
-        left_out[TOO_LARGE] += int(large.sum())
-        left_out[SLOWER] += int((may & within & ~large).sum()) - yielded
+    left_out[TOO_SLOW] += far + int((may & ~within).sum())
+    left_out[TOO_LARGE] += int(large.sum())
+    left_out[SLOWER] += int((may & within & ~large).sum()) - yielded
 
 
 def undominated(times: np.ndarray, memories: np.ndarray, asked: np.ndarray) -> np.ndarray:

@@ -39,18 +39,14 @@ class Behind:
     def expect(self, text: str, left: int) -> None:
         """Say what is done, and how many looks this part will probably still take."""
         self.text, self._left = text, left
-        self._shown(0)
+        self.ended(0, 0)
 
     def ended(self, n: int, of: int) -> None:
         """So many of these looks have ended."""
-        self._left = max(self._left, of)
-        self._shown(n)
+        self._left, (low, high) = max(self._left, of), self._span
+        self.say(self.text, low + (high - low) * (self._ended + n) / max(1, self._ended + self._left))
         if n == of:
             self._ended, self._left = self._ended + n, self._left - n
-
-    def _shown(self, n: int) -> None:
-        low, high = self._span
-        self.say(self.text, low + (high - low) * (self._ended + n) / max(1, self._ended + self._left))
 
 
 class LookedAt:

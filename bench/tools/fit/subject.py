@@ -4,7 +4,7 @@ taken where nothing is said has the flag that says it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -71,7 +71,7 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
     program, said = "", {*asked.settings}
     if kind == "scenario":
         cells = _of_scenario(first, asked)
-        said |= SETTINGS_TAKEN  # its defaults are its own
+        said |= {*_TAKEN}  # its defaults are its own
     elif kind == "model":
         _refuse_narrowing(first, asked)
         cells, remarks, settings = _of_model(first, asked)
@@ -216,18 +216,16 @@ def _checked(cell: Cell) -> Cell:
     return cell.model_copy(update={"engine": "virtual", "device": "cpu", "learning": None, "rank": None})
 
 
-#: settings that an answer names where nothing says them
-SETTINGS_TAKEN = frozenset(
-    {
-        "training.micro_batches",
-        "batch",
-        "strategy",
-        "strategy_options.placement",
-        "model_options.attention",
-        "precision",
-        "training.backend",
-    }
-)
+#: settings that an answer names where nothing says them: in words, and the flag that gives another value
+_TAKEN = {
+    "training.micro_batches": ("micro-batch", "--micro-batch"),
+    "batch": ("batch", "--batch"),
+    "strategy": ("strategy", "--strategy"),
+    "strategy_options.placement": ("placement", "--set strategy_options.placement"),
+    "model_options.attention": ("kernel", "--set model_options.attention"),
+    "precision": ("precision", "--set precision"),
+    "training.backend": ("backend", "--set training.backend"),
+}
 #: experts of their own on a rank, each traced by itself, that take minutes
 _MANY = 4096
 #: axes along which a layer's weights are split and its tokens are not
@@ -270,27 +268,19 @@ def taken(cell: Cell, said: Collection[str]) -> list[Taken]:
     Args:
         said: settings that were given, by dotted name.
     """
-    return [each for name, each in _settings(cell) if name not in said]
-
-
-def _settings(cell: Cell) -> Iterator[tuple[str, Taken]]:
-    yield "training.micro_batches", Taken("micro-batch", micro_batch_of(cell), "--micro-batch")
-    yield "batch", Taken("batch", cell.batch, "--batch")
-    nested = nesting(cell.strategy)
-    if cell.sizes.world > 1:
-        yield "strategy", Taken("strategy", cell.strategy, "--strategy")
+    nested, model = nesting(cell.strategy), model_preset(*cell.model_arguments)
     options = set_options(nested.options_type(), cell.strategy_options, cell.strategy)
-    if placement := getattr(options, "placement", ""):
-        name = "strategy_options.placement"
-        yield name, Taken("placement", placement, f"--set {name}")
-    model = model_preset(*cell.model_arguments)
-    if hasattr(model, "attention"):
-        yield (
-            "model_options.attention",
-            Taken("kernel", model.attention_kernel, "--set model_options.attention"),
-        )
-    yield "precision", Taken("precision", cell.precision, "--set precision")
-    yield "training.backend", Taken("backend", cell.training.backend, "--set training.backend")
+    values = {
+        "training.micro_batches": micro_batch_of(cell),
+        "batch": cell.batch,
+        "strategy": cell.strategy if cell.sizes.world > 1 else "",
+        "strategy_options.placement": getattr(options, "placement", None) or "",
+        "model_options.attention": model.attention_kernel if hasattr(model, "attention") else "",
+        "precision": cell.precision,
+        "training.backend": cell.training.backend,
+    }
+    unsaid = {name: value for name, value in values.items() if name not in said and value != ""}
+    return [Taken(_TAKEN[name][0], value, _TAKEN[name][1]) for name, value in unsaid.items()]
 
 
 def model_line(cell: Cell, name: str = "") -> str:
