@@ -26,7 +26,7 @@ from spbench.bench.measure.sweep.sweep import at_once, sweep, unfinished
 from spbench.bench.measure.sweep.worker import Crew, Worker
 from tests.bench import fakes
 from tests.bench.fakes import cell
-from tests.bench.processes import until
+from tests.bench.hosts import until
 
 # imported where it is used: each process of a test run would do so to collect its tests
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def test_processes_of_an_earlier_sweep_are_ended(
     """By the next sweep, where the earlier one has vanished; and each sweep ends its own."""
     idle = dask_task._idle
     with ResultsFile(tmp_path) as results, monkeypatch.context() as patched:
-        patched.setattr(executor_module, "end_workers", lambda identity: None)  # as if it were killed
+        patched.setattr(executor_module, "end_idle_workers", lambda identity: None)  # as if it were killed
         with opened(address) as executor:
             sweep([cell(1)], results, run=fakes.answer, executor=executor)
     (earlier,) = idle.workers

@@ -14,7 +14,7 @@ from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.fit import asking
 from spbench.bench.tools.fit.asking import COST, Asking, Task
-from tests.bench.crew import CrewHere
+from tests.bench.hosts import CrewHere
 
 CELL = Cell(model="causal-transformer-tiny", strategy="single", batch=2, seq_len=64)
 ran: list[int] = []
