@@ -28,7 +28,7 @@ from spbench.bench.tools.fit import asking as module
 from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.asking import Asking, Task
 from spbench.bench.tools.fit.suggestions import dotted
-from tests.bench.crew import CrewHere
+from tests.bench.hosts import CrewHere
 from tests.slow import mostly_slow, slow
 from tests.terminal import screen_of
 from tests.tools.advise.questions import asked

@@ -20,7 +20,7 @@ from spbench.bench.tools.fit import asking, fitting
 from spbench.bench.tools.fit.anatomy import examine, trace_stage
 from spbench.bench.tools.fit.asking import COST, Asking, Task
 from spbench.bench.tools.fit.fitting import stages_beside
-from tests.bench.crew import CrewHere
+from tests.bench.hosts import CrewHere
 from tests.measure.engines.cells import write_cluster
 
 CELL = Cell(model="causal-transformer-tiny", strategy="single", batch=2, seq_len=64)
