@@ -21,7 +21,7 @@ from spbench.bench.tools.papers.comparison import Comparison, read_comparisons, 
 from spbench.bench.tools.papers.document import rendered_documents
 from spbench.bench.tools.papers.execution import RanScenario
 from spbench.bench.tools.papers.paper_findings import PaperFindings
-from tests.bench.disk import files_of_at_most
+from tests.bench.hosts import files_of_at_most
 from tests.tools.commands.conftest import Run
 from tests.tools.commands.small_paper import made_by, refuses, spbench
 
