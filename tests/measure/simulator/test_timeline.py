@@ -38,7 +38,7 @@ from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.simulator.trace_export import export_trace
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.kernels.softmax import masked_softmax
-from tests.bench.disk import files_of_at_most
+from tests.bench.hosts import files_of_at_most
 from tests.measure.simulator.step_programs import chain, cluster, everyone, one_f_one_b, ring, timed
 
 TINY = {"layers": 2, "dropout": 0.1}

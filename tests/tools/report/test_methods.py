@@ -1,16 +1,25 @@
-"""The heat maps of the best method, and the page of kept answers of `spbench advise`."""
+"""The table of the best method, and the page of kept answers of `spbench advise`.
+
+The verdict on published numbers: planted records, one for each part of the rule.
+"""
 
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from spbench.bench.measure.trust.bands import with_band
-from spbench.bench.tools.report.best_methods import BY_BATCH, BY_LENGTH, best_drawing
+from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.paper_findings import counts, verdict_on
 from spbench.bench.tools.report.gathered import CellResult, Gathered
 from spbench.bench.tools.report.page import Page
 from spbench.bench.tools.report.pages.advice_page import kept, pages
+from spbench.bench.tools.report.pages.overview_page import BY_BATCH, BY_LENGTH, best_table
+from spbench.bench.tools.report.report_markdown import most_misses
 from tests.terminal import ROOT
 
 
@@ -38,9 +47,9 @@ def cell(
 
 def lines(cells: list[CellResult], along: str = "seq_len") -> list[dict[str, Any]]:
     questions = BY_LENGTH if along == "seq_len" else BY_BATCH
-    drawing = best_drawing("best", "Best", cells, questions, along)
-    assert drawing is not None
-    return [dict(line) for line in drawing.table.rows]
+    table = best_table("best", "Best", cells, questions, along)
+    assert table is not None
+    return [dict(line) for line in table.rows]
 
 
 def test_the_fastest_and_the_smallest_are_found() -> None:
@@ -98,28 +107,8 @@ def test_where_all_ran_out_there_is_no_best() -> None:
     assert {(f["best method"], f["out of memory"]) for f in lost} == {(None, "Ulysses")}
 
 
-def test_the_heat_map_has_what_was_compared() -> None:
-    cells = [
-        cell("lasp", tokens_per_s=100.0),
-        cell("ulysses", status="oom"),
-        cell("single", tokens_per_s=2.0),
-        cell("lasp", seq_len=1024, tokens_per_s=90.0),
-    ]
-    drawing = best_drawing("best", "Best", cells, BY_LENGTH[:1], "seq_len")
-    assert drawing is not None
-    ((title, svg),) = drawing.panels
-    assert title == "fastest (tokens/s): BERT base on local, GPUs by sequence length"
-    words = "batch: 1; compared with: No sequence parallelism; out of memory: Ulysses"
-    assert f"<title>LASP: 100 tokens/s; {words}</title>" in svg
-    assert "512" in svg
-    assert [*drawing.legend] == ["LASP"]
-    alone = best_drawing("best", "Best", cells[:1], BY_LENGTH[:1], "seq_len")
-    assert alone is not None
-    assert (len(alone.panels), len(alone.table.rows)) == (0, 1)
-
-
-def test_no_cells_no_drawing() -> None:
-    assert best_drawing("best", "Best", [], BY_LENGTH, "seq_len") is None
+def test_no_cells_no_table() -> None:
+    assert best_table("best", "Best", [], BY_LENGTH, "seq_len") is None
 
 
 def test_a_model_of_fewer_layers_is_not_compared_with_a_whole_one() -> None:
@@ -199,3 +188,82 @@ def test_without_answers_there_is_no_page(tmp_path: Path) -> None:
 
 def test_other_files_are_left_out(tmp_path: Path) -> None:
     assert page_of(tmp_path, {"name": "8b", "seconds": 54}) == []
+
+
+def record(
+    cell: str,
+    error: float | None = 0.0,
+    role: str = "predicted",
+    statuses: tuple[str, str] = ("ok", "ok"),
+    scenario: str = "planted",
+) -> Comparison:
+    published = None if statuses[0] == "oom" else 100.0
+    ours = None if error is None or published is None else published * (1 + error)
+    line = {
+        "table": "planted-table" if role != "formula" else "planted-formula",
+        "cell": cell,
+        "quantity": "memory",
+        "published": published,
+        "reproduced": ours,
+        "relative_error": error if ours is not None else None,
+        "status_published": statuses[0] if role != "formula" else "",
+        "status_reproduced": statuses[1] if role != "formula" else "",
+        "role": role,
+        "scenario": scenario,
+        "variant": "",
+        "source": cell.split("@")[0],
+    }
+    return Comparison.of_line(line)
+
+
+@pytest.mark.parametrize(
+    ("records", "word"),
+    [
+        ([record("a"), record("b", -0.1)], "yes"),
+        ([record("a"), record("b", 0.1001)], "in part"),
+        ([record("a", 0.2), record("b", 0.2), record("c")], "no"),
+        ([], "not run"),
+        # a rate was fitted to it: it proves nothing, right or wrong
+        ([record("a", role="calibrated")], "not run"),
+        ([record("a"), record("b", 0.5, role="calibrated")], "yes"),
+        ([record("a", role="inferred")], "yes"),
+        # statuses
+        ([record("a", statuses=("oom", "oom"))], "yes"),
+        ([record("a"), record("b", statuses=("oom", "ok"))], "in part"),
+        ([record("a"), record("b", None, statuses=("ok", "oom"))], "in part"),
+        ([record("a"), record("b", None, statuses=("ok", "failed"))], "in part"),
+        # what was not run is not judged
+        ([record("a", None, statuses=("ok", ""))], "not run"),
+        ([record("a", statuses=("oom", ""))], "not run"),
+        # a formula is one number, and must be equal at every cell
+        ([record("f@1", role="formula"), record("f@2", role="formula")], "yes"),
+        ([record("f@1", role="formula"), record("f@2", 0.001, role="formula")], "no"),
+        # nothing is sent, and nothing has no relative error
+        ([replace(record("f@1", None, role="formula"), published=0.0, reproduced=0.0)], "yes"),
+        ([replace(record("f@1", None, role="formula"), published=0.0, reproduced=8.0)], "no"),
+    ],
+)
+def test_the_word_of_planted_records(records: list[Comparison], word: str) -> None:
+    assert verdict_on(records).word == word
+
+
+def test_a_number_that_is_compared_twice_is_counted_once() -> None:
+    twice = [record("a"), record("a", 0.5)]
+    assert (verdict_on(twice).judged, verdict_on(twice).met) == (1, 1)
+
+
+def test_the_sentence_has_the_numbers_and_the_scenario_with_the_most_misses() -> None:
+    records = [record("a"), record("b", 0.3, scenario="bad"), record("c", -0.5, scenario="bad")]
+    assert counts(verdict_on(records)) == "1 of 3 numbers met, median error 30.0%, worst 50%"
+    assert most_misses(records) == ("bad", "2 of 2")
+    assert most_misses(records[:1]) is None
+    assert counts(verdict_on([])) == "nothing was judged"
+
+
+def test_the_sentence_leaves_no_worst_error_out() -> None:
+    """Closed forms have no part in the median, but are named where they are off."""
+    off = [record("a"), record("f@1", role="formula"), record("f@2", 8.0, role="formula")]
+    text = "1 of 2 numbers met, median error 0.0%, worst 0%; closed forms off by up to 800%"
+    assert counts(verdict_on(off)) == text
+    assert counts(verdict_on(off[2:])) == "0 of 1 numbers met, closed forms off by up to 800%"
+    assert "closed" not in counts(verdict_on(off[:2]))

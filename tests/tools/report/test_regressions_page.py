@@ -17,8 +17,7 @@ from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.records import Commit, RunRecord, add_record
 from spbench.bench.tools.changes.result_files import read_results
 from spbench.bench.tools.report.gathered import Gathered
-from spbench.bench.tools.report.history_drawings import history_drawings, quiet_table
-from spbench.bench.tools.report.pages.regressions_page import pages
+from spbench.bench.tools.report.pages.regressions_page import history_drawings, pages, quiet_table
 from spbench.bench.tools.report.what_changed import changes, gates
 
 Rows = list[dict[str, Any]]

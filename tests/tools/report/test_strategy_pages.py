@@ -15,20 +15,22 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure.engines.run_cell import measure
+from spbench.bench.measure.engines.engine import measure
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.sweep.results import read_rows
 from spbench.bench.measure.sweep.sweep import as_row, digest
 from spbench.bench.measure.verify.verdicts import kept_verdicts, verified_code
 from spbench.bench.tools.papers.reproductions import read_trace, write_kept
 from spbench.bench.tools.report.gathered import CellResult, Gathered
-from spbench.bench.tools.report.layer_drawing import bars_of, layer_drawing, messages
 from spbench.bench.tools.report.pages import strategies_page as pages_of_strategies
 from spbench.bench.tools.report.pages.strategies_page import docstring
 from spbench.bench.tools.report.report_markdown import html_of
 from spbench.bench.tools.report.strategy_numbers import (
+    bars_of,
     formula_lines,
+    layer_drawing,
     memory_lines,
+    messages,
     scenario_lines,
     verdict_lines,
 )

@@ -11,8 +11,7 @@ from typing import Any
 
 from spbench.bench.measure.trust.bands import with_band
 from spbench.bench.tools.report.gathered import Gathered
-from spbench.bench.tools.report.page import DataTable, Drawing, Page
-from spbench.bench.tools.report.svg import AXIS, Svg, ticks
+from spbench.bench.tools.report.page import AXIS, DataTable, Drawing, Page, Svg, ticks
 from spbench.bench.units import GIB
 from spbench.plots.style import backend_name, length_text, method_color, model_name, strategy_name
 

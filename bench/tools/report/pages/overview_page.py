@@ -1,18 +1,20 @@
-"""The first page: whether papers reproduce and what changed; then errors, machines and the best methods."""
+"""The first page: whether papers reproduce and what changed; then errors, machines, and which method is the
+best at each sequence length and number of GPUs, of those that were measured alike."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.measure.engines.engine import engines
 from spbench.bench.measure.sweep.provenance import commit_of
+from spbench.bench.row import Row
 from spbench.bench.tools.papers.paper_findings import counts, distinct, role_errors, verdict_on
 from spbench.bench.tools.papers.sources import MEASURED
 from spbench.bench.tools.papers.validation import records_by_source, validation_lines
-from spbench.bench.tools.report.best_methods import BY_BATCH, BY_LENGTH, best_drawing
-from spbench.bench.tools.report.gathered import Gathered, PaperResults
+from spbench.bench.tools.report.gathered import CellResult, Gathered, PaperResults
 from spbench.bench.tools.report.page import DataTable, Page, Part
 from spbench.bench.tools.report.report_markdown import (
     badge,
@@ -25,7 +27,9 @@ from spbench.bench.tools.report.report_markdown import (
     quantity_words,
 )
 from spbench.bench.tools.report.what_changed import changes
-from spbench.plots.series import grouped
+from spbench.bench.units import GIB
+from spbench.plots.series import gpus, grouped, settings, strategy
+from spbench.plots.style import strategy_name
 
 #: lines of the table of errors on the page
 _MOST_ERRORS = 100
@@ -142,12 +146,12 @@ predictions are public, and else with what their authors state. [All numbers.](p
 def _best(gathered: Gathered) -> list[Part]:
     best = "The best method by sequence length and GPUs, of those measured alike"
     longest = "The method with the longest sequence that fits, by batch and GPUs"
-    drawings = [
-        best_drawing("best", best, gathered.cells, BY_LENGTH, "seq_len"),
-        best_drawing("longest", longest, gathered.cells, BY_BATCH, "batch"),
+    tables = [
+        best_table("best", best, gathered.cells, BY_LENGTH, "seq_len"),
+        best_table("longest", longest, gathered.cells, BY_BATCH, "batch"),
     ]
     missing = "No cell has a speed, a memory or an answer: `spbench reproduce all` measures them."
-    return [*drawings] if any(drawings) else [missing]
+    return [*tables] if any(tables) else [missing]
 
 
 def _machines(gathered: Gathered) -> Iterator[Part]:
@@ -195,3 +199,129 @@ def _named(values: Iterable[str | None]) -> str:
     """The values with how often they occur, the most frequent first; without counts if there is one."""
     counted = Counter(filter(None, values)).most_common()
     return counted[0][0] if len(counted) == 1 else ", ".join(f"{name}: {n} cells" for name, n in counted)
+
+
+@dataclass(frozen=True)
+class MethodQuestion:
+    """What is asked of cells, and what the answer is.
+
+    Attributes:
+        title: as readers see it.
+        field: of the measurement.
+        unit: of the shown value, which is the measured one divided by ``divisor``.
+        searched: only searches for this quantity; empty: only cells that measure a step.
+    """
+
+    title: str
+    field: str
+    unit: str
+    divisor: float = 1
+    bigger: bool = True
+    searched: str = ""
+
+
+BY_LENGTH = (
+    MethodQuestion("fastest", "tokens_per_s", "tokens/s"),
+    MethodQuestion("smallest peak memory", "peak_memory_bytes", "GiB", GIB, bigger=False),
+    MethodQuestion("largest batch that fits", "answer", "sequences", searched="batch"),
+)
+BY_BATCH = (MethodQuestion("longest sequence that fits", "answer", "tokens", searched="seq_len"),)
+
+#: cells are alike that share these and their sizes, beside their place
+_ALIKE = ("batch", "precision", "variant", "engine", "step")
+
+#: a row and its settings
+_Entry = tuple[Row, Mapping[str, Any]]
+
+
+def best_table(
+    name: str, caption: str, cells: Sequence[CellResult], questions: Sequence[MethodQuestion], along: str
+) -> DataTable | None:
+    """The best method at each place where any of the questions has an answer.
+
+    Args:
+        along: seq_len or batch.
+
+    Returns None if no cell answers any of the questions.
+    """
+    lines = [line for question in questions for line in _best_lines(cells, question, along)]
+    return DataTable(name, f"{caption}, {len(lines)} places", lines, sortable=True) if lines else None
+
+
+def _best_lines(
+    cells: Sequence[CellResult], question: MethodQuestion, along: str
+) -> Iterator[dict[str, Any]]:
+    """A line for each place: the best method, and what it was compared with."""
+    places: dict[tuple[Any, ...], list[_Entry]] = {}
+    for cell in cells:
+        row, of = cell.row, cell.row["cell"]
+        searched = (of.get("search") or {}).get("quantity", "")
+        is_asked = searched == question.searched or (
+            not question.searched and question.field == "tokens_per_s"
+        )
+        if row["status"] in ("ok", "oom") and of.get(along) is not None and is_asked:
+            place = (of["model"], of["cluster"], gpus(row), of[along])
+            places.setdefault(place, []).append((row, settings(row)))
+    for (model, cluster, ranks, place), entries in sorted(places.items()):
+        alike = _most_compared(entries, question)
+        values = _by_method(alike, question)
+        lost = {strategy(row) for row, _ in alike if row["status"] == "oom"} - values.keys()
+        if not values and any(row["status"] == "ok" for row, _ in entries):
+            continue  # nothing was measured of what is asked
+        ranked = sorted(values.items(), key=lambda item: item[1], reverse=question.bigger)
+        row, common = alike[0]
+        yield {
+            "metric": question.title,
+            "model": model,
+            "cluster": cluster,
+            "GPUs": ranks,
+            "sequence length": place if along == "seq_len" else None,
+            "batch": common["batch"] if common["batch"] is not None else "largest that fits",
+            "precision": common["precision"],
+            "sizes": ", ".join(f"{name} {value}" for name, value in _sizes(row)),
+            "best method": strategy_name(ranked[0][0]) if ranked else None,
+            "value": ranked[0][1] / question.divisor if ranked else None,
+            "unit": question.unit,
+            "compared with": ", ".join(strategy_name(method) for method, _ in ranked[1:]),
+            "second": ranked[1][1] / question.divisor if len(ranked) > 1 else None,
+            "out of memory": ", ".join(map(strategy_name, sorted(lost))),
+        }
+
+
+def _most_compared(entries: Sequence[_Entry], question: MethodQuestion) -> Sequence[_Entry]:
+    """The entries that are alike: of the whole model if there are any, then with the most methods, then with
+    the largest batch."""
+
+    def key(entry: _Entry) -> tuple[Any, ...]:
+        row, of = entry
+        return _sizes(row), *(of.get(name) for name in _ALIKE)
+
+    def rank(item: tuple[tuple[Any, ...], list[_Entry]]) -> tuple[Any, ...]:
+        (sizes, batch, *others), some = item
+        methods = len(_by_method(some, question)), len({strategy(row) for row, _ in some})
+        return -len(sizes), *methods, batch or 0, str((sizes, others))
+
+    answering = [
+        (row, of)
+        for row, of in entries
+        if row["status"] == "oom" or row["measurement"].get(question.field) is not None
+    ]
+    return max(grouped(answering, key).items(), key=rank)[1] if answering else entries
+
+
+def _sizes(row: Row) -> tuple[tuple[str, Any], ...]:
+    """The options that make the model another one, as fewer layers do: numbers and flags. Words choose how
+    it is computed, which methods may differ in."""
+    options = row["cell"].get("model_options") or {}
+    numbers = {name: value for name, value in sorted(options.items()) if not isinstance(value, str)}
+    return tuple((name, str(value) if isinstance(value, list) else value) for name, value in numbers.items())
+
+
+def _by_method(entries: Sequence[_Entry], question: MethodQuestion) -> dict[str, float]:
+    """The best value of each method that has any."""
+    values: dict[str, list[float]] = {}
+    for row, _ in entries:
+        value = row["measurement"].get(question.field) if row["status"] == "ok" else None
+        if value is not None:
+            values.setdefault(strategy(row), []).append(value)
+    return {method: (max if question.bigger else min)(of) for method, of in values.items()}

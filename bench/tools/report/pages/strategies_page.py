@@ -18,7 +18,6 @@ from spbench.bench.row import Row
 from spbench.bench.tools.papers.reproductions import LAYERS, read_trace
 from spbench.bench.tools.report import strategy_numbers as numbers
 from spbench.bench.tools.report.gathered import CellResult, Gathered
-from spbench.bench.tools.report.layer_drawing import layer_drawing
 from spbench.bench.tools.report.page import DataTable, Page, Part
 from spbench.bench.tools.report.report_markdown import (
     code,
@@ -31,6 +30,7 @@ from spbench.bench.tools.report.report_markdown import (
     plain,
     shown,
 )
+from spbench.bench.tools.report.strategy_numbers import layer_drawing
 from spbench.impls.registries import absent, peers, strategies
 from spbench.impls.strategies.base import Strategy
 from spbench.plots.style import model_name, strategy_name
