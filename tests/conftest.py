@@ -68,7 +68,7 @@ LONGEST = (
     "impls/kernels/test_triton.py",
     "impls/models/test_tiles.py",
     "tools/commands/test_cli.py",
-    "measure/engines/test_distributed.py",
+    "measure/engines/test_nested_steps.py",
     "measure/verify/test_nesting_checker.py",
     "plots/test_contents.py",
     "scripts/test_mutations.py",
@@ -76,9 +76,8 @@ LONGEST = (
     "plots/test_outputs.py",
     "measure/trace/test_telemetry.py",
     "tools/advise/test_search.py",
-    "measure/verify/test_documents.py",
-    "measure/engines/test_emulated.py",
     "measure/verify/test_windows.py",
+    "measure/engines/test_emulated.py",
 )
 
 

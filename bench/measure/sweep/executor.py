@@ -28,7 +28,7 @@ from spbench.bench.measure.sweep.dask_task import (
     Installation,
     OtherInstallation,
     SweepOnDask,
-    end_workers,
+    end_idle_workers,
     run_cell_here,
 )
 from spbench.bench.measurement import Outcome
@@ -189,7 +189,7 @@ class Executor:
     def __exit__(self, *error: object) -> None:
         with suppress(Exception):  # the scheduler may be gone
             self.client.cancel(list(self.running))
-            self.client.run(end_workers, self.identity, on_error="ignore")
+            self.client.run(end_idle_workers, self.identity, on_error="ignore")
         with suppress(Exception):
             self.client.close(timeout=_FAREWELL_S)
 

@@ -217,7 +217,7 @@ def _section(findings: PaperFindings, source: str, scenarios: Sequence[str], det
     without = [_link(name, findings, details, short=True) for name, own in of_scenarios.items() if not own]
     lines = [*chain.from_iterable(of_scenarios.values())]
     text = f"## [{title}]({target}): {verdict.word}\n\n{sentences}\n\n{markdown(lines)}"
-    return text + (f"\nNo published number at hand: {', '.join(without)}.\n" if without else "")
+    return text + (f"\nWithout published numbers: {', '.join(without)}.\n" if without else "")
 
 
 def _lines(scenario: str, findings: PaperFindings, details: str) -> Iterator[Line]:
@@ -229,17 +229,16 @@ def _lines(scenario: str, findings: PaperFindings, details: str) -> Iterator[Lin
     if judged:
         yield {
             "table or figure": _link(scenario, findings, details),
-            "reproduces": "; ".join(f"{kind}: **{verdict.word}**" for kind, verdict in judged.items()),
-            "met": "; ".join(f"{verdict.met}/{verdict.judged}" for verdict in judged.values()),
-            "median, worst": "; ".join(filter(None, (_errors(*one) for one in judged.items()))),
+            "reproduces": "; ".join(_reproduces(*one) for one in judged.items()),
             "why": " ".join(document.not_reproduced.split()) if document else "",
         }
 
 
-def _errors(kind: str, verdict: PaperVerdict) -> str:
-    """The median and the worst error of a kind of number; "" where there is none."""
+def _reproduces(kind: str, verdict: PaperVerdict) -> str:
+    """The verdict on a kind of number, how many are met, and the median and the worst error, if any."""
     errors = verdict.formula_errors if kind == "bytes" else verdict.errors
-    return ", ".join(map(error_percent, (median(errors), max(errors)))) if errors else ""
+    worst = map(error_percent, (median(errors), max(errors)) if errors else ())
+    return ", ".join([f"{kind}: **{verdict.word}**", f"{verdict.met}/{verdict.judged}", *worst])
 
 
 def _link(scenario: str, findings: PaperFindings, details: str, *, short: bool = False) -> str:

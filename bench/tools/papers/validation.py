@@ -22,7 +22,7 @@ from spbench.bench.measure.trust.fit_certainty import FITS, NO, TIGHT, Evidence,
 from spbench.bench.setting_values import STOOD_IN
 from spbench.bench.tools.papers.comparison import Comparison, read_comparisons, read_csv
 from spbench.bench.tools.papers.megatron_cases import CASES, GOLDEN_FILES, MEMORY
-from spbench.bench.tools.papers.paper_findings import ROLES, Line, distinct
+from spbench.bench.tools.papers.paper_findings import ROLES, Line, absolute_errors, distinct
 from spbench.bench.tools.papers.past_errors import COUNTED, DATASHEETS, counted_times, log_error
 from spbench.bench.tools.papers.sources import (
     EXPERTS,
@@ -86,7 +86,7 @@ def _validation_line(
 def _errors_and_roles(records: Sequence[Comparison]) -> Line:
     """How many numbers, the median and the worst of their absolute errors, and how many are of each role."""
     roles = Counter(record.role for record in records)
-    errors = [abs(r.relative_error) for r in records if r.relative_error is not None]
+    errors = absolute_errors(records)
     return {
         "numbers": len(errors) if records else "",
         "median error": error_percent(median(errors)) if errors else "",
@@ -232,23 +232,22 @@ def memory_errors(
         cells: by key; a record whose cell is not there is left out.
         of_cases: lines of megatron_cases_errors.csv, which stand for the golden values of other files.
     """
-    # by backend, quantity and run
-    errors: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for line in of_cases:
-        if line["quantity"] in MEMORY[:2]:  # which are peaks
-            run = "{case} {golden} {quantity}".format(**line)
-            errors["megatron", PEAK][run].append(float(line["error"]))
+    errors = [  # each of a backend, a quantity and a run
+        ("megatron", PEAK, "{case} {golden} {quantity}".format(**line), float(line["error"]))
+        for line in of_cases
+        if line["quantity"] in MEMORY[:2]  # which are peaks
+    ]
     for path in paths:
         counted = (r for r in read_comparisons(path) if r.quantity in _MEMORY and r.role in COUNTED)
         for record in distinct([record for record in counted if record.cell in cells]):
             file, row, column, *_ = record.source.split(":")
             if record.published and record.reproduced and not (of_cases and file in GOLDEN_FILES):
                 kind = cells[record.cell].training.backend, _MEMORY[record.quantity]
-                error = record.reproduced / record.published - 1
-                errors[kind][f"{file} {row} {column}"].append(error)
+                errors.append((*kind, f"{file} {row} {column}", record.reproduced / record.published - 1))
     by_backend: dict[str, dict[str, list[float]]] = defaultdict(dict)
-    for (backend, quantity), runs in sorted(errors.items()):
-        furthest = (max(some, key=abs) for some in runs.values())
+    for (backend, quantity), runs in sorted(grouped(errors, lambda each: each[:2]).items()):
+        of_run = grouped(runs, lambda each: each[2]).values()
+        furthest = (max((error for *_, error in some), key=abs) for some in of_run)
         by_backend[backend][quantity] = sorted(float(f"{error:.6g}") for error in furthest)
     return dict(by_backend)
 

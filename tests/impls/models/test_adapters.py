@@ -25,8 +25,9 @@ from spbench.impls.strategies.layers import Linear
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
 from tests.measure.engines.cells import assert_real_ranks_send_the_same
-from tests.measure.verify.planting import assert_green, assert_red, planted
-from tests.measure.verify.recurrence_faults import in_each_block
+from tests.measure.verify.assertions import assert_green, assert_red
+from tests.measure.verify.expert_faults import in_each_block
+from tests.measure.verify.planting import planted
 from tests.slow import mostly_slow, slow
 
 MODEL, RANK = "causal-transformer-tiny-gqa", 4

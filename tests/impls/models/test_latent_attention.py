@@ -24,7 +24,7 @@ from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.training.step import initialize
 from tests.impls.models.test_kept_by_libraries import kept_by_a_layer
 from tests.measure.engines.cells import assert_real_ranks_send_the_same
-from tests.measure.verify.planting import assert_green
+from tests.measure.verify.assertions import assert_green
 from tests.slow import mostly_slow
 
 MODEL = "mla-tiny"

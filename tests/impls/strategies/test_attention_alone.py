@@ -28,8 +28,8 @@ from spbench.impls.strategies.repeated_attention import RepeatedAttention
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ulysses import Ulysses
 from tests.measure.verify import recurrence_faults
+from tests.measure.verify.assertions import assert_green, assert_red
 from tests.measure.verify.attention_model import AttentionModel, formula, metered
-from tests.measure.verify.planting import assert_green, assert_red
 from tests.slow import slow
 
 CAUSAL, LINEAR = AttentionModel("causal_attention"), AttentionModel("linear_attention")

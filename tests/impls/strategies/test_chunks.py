@@ -25,8 +25,8 @@ from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.upipe import UPipe, rounds_of
 from spbench.impls.training.step import default_dtype, initialize
 from tests.impls.models.deferred_streams import Device
+from tests.measure.verify.assertions import assert_green
 from tests.measure.verify.attention_model import AttentionModel
-from tests.measure.verify.planting import assert_green
 
 GROUPED = "causal-transformer-tiny-gqa"  # 12 heads in 4 groups
 

@@ -26,7 +26,7 @@ from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.dsp import DynamicSequenceParallel, plan_switches, switched_elements
 from spbench.impls.strategies.grid import Grid, part_of
-from tests.measure.verify.planting import assert_green
+from tests.measure.verify.assertions import assert_green
 from tests.slow import mostly_slow
 
 # -- plans -------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
 from tests.measure.verify import document_faults
 from tests.measure.verify import recurrence_faults as faults
-from tests.measure.verify.planting import assert_green, assert_red
+from tests.measure.verify.assertions import assert_green, assert_red
 from tests.slow import slow
 
 ONE = {"layers": 1}

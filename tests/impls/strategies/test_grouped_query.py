@@ -23,7 +23,7 @@ from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
 from tests.measure.engines.cells import assert_real_ranks_send_the_same
-from tests.measure.verify.planting import assert_green
+from tests.measure.verify.assertions import assert_green
 from tests.slow import mostly_slow, slow
 
 #: 12 heads, 4 of keys and values, norms of queries and keys

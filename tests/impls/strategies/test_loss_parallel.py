@@ -19,7 +19,7 @@ from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.odysseus import Odysseus
-from tests.measure.verify.planting import assert_green, assert_red
+from tests.measure.verify.assertions import assert_green, assert_red
 from tests.slow import slow
 
 #: strategy -> the options with which it splits the vocabulary

@@ -1,7 +1,4 @@
-"""Cells of tiny models, and cards of a chosen size.
-
-What the meters of one rank see, virtual or real.
-"""
+"""Cells of tiny models, cards of a chosen size, and what the meters of one rank see, virtual or real."""
 
 from __future__ import annotations
 

@@ -2,21 +2,15 @@
 
 The tables of faults are attention_faults.py, head_faults.py, layer_faults.py, document_faults.py,
 recurrence_faults.py and backend_faults.py. None of their classes is registered.
-
-Assertions on the verdict of the checker, for all tests that ask for one.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 from unittest import mock
-
-from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.verify.cases import VerifyRow, verify_case
-from spbench.bench.measure.verify.verified_run import Case
 
 T = TypeVar("T")
 
@@ -56,19 +50,3 @@ def patching(module: Any, **names: Any) -> Callable[..., Any]:
 def as_in(target: type, name: str) -> Callable[..., Any]:
     """A replacement that calls the method of another class."""
     return lambda self, honest, *args, **how: getattr(target, name)(self, *args, **how)
-
-
-def assert_green(pool: RankPool, case: Case, sizes: int | Mapping[str, int] = 4) -> VerifyRow:
-    row = verify_case(pool, case, sizes)
-    assert row.status == "green", row
-    return row
-
-
-def assert_red(pool: RankPool, case: Case, sizes: int | Mapping[str, int] = 4, *tensors: str) -> VerifyRow:
-    """The case is wrong, not broken; the name of the worst tensor begins with one of ``tensors``."""
-    row = verify_case(pool, case, sizes)
-    assert row.status == "RED", row
-    assert row.tensor, row.reason
-    assert not tensors or row.tensor.startswith(tensors), row
-    assert (row.error or 0) > (row.limit or 0), row
-    return row

@@ -19,7 +19,7 @@ from spbench.impls.registries import strategies
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
-from tests.measure.verify.planting import assert_green
+from tests.measure.verify.assertions import assert_green
 from tests.slow import slow
 
 TINY = [name for name in models() if "-tiny" in name]

@@ -21,8 +21,8 @@ from spbench.impls.strategies.megatron_sp import MegatronSP
 from spbench.impls.strategies.nesting import nesting, pairs
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ulysses import Ulysses
-from tests.measure.verify import recurrence_faults as faults
-from tests.measure.verify.planting import assert_green, assert_red
+from tests.measure.verify import expert_faults as faults
+from tests.measure.verify.assertions import assert_green, assert_red
 from tests.slow import slow
 
 BERT, DECODER = model_preset("bert-tiny"), model_preset("causal-transformer-tiny")

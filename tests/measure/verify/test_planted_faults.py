@@ -24,8 +24,8 @@ from spbench.impls.strategies.ulysses import Ulysses
 from tests.measure.verify import attention_faults as attention
 from tests.measure.verify import head_faults as heads
 from tests.measure.verify import layer_faults as layers
+from tests.measure.verify.assertions import assert_green, assert_red
 from tests.measure.verify.attention_model import AttentionModel
-from tests.measure.verify.planting import assert_green, assert_red
 
 BERT, DECODER = model_preset("bert-tiny"), model_preset("causal-transformer-tiny")
 CAUSAL, LINEAR = AttentionModel("causal_attention"), AttentionModel("linear_attention")
