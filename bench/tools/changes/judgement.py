@@ -142,12 +142,8 @@ def _lacking(base: Results, new: Results) -> Iterator[str]:
             had = readings(before)
             lacking.update(n for n, r in readings(now).items() if r.metric.judged and n not in had)
     if lacking:
-        named = ", ".join(f"{name} ({_cells(count)})" for name, count in lacking.items())
+        named = ", ".join(f"{name} ({count} cell{'s' * (count > 1)})" for name, count in lacking.items())
         yield f"{base.path} lacks metrics that the new results have, so that they are not judged: {named}"
-
-
-def _cells(count: int) -> str:
-    return "1 cell" if count == 1 else f"{count} cells"
 
 
 def _verdict(change: float) -> Verdict:

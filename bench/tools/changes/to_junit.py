@@ -10,15 +10,15 @@ its xUnit plug-in) allows no properties within a case.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from spbench.bench.measure.trust.bands import shown_band, with_band
 from spbench.bench.row import Row
-from spbench.bench.tools.changes.exported import Exported, ExportRequest, Suite, integral, shown_origin
+from spbench.bench.tools.changes.export_command import Exported, ExportRequest, Suite, integral, shown_origin
 from spbench.bench.tools.changes.judgement_report import shown_difference
 from spbench.bench.tools.changes.metrics import Difference, readings
+from spbench.plots.series import grouped
 
 #: what a status makes of a test case, whatever the base says
 ELEMENTS = {
@@ -37,9 +37,7 @@ def export(request: ExportRequest) -> Exported:
     """One document: a test suite for the cells of each of the suites, and one for their claims."""
     root = Element("testsuites", name="spbench")
     for suite in request.suites:
-        differences = defaultdict(list)
-        for difference in suite.judgement.differences if suite.judgement else ():
-            differences[difference.where].append(difference)
+        differences = grouped(suite.judgement.differences if suite.judgement else (), lambda d: d.where)
         _cells(root, suite, differences)
         _claims(root, suite, differences)
     for name in request.not_run:

@@ -16,7 +16,7 @@ from typing import Any
 from spbench.bench.errors import UserError
 from spbench.bench.measure.trust.bands import shown_band, with_band
 from spbench.bench.row import Row
-from spbench.bench.tools.changes.exported import Exported, ExportRequest, Suite, shown_origin
+from spbench.bench.tools.changes.export_command import Exported, ExportRequest, Suite, shown_origin
 from spbench.bench.tools.changes.judgement_report import shown_difference, shown_number
 from spbench.bench.tools.changes.metrics import STATUSES, Difference, Reading, readings
 from spbench.bench.tools.changes.result_files import Claims
@@ -111,7 +111,8 @@ def _compared(suite: Suite) -> Iterator[str | Listing]:
     if failing:
         yield _differences("", failing)
     if others:
-        yield _differences(_title(others), others)
+        counts = Counter(difference.verdict for difference in others)
+        yield _differences(", ".join(f"{count} {verdict}" for verdict, count in counts.items()), others)
     if suite.meant and suite.meant.differences:
         assert suite.previous_base
         yield (
@@ -122,11 +123,6 @@ def _compared(suite: Suite) -> Iterator[str | Listing]:
     if suite.results.claims:
         yield _claims(suite.results.claims, suite.base.claims or {})
     yield from judgement.notes
-
-
-def _title(differences: Iterable[Difference]) -> str:
-    counts = Counter(difference.verdict for difference in differences)
-    return ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
 
 
 def _differences(title: str, differences: Sequence[Difference]) -> Listing:
