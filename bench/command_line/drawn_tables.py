@@ -36,13 +36,10 @@ def filled(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def is_number(lines: Sequence[Mapping[str, Any]], name: str) -> bool:
     """Whether a column is aligned as one of numbers: each value is one, or a blank."""
-    return all(_is_number(line[name]) for line in lines)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, str):
-        return value.strip("+-%x,.0123456789") == ""
-    return isinstance(value, (int, float, type(None)))
+    values = [line[name] for line in lines]
+    texts = [value for value in values if isinstance(value, str)]
+    others = (int, float, str, type(None))
+    return "".join(texts).strip("+-%x,.0123456789") == "" and all(isinstance(v, others) for v in values)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,9 @@ def export(request: ExportRequest) -> Exported:
 def _cells(root: Element, suite: Suite, differences: Mapping[str, Sequence[Difference]]) -> None:
     element = SubElement(root, "testsuite", name=suite.name)
     properties = SubElement(element, "properties")
-    for name, value in _facts(suite).items():
+    origins = {"head": shown_origin(suite.results, suite.commit)}
+    origins |= {"base": shown_origin(suite.base)} if suite.base else {}
+    for name, value in origins.items():
         SubElement(properties, "property", name=name, value=_clean(value))
     rows = suite.results.cells
     gone = [key for key in (suite.base.cells if suite.base else ()) if key not in rows]
@@ -140,13 +142,6 @@ def _line(difference: Difference) -> str:
         f"{difference.verdict}: {difference.quantity} {shown.base or 'none'} -> {shown.new or 'none'}{change}"
         f"{why}"
     )
-
-
-def _facts(suite: Suite) -> dict[str, str]:
-    facts = {"head": shown_origin(suite.results, suite.commit)}
-    if suite.base:
-        facts["base"] = shown_origin(suite.base)
-    return facts
 
 
 def _count(suite: Element) -> None:
