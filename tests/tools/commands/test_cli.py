@@ -1,4 +1,4 @@
-"""The command line: exit codes; for what a user can get wrong 2, and one short line with what, where and how."""
+"""The command line: exit codes; for what a user can get wrong 2, and one short line with what, where, how."""
 
 from __future__ import annotations
 
