@@ -20,13 +20,13 @@ from pydantic import (
     model_validator,
 )
 
-from spbench.bench.programs import Program
 from spbench.bench.setting_values import (
     MOST_POSITIONS,
     MOST_RANKS,
     MOST_STEPS,
     VARIABLES,
     Count,
+    Program,
     Ranks,
     Repeats,
     Seconds,

@@ -69,11 +69,7 @@ def resolved(path: Path) -> Path:
     """The absolute path without links; UserError where links go in a circle."""
     try:
         return path.expanduser().resolve()
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # RuntimeError: Python's for links that go in a circle
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links that go in a circle
         raise UserError(f"cannot follow {path}: {reason(error)}") from error
 
 

@@ -25,13 +25,7 @@ from spbench.impls.discovery import plugin_files
 NOT_MEASURING = frozenset(
     {
         *("command_line", "tools", "measure/scenarios", "measure/sweep", "measure/trust", "measure/verify"),
-        *(
-            "errors.py",
-            "git.py",
-            "measured_code.py",
-            "row.py",
-            "units.py",
-        ),
+        *("errors.py", "git.py", "measured_code.py", "row.py", "units.py"),
     }
 )
 

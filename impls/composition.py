@@ -3,12 +3,14 @@
 A strategy spreads one sample over axes of its own; the axes dp and pp are composed with it.
 Data parallel replicas take parts of the batch and sum their gradients. Pipeline stages take runs of
 layers; the first and the last hold a copy each of the tied word embedding and add up their gradients.
+
+What blocks of experts send, in closed form, the same under every strategy: they have axes of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,9 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.impls.collectives import add_from_peer, all_reduce
-from spbench.impls.dispatchers.traffic import experts_traffic
+from spbench.impls.dispatchers.sent_tokens import planned_counts
 from spbench.impls.folding import FOLDED_AXES, folds
+from spbench.impls.layout import divisors
 from spbench.impls.place import ALONE, Place
+from spbench.impls.registries import dispatchers
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.traffic import Traffic
 
@@ -59,9 +63,9 @@ class Stage:
         if self.sizes:
             return self._sized(total)
         if total % self.count:
-            divisors = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0)
+            use = ", ".join(map(str, divisors(total)))
             raise Unsupported(
-                f"{total} layers cannot be split over {self.count} pipeline stages", f"use {divisors}"
+                f"{total} layers cannot be split over {self.count} pipeline stages", f"use {use}"
             )
         each = total // self.count
         return range(self.index * each, (self.index + 1) * each)
@@ -267,3 +271,35 @@ def rank_module(build: Callable[[Stage], nn.Module], around: Composition) -> nn.
 def chunks_of(module: nn.Module) -> list[nn.Module]:
     """The modules of a rank's stages."""
     return list(module) if isinstance(module, Chunks) else [module]
+
+
+def experts_traffic(site: Site, strategy: Strategy, element_bytes: int) -> Iterator[Traffic]:
+    """What this rank sends for blocks of experts in one micro-batch.
+
+    Args:
+        site: of kind "experts".
+        strategy: of this rank, the outermost.
+        element_bytes: of hidden states.
+    """
+    call, d, place = site.experts, site.dims, strategy.place
+    assert call is not None, "a site of experts says what it asks of a dispatcher"
+    axes, replicas = strategy.position_axes, ("dp",) if call.aux_loss == "global" else ()
+    entries = []
+    if call.aux_loss != "none":
+        tallied = (d["B"] if call.aux_loss == "sequence" else 1) * call.plan.experts * 8
+        entries.append(
+            Traffic("forward", "tokens of each expert", "all_reduce", 1, tallied, (*replicas, *axes))
+        )
+    if place.size("ep", "etp") > 1:
+        tokens = d["B"] * d["L"] // place.size(*axes)
+        dispatcher = dispatchers()[call.dispatcher]
+        planned = dispatcher(replace(place, mesh=None), call.plan.experts, "plain", call.node_ranks)
+        counts = planned_counts(call, strategy, d["B"], d["L"], planned.parts)
+        sends = planned.traffic(call, d["H"], tokens, counts, element_bytes)
+        varies = call.learned and dispatcher.by_counts and not call.padded
+        entries += [replace(entry, varies=varies) for entry in sends]
+    for entry in entries:
+        yield entry.times(site.count)
+        if site.recomputed and entry.phase == "forward" and entry.collective not in call.kept:
+            again = replace(entry, phase="backward", purpose=f"{entry.purpose}, again")
+            yield again.times(site.count)

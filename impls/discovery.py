@@ -21,7 +21,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 from spbench.impls import loose_files
-from spbench.impls.outside_code import raised
+from spbench.impls.loose_files import raised
 
 T = TypeVar("T")
 

@@ -1,8 +1,10 @@
-"""What models and strategies exchange: sites, shards, and the error for what cannot be run."""
+"""What models and strategies exchange: sites, shards, and the error for what cannot be run,
+with the numbers of ranks that it names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -200,3 +202,19 @@ def is_expert(parameter: Tensor) -> bool:
 def stacks_experts(parameter: Tensor) -> bool:
     """Whether the first dim of a parameter counts experts."""
     return getattr(parameter, "spbench_stacked", False)
+
+
+def divisors(total: int) -> list[int]:
+    """All divisors, the smallest first."""
+    return [n for n in range(1, total + 1) if total % n == 0]
+
+
+def nearest(sizes: Sequence[int], size: int) -> str:
+    """The neighbours of ``size`` in the rising ``sizes``, which do not contain it: "4 or 6"."""
+    below, above = [n for n in sizes if n < size], [n for n in sizes if n > size]
+    return " or ".join(str(n) for n in (*below[-1:], *above[:1]))
+
+
+def nearest_divisors(total: int, size: int) -> str:
+    """The divisors of ``total`` next below and next above ``size``, which is none of them: "4 or 6"."""
+    return nearest(divisors(total), size)

@@ -26,7 +26,7 @@ import click
 from spbench.bench.command_line.output import for_stream
 from spbench.bench.errors import MOST_SHOWN, UserError, described, one_line, shortened, shown, suggestion
 from spbench.impls.discovery import DiscoveryError, FunctionModules, installed_version
-from spbench.impls.outside_code import exits_refused, place
+from spbench.impls.loose_files import exits_refused, place
 
 COMMANDS = FunctionModules("spbench.bench.tools", "*/*_command", "command", "commands", "spbench.commands")
 

@@ -33,9 +33,8 @@ from torch import Tensor
 
 from spbench.impls.as_published.as_published import AsPublished
 from spbench.impls.collectives import scatter_to_group
-from spbench.impls.layout import Site, Unsupported
+from spbench.impls.layout import Site, Unsupported, nearest_divisors
 from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.divisors import nearest_divisors
 from spbench.impls.strategies.grid import grid_of, whole_attention
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
 from spbench.impls.traffic import Traffic

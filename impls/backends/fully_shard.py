@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, BytesInBackward, HeldPart
 from spbench.impls.backends.buckets import weakly
-from spbench.impls.backends.host_adam import HostAdam
+from spbench.impls.backends.host_adam import HostAdam, HostShards, move_to_host
 from spbench.impls.backends.host_optimizer import HostOptimizer
-from spbench.impls.backends.host_shards import HostShards, move_to_host
 from spbench.impls.backends.meta_device import cut_when_asked, materialize
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.backends.planned_step import PlannedStep

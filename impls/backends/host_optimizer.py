@@ -23,6 +23,7 @@ from spbench.impls.backends.optimizer_options import HostLayout
 from spbench.impls.kernels.copy_stream import CopyStream
 from spbench.impls.kernels.host_copies import (
     from_pageable_,
+    host_copy_,
     host_empty_like,
     host_zeros,
     pageable_zeros,
@@ -30,7 +31,6 @@ from spbench.impls.kernels.host_copies import (
     to_host_,
     to_pageable_,
 )
-from spbench.impls.kernels.host_updates import host_copy_
 from spbench.impls.rings import wait_for_device
 
 

@@ -41,7 +41,12 @@ from torch import Tensor, nn
 
 from spbench.impls.backends.backend import Backend, HeldPart
 from spbench.impls.backends.host_optimizer import HostOptimizer, PartOnHost, first_of
-from spbench.impls.backends.main_gradients import GradientBucket, GradientBuffer, MainGradients
+from spbench.impls.backends.main_gradients import (
+    GatheredInForward,
+    GradientBucket,
+    GradientBuffer,
+    MainGradients,
+)
 from spbench.impls.backends.main_weights import MainWeight, main_weight, write_back
 from spbench.impls.backends.megatron_options import (
     ClippedGradients,
@@ -63,7 +68,6 @@ from spbench.impls.backends.planned_buffers import (
     updated_elements,
 )
 from spbench.impls.backends.planned_step import PlannedStep
-from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.composition import by_partial_axes, chunks_of, summed_axes, trained_parameters
 from spbench.impls.layout import Unsupported, is_expert, shard_of, stacks_experts
 from spbench.impls.place import Place

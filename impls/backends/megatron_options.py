@@ -2,6 +2,8 @@
 
 The norm of all gradients of a step over all ranks, and gradients scaled down to a largest norm, as
 megatron/core/optimizer/clip_grads.py of NVIDIA/Megatron-LM (commit d98e8a64).
+
+The sum of squares of many gradients in one kernel: multi_tensor_l2norm of apex and TransformerEngine.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from spbench.impls.backends.buffer_layout import Sharding
 from spbench.impls.backends.optimizer_options import OptimizerOptions
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition
-from spbench.impls.kernels.gradient_norm import sum_of_squares
+from spbench.impls.kernels.operator import operator
 from spbench.impls.layout import Unsupported, is_expert, shard_of
 from spbench.impls.options import Saving, check_choices
 from spbench.impls.place import Place
@@ -265,3 +267,22 @@ def norm_traffic(place: Place, element_bytes: int) -> list[Traffic]:
         for purpose, axes in (("norm over a stage", place.stage_axes), ("norm over stages", ["pp"]))
         if axes and place.size(*axes) > 1
     ]
+
+
+@operator("spbench::sum_of_squares")
+def sum_of_squares(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """The sum [] of the squares of all elements, each times its tensor's share, in at least float32."""
+    total = _zero(tensors)
+    for x, share in zip(tensors, shares, strict=True):
+        total += x.to(total.dtype).square().sum() * share
+    return total
+
+
+@sum_of_squares.register_fake
+def _(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    return _zero(tensors)
+
+
+def _zero(tensors: Sequence[Tensor]) -> Tensor:
+    some = tensors[0]
+    return some.new_zeros((), dtype=torch.promote_types(some.dtype, torch.float32))

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from spbench.impls.backends.buffer_layout import BucketLayout, laid_out
 from spbench.impls.backends.flat import covered
-from spbench.impls.backends.layer_wise import Dealt, dealt, packed
 from spbench.impls.backends.megatron_options import MegatronOptions
-from spbench.impls.backends.muon import is_matrix
+from spbench.impls.backends.muon import Dealt, dealt, is_matrix, packed
 from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.composition import Composition, by_partial_axes, chunks_of, summed_axes
 from spbench.impls.kernels.fp8_casts import E4M3, WHOLE, fp8_amax, fp8_cast

@@ -16,19 +16,21 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from spbench.impls.backends.planned_step import PlannedStep
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.composition import chunks_of
 from spbench.impls.place import Place
 from spbench.impls.traffic import Traffic
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 
 def keep_for_later(stage: FSDPModule) -> None:

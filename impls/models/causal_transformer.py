@@ -14,12 +14,11 @@ from typing import Any, ClassVar, Self
 from spbench.impls.attended import Attended
 from spbench.impls.models.blocks.decoder import TINY_SIZES, DecoderModel
 from spbench.impls.models.blocks.latent_mixer import LatentAttention
-from spbench.impls.models.blocks.latent_options import LatentOptions
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.packing import check_window
 from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
-from spbench.impls.models.blocks.softmax_options import KERNELS
+from spbench.impls.models.blocks.softmax_options import KERNELS, LatentOptions
 from spbench.impls.options import check_choices
 
 #: for verification: two of four ranks' chunks of 24 positions, one of three ranks'

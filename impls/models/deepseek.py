@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spbench.impls.models.blocks.decoder import TINY_SIZES
-from spbench.impls.models.blocks.latent_options import TINY_LATENT
+from spbench.impls.models.blocks.softmax_options import TINY_LATENT
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 
 #: what all share: the sizes of a head, and experts of which the sequence-wise loss balances the load

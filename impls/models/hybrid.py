@@ -23,10 +23,14 @@ from spbench.impls.kernels.state_space import on_processors
 from spbench.impls.models.blocks.decoder import TINY_SIZES
 from spbench.impls.models.blocks.experts import MixtureOfExperts
 from spbench.impls.models.blocks.feed_forward import FeedForward, Mlp
-from spbench.impls.models.blocks.gated_deltanet import GatedDeltaNet
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
-from spbench.impls.models.blocks.mamba2 import Mamba2
-from spbench.impls.models.blocks.recurrent_mixer import WAYS, RecurrentLayer, change_rules
+from spbench.impls.models.blocks.recurrent_mixer import (
+    WAYS,
+    GatedDeltaNet,
+    Mamba2,
+    RecurrentLayer,
+    change_rules,
+)
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.tnl import decay_rates

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from spbench.impls.layout import Site, Unsupported
+from spbench.impls.layout import Site, Unsupported, nearest_divisors
 from spbench.impls.peers.peer import Peer, RingPeer, UlyssesPeer, imported
 from spbench.impls.place import Place
-from spbench.impls.strategies.divisors import nearest_divisors
 from spbench.impls.strategies.meetings import Meetings
 from spbench.impls.strategies.nesting import Nesting
 from spbench.impls.strategies.placed_chunks import PlacedChunks

@@ -24,10 +24,9 @@ from spbench.impls.collectives import all_gather_flat, copy_to_group, gather_fro
 from spbench.impls.kernels.cross_entropy import CrossEntropy, cross_entropy_of
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.projection import project
-from spbench.impls.layout import HEEDS_ALL
+from spbench.impls.layout import HEEDS_ALL, divisors, nearest, nearest_divisors
 from spbench.impls.options import Options, Saving, check_choices
 from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard, union
-from spbench.impls.strategies.divisors import divisors, nearest, nearest_divisors
 from spbench.impls.strategies.grid import as_sequences
 from spbench.impls.strategies.grouped_query import ColumnParallelGroupedQuery, GroupedQueryLinear
 from spbench.impls.strategies.layers import GroupedLinear, Linear, SeparateLinear, full_precision

@@ -27,9 +27,8 @@ from torch import Tensor
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.collectives import all_to_all
 from spbench.impls.kernels.decay import DecayMask
-from spbench.impls.layout import HEEDS_ALL
+from spbench.impls.layout import HEEDS_ALL, nearest_divisors
 from spbench.impls.strategies.base import Site, Unsupported
-from spbench.impls.strategies.divisors import nearest_divisors
 from spbench.impls.strategies.grid import Attend, as_sequences
 from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions, refuse_masks_of_own_queries
 from spbench.impls.strategies.swapped_heads import SwappedHeads

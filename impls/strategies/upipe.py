@@ -29,9 +29,8 @@ from torch import Tensor
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.kernels.kept_results import kept
 from spbench.impls.keyed_steps import keyed_steps
-from spbench.impls.layout import HEEDS_ALL, key_value_size, runs_again
+from spbench.impls.layout import HEEDS_ALL, key_value_size, nearest, nearest_divisors, runs_again
 from spbench.impls.strategies.base import Site, Unsupported
-from spbench.impls.strategies.divisors import nearest, nearest_divisors
 from spbench.impls.strategies.head_sources import GivenHeads, HeadPart, HeadSource
 from spbench.impls.strategies.repeated_attention import RepeatedAttention
 from spbench.impls.strategies.sequence_chunks import GridOptions

@@ -1,16 +1,27 @@
-"""Two hosts for torchrun: network namespaces with a cable between them, or this machine's loopback twice."""
+"""What tests of processes stand on: two hosts for torchrun (network namespaces with a cable between them, or
+this machine's loopback twice), workers in this process, which of the processes that a test has started are
+left, and a disk that runs full."""
 
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.engine import Run, measure, run_cell
+from spbench.bench.measurement import Outcome
 
 
 class Host:
@@ -136,3 +147,69 @@ def _of_session(leader: int) -> list[int]:
         if words[0] != "Z" and int(words[3]) == leader:
             found.append(int(stat.parent.name))
     return found
+
+
+class CrewHere:
+    """In place of :class:`Crew`: gives a cell its outcome when that is asked for."""
+
+    def __init__(self, run: Run = run_cell):
+        self.run = run
+        self.given: list[tuple[Cell, Run]] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.given)
+
+    def idle(self, at_most: int) -> Any:
+        return None if self.given else self
+
+    def give(self, cell: Cell, run: Run) -> None:
+        self.given.append((cell, run))
+
+    def ended(self) -> list[tuple[Cell, Outcome]]:
+        cell, run = self.given.pop()
+        return [(cell, measure(run, cell))]
+
+    def dismiss(self) -> None:
+        self.given.clear()
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to see processes")
+
+
+def left_of(log: Path) -> list[int]:
+    """Those of the processes in a file, one number a line, that are not gone; a zombie is."""
+    found = []
+    for pid in {int(line) for line in log.read_text().split()}:
+        try:
+            os.kill(pid, 0)
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if state != "Z":
+            found.append(pid)
+    return found
+
+
+#: seconds after which a test gives up on another process
+PATIENCE_S = 180.0
+
+
+def until(what: Callable[[], bool], otherwise: str = "waited in vain") -> None:
+    """Wait until something is so; an error if it never is."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """Let this process write no file beyond that size: what is over it fails with EFBIG, as a full disk does
+    with ENOSPC, after the bytes that fit have been written."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

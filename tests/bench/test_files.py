@@ -21,7 +21,7 @@ from spbench.bench.files import DiskCache, write_together, write_whole
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.setting_values import MOST_BINS, bins_of, lengths_in
 from spbench.impls.models.model import model_preset
-from tests.bench.disk import files_of_at_most
+from tests.bench.hosts import files_of_at_most
 
 
 def test_text_and_bytes_with_missing_folders(tmp_path: Path) -> None:

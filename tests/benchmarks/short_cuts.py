@@ -15,8 +15,8 @@ import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
-from spbench.bench.measure.engines import extrapolate, traces, tracing, virtual
-from spbench.bench.measure.engines.run_cell import run_cell
+from spbench.bench.measure.engines import search, traces, tracing, virtual
+from spbench.bench.measure.engines.engine import run_cell
 from spbench.bench.measure.processes import starting as processes
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.trace import recorder
@@ -50,7 +50,7 @@ _OFF: dict[str, tuple[Any, str, Any]] = {
     "repeated steps": (recorder, "choosing_steps", _nothing_chosen),
     "layers put together": (tracing, "few_layers", _all_layers),
     "folding": (virtual.ClassTraces, "simulator", _every_rank),
-    "extrapolation": (extrapolate, "_events", _unlike_all_others),
+    "extrapolation": (search, "_events", _unlike_all_others),
     "preloaded": (processes, "START_METHOD", "spawn"),
 }
 

@@ -26,7 +26,7 @@ from spbench.bench.measure.processes import starting as processes
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.sweep.worker import Worker
 from spbench.bench.measurement import Measurement
-from tests.measure.engines.test_memory_tracker import tracked_peak
+from tests.measure.engines.test_peaks import tracked_peak
 
 
 def cell(ranks: int) -> Cell:

@@ -16,8 +16,7 @@ from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
 from spbench.bench.measure.sweep.dask_task import Installation
 from spbench.bench.measured_code import code_digest
 from spbench.impls import loose_files
-from spbench.impls.loose_files import LOOSE_FILES
-from spbench.impls.outside_code import exits_refused
+from spbench.impls.loose_files import LOOSE_FILES, exits_refused
 from tests.plugins.additions import EXAMPLES
 
 STRATEGY = (EXAMPLES / "gathered_attention.py").read_text()

@@ -30,10 +30,6 @@ _SHORT_GROUPS = (3, 4)
 _GROUPS = 3
 
 
-def _sign(number: int) -> int:
-    return (number > 0) - (number < 0)
-
-
 @dataclass(frozen=True)
 class InterleavedTurns:
     """The actions of a rank of an interleaved pipeline, by their places in a step; see :class:`Turns` of
@@ -70,7 +66,7 @@ class InterleavedTurns:
     def _order(self) -> list[int]:
         """The signs of these. Megatron-LM keeps a chunk's last input, with its gradient, until
         the next one, so these die elsewhere."""
-        return [_sign(each) for each in self._lead]
+        return [(each > 0) - (each < 0) for each in self._lead]
 
     @property
     def _touching(self) -> list[bool]:

@@ -21,8 +21,8 @@ from spbench.bench.measure.engines.cell_schedule import (
     check_inference,
     check_schedule,
     passes_of,
+    with_mends,
 )
-from spbench.bench.measure.engines.mending import with_mends
 from spbench.bench.measure.engines.unlike_ranks import (
     expert_rows,
     fullest_rank,

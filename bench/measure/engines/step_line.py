@@ -3,22 +3,27 @@ further group of micro-batches takes as long as the one before, sends as much, a
 
 So a step's seconds and what it sends are a line in the number of micro-batches. Steps of three numbers of
 them say which; where these are not on a line, nothing is said.
+
+The class of a simulated time is here too: what its rates are, by the worst of what prices a part of it that
+counts.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.clusters.cluster import Cluster
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.pipeline_stages import SHORT
-from spbench.bench.measure.simulator.program import Program
-from spbench.bench.measure.simulator.step_parts import Flops
+from spbench.bench.measure.simulator.program import Flops, Program
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.trace.meter import CommunicationMeter
+from spbench.bench.setting_values import STAND_IN, StandIn
 
 #: groups of micro-batches of the steps: a first and a last one, and others between
 _GROUPS = (3, 4, 5)
@@ -137,3 +142,52 @@ def _number_on_line(name: str, counts: Sequence[int], calls: Sequence[int], micr
     if left or (c - b) * (counts[1] - counts[0]) != (b - a) * (counts[2] - counts[1]):
         raise NotAlike(f"calls of {name} are not on a line")
     return c + more
+
+
+#: the least share of a step for which it is named what some work is priced by
+NAMED = 0.01
+#: the grades of such prices, the worst first, and the least share of a step with which each makes the class
+#: of its time. A small share of work without any rate may be small only because its price is much too low
+COUNTS = {"substituted": NAMED, "transferred": 0.05, "extrapolated": 0.05}
+
+
+def by_share(seconds: Mapping[Substitute, float], step_time_s: float) -> list[dict[str, Any]]:
+    """As :attr:`Measurement.priced_by`, without what takes too little to be named."""
+    shares = {each: min(1.0, s / step_time_s) for each, s in seconds.items() if s >= NAMED * step_time_s}
+    ordered = sorted(shares, key=lambda each: (-shares[each], each))
+    return [{**each._asdict(), "share": shares[each]} for each in ordered]
+
+
+def rates_of_step(
+    cluster: Cluster, precision: str, program: tuple[str, str], priced_by: Sequence[Mapping[str, Any]]
+) -> str:
+    """What the rates of a step are: what stands in for a part of its program, else the worst grade of what is
+    priced by something else, as far as that takes a part of the step that counts, or what those of the
+    cluster are where there is none. A scalar that was
+    fitted to steps has taken up what their kernels were priced by: "fitted" stays for the model and strategy
+    that it was fitted to, and is "fitted elsewhere" for others, which do not do what nobody
+    modelled of these.
+
+    Args:
+        program: the model and the strategy.
+        priced_by: as :attr:`Measurement.priced_by`.
+    """
+    of_cluster = cluster.rates_of(precision)
+    if of_cluster == "fitted":
+        return "fitted" if program in _fitted_to(cluster, precision) else "fitted elsewhere"
+    if of_cluster != "sourced":
+        return of_cluster
+    for each in priced_by:
+        if each["grade"] == STAND_IN:
+            return str(StandIn(each["work"], each["by"]))
+    shares: Counter[str] = Counter()
+    for each in priced_by:
+        shares[each["grade"]] += each["share"]
+    return next((grade for grade, least in COUNTS.items() if shares[grade] >= least), of_cluster)
+
+
+def _fitted_to(cluster: Cluster, precision: str) -> set[tuple[str, str]]:
+    """Model and strategy of the cells that scalars and rates of a cluster were fitted to."""
+    own = cluster.calibration_of(precision).fitted_on
+    keys = [*own, *(key for _, figure in cluster.sourced for key in figure.fitted_on)]
+    return {(parts[0], parts[1]) for key in keys if len(parts := key.split("/")) > 1}

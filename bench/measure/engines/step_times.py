@@ -26,15 +26,14 @@ from spbench.bench.measure.clusters.cluster import Precision, load_cluster
 from spbench.bench.measure.devices.telemetry import Telemetry
 from spbench.bench.measure.engines.deepened_traces import with_layers
 from spbench.bench.measure.engines.plan import played_arguments
-from spbench.bench.measure.engines.rate_classes import by_share, rates_of_step
-from spbench.bench.measure.engines.step_line import StepNumbers
+from spbench.bench.measure.engines.step_line import StepNumbers, by_share, rates_of_step
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.unlike_ranks import work_error
-from spbench.bench.measure.simulator.step_parts import Flops, flops_of
+from spbench.bench.measure.simulator.program import Flops, flops_of
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measurement import Measurement
-from spbench.bench.programs import stand_ins
+from spbench.bench.setting_values import stand_ins
 from spbench.impls.loose_files import is_packaged
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import nesting

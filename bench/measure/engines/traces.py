@@ -23,16 +23,17 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
+from pydantic import create_model
 
 from spbench.bench.cell import Cell, requirements
 from spbench.bench.files import DiskCache, cache_folder
 from spbench.bench.measure.engines.plan import Plan, attention_kernel, plan
 from spbench.bench.measure.engines.rank_memory import RankMemory, allocator_of, host_peaks, needs
-from spbench.bench.measure.simulator.program import Group, Program
+from spbench.bench.measure.simulator.program import Program
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import CommunicationMeter, Operation
 from spbench.bench.measure.trace.recorder import Recorder
@@ -134,7 +135,7 @@ _NOT_TRACED = frozenset(
 _REST = "rest"
 #: fields of a trace that are logs of memory, and lists of these that are arrays in a file
 _MEMORIES, _OF_LOGS = ("memory", "host_memory"), ("sizes", "events", "places", "streams")
-_PROGRAM, _CALLS = "program.", "calls"
+_PROGRAM, _CALLS = "program", "calls"
 #: of SHA-256
 _DIGEST_BYTES = 32
 
@@ -235,33 +236,15 @@ def to_bytes(trace: Trace) -> bytes:
     meter, program = trace.communication, trace.program
     numbers = {operation: number for number, operation in enumerate(meter.counts)}
     arrays = {_CALLS: np.array([numbers[operation] for operation in meter.calls], dtype=np.int64)}
-    logs: dict[str, Any] = {}
-    for memory in _MEMORIES:
-        log: MemoryLog = getattr(trace, memory)
-        arrays |= {f"{memory}.{name}": np.asarray(getattr(log, name), dtype=np.int64) for name in _OF_LOGS}
-        logs[memory] = {
-            "marks": log.marks,
-            "tags": list(log.tags.items()),
-            "ends": log.ends,
-            "workspaces": list(log.workspaces.items()),
-            "place_names": log.place_names,
-        }
-    rest: dict[str, Any] = {
-        "rank": trace.rank,
-        **logs,
-        "axes": meter.axes,
-        "operations": [[asdict(operation), count] for operation, count in meter.counts.items()],
-        "program": None,
-    }
-    if program is not None:
-        named = {field.name: getattr(program, field.name) for field in fields(program)}
-        arrays |= {f"{_PROGRAM}{name}": x for name, x in named.items() if isinstance(x, np.ndarray)}
-        rest["program"] = {
-            **{name: x for name, x in named.items() if not isinstance(x, np.ndarray)},
-            "groups": [asdict(group) for group in program.groups],
-        }
+    rest = _Rest(
+        rank=trace.rank,
+        axes=meter.axes,
+        operations=[*meter.counts.items()],
+        program=None if program is None else _apart(program, _PROGRAM, arrays),
+        **{name: _apart(getattr(trace, name), name, arrays) for name in _MEMORIES},
+    )
     stream = io.BytesIO()
-    text = np.frombuffer(json.dumps(rest).encode(), dtype=np.uint8)
+    text = np.frombuffer(rest.model_dump_json().encode(), dtype=np.uint8)
     # Any: the stub has a keyword of its own among the names of arrays
     entries: dict[str, Any] = {**arrays, _REST: text}
     np.savez(stream, **entries)
@@ -287,45 +270,49 @@ def from_bytes(content: bytes, cell: Cell) -> Trace:
 
 
 def _trace(arrays: dict[str, np.ndarray], cell: Cell) -> Trace:
-    rest = json.loads(arrays.pop(_REST).tobytes())
-    memory, host_memory = (_memory_log(name, rest[name], arrays) for name in _MEMORIES)
-    meter = CommunicationMeter(rest["axes"])
-    meter.counts.update({Operation(**operation): count for operation, count in rest["operations"]})
+    rest: Any = _Rest.model_validate_json(arrays.pop(_REST).tobytes())
+    memories = {
+        memory: MemoryLog(
+            **dict(getattr(rest, memory)), **{name: x.tolist() for name, x in _of(memory, arrays).items()}
+        )
+        for memory in _MEMORIES
+    }
+    meter = CommunicationMeter(rest.axes)
+    meter.counts.update(dict(rest.operations))
     operations = [*meter.counts]
     meter.calls += [operations[number] for number in arrays.pop(_CALLS).tolist()]
-    program = None if rest["program"] is None else _program(rest["program"], arrays)
-    return Trace(cell, rest["rank"], memory, meter, program, {}, host_memory)
+    program = None if rest.program is None else Program(**dict(rest.program), **_of(_PROGRAM, arrays))
+    return Trace(cell, rest.rank, **memories, communication=meter, program=program, found={})
 
 
-def _memory_log(memory: str, rest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> MemoryLog:
-    return MemoryLog(
-        marks=[(name, first) for name, first in rest["marks"]],
-        tags=dict(rest["tags"]),
-        ends=rest["ends"],
-        workspaces=dict(rest["workspaces"]),
-        place_names=rest["place_names"],
-        **{name: arrays[f"{memory}.{name}"].tolist() for name in _OF_LOGS},
-    )
+def _apart(of: MemoryLog | Program, name: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The fields of a log or a program but for those of numbers alone, which are added to ``arrays``."""
+    rest = {}
+    for field_name, x in ((each.name, getattr(of, each.name)) for each in fields(of)):
+        if isinstance(x, np.ndarray) or field_name in _OF_LOGS:
+            arrays[f"{name}.{field_name}"] = np.asarray(x, dtype=getattr(x, "dtype", np.int64))
+        else:
+            rest[field_name] = x
+    return rest
 
 
-def _program(rest: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Program:
-    groups = [
-        Group(
-            *(tuple(g["axes"]), _tuples(g["places"]), tuple(g["runs"]), tuple(g["steps"])),
-            stage=tuple(g["stage"]),
-        )
-        for g in rest["groups"]
-    ]
-    return Program(
-        **{name.removeprefix(_PROGRAM): x for name, x in arrays.items() if name.startswith(_PROGRAM)},
-        mesh=tuple(rest["mesh"]),
-        names=tuple(rest["names"]),
-        groups=tuple(groups),
-        peers=_tuples(rest["peers"]),
-        marks=tuple((name, first) for name, first in rest["marks"]),
-        unpriced=tuple(rest["unpriced"]),
-    )
+def _of(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays of a log or a program, by its fields."""
+    return {each.removeprefix(f"{name}."): x for each, x in arrays.items() if each.startswith(f"{name}.")}
 
 
-def _tuples(lists: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(each) for each in lists)
+def _in_text(kind: type) -> Any:
+    """The schema of what :func:`_apart` returns."""
+    hints = get_type_hints(kind).items()
+    in_text = {name: (hint, ...) for name, hint in hints if hint is not np.ndarray and name not in _OF_LOGS}
+    return create_model(kind.__name__, **in_text)  # type: ignore[call-overload]
+
+
+_Rest = create_model(
+    "_Rest",
+    rank=(int, ...),
+    axes=(dict[str, str], ...),
+    operations=(list[tuple[Operation, int]], ...),
+    program=(_in_text(Program) | None, ...),
+    **{name: (_in_text(MemoryLog), ...) for name in _MEMORIES},  # type: ignore[call-overload]
+)

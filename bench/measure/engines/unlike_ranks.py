@@ -19,6 +19,7 @@ import numpy as np
 from spbench.bench.cell import Cell
 from spbench.bench.measure.simulator.lighter_ranks import odd_sets
 from spbench.impls.attended import Attended
+from spbench.impls.dispatchers.dispatcher import ExpertCall
 from spbench.impls.dispatchers.sent_tokens import dropped_tokens, rows_of_ranks
 from spbench.impls.models.model import model_preset
 from spbench.impls.place import Place
@@ -155,16 +156,10 @@ def imbalance(cell: Cell) -> float | None:
 def expert_load(cell: Cell) -> dict[str, Any]:
     """The fields of a measurement that say how unevenly tokens go to experts: ``expert_imbalance``,
     ``dropped_tokens`` and ``routing``; none for a model without experts."""
-    model, (batch, seq_len) = model_preset(*cell.model_arguments), cell.shape
-    replicas, micro_batches = cell.sizes.dp, cell.training.micro_batches
-    of_replica = batch // replicas // micro_batches
-    site = next((s for s in model.sites(of_replica, seq_len) if s.kind == "experts"), None)
-    if site is None or site.experts is None:
+    if (asked := _asked_of_experts(cell)) is None:
         return {}
-    call = site.experts
-    strategy = nesting(cell.strategy).configured(Place(cell.mesh_sizes), cell.strategy_options)
-    rows = rows_of_ranks(call, strategy, of_replica, seq_len)
-    dropped = dropped_tokens(call, strategy, of_replica, seq_len) * micro_batches
+    call = asked[0]
+    rows, dropped = rows_of_ranks(*asked), dropped_tokens(*asked) * cell.training.micro_batches
     routing = "learned" if call.learned else call.plan.routing
     if call.learned and cell.engine == "virtual":
         routing = "learned, taken as even"
@@ -178,14 +173,20 @@ def expert_load(cell: Cell) -> dict[str, Any]:
 def expert_rows(cell: Cell) -> np.ndarray | None:
     """How many tokens the experts of each rank of a pipeline stage get, by the routing that the cell forces;
     None where routing is even, and without experts."""
+    asked = _asked_of_experts(cell)
+    return None if asked is None or asked[0].plan.routing == EVEN else rows_of_ranks(*asked)
+
+
+def _asked_of_experts(cell: Cell) -> tuple[ExpertCall, Strategy, int, int] | None:
+    """The arguments of :func:`rows_of_ranks`; None for a model without experts."""
     batch, seq_len = cell.shape
     of_replica = max(1, batch // cell.sizes.dp // cell.training.micro_batches)
     sites = model_preset(*cell.model_arguments).sites(of_replica, seq_len)
     call = next((site.experts for site in sites if site.experts is not None), None)
-    if call is None or call.plan.routing == EVEN:
+    if call is None:
         return None
     strategy = nesting(cell.strategy).configured(Place(cell.mesh_sizes), cell.strategy_options)
-    return rows_of_ranks(call, strategy, of_replica, seq_len)
+    return call, strategy, of_replica, seq_len
 
 
 def fullest_rank(cell: Cell, ranks: Sequence[int], rows: np.ndarray, marked: str | None) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,7 @@ from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import no_cyclic_collection, takes_plain_path, trace
 from spbench.bench.measure.engines.unlike_ranks import expert_load, imbalance, marked_axis
 from spbench.bench.measure.simulator.simulate import Simulator
+from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measurement import Measurement
 from spbench.impls.models.model import model_preset
 
@@ -142,13 +143,19 @@ class ClassTraces:
         return measurement
 
     @no_cyclic_collection()
-    def add_time(self, measurement: Measurement) -> None:
+    def add_time(
+        self, measurement: Measurement, simulated: Callable[[], Timeline | StepNumbers] | None = None
+    ) -> None:
         """Set the step time and what it is made of, where the programs were recorded; where the cluster lacks
-        a rate that they need, the reason says so."""
+        a rate that they need, the reason says so.
+
+        Args:
+            simulated: gives the step; None: it is that of these programs.
+        """
         if not self.timed:
             return
         try:
-            timeline = self.simulator()()
+            timeline = self.simulator()() if simulated is None else simulated()
         except RatesUnknown as error:
             measurement.reason = measurement.reason or f"no time: {error}"
         else:
@@ -273,12 +280,8 @@ def measured_on_line(
     traces = replace(few[-1], of_all=by_class)
     measurement = traces.memory_measurement()
     if also_too_large or measurement.status == "ok":
-        try:
-            steps = [StepNumbers.of(each.simulator()()) for each in few]
-        except RatesUnknown as error:
-            measurement.reason = measurement.reason or f"no time: {error}"
-        else:
-            add_simulated_time(measurement, cell, on_line(counts, steps, micro_batches))
+        steps = (StepNumbers.of(each.simulator()()) for each in few)
+        traces.add_time(measurement, lambda: on_line(counts, [*steps], micro_batches))
     return measurement, traces
 
 

@@ -43,7 +43,7 @@ from spbench.bench.measure.processes.staged_group import STAGED, register
 from spbench.bench.measure.processes.starting import FILES_OF_GROUP, FILES_OF_RANK, MEET, check_open_files
 from spbench.impls import loose_files
 from spbench.impls.axes import device_mesh, whole_mesh
-from spbench.impls.outside_code import exits_refused, printed, told
+from spbench.impls.loose_files import exits_refused, printed, told
 
 __all__ = ["RankError", "RankPool", "Ranks"]
 

@@ -10,13 +10,12 @@ import atexit
 import os
 import platform
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.processes.starting import stop_server
 from spbench.bench.measure.sweep.provenance import provenance
-from spbench.bench.measure.sweep.worker import Worker
+from spbench.bench.measure.sweep.worker import Worker, end_workers
 from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Outcome
 from spbench.impls import loose_files
@@ -156,7 +155,7 @@ def run_cell_here(sweep: SweepOnDask, cell: Cell, cluster: str, content: str) ->
                 _idle.keep(worker)
     finally:
         if not stays:
-            _end_all([worker])
+            end_workers([worker])
     reason = outcome.reason.replace(str(path), cell.cluster)
     return replace(outcome, reason=reason, provenance=provenance())
 
@@ -168,33 +167,26 @@ def _worker_for(sweep: SweepOnDask) -> Worker:
             if difference := sweep.installation.difference(Installation.here()):
                 raise OtherInstallation(f"on {platform.node()} {difference}")
             earlier, _idle.workers, _idle.sweep = _idle.workers, [], sweep.identity
-            _end_all(earlier)
+            end_workers(earlier)
             stop_server()  # it may have imported other code, before the installation was changed
         while _idle.workers:
             if (worker := _idle.workers.pop()).usable:
                 return worker
-            _end_all([worker])
+            end_workers([worker])
         return Worker({**os.environ, **sweep.environment})
 
 
 def _end_idle() -> None:
     with _idle.lock:
         earlier, _idle.workers = _idle.workers, []
-    _end_all(earlier)
+    end_workers(earlier)
 
 
-def end_workers(identity: str) -> None:
+def end_idle_workers(identity: str) -> None:
     """End the workers of a sweep that have no cell; the others end once their cells are cancelled."""
     if _idle.sweep == identity:
         _idle.sweep = ""
         _end_idle()
-
-
-def _end_all(workers: Sequence[Worker]) -> None:
-    for worker in workers:
-        worker.stop()
-    for worker in workers:
-        worker.end()
 
 
 # before multiprocessing's own function, which would kill them before they remove their files

@@ -22,13 +22,13 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.run_cell import Run
+from spbench.bench.measure.engines.engine import Run
 from spbench.bench.measure.processes.stacks import AGENTS, STACKS_FOLDER
 from spbench.bench.measure.sweep.dask_task import (
     Installation,
     OtherInstallation,
     SweepOnDask,
-    end_workers,
+    end_idle_workers,
     run_cell_here,
 )
 from spbench.bench.measurement import Outcome
@@ -189,7 +189,7 @@ class Executor:
     def __exit__(self, *error: object) -> None:
         with suppress(Exception):  # the scheduler may be gone
             self.client.cancel(list(self.running))
-            self.client.run(end_workers, self.identity, on_error="ignore")
+            self.client.run(end_idle_workers, self.identity, on_error="ignore")
         with suppress(Exception):
             self.client.close(timeout=_FAREWELL_S)
 

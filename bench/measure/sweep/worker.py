@@ -16,15 +16,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.engine import engine_property
-from spbench.bench.measure.engines.run_cell import Run, measure, run_cell
+from spbench.bench.measure.engines.engine import Run, engine_property, measure, run_cell
 from spbench.bench.measure.processes.child import Child, ChildGone, requests, when_parent_is_gone
 from spbench.bench.measure.processes.stacks import (
     NO_END,
@@ -158,6 +157,14 @@ class Worker(Child):
         return text
 
 
+def end_workers(workers: Sequence[Worker]) -> None:
+    """End workers: all are told before the first is waited for."""
+    for worker in workers:
+        worker.stop()
+    for worker in workers:
+        worker.end()
+
+
 def _serve_cells(connection: Connection, folder: Path) -> None:
     """The answer to each cell is None as it begins, then its outcome."""
     printed = os.open(folder / _PRINTED, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -242,16 +249,12 @@ class Crew:
 
     def _discard(self, worker: Worker) -> None:
         self.workers.remove(worker)
-        worker.stop()
-        worker.end()
+        end_workers([worker])
 
     def dismiss(self) -> None:
         """End all workers."""
         workers, self.workers = self.workers, []
-        for worker in workers:
-            worker.stop()
-        for worker in workers:
-            worker.end()
+        end_workers(workers)
 
     def __enter__(self) -> Crew:
         return self

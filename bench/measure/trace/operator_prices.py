@@ -30,8 +30,7 @@ from spbench.bench.measure.simulator.program_builder import NO_SHAPE
 from spbench.bench.measure.trace.torch_internals import flop_registry, schema_of
 from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
 from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
-from spbench.impls.kernels.host_copies import MAKES_ON_HOST, OVER_HOST_LINK, READ_BY_HOST
-from spbench.impls.kernels.host_updates import ON_HOST_CORES
+from spbench.impls.kernels.host_copies import MAKES_ON_HOST, ON_HOST_CORES, OVER_HOST_LINK, READ_BY_HOST
 from spbench.impls.kernels.permutation import WITHIN_TRANSFERS
 from spbench.impls.kernels.ranged_attention import Size
 
@@ -41,21 +40,9 @@ _PRECISION |= {torch.float8_e4m3fn: _FP8, torch.float8_e5m2: _FP8}
 
 #: matmuls -> position of their first operand; the second follows it
 MATMULS = {
-    "mm": 0,
-    "bmm": 0,
-    "addmm": 1,
-    "baddbmm": 1,
-    "addmm_": 1,
-    "baddbmm_": 1,
-    "te_mm": 0,
-    "te_mm_to": 0,
-    "te_accumulate_mm_": 1,
-    "accumulate_mm_": 1,
-    "strided_bmm": 0,
-    "fp8_mm": 0,
-    "te_fp8_mm": 0,
-    "fp8_accumulate_mm_": 1,
-    "te_fp8_accumulate_mm_": 1,
+    **dict.fromkeys(("mm", "bmm", "te_mm", "te_mm_to", "strided_bmm", "fp8_mm", "te_fp8_mm"), 0),
+    **dict.fromkeys(("addmm", "baddbmm", "addmm_", "baddbmm_"), 1),
+    **dict.fromkeys((f"{of}accumulate_mm_" for of in ("", "te_", "fp8_", "te_fp8_")), 1),
 }
 #: operators that move no data of their own, beside views: they make room, pass a tensor on, or are sent
 _FREE = {

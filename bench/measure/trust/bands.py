@@ -20,7 +20,7 @@ from typing import Any
 
 from spbench.bench.measure.trust.error_model import ErrorModel
 from spbench.bench.measure.trust.intervals import EVER_WORSE, NO_RATE
-from spbench.bench.programs import STAND_IN, STOOD_IN, StandIn
+from spbench.bench.setting_values import STAND_IN, STOOD_IN, StandIn
 from spbench.bench.units import shown_time
 from spbench.plots.series import grouped
 

@@ -32,7 +32,7 @@ from spbench.bench.measure.trust.intervals import (
     widen,
     widest,
 )
-from spbench.bench.programs import STOOD_IN
+from spbench.bench.setting_values import STOOD_IN
 from spbench.plots.series import grouped
 
 #: pairs of times are counted by the part of the shorter one by which the longer one is more: from each of

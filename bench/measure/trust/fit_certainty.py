@@ -2,8 +2,9 @@
 
 What is simulated fits, and is *tight* where that rests on more than it can know: PyTorch's allocator has to
 give memory back to the card; what it reserves is beyond the border, the least part of a card that a run has
-here which was published as out of memory, or within the errors of such programs; or no memory of such a
-program was ever measured. `spbench reproduce bands --write` writes the evidence into fit_certainty.json.
+here which was published as out of memory, or within the errors of such programs; or it reserves more than a
+tenth, and no memory of such a program was ever measured. `spbench reproduce bands --write` writes the
+evidence into fit_certainty.json.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ CERTAINTY_FILE = "fit_certainty.json"
 #: so many measured numbers of a backend say how far its programs may be above what is simulated: by more than
 #: this share of them were
 _ENOUGH, _BEYOND = 5, 0.1
+#: the part of a card that a kind which was never measured may reserve: such runs took up to four times more
+_ROOM = 0.1
 #: of a cell that searches for its length: what layers ask for does not depend on it
 _ANY_LENGTH = 2**16
 
@@ -76,7 +79,8 @@ class Evidence(NamedTuple):
         """The verdict on a run."""
         if run.oom or run.part is None:
             return Certainty(NO if run.oom else FITS)
-        reasons = [f"no memory of {kind} was ever measured" for kind in sorted({*run.kinds} - {*self.kinds})]
+        unknown = sorted({*run.kinds} - {*self.kinds}) if run.part >= _ROOM else []
+        reasons = [f"no memory of {kind} was ever measured" for kind in unknown]
         least = min(self.border, of_backend := _border_of(run.backend))
         if run.part >= least:
             further = f"a published run that reserves {shown_share(self.border)} here ran out of memory"

@@ -29,9 +29,8 @@ from spbench.bench.measure.verify.verdicts import verified_code
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.measured_code import digest_of_files
 from spbench.bench.measurement import Outcome
-from spbench.impls.loose_files import is_packaged
+from spbench.impls.loose_files import exits_refused, is_packaged
 from spbench.impls.models.model import Model, model_preset, models
-from spbench.impls.outside_code import exits_refused
 from spbench.impls.registries import backend_class, strategies, versions
 from spbench.impls.strategies.nesting import nesting
 

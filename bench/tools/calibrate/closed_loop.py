@@ -6,7 +6,7 @@ No cell's own time is used in its prediction.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, combinations
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import scipy  # whose parts, a second of imports, are imported as they are first used
 
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
@@ -54,13 +54,14 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
         cluster = load_cluster(str(path))
         of_size = [cell for cell in cells if cell.sizes.world == count]
         message(f"measuring and predicting {len(of_size)} cells on {count} rank{'s' if count > 1 else ''}")
-        for row in closed_loop(of_size, cluster):
-            rows.append(row)
-            records.append(asdict(row) | figures(cluster))
+        for cell, samples in zip(of_size, measured_samples(of_size), strict=True):
+            rows.append(compared(cell, samples, predicted(cell, cluster)))
+            records.append(asdict(rows[-1]) | figures(cluster))
     made_by = {name: value for name, value in provenance().items() if name not in ("machine", "tree")}
     agreed = agreement(rows)
+    title = "Step times in seconds, measured (median, least and most of the samples) and predicted"
     return Output(
-        [_table(rows), str(agreed)],
+        [Table.of(title, _COLUMNS, rows), str(agreed)],
         {"agreement": asdict(agreed), "cells": records},
         [record | made_by for record in records],
         notes=notes,
@@ -68,27 +69,19 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
     )
 
 
-def _table(rows: Sequence[ComparedCell]) -> Table:
-    lines = [
-        {
-            "strategy": row.strategy,
-            "ranks": row.ranks,
-            "batch": row.batch,
-            "length": row.seq_len,
-            "measured": f"{row.measured_s:.4f}",
-            "least": f"{row.measured_least_s:.4f}",
-            "most": f"{row.measured_most_s:.4f}",
-            "predicted": f"{row.predicted_s:.4f}",
-            "error": f"{row.relative_error:+.0%}",
-            "compute": f"{row.compute_s:.4f}",
-            "host": f"{row.host_s:.4f}",
-            "communication": f"{row.communication_s:.4f}",
-        }
-        for row in rows
-    ]
-    return Table(
-        "Step times in seconds, measured (median, least and most of the samples) and predicted", lines
-    )
+#: the compared cells for people; times in seconds
+_COLUMNS = (
+    Column("strategy", "strategy"),
+    Column("ranks", "ranks"),
+    Column("batch", "batch"),
+    Column("length", "seq_len"),
+    Column("measured", "measured_s", "{:.4f}".format),
+    Column("least", "measured_least_s", "{:.4f}".format),
+    Column("most", "measured_most_s", "{:.4f}".format),
+    Column("predicted", "predicted_s", "{:.4f}".format),
+    Column("error", "relative_error", "{:+.0%}".format),
+    *(Column(name, f"{name}_s", "{:.4f}".format) for name in ("compute", "host", "communication")),
+)
 
 
 def figures(cluster: Cluster) -> dict[str, Any]:
@@ -162,12 +155,6 @@ def compared(cell: Cell, samples: Sequence[float], found: Mapping[str, float]) -
         host_s=found.get("host_s", 0.0) + found["overhead_s"],
         communication_s=found["exposed_communication_s"] + found["bubble_s"],
     )
-
-
-def closed_loop(cells: Sequence[Cell], cluster: Cluster) -> Iterator[ComparedCell]:
-    """Measure and predict cells, all on as many ranks as the cluster was measured with."""
-    for cell, samples in zip(cells, measured_samples(cells), strict=True):
-        yield compared(cell, samples, predicted(cell, cluster))
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,14 @@ def put_collectives(cluster: LogCluster, findings: Mapping[str, Findings], base:
     rates = collective_rates(findings)
     if not rates:
         return
-    _put_sizes(cluster, base, max(ranks // nodes for _, nodes, ranks in rates))
+    most = max(ranks // nodes for _, nodes, ranks in rates)
+    if most > (base.devices_per_node if base else 0):
+        cluster.put({"devices_per_node": most})
+    if base is None:
+        cluster.put({"network": {"nics_per_node": most}})
+        cluster.remarks.append(
+            "network.nics_per_node: one card a device is taken, since no log says how many"
+        )
     within: dict[str, dict[int, Rate]] = {}
     between: dict[str, dict[int, tuple[int, Rate]]] = {}
     for (kind, nodes, ranks), rate in rates.items():  # of several worlds on as many nodes the largest remains
@@ -119,7 +126,11 @@ def put_collectives(cluster: LogCluster, findings: Mapping[str, Findings], base:
         _put_rates(cluster, "node_link", kind, by_ranks)
     if SEND in between:
         _put_rates(cluster, "network", SEND, {nodes: rate for nodes, (_, rate) in between.pop(SEND).items()})
-    inside, cards = _inside(cluster, base), _cards(cluster, base)
+    of_base = base.node_link.model_dump(mode="json") if base and base.node_link else {}
+    # the link within a node, with what the logs said of it
+    link = merge(of_base, cluster.content.get("node_link", {}))
+    inside = Link.model_validate(link) if link else None
+    cards: int = base.network.nics_per_node if base else cluster.content["network"]["nics_per_node"]
     for kind, by_nodes in between.items():
         if kind == "all_to_all":
             cluster.remarks.append("all_to_all between nodes is timed by sends; that of the logs is left out")
@@ -132,16 +143,6 @@ def put_collectives(cluster: LogCluster, findings: Mapping[str, Findings], base:
     if any(".collectives." in line["figure"] for line in cluster.fitted):
         cluster.put({"collective_model": "measured"})
     cluster.put(without_scalar(base, "link_efficiency"))
-
-
-def _put_sizes(cluster: LogCluster, base: Cluster | None, on_a_node: int) -> None:
-    if on_a_node > (base.devices_per_node if base else 0):
-        cluster.put({"devices_per_node": on_a_node})
-    if base is None:
-        cluster.put({"network": {"nics_per_node": on_a_node}})
-        cluster.remarks.append(
-            "network.nics_per_node: one card a device is taken, since no log says how many"
-        )
 
 
 def _of_a_card(rate: Rate, cards: int, latency_within: float) -> Rate:
@@ -172,18 +173,6 @@ def _figures(cluster: LogCluster, where: str, rate: Rate) -> dict[str, Any]:
         latency["latency_s"] = cluster.figure(f"{where}: latency_s", rate.other, rate.how, rate.source)
     bandwidth = cluster.figure(f"{where}: bandwidth_bytes_per_s", rate.limit, rate.how, rate.source)
     return {**latency, "bandwidth_bytes_per_s": bandwidth}
-
-
-def _cards(cluster: LogCluster, base: Cluster | None) -> int:
-    cards: int = base.network.nics_per_node if base else cluster.content["network"]["nics_per_node"]
-    return cards
-
-
-def _inside(cluster: LogCluster, base: Cluster | None) -> Link | None:
-    """The link within a node, with what the logs said of it."""
-    of_base = base.node_link.model_dump(mode="json") if base and base.node_link else {}
-    link = merge(of_base, cluster.content.get("node_link", {}))
-    return Link.model_validate(link) if link else None
 
 
 def _latency(link: Link | None, kind: str, ranks: int) -> float:
@@ -218,8 +207,10 @@ def cluster_of_logs(findings: Mapping[str, Findings], base: Cluster | None) -> L
     _put_matmuls(cluster, findings, base)
     _put_attention(cluster, findings, base)
     _put_memory(cluster, findings, base)
-    if base is None:
-        _put_memory_size(cluster, findings)
+    for path, each in findings.items() if base is None else ():
+        if each.memory_total_bytes:
+            size = {"value": each.memory_total_bytes, "source": f"{path} ({each.about})"}
+            cluster.put({"device": {"memory_total_bytes": size}})
     _put_launches(cluster, findings, base)
     put_collectives(cluster, findings, base)
     if not cluster.fitted:
@@ -243,19 +234,17 @@ def _nothing_known(card: str) -> dict[str, Any]:
 def _put_matmuls(cluster: LogCluster, findings: Mapping[str, Findings], base: Cluster | None) -> None:
     peaks = {str(name): each.value for name, each in base.device.peak_flops_per_s.items()} if base else {}
     for precision, rate in product_rates(findings).items():
-        where, peak = f"device.matmul.{precision}", peaks.get(precision)
-        if base and peak:
-            share = cluster.figure(f"{where}.share", rate.limit / peak, rate.how, rate.source)
+        where, share, how = f"device.matmul.{precision}", 1.0, "the peak is what matmuls reach"
+        if peak := peaks.get(precision):
+            share, how = rate.limit / peak, rate.how
         else:
-            peak_now = cluster.figure(
-                f"device.peak_flops_per_s.{precision}", rate.limit, rate.how, rate.source
-            )
-            cluster.put({"device": {"peak_flops_per_s": {precision: peak_now}}})
-            share = cluster.figure(f"{where}.share", 1.0, "the peak is what matmuls reach", rate.source)
+            of_peak = f"device.peak_flops_per_s.{precision}", rate.limit, rate.how, rate.source
+            cluster.put({"device": {"peak_flops_per_s": {precision: cluster.figure(*of_peak)}}})
+        shared = cluster.figure(f"{where}.share", share, how, rate.source)
         operands: dict[str, Any] = {"value": None, "source": "one share for all shapes"}
         if rate.other is not None:
             operands = cluster.figure(f"{where}.bandwidth_bytes_per_s", rate.other, rate.how, rate.source)
-        matmuls = {precision: {"share": share, "bandwidth_bytes_per_s": operands}}
+        matmuls = {precision: {"share": shared, "bandwidth_bytes_per_s": operands}}
         cluster.put({"device": {"matmul": matmuls}, **without_scalar(base, "compute_efficiency", precision)})
 
 
@@ -298,13 +287,6 @@ def _put_memory(cluster: LogCluster, findings: Mapping[str, Findings], base: Clu
         share = cluster.figure("device.memory_efficiency", rate.limit / datasheet, rate.how, rate.source)
         cluster.put({"device": {"memory_efficiency": share}})
     cluster.put(without_scalar(base, "memory_efficiency"))
-
-
-def _put_memory_size(cluster: LogCluster, findings: Mapping[str, Findings]) -> None:
-    for path, each in findings.items():
-        if each.memory_total_bytes:
-            size = {"value": each.memory_total_bytes, "source": f"{path} ({each.about})"}
-            cluster.put({"device": {"memory_total_bytes": size}})
 
 
 def _put_launches(cluster: LogCluster, findings: Mapping[str, Findings], base: Cluster | None) -> None:

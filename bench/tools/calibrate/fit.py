@@ -17,7 +17,7 @@ import scipy  # whose parts, a second of imports, are imported as they are first
 import torch
 
 from spbench.bench.cell import Cell
-from spbench.bench.command_line.output import Output, Table, Verbatim
+from spbench.bench.command_line.output import Column, Output, Table, Verbatim
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure.clusters.cluster import Calibration, load_cluster
@@ -126,9 +126,8 @@ def fitted(fits: Sequence[Fit], known: Sequence[Known], without: Known | None = 
     chosen(fits[0], known)
     cell = known[0].cell
     before_fits = load_cluster(cell.cluster).calibration_of(cell.precision)
-    kept = {
-        name: value for name, value in before_fits.scalars.items() if name not in {f.scalar for f in fits}
-    }
+    named = {fit.scalar for fit in fits}
+    kept = {name: value for name, value in before_fits.scalars.items() if name not in named}
     values: dict[str, Any] = dict(kept)
     for _ in range(_ROUNDS):
         before = dict(values)
@@ -218,28 +217,22 @@ def fitted_to_published(scenario: str, table: str, quantity: str, fits: Sequence
     calibration = fitted(parsed, known)
     lines = residuals(parsed, known, tables[table], quantity)
     records = [dataclasses.asdict(line) for line in lines]
+    title = "Step times in seconds, published and simulated (error: simulated / published - 1)"
     return Output(
-        [_errors(lines), summary(lines), profile(calibration, known[0].cell.precision)],
+        [Table.of(title, _COLUMNS, lines), summary(lines), profile(calibration, known[0].cell.precision)],
         {"calibration": calibration.model_dump(exclude_defaults=True), "residuals": records},
         records,
     )
 
 
-def _errors(lines: Sequence[Residual]) -> Table:
-    return Table(
-        "Step times in seconds, published and simulated (error: simulated / published - 1)",
-        [
-            {
-                "cell": line.label,
-                "published": f"{line.published_s:.2f}",
-                "simulated": f"{line.simulated_s:.2f}",
-                "error": f"{line.relative_error:+.1%}",
-                "left out": None if line.left_out is None else f"{line.left_out:+.1%}",
-                "role": line.role,
-            }
-            for line in lines
-        ],
-    )
+_COLUMNS = (
+    Column("cell", "label"),
+    Column("published", "published_s", "{:.2f}".format),
+    Column("simulated", "simulated_s", "{:.2f}".format),
+    Column("error", "relative_error", "{:+.1%}".format),
+    Column("left out", "left_out", "{:+.1%}".format),
+    Column("role", "role"),
+)
 
 
 def profile(calibration: Calibration, precision: str) -> Verbatim:

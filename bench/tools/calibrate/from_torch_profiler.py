@@ -8,10 +8,10 @@ attention; without, only the gaps between kernels.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from math import inf, isfinite, prod
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from spbench.bench.measure.clusters.cluster import Precision
@@ -23,6 +23,8 @@ from spbench.bench.tools.calibrate.log_findings import (
     TimedMatmul,
     TimedPass,
 )
+from spbench.bench.yaml_files import read_yaml
+from spbench.plots.series import grouped
 
 T = TypeVar("T")
 
@@ -33,20 +35,12 @@ _PRECISIONS: dict[str, Precision] = {
     "c10::BFloat16": "bf16",
 }
 _BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "int": 4, "bool": 1}
-#: operators that are one matmul -> the place of its left operand among the inputs
-_MATMULS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 #: what cuBLAS and CUTLASS call kernels that multiply fp32 on tensor cores, faster than its peak
 _TF32 = ("tf32", "tensorop_s")
 
 
 class AttentionOperator(NamedTuple):
-    """Where an operator of attention has what; its inputs by their places.
-
-    Attributes:
-        query, causal: places; the key follows the query. The window's left side, if there may be one, is at
-            ``window``.
-        length_first: tensors are [B, L, H, D], else [B, H, L, D].
-    """
+    """Where an operator of attention has what, as the YAML file beside this one says."""
 
     kernel: AttentionKernel
     direction: Direction
@@ -56,24 +50,8 @@ class AttentionOperator(NamedTuple):
     window: int | None = None
 
 
-ATTENTION = {
-    "aten::_flash_attention_forward": AttentionOperator("flash_attention_2", "forward", 0, 8, True, 11),
-    "aten::_flash_attention_backward": AttentionOperator("flash_attention_2", "backward", 1, 11, True, 15),
-    "aten::_scaled_dot_product_cudnn_attention": AttentionOperator("cudnn", "forward", 0, 6, False),
-    "aten::_cudnn_attention_forward": AttentionOperator("cudnn", "forward", 0, 10, False),
-    "aten::_scaled_dot_product_cudnn_attention_backward": AttentionOperator(
-        "cudnn", "backward", 1, 14, False
-    ),
-    "aten::_cudnn_attention_backward": AttentionOperator("cudnn", "backward", 1, 14, False),
-    "flash_attn::_flash_attn_forward": AttentionOperator("flash_attention_2", "forward", 0, 5, True, 6),
-    "flash_attn::_flash_attn_backward": AttentionOperator("flash_attention_2", "backward", 1, 11, True, 12),
-}
-#: element-wise operators, which read their tensors and write one of the shape that these make together; with
-#: "_" at the end into the first of them
-_ELEMENT_WISE = {
-    *("aten::add", "aten::sub", "aten::mul", "aten::div", "aten::neg", "aten::relu", "aten::gelu"),
-    *("aten::silu", "aten::tanh", "aten::sigmoid", "aten::exp", "aten::sqrt", "aten::rsqrt"),
-}
+_OPERATORS = read_yaml(Path(__file__).with_suffix(".yaml"))
+ATTENTION = {name: AttentionOperator(**where) for name, where in _OPERATORS["attention"].items()}
 
 
 class _Launched(NamedTuple):
@@ -154,10 +132,8 @@ def _id(event: Mapping[str, Any]) -> Any:
 
 
 def _launched(events: list[dict[str, Any]]) -> Iterator[_Launched]:
-    kernels: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        if event.get("cat") == "kernel" and _id(event) is not None:
-            kernels[_id(event)].append(event)
+    kernels = grouped((event for event in events if event.get("cat") == "kernel"), _id)
+    kernels.pop(None, None)
     for event in events:
         if event.get("cat") == "cpu_op" and _id(event) in kernels and event["args"].get("Input Dims"):
             own = kernels[_id(event)]
@@ -168,7 +144,7 @@ def _launched(events: list[dict[str, Any]]) -> Iterator[_Launched]:
 
 
 def _matmul(each: _Launched) -> TimedMatmul | None:
-    place = _MATMULS.get(each.name)
+    place = _OPERATORS["matmuls"].get(each.name)
     precision = None if place is None else _PRECISIONS.get(each.kind(place))
     if place is None or precision is None:
         return None
@@ -187,10 +163,8 @@ def _attention(each: _Launched) -> AttentionSpeed | None:
     if operator is None:
         return None
     query, key = each.shape(operator.query), each.shape(operator.query + 1)
-    causal, half = (
-        each.value(operator.causal) == "True",
-        each.kind(operator.query) in ("c10::Half", "c10::BFloat16"),
-    )
+    causal = each.value(operator.causal) == "True"
+    half = each.kind(operator.query) in ("c10::Half", "c10::BFloat16")
     if len(query) != 4 or len(key) != 4 or not half:
         return None
     if operator.window is not None and each.value(operator.window) not in ("", "-1"):
@@ -215,7 +189,7 @@ def _attention(each: _Launched) -> AttentionSpeed | None:
 
 def _pass(each: _Launched) -> TimedPass | None:
     """None where an input is spread over a larger shape without being in memory (a stride of 0)."""
-    if each.name.removesuffix("_") not in _ELEMENT_WISE:
+    if each.name.removesuffix("_") not in _OPERATORS["element_wise"]:
         return None
     places = range(len(each.inputs["Input Dims"]))
     tensors = [(shape, place) for place in places if (shape := each.shape(place))]
@@ -241,10 +215,8 @@ def _same_rank(shapes: list[list[int]]) -> list[list[int]]:
 def _gaps(on_card: list[dict[str, Any]]) -> list[float]:
     """Seconds from the end of what a stream does to the start of what it does next; of the stream with most
     kernels."""
-    streams: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for event in on_card:
-        streams[event.get("pid"), (event.get("args") or {}).get("stream", event.get("tid"))].append(event)
-    most = max(streams, key=lambda stream: len(streams[stream]))
-    busiest = sorted(streams[most], key=lambda event: event["ts"])
+    streams = grouped(on_card, lambda e: (e.get("pid"), (e.get("args") or {}).get("stream", e.get("tid"))))
+    busiest = max(streams.values(), key=len)
+    busiest.sort(key=lambda event: event["ts"])
     gaps = (after["ts"] - before["ts"] - before["dur"] for before, after in pairwise(busiest))
     return [max(0.0, gap) / 1e6 for gap in gaps if isfinite(gap)]

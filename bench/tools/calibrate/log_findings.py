@@ -11,10 +11,10 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal
 
 from spbench.bench.errors import UserError
 from spbench.bench.files import read_file
@@ -178,20 +178,6 @@ class _Datasheet:
     memory_bytes_per_s: float | None
     node_link: float | None = None
 
-    @property
-    def half(self) -> float | None:
-        """Operations a second in half precision."""
-        return max((self.flops_per_s.get(name) or 0.0 for name in _HALF), default=0.0) or None
-
-
-class _Speed(NamedTuple):
-    """A speed of a log beside what the card can do."""
-
-    value: float
-    limit: float | None
-    unit: str
-    what: str
-
 
 def check_plausible(findings: Mapping[str, Findings], base: Cluster | None) -> None:
     """Refuse logs, by the names of their files, that cannot be of one card, or not of the base's.
@@ -214,12 +200,12 @@ def check_plausible(findings: Mapping[str, Findings], base: Cluster | None) -> N
         for value in _times(each):
             if not (math.isfinite(value) and value > 0):
                 raise UserError(f"{path} ({each.about}): a time of {value:g} s cannot be")
-        for speed in _speeds(each, datasheet):
-            if speed.limit is not None and speed.value > ROUNDING * speed.limit:
-                scale, unit = (1e12, "TFLOP/s") if speed.unit == "FLOP/s" else (1e9, "GB/s")
+        for value, limit, unit, what in _speeds(each, datasheet):
+            if limit is not None and value > ROUNDING * limit:
+                scale = 1e12 if unit == "TFLOP/s" else 1e9
                 raise UserError(
-                    f"{path} ({each.about}): {speed.value / scale:.4g} {unit} of {speed.what} is above the "
-                    f"{speed.limit / scale:.4g} of {datasheet.name}; is it another card, or another unit?"
+                    f"{path} ({each.about}): {value / scale:.4g} {unit} of {what} is above the "
+                    f"{limit / scale:.4g} of {datasheet.name}; is it another card, or another unit?"
                 )
 
 
@@ -263,11 +249,9 @@ def _of_cluster(cluster: Cluster) -> _Datasheet:
 def _of_card(card: str) -> _Datasheet:
     """That of the first packaged cluster of a card, without its links, which are the cluster's; nothing is
     known of a card that none has."""
-    for name in cluster_names() if _described(card)[0] else ():
-        cluster = load_cluster(name)
+    for cluster in map(load_cluster, cluster_names() if _described(card)[0] else ()):
         if _described(cluster.device.name)[0] and is_same_card(card, cluster.device.name):
-            of = _of_cluster(cluster)
-            return _Datasheet(cluster.device.name, of.flops_per_s, of.memory_bytes_per_s)
+            return replace(_of_cluster(cluster), name=cluster.device.name, node_link=None)
     return _Datasheet(card, {}, None)
 
 
@@ -277,19 +261,23 @@ def _times(findings: Findings) -> Iterator[float]:
     yield from (each.flops_per_s for each in findings.attention)
 
 
-def _speeds(findings: Findings, datasheet: _Datasheet) -> Iterator[_Speed]:
-    """Passes over memory are not among them: caches can be faster, and what is left out is said."""
+def _speeds(
+    findings: Findings, datasheet: _Datasheet
+) -> Iterator[tuple[float, float | None, Literal["TFLOP/s", "GB/s"], str]]:
+    """The speeds of a log, each beside what the card can do, in units of one, the unit in which people read
+    it, and what it is of. Passes over memory are not among them: caches can be faster, and what is left out
+    is said."""
     for product in findings.matmuls:
         limit = datasheet.flops_per_s.get(product.precision)
-        yield _Speed(product.flops / product.seconds, limit, "FLOP/s", product.precision)
+        yield product.flops / product.seconds, limit, "TFLOP/s", product.precision
+    half = max((datasheet.flops_per_s.get(name) or 0.0 for name in _HALF), default=0.0) or None
     for attention in findings.attention:
         words = f"{attention.kernel}, {attention.mask}, {attention.direction or 'both'}"
-        what = f"{words} at {attention.length} tokens"
-        yield _Speed(attention.flops_per_s, datasheet.half, "FLOP/s", what)
+        yield attention.flops_per_s, half, "TFLOP/s", f"{words} at {attention.length} tokens"
     for each in findings.collectives:
         value = float(WIRE_SHARE[each.collective](each.ranks)) * each.nbytes / each.seconds
         what = f"{each.collective} of {each.nbytes} bytes on {each.ranks} ranks"
         limits = [datasheet.memory_bytes_per_s]
         if each.nodes == 1 and datasheet.node_link is not None:
             limits.append(_IN_SWITCH * datasheet.node_link)
-        yield _Speed(value, min(filter(None, limits), default=None), "B/s", what)
+        yield value, min(filter(None, limits), default=None), "GB/s", what

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from spbench.bench.command_line.output import Output, Table
+from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.files import csv_text, write_whole
@@ -52,13 +52,18 @@ def cluster_yaml(cluster: Cluster, heading: str) -> str:
     return "\n".join([text + "\nmeasured:", *(f"  - {line}" for line in lines)]) + "\n"
 
 
+def _about(point: RatePoint) -> dict[str, Any]:
+    """A point without its samples."""
+    return {key: value for key, value in asdict(point).items() if key != "samples_s"}
+
+
 def sample_rows(points: Sequence[RatePoint]) -> list[dict[str, Any]]:
     """A row for each sample of each point, for a CSV file."""
-    rows = []
-    for point in points:
-        about = {key: value for key, value in asdict(point).items() if key != "samples_s"}
-        rows += [{**about, "sample": i, "seconds": s} for i, s in enumerate(point.samples_s)]
-    return rows
+    return [
+        {**_about(point), "sample": i, "seconds": s}
+        for point in points
+        for i, s in enumerate(point.samples_s)
+    ]
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ def measured_machine(asked: MachineRequest, output: Path) -> Output:
     files += draw_machine_rates(rates, title, output)
     wrong = [point for point in machine.points if point.wrong]
     return Output(
-        [_figures(cluster), _rates(machine), *_collectives(machine)],
+        [*_tables(cluster, machine)],
         {"cluster": cluster.model_dump(mode="json"), "rates": rates},
         rates,
         notes=[
@@ -156,9 +161,8 @@ def _sweep(asked: MachineRequest) -> RateSweep:
 
 def _rate(point: RatePoint) -> dict[str, Any]:
     derived = ("seconds", "flops_per_s", "bytes_per_s", "bus_bytes_per_s")
-    about = {key: value for key, value in asdict(point).items() if key != "samples_s"}
     bounds = {"least_s": min(point.samples_s), "most_s": max(point.samples_s)}
-    return about | {name: getattr(point, name) for name in derived} | bounds
+    return _about(point) | {name: getattr(point, name) for name in derived} | bounds
 
 
 def _shown(value: Any) -> str:
@@ -167,52 +171,41 @@ def _shown(value: Any) -> str:
     return "unknown" if value is None else f"{value:.4g}"
 
 
-def _figures(cluster: Cluster) -> Table:
-    lines = [
-        {
-            "figure": path,
-            "value": _shown(figure.value),
-            "how": figure.note,
-        }
-        for path, figure in cluster.sourced
-    ]
-    return Table(f"The cluster {cluster.name}: {cluster.device.name}", lines)
+def _giga(name: str, field: str) -> Column:
+    """A column of a rate in thousands of millions."""
+    return Column(name, field, lambda value: f"{value / 1e9:.3g}")
 
 
-def _rates(machine: Machine) -> Table:
-    lines = [
-        {
-            "operation": point.operation,
-            "size": point.size,
-            "precision": point.precision,
-            "ms": f"{point.seconds * 1e3:.4g}",
-            "GFLOP/s": _in(point.flops_per_s, 1e9),
-            "GB/s": _in(point.bytes_per_s, 1e9),
-        }
-        for point in machine.points
-        if point.bus_bytes_per_s is None
-    ]
-    return Table("Rates of one rank, all at once: medians", lines)
+_FIGURES = (
+    Column("figure", "figure", of=lambda figure: figure[0]),
+    Column("value", "value", of=lambda figure: _shown(figure[1].value)),
+    Column("how", "how", of=lambda figure: figure[1].note),
+)
+_RATES = (
+    *(Column(name, name) for name in ("operation", "size", "precision")),
+    Column("ms", "seconds", lambda value: f"{value * 1e3:.4g}"),
+    _giga("GFLOP/s", "flops_per_s"),
+    _giga("GB/s", "bytes_per_s"),
+)
+_COLLECTIVES = (
+    Column("collective", "operation"),
+    Column("S, bytes", "nbytes"),
+    Column("us", "seconds", lambda value: f"{value * 1e6:.1f}"),
+    _giga("algbw GB/s", "bytes_per_s"),
+    _giga("busbw GB/s", "bus_bytes_per_s"),
+    Column("#wrong", "wrong"),
+)
 
 
-def _collectives(machine: Machine) -> list[Table]:
-    lines = [
-        {
-            "collective": point.operation,
-            "S, bytes": point.nbytes,
-            "us": f"{point.seconds * 1e6:.1f}",
-            "algbw GB/s": _in(point.bytes_per_s, 1e9),
-            "busbw GB/s": _in(point.bus_bytes_per_s, 1e9),
-            "#wrong": point.wrong,
-        }
-        for point in machine.points
-        if point.bus_bytes_per_s is not None
-    ]
-    return [Table(f"Collectives on {machine.ranks} ranks, as nccl-tests counts", lines)] if lines else []
-
-
-def _in(value: float | None, unit: float) -> str | None:
-    return None if value is None else f"{value / unit:.3g}"
+def _tables(cluster: Cluster, machine: Machine) -> Iterator[Table]:
+    """The cluster's figures, the rates of its ranks and, of several ranks, of their collectives."""
+    collectives = [point for point in machine.points if point.bus_factor]
+    others = [point for point in machine.points if not point.bus_factor]
+    yield Table.of(f"The cluster {cluster.name}: {cluster.device.name}", _FIGURES, cluster.sourced)
+    yield Table.of("Rates of one rank, all at once: medians", _RATES, others)
+    if collectives:
+        title = f"Collectives on {machine.ranks} ranks, as nccl-tests counts"
+        yield Table.of(title, _COLLECTIVES, collectives)
 
 
 def _remarks(machine: Machine, wrong: Sequence[RatePoint]) -> list[str]:

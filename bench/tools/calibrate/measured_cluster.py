@@ -98,30 +98,24 @@ def _counts(cell: Cell) -> list[int]:
 
 
 def _on_rank(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> dict[str, Any]:
-    memory = None
     points = compute_rates(mesh, cell, sweep)
     points += operator_points(mesh, cell, sweep)
     points += collective_rates(mesh.device_type, sweep)
+    memory, threads = None, torch.get_num_threads()
+    name = f"{cpu_model()}, {threads} thread{'s' * (threads > 1)}"
     if mesh.device_type == "cuda":
         free, total = torch.cuda.mem_get_info()
         memory = total, max(0, total - free - torch.cuda.memory_reserved())
+        name = torch.cuda.get_device_name()
     group = dist.group.WORLD
     assert group is not None
     return {
         "points": points,
         "device_type": mesh.device_type,
-        "device_name": hardware_name(mesh.device_type),
+        "device_name": name,
         "memory_bytes": memory,
         "per_node": ranks_per_node(group),
     }
-
-
-def hardware_name(device_type: str) -> str:
-    """What the system calls the device of a rank, with the threads of one on a CPU."""
-    if device_type == "cuda":
-        return torch.cuda.get_device_name()
-    threads = torch.get_num_threads()
-    return f"{cpu_model()}, {threads} thread{'s' * (threads > 1)}"
 
 
 def cluster_of(machine: Machine, name: str, source: str) -> Cluster:
@@ -167,13 +161,10 @@ def _links(machine: Machine, source: str) -> tuple[int, Link | None, Network]:
     network = Network(latency_s=unknown, bandwidth_bytes_per_s=unknown)
     if machine.ranks == 1:
         return 1, None, network
+    rates = {**_link(machine, SEND, source), "collectives": _rated(machine, source)}
     if machine.device_type == "cuda":
-        return (
-            machine.ranks,
-            Link(**_link(machine, SEND, source), collectives=_rated(machine, source)),
-            network,
-        )
-    return 1, None, Network(**_link(machine, SEND, source), collectives=_rated(machine, source))
+        return machine.ranks, Link(**rates), network
+    return 1, None, Network(**rates)
 
 
 def _rated(machine: Machine, source: str) -> dict[Any, list[BusRate]]:
@@ -188,13 +179,9 @@ def _rated(machine: Machine, source: str) -> dict[Any, list[BusRate]]:
         latency, byte_s = fit.coefficients
         if byte_s:
             note = f"{kind} on {machine.ranks} ranks, {points[0].size} to {points[-1].size}; {_off(fit)}"
-            figures = {"latency_s": latency, "bandwidth_bytes_per_s": 1 / byte_s}
-            rates[kind] = [
-                BusRate(
-                    ranks=machine.ranks,
-                    **{name: _sourced(value, source, note) for name, value in figures.items()},
-                )
-            ]
+            figures = (_sourced(value, source, note) for value in (latency, 1 / byte_s))
+            of_kind = dict(zip(("latency_s", "bandwidth_bytes_per_s"), figures, strict=True))
+            rates[kind] = [BusRate(ranks=machine.ranks, **of_kind)]
     return rates
 
 
@@ -226,6 +213,11 @@ def _device(machine: Machine, source: str) -> Device:
     sums = f"sum of two tensors of {largest.size} each into new memory"
     precisions = dict.fromkeys(p.precision for p in machine.of("matmul"))
     peaks = {precision: _matmuls(machine, precision, source) for precision in precisions}
+    launches: Any = Sourced(value=None, source="host has it")
+    if not machine.host_work:
+        (step,) = machine.of("training step")
+        note = f"step of {step.size} over its {machine.kernels} operators"
+        launches = _sourced(step.seconds / machine.kernels, source, note)
     return Device(
         name=machine.device_name,
         memory_total_bytes=total,
@@ -237,16 +229,8 @@ def _device(machine: Machine, source: str) -> Device:
             name: Sourced(value=[[float(round(n)), _rounded(s)] for n, s in times], source=source)
             for name, times in operator_times(machine.points).items()
         },
-        launch_overhead_s=_launches(machine, source),
+        launch_overhead_s=launches,
     )
-
-
-def _launches(machine: Machine, source: str) -> Any:
-    if machine.host_work:
-        return Sourced(value=None, source="host has it")
-    (step,) = machine.of("training step")
-    note = f"step of {step.size} over its {machine.kernels} operators"
-    return _sourced(step.seconds / machine.kernels, source, note)
 
 
 def _host(machine: Machine, source: str) -> Host:

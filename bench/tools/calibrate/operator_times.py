@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from math import log2
 from statistics import fmean, median
 from typing import Any
@@ -38,6 +38,7 @@ from spbench.bench.tools.calibrate.compute_rates import RatePoint, RateSweep, ti
 from spbench.bench.tools.calibrate.rate_fits import LeastSquares, least_squares
 from spbench.impls.models.model import model_preset
 from spbench.impls.training.step import initialize
+from spbench.plots.series import grouped
 
 #: how the points begin
 HOST = "host: "
@@ -52,26 +53,17 @@ def host_points(sweep: RateSweep) -> Iterator[RatePoint]:
     """A point of each, on all ranks at once; ``extent`` is how many of them a call has."""
     x = torch.ones(1, requires_grad=True)
     bare, bare_x, identity = torch.ops.aten.neg.default, x.detach(), nn.Identity()
+    row = reduce(lambda y, _: torch.neg(y), range(_IN_A_ROW), x)
     calls: dict[str, tuple[int, Callable[[], Any]]] = {
         WITH_NODE: (1, partial(torch.neg, x)),
         BARE: (1, partial(bare, bare_x)),
         VIEW: (1, partial(x.view, 1)),
-        BACKWARD: (_IN_A_ROW, partial(_backward, _row(x), x)),
+        BACKWARD: (_IN_A_ROW, partial(torch.autograd.grad, row, x, retain_graph=True)),
         MODULE: (1, partial(identity, x)),
     }
     for operation, (count, call) in calls.items():
         samples = timed(call, "cpu", sweep)
         yield RatePoint(operation, f"{count} in a call", count, "fp32", dist.get_world_size(), samples)
-
-
-def _row(x: Tensor) -> Tensor:
-    for _ in range(_IN_A_ROW):
-        x = torch.neg(x)
-    return x
-
-
-def _backward(y: Tensor, x: Tensor) -> None:
-    torch.autograd.grad(y, x, retain_graph=True)
 
 
 #: an operator's point is called this and its name
@@ -169,13 +161,12 @@ def operator_points(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[Rate
     ``extent`` is the number of operators; and one point a kind of call, of matmuls and of others. Before
     them, the points of :func:`host_points`.
     """
-    points = list(host_points(sweep)) if sweep.steps else []
-    freeing = _freeing(sweep) if sweep.steps else []
+    if not sweep.steps:
+        return []
+    points, freeing = list(host_points(sweep)), _freeing(sweep)
+    kept = {"model", "strategy", "batch", "seq_len", "model_options"}
     for declared in sweep.steps:
-        small = cell.model_copy(
-            update=declared.model_dump(include={"model", "strategy", "batch", "seq_len", "model_options"})
-        )
-        points += _of_step(mesh, small, sweep, freeing)
+        points += _of_step(mesh, cell.model_copy(update=declared.model_dump(include=kept)), sweep, freeing)
     return points
 
 
@@ -241,18 +232,13 @@ _ALONE = (WITH_NODE, BARE, VIEW, BACKWARD, MODULE)
 
 def operator_times(points: Sequence[RatePoint]) -> dict[str, OperatorTimes]:
     """The mean bytes and seconds of the calls of each operator, by powers of two of bytes."""
-    times: dict[str, dict[int, list[RatePoint]]] = defaultdict(lambda: defaultdict(list))
-    for point in points:
-        if point.operation.startswith(OPERATOR):
-            size = int(log2(max(point.nbytes, _SMALLEST)))
-            times[point.operation.removeprefix(OPERATOR)][size].append(point)
-    return {
-        name: [
-            [fmean(p.nbytes for p in alike), fmean(p.seconds for p in alike)]
-            for _, alike in sorted(by_size.items())
-        ]
-        for name, by_size in sorted(times.items())
-    }
+    times: dict[str, OperatorTimes] = defaultdict(list)
+    of_calls = [point for point in points if point.operation.startswith(OPERATOR)]
+    by_size = grouped(of_calls, lambda p: (p.operation, int(log2(max(p.nbytes, _SMALLEST)))))
+    for (operation, _), alike in sorted(by_size.items()):
+        mean = [fmean(p.nbytes for p in alike), fmean(p.seconds for p in alike)]
+        times[operation.removeprefix(OPERATOR)].append(mean)
+    return dict(times)
 
 
 def matmul_fit(points: Sequence[RatePoint], precision: str) -> LeastSquares | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -13,6 +12,7 @@ import scipy  # whose parts, a second of imports, are imported as they are first
 
 from spbench.bench.tools.calibrate.log_findings import AttentionSpeed, Findings, TimedCollective, TimedPass
 from spbench.impls.traffic import WIRE_SHARE
+from spbench.plots.series import grouped
 
 
 class LeastSquares(NamedTuple):
@@ -72,14 +72,9 @@ def _by(
     findings: Mapping[str, Findings], points: Callable[[Findings], Sequence[T]], key: Callable[[T], Hashable]
 ) -> Iterator[tuple[Any, list[T], str]]:
     """The points of all logs by their key, in its order, each with the logs that have some."""
-    groups: dict[Any, list[T]] = defaultdict(list)
-    sources: dict[Any, dict[str, None]] = defaultdict(dict)
-    for path, each in findings.items():
-        for point in points(each):
-            groups[key(point)].append(point)
-            sources[key(point)][f"{path} ({each.about})"] = None
-    for name in sorted(groups):
-        yield name, groups[name], ", ".join(sources[name])
+    said = [(p, f"{path} ({each.about})") for path, each in findings.items() for p in points(each)]
+    for name, some in sorted(grouped(said, lambda each: key(each[0])).items()):
+        yield name, [point for point, _ in some], ", ".join(dict.fromkeys(source for _, source in some))
 
 
 def _how(fit: LeastSquares, form: str, count: int) -> str:

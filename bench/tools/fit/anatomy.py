@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from pydantic.dataclasses import dataclass
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.engine import run_cell
 from spbench.bench.measure.engines.pipeline_stages import ShortSteps, stage_traces, trace_of_class
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.rank_memory import allocator_of, usable_memory_bytes
-from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import SEGMENT_GRANULE, CachingAllocator, replay
@@ -98,11 +98,6 @@ class Anatomy:
     curve: Mapping[str, Sequence[int]]
     phases: Sequence[tuple[str, int]]
     events: int
-
-
-def plain(taken_apart: Anatomy) -> dict[str, Any]:
-    """An anatomy as plain data, as measurements and figures have it."""
-    return asdict(taken_apart)
 
 
 def anatomy(
@@ -292,7 +287,7 @@ def examine(cell: Cell) -> Measurement:
         log = stage_traces(cell, [ranks], events=False, short=short)[0].memory
     stage = ranks.stage.index if ranks.stage.count > 1 else None
     taken_apart = anatomy(log, allocator_of(cell), least, ranks.ranks, stage)
-    measurement.meters = {**measurement.meters, ANATOMY: plain(taken_apart)}
+    measurement.meters = {**measurement.meters, ANATOMY: asdict(taken_apart)}
     return measurement
 
 

@@ -133,7 +133,7 @@ class ArgumentTable:
         arguments: by each of their spellings, in the order of the table.
         settings: of arguments that say one as it is, by the argument's name.
         content: of the file, with what a program has beside these; ``trains``: what trains, of
-            :data:`~spbench.bench.programs.PROGRAMS`.
+            :data:`~spbench.bench.setting_values.PROGRAMS`.
     """
 
     program: str

@@ -1,5 +1,9 @@
 """Jobs of DeepSpeed: its JSON, with a model's config.json, accelerate's YAML and the arguments of the
-Trainer, of transformers or of TRL."""
+Trainer, of transformers or of TRL.
+
+Matmuls in eight bits of accelerate's configuration are TransformerEngine's or torchao's (accelerate 1.15,
+utils/dataclasses.py: TERecipeKwargs and AORecipeKwargs).
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from spbench.bench.tools.jobs.accelerate_fp8 import fp8_of
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, flat
 from spbench.bench.tools.jobs.deepspeed_files import CLASSES, sorted_files
-from spbench.bench.tools.jobs.deepspeed_sharding import sharding_of, trained_of
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
+from spbench.bench.tools.jobs.program_files import zero_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.transformers_step import (
+    FSDP_1,
+    Adapted,
     Said,
     TransformersStep,
+    bits_of,
     either,
     precision_of,
     replicas_of,
@@ -27,23 +33,15 @@ from spbench.bench.tools.jobs.transformers_step import (
 #: what the keys of the Trainer and of accelerate begin with, and those of two of its sections
 _TRAINER, _ACCELERATE = "TrainingArguments.", "accelerate."
 _FSDP, _PARALLEL = "accelerate.fsdp_config.fsdp_", "accelerate.parallelism_config.parallelism_config_"
-_MIXED = "accelerate.mixed_precision"
+_OF_DEEPSPEED, _TYPE = "accelerate.deepspeed_config.", "seq_parallel_communication_data_type"
+_MIXED, _SECTION = "accelerate.mixed_precision", "accelerate.fp8_config."
+_BACKEND, _HISTORY, _ALGORITHM, _FORMAT = (
+    f"{_SECTION}{each}" for each in ("backend", "amax_history_len", "amax_compute_algo", "fp8_format")
+)
 #: the arguments of scripts that say how long a sequence is
 _LENGTHS = ("max_length", "max_seq_length", "block_size", "model_max_length", "cutoff_len")
 #: as transformers names it
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3", "eager")
-#: other spellings that DeepSpeed takes: names of fields without their alias, and an old section
-_ALIASES = {
-    **{
-        f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
-        for name in (
-            *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
-            *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
-            *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
-        )
-    },
-    "bfloat16.enabled": "bf16.enabled",
-}
 _ADAM = {"adam", "adamw", "fusedadam", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf"}
 #: of TRL's loss, which multiplies the head with a tile of tokens and a tile of the vocabulary at a time
 #: (kernels/chunked_logprob.py and trainer/utils.py of TRL 1.16)
@@ -84,9 +82,10 @@ def _table(of_trl: bool) -> ArgumentTable:
 
 def _named(by_kind: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     """The values of all files but the model's, by the names of their keys."""
-    arguments = argument_table("deepspeed").arguments
+    table = argument_table("deepspeed")
+    arguments, aliases = table.arguments, table.content["aliases"]
     for name, value in flat(by_kind.get("deepspeed", {}), arguments):
-        yield _ALIASES.get(name, name), value
+        yield aliases.get(name, name), value
     for kind, name in (("trainer", _TRAINER), ("accelerate", _ACCELERATE)):
         yield from flat(by_kind.get(kind, {}), arguments, name)
 
@@ -117,7 +116,9 @@ def _step(k: Account, contents: Mapping[str, Mapping[str, Any]], files: JobFiles
         **sharding_of(k, contents, precision.value, cut=layout["sequence"].value > 1),
         micro_batch=micro,
         accumulation=_given(k, contents, "gradient_accumulation_steps", "gradient_accumulation_steps"),
-        batch=replace(batch := said(k, "train_batch_size"), value=_unless_auto(batch.value)),
+        batch=replace(
+            batch := said(k, "train_batch_size"), value=None if batch.value == "auto" else batch.value
+        ),
         precision=precision,
         recompute=Said(bool(k.value(again) or k.value(by_fsdp)), k.given_of(again, by_fsdp) or (again,)),
         reentrant=Said(reentrant, (f"{kwargs}use_reentrant",)),
@@ -130,10 +131,6 @@ def _step(k: Account, contents: Mapping[str, Mapping[str, Any]], files: JobFiles
         **trained_of(k),
         compiled=said(k, f"{_TRAINER}torch_compile"),
     )
-
-
-def _unless_auto(value: Any) -> Any:
-    return None if value == "auto" else value
 
 
 def _layout(k: Account, files: JobFiles) -> dict[str, Any]:
@@ -240,3 +237,106 @@ def _optimizer(k: Account) -> Said:
     kind = str(value).lower()
     few = "adam 8 bits" if kind.startswith(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")) else kind
     return Said("adam" if kind in _ADAM else few, (name,))
+
+
+def sharding_of(
+    k: Account, contents: Mapping[str, Mapping[str, Any]], precision: str, *, cut: bool
+) -> dict[str, Any]:
+    """The fields of a step that say how it shards: FSDP where accelerate's file asks for it, else a stage of
+    ZeRO.
+
+    Args:
+        contents: of the files, by what they are.
+        cut: ranks share a sequence.
+    """
+    name, beside = "accelerate.distributed_type", contents.get("accelerate", {})
+    kind = k.value(name)
+    k.took("which files count", name)
+    if kind is None:
+        of_deepspeed = "deepspeed" in contents or "deepspeed_config" in beside
+        kind = "FSDP" if "fsdp_config" in beside else "DEEPSPEED" if of_deepspeed else "NO"
+    if kind != "DEEPSPEED":
+        if "deepspeed" in contents:
+            k.problems.append(f"{name} is {kind} beside a configuration of DeepSpeed")
+        k.ignore("of DeepSpeed", *(n for n in k.given if "offload_" in n and "fsdp" not in n))
+        return _fsdp_of(k) if kind == "FSDP" else {"sharding": Said("ddp", (name,))}
+    return {**zero_of(k, "", _OF_DEEPSPEED), "reduce": _messages(k, precision, cut=cut)}
+
+
+def _fsdp_of(k: Account) -> dict[str, Any]:
+    version, freed, wraps = f"{_FSDP}version", f"{_FSDP}reshard_after_forward", f"{_FSDP}auto_wrap_policy"
+    of = dict.fromkeys(("FULL_SHARD", True), "fsdp")  # True is 1 too, the number of FULL_SHARD
+    of |= dict.fromkeys(("SHARD_GRAD_OP", 2, False), "fsdp, kept")
+    name = f"{_FSDP}sharding_strategy"
+    if k.value(version) == 2 or k.value(name) is None:
+        name = freed
+    value = True if k.value(name) is None else k.value(name)
+    if value not in of:
+        k.refuse("weights that are whole, or sharded over a part of the replicas", name)
+    k.ignore(f"of the other version of FSDP than {k.value(version)}", f"{_FSDP}sharding_strategy", freed)
+    if k.value(version) == 1:
+        k.stand_in(*FSDP_1, version)
+    k.took(f"FSDP {k.value(version)}", version)
+    if k.value(wraps) != "TRANSFORMER_BASED_WRAP":
+        k.refuse("units of FSDP that are no layers", wraps)
+    k.ignore("a unit for each layer", wraps)
+    return {
+        "sharding": Said(of.get(value, "fsdp"), (name,)),
+        "host": either(k, {f"{_FSDP}offload_params": "all"}, ""),
+        "deferred": Said("last", (), "accelerate sums gradients of the last micro-batch"),
+    }
+
+
+def _messages(k: Account, precision: str, *, cut: bool) -> Said:
+    """The type in which gradients are summed over ranks: that of the weights, but for parts of sequences,
+    whose gradients DeepSpeed sums in float32 unless another is asked for."""
+    by_accelerate, of_wholes = f"{_OF_DEEPSPEED}{_TYPE}", "communication_data_type"
+    of_parts = by_accelerate if cut and k.has(by_accelerate) and not k.has(_TYPE) else _TYPE
+    name, other = (of_parts, of_wholes) if cut else (of_wholes, of_parts)
+    k.ignore("of DeepSpeed, whose own key counts", by_accelerate)
+    k.ignore(f"{name} holds where sequences are {'cut' if cut else 'whole'}", other)
+    asked = str(k.value(name)).lower() if k.value(name) is not None else precision
+    if asked not in (precision, "fp32"):
+        k.refuse(f"gradients of {precision} that are sent in {asked}", name)
+    return Said("fp32" if asked == "fp32" else "weights", (name,))
+
+
+def trained_of(k: Account) -> dict[str, Any]:
+    """The fields of adapters and frozen weights in few bits, as TRL's scripts have them."""
+    on, rank = f"{_TRAINER}use_peft", f"{_TRAINER}lora_r"
+
+    def of(name: str, otherwise: Any = None) -> Said:
+        key = f"{_TRAINER}{name}"
+        return Said(k.value(key) or otherwise, k.given_of(key))
+
+    # peft's own targets of most models, where none are named (utils/constants.py)
+    targets = of("lora_target_modules", ["q_proj", "v_proj"])
+    return {
+        "lora": Said(k.value(rank) if k.value(on) else 0, k.given_of(on, rank)),
+        "adapted": Adapted(targets, of("lora_modules_to_save"), of("use_dora")),
+        "quantized": bits_of(k, {f"{_TRAINER}load_in_{bits}bit": bits for bits in (4, 8)}),
+    }
+
+
+def fp8_of(k: Account) -> dict[str, Any]:
+    """The fields ``fp8`` and ``library`` of a step; accelerate takes TransformerEngine where no library is
+    named."""
+    if k.value(_MIXED) != "fp8":
+        k.ignore("of matmuls in eight bits, which the job has not", _BACKEND, _HISTORY, _ALGORITHM, _FORMAT)
+        return {}
+    backend = str(k.value(_BACKEND)).upper()
+    if backend == "AO":
+        because = "all projections of layers are in eight bits, and weights are gathered in sixteen"
+        k.leave("time and memory", because, _BACKEND)
+        return {"fp8": Said("tensorwise", (_MIXED, _BACKEND), "torchao's default recipe")}
+    if backend != "TE":
+        k.refuse("matmuls in eight bits by another library than TransformerEngine and torchao", _BACKEND)
+        return {}
+    if k.value(_ALGORITHM) == "max" and k.value(_HISTORY) > 1:
+        k.set("model_options.fp8_history", k.value(_HISTORY), _HISTORY, _ALGORITHM)
+    k.ignore("the most recent magnitude makes a scale, by default", _HISTORY, _ALGORITHM)
+    if k.value(_FORMAT) != "HYBRID":
+        k.leave("nothing", "gradients have another format of eight bits", _FORMAT)
+    k.ignore("weights and inputs in E4M3, gradients in E5M2", _FORMAT)
+    fp8 = Said("delayed", (_MIXED, _BACKEND), "DelayedScaling")
+    return {"fp8": fp8, "library": Said("transformer-engine", (_BACKEND,))}

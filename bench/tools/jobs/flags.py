@@ -28,7 +28,7 @@ from spbench.impls.axes import MESH_AXES, ranks_along
 from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.models.blocks.decoder import DecoderModel
 from spbench.impls.models.blocks.expert_options import ExpertOptions
-from spbench.impls.models.blocks.latent_options import LatentOptions
+from spbench.impls.models.blocks.softmax_options import LatentOptions
 from spbench.impls.models.model import model_preset
 from spbench.impls.options import set_options
 from spbench.impls.registries import backends, dispatchers

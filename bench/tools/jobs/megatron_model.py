@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.megatron_experts import set_experts, set_latent_attention, set_predicted_tokens
+from spbench.bench.tools.jobs.megatron_experts import (
+    set_experts,
+    set_gate,
+    set_latent_attention,
+    set_predicted_tokens,
+    set_sink,
+    set_windows,
+    windows_of,
+)
 from spbench.bench.tools.jobs.megatron_hybrid import SPECIFICATION, layers_of_stages, pattern_of, set_hybrid
 from spbench.bench.tools.jobs.megatron_kernels import (
     CONTAINER,
@@ -15,7 +23,6 @@ from spbench.bench.tools.jobs.megatron_kernels import (
     set_autotuning,
     set_state_processors,
 )
-from spbench.bench.tools.jobs.megatron_windows import set_gate, set_sink, set_windows, windows_of
 from spbench.impls.models.huggingface.published import published_model
 
 #: words of tokenizers that need no file to be known: GPT-2's, and BERT's two

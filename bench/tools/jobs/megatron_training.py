@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.megatron_hybrid import pattern_of, stages_of
+from spbench.bench.tools.jobs.megatron_hybrid import pattern_of, set_muon, stages_of
 from spbench.bench.tools.jobs.megatron_kernels import set_workspace
 from spbench.bench.tools.jobs.megatron_model import layers_of
-from spbench.bench.tools.jobs.megatron_muon import set_muon
 from spbench.impls.options import LARGEST_OF
 
 _PIPELINE_SPLITS = (

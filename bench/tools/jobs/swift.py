@@ -1,21 +1,23 @@
-"""Jobs of ms-swift: a script that starts `swift sft` or `swift pt`."""
+"""Jobs of ms-swift: a script that starts `swift sft` or `swift pt`; and how ms-swift starts a
+tuning, by transformers or by Megatron-Core.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table
-from spbench.bench.tools.jobs.command_values import options_of
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.launch import Launch
-from spbench.bench.tools.jobs.program_files import deepspeed_of, with_deepspeed, with_trainer
-from spbench.bench.tools.jobs.swift_launch import PROCESSES, gpus_of, named_modules, tuning_of
+from spbench.bench.tools.jobs.launch import Launch, launched, options_of
+from spbench.bench.tools.jobs.program_files import deepspeed_of, script_of, with_deepspeed, with_trainer
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.transformers_step import (
     Adapted,
     Said,
     TransformersStep,
-    either,
     optimizer_of,
     precision_of,
     said,
@@ -69,6 +71,57 @@ def _step(k: Account, launch: Launch) -> TransformersStep:
         adapted=Adapted(
             named_modules(k, "target_modules"), named_modules(k, "modules_to_save"), said(k, "use_dora")
         ),
-        quantized=Said(k.value("quant_bits") or 0, k.given_of("quant_bits")),
-        packed=either(k, dict.fromkeys(("packing", "padding_free"), True), False),
     )
+
+
+#: variables that say how many processes there are
+PROCESSES = ("NPROC_PER_NODE", "NNODES")
+#: by options of ms-swift 3 and 2: those of today
+_OLDER = {"--train_type": "--tuner_type", "--sft_type": "--tuner_type"}
+#: what it starts
+_KINDS = ("sft", "pt")
+#: characters of their values
+_MOST_DIGITS = 11
+
+
+def tuning_of(files: JobFiles, program: str) -> Launch | None:
+    """The command `PROGRAM sft` or `PROGRAM pt` of the script; None where there is none.
+
+    Raises:
+        UserError: the script cannot be read, or has several such commands.
+    """
+    launch = _launch_of(files, program)
+    return launch and replace(launch, arguments=[_of_today(word) for word in launch.arguments])
+
+
+def _of_today(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return f"{_OLDER.get(name, name)}{equals}{value}"
+
+
+def _launch_of(files: JobFiles, program: str) -> Launch | None:
+    script = script_of(files)
+    if script is None:
+        return None
+    launch = launched(script, re.compile(program), files.environment, _KINDS)
+    if launch is None and program == "swift" and "accelerate launch" not in script.text:  # that has a reader
+        launch = launched(script, re.compile(r"swift/cli/(sft|pt)\.py"), files.environment)
+        return launch and replace(launch, arguments=["sft", *launch.arguments])
+    return launch
+
+
+def gpus_of(launch: Launch) -> int | None:
+    """GPUs that it starts processes for; None where the variables are no numbers."""
+    if launch.program.endswith(".py"):
+        return launch.gpus
+    environment = launch.environment
+    each, nodes = (environment.get(name, "1") for name in PROCESSES)
+    counted = each.isdecimal() and nodes.isdecimal() and len(each + nodes) <= _MOST_DIGITS
+    return int(each) * int(nodes) if counted else None
+
+
+def named_modules(k: Account, name: str) -> Said:
+    """The names of modules that an option has: a pattern has signs that names have not."""
+    value = k.value(name)
+    names = value.split() if isinstance(value, str) and re.fullmatch(r"[\w. -]+", value) else value
+    return Said(names, k.given_of(name))

@@ -11,12 +11,12 @@ from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.adapter_settings import set_adapters
 from spbench.bench.tools.jobs.argument_tables import argument_table
-from spbench.bench.tools.jobs.command_values import options_of
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
+from spbench.bench.tools.jobs.launch import options_of
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.model_names import named_model
-from spbench.bench.tools.jobs.swift_launch import PROCESSES, gpus_of, named_modules, tuning_of
+from spbench.bench.tools.jobs.swift import PROCESSES, gpus_of, named_modules, tuning_of
 from spbench.bench.tools.jobs.transformers_step import Adapted, Said
 from spbench.bench.tools.jobs.underscored import as_arguments, outcomes
 from spbench.bench.tools.jobs.variables import variables

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.transformers_step import EXPERTS, TransformersStep
+from spbench.bench.tools.jobs.transformers_step import EXPERTS, Said, TransformersStep
 
 #: by the name that transformers, or a program around it, has for it
 ATTENTION = {
@@ -36,6 +36,9 @@ WITHOUT_SWIGLU = {
 }
 #: what torch.compile makes one kernel of that keeps fewer tensors: words of model_options.fusions
 FUSED_BY_COMPILER = ("swiglu", "rope")
+#: an option of models, its value (none is set where that is false), what asks for it, and a note
+_Option = tuple[str, Any, Said, str]
+_TILES = "tokens, as many as the model is wide"
 COMPILED = "norms, SwiGLU and RoPE of what is compiled are a kernel each; Inductor fuses more"
 
 
@@ -51,91 +54,84 @@ def attention_of(name: str, fields: Mapping[str, Any]) -> str | None:
 
 def set_kernels(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
     """Set kernels, activation checkpointing, and tiles; ``fields`` are those of the config.json."""
-    liger, family = str(step.liger.value).split(), str(fields.get("model_type", ""))
-    if step.library.value != "torch":
-        k.set("model_options.library", step.library.value, *step.library.names)
+    liger, fused = (str(each.value).split() for each in (step.liger, step.fused))
+    family, routed = str(fields.get("model_type", "")), any(map(fields.get, EXPERTS))
+    of_torch, compiled, tiles = step.library.value == "torch", step.compiled.value, step.mlp_tiles.value
+    gated = family not in WITHOUT_SWIGLU and fields.get("hidden_act", "silu") == "silu"
+    separate = of_torch and family in SEPARATE
+    by_operator = separate and "norm" not in liger and not compiled
+    of_layers = f"projections of {family} are layers of their own in transformers"
+    if not of_torch:
         k.approximate("projections of the same input are one matmul, not a layer each")
-    elif family in SEPARATE:
-        note = f"projections of {family} are layers of their own in transformers"
-        k.set("model_options.separate_projections", True, note=note)
-        if "norm" not in liger and not step.compiled.value:
-            k.set("model_options.rms_norm", "plain", note="operator by operator in transformers")
-    attention = attention_of(str(step.attention.value), fields)
-    if attention is None:
+    kernel = attention_of(str(step.attention.value), fields)
+    if kernel is None:
         because = "FlashAttention-2 stands for it"
         k.stand_in(f"attention by {step.attention.value}", "time and memory", because, *step.attention.names)
-    k.set("model_options.attention", attention or "flash_attention_2", *step.attention.names)
+    if partly := step.fp8.value and of_torch and routed:
+        k.refuse("eight bits of attention beside experts in sixteen", *step.fp8.names)
+    # the clamped SwiGLU of gpt-oss's experts too
+    own = [name for name in FUSED_BY_COMPILER if name in fused and (name != "swiglu" or gated or routed)]
     if "norm" in liger:
         k.took("model_options.rms_norm: fused", *step.liger.names)
-    gated = family not in WITHOUT_SWIGLU and fields.get("hidden_act", "silu") == "silu"
-    if "swiglu" in liger and not step.mlp_tiles.value and gated:
-        k.set("model_options.swiglu", "in_place", *step.liger.names)
-    _loss(k, step, fields)
-    k.ignore("kernels are transformers' own", *step.liger.names)
-    if step.mlp_tiles.value:
-        wide = fields.get("hidden_size") if step.mlp_tiles.value is True else step.mlp_tiles.value
-        if wide:
-            k.set(
-                "model_options.mlp_tile",
-                wide,
-                *step.mlp_tiles.names,
-                note="tokens, as many as the model is wide",
-            )
-    k.ignore("the MLP is computed at once", *step.mlp_tiles.names)
-    _checkpoints(k, step)
-    if step.fp8.value and step.library.value == "torch" and any(map(fields.get, EXPERTS)):
-        k.refuse("eight bits of attention beside experts in sixteen", *step.fp8.names)
-    elif step.fp8.value:
-        k.set("model_options.fp8", step.fp8.value, *step.fp8.names, note=step.fp8.note)
-    k.ignore("no layer is converted to matmuls in eight bits", *step.fp8.names)
-    words = str(step.fused.value).split()
-    routed = any(map(fields.get, EXPERTS))
-    if "permutation" in words and routed:
-        k.set("model_options.permutation", "fused", *step.fused.names)
-    # the clamped SwiGLU of gpt-oss's experts too
-    own = [name for name in FUSED_BY_COMPILER if name in words and (name != "swiglu" or gated or routed)]
-    if own and step.library.value == "torch" and not step.compiled.value:
-        k.set("model_options.fusions", own, *step.fused.names)
-    k.took("kernels of their own", *step.fused.names)
-    if step.compiled.value:
-        fused = [name for name in FUSED_BY_COMPILER if name not in liger or step.mlp_tiles.value]
-        k.add("model_options.fusions", fused, " ".join(step.compiled.names) or "torch.compile")
-        k.approximate(COMPILED, *step.compiled.names)
-    k.ignore("nothing is compiled", *step.compiled.names)
-
-
-def _loss(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
-    """Set the kernel of the loss, and its tiles."""
-    if "loss" in str(step.liger.value).split():
-        k.set("model_options.loss_tile", "liger", *step.liger.names, note=step.liger.note)
-        k.set("model_options.cross_entropy", "in_place", *step.liger.names)
-    elif step.loss_tile.value:
-        tokens, rows = step.loss_tile.value
-        whole = {**fields, **fields.get("text_config", {})}.get("vocab_size") or rows
-        k.set("model_options.loss_tile", max(1, tokens * rows // max(whole, rows)), note=step.loss_tile.note)
-        k.set(
-            "model_options.cross_entropy", "in_place", note="a tile's gradient takes the place of its logits"
-        )
-        k.approximate("a tile's logits are not computed again in backward, and its sums are not in float32")
-    else:
-        for option, each in (("cross_entropy", step.cross_entropy), ("logits_held", step.logits_held)):
-            if each.value not in ("plain", "none"):
-                k.set(f"model_options.{option}", each.value, *each.names, note=each.note)
+    options: Sequence[_Option] = (
+        ("library", not of_torch and step.library.value, step.library, ""),
+        ("separate_projections", separate, Said(True), of_layers),
+        ("rms_norm", by_operator and "plain", Said(True), "operator by operator in transformers"),
+        ("attention", kernel or "flash_attention_2", step.attention, ""),
+        ("swiglu", "swiglu" in liger and not tiles and gated and "in_place", step.liger, ""),
+        *_loss(k, step, fields),
+        ("mlp_tile", fields.get("hidden_size") if tiles is True else tiles, step.mlp_tiles, _TILES),
+        *_checkpoints(k, step),
+        ("fp8", not partly and step.fp8.value, step.fp8, step.fp8.note),
+        ("permutation", "permutation" in fused and routed and "fused", step.fused, ""),
+        ("fusions", of_torch and not compiled and own, step.fused, ""),
+    )
+    for option, value, asked, note in options:
+        if value:
+            k.set(f"model_options.{option}", value, *asked.names, note=note)
     k.took("the loss", *step.cross_entropy.names)
-
-
-def _checkpoints(k: Account, step: TransformersStep) -> None:
-    if step.recompute.value:
-        k.set("model_options.recompute", "full", *step.recompute.names, note=step.recompute.note)
-        how = "recompute_reentrant" if step.reentrant.value else "recompute_early_stop"
-        note = "reentrant" if step.reentrant.value else "without reentrance"
-        k.set(f"model_options.{how}", True, *step.reentrant.names, note=note)
-        if step.kept.value != "device":
-            k.set("model_options.checkpoints", step.kept.value, *step.kept.names, note=step.kept.note)
-    elif step.kept.value != "device":
-        because = "activations of layers stay on the device"
-        k.stand_in(
-            "activations on the host without checkpoints", "time and memory", because, *step.kept.names
-        )
+    k.took("kernels of their own", *step.fused.names)
+    if compiled:
+        words = [name for name in FUSED_BY_COMPILER if name not in liger or tiles]
+        k.add("model_options.fusions", words, " ".join(step.compiled.names) or "torch.compile")
+        k.approximate(COMPILED, *step.compiled.names)
+    k.ignore("kernels are transformers' own", *step.liger.names)
+    k.ignore("the MLP is computed at once", *step.mlp_tiles.names)
+    k.ignore("no layer is converted to matmuls in eight bits", *step.fp8.names)
+    k.ignore("nothing is compiled", *step.compiled.names)
     k.ignore("nothing runs again", *step.recompute.names, *step.reentrant.names)
     k.ignore("checkpoints stay on the device", *step.kept.names)
+
+
+def _loss(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> Sequence[_Option]:
+    """The kernel of the loss, and its tiles."""
+    if "loss" in str(step.liger.value).split():
+        tile: _Option = "loss_tile", "liger", step.liger, step.liger.note
+        return tile, ("cross_entropy", "in_place", step.liger, "")
+    if not step.loss_tile.value:
+        both = {"cross_entropy": step.cross_entropy, "logits_held": step.logits_held}
+        return [(n, e.value not in ("plain", "none") and e.value, e, e.note) for n, e in both.items()]
+    tokens, rows = step.loss_tile.value
+    whole = {**fields, **fields.get("text_config", {})}.get("vocab_size") or rows
+    k.approximate("a tile's logits are not computed again in backward, and its sums are not in float32")
+    in_place = "a tile's gradient takes the place of its logits"
+    tile = "loss_tile", max(1, tokens * rows // max(whole, rows)), Said(True), step.loss_tile.note
+    return tile, ("cross_entropy", "in_place", Said(True), in_place)
+
+
+def _checkpoints(k: Account, step: TransformersStep) -> Sequence[_Option]:
+    """What runs again, by which of torch's functions, and where checkpoints wait."""
+    kept, again, reentrant = step.kept, step.recompute, step.reentrant
+    elsewhere = kept.value != "device"
+    if not again.value:
+        if elsewhere:
+            because = "activations of layers stay on the device"
+            missing = "activations on the host without checkpoints"
+            k.stand_in(missing, "time and memory", because, *kept.names)
+        return ()
+    return (
+        ("recompute", "full", again, again.note),
+        ("recompute_reentrant", bool(reentrant.value), reentrant, "reentrant"),
+        ("recompute_early_stop", not reentrant.value, reentrant, "without reentrance"),
+        ("checkpoints", elsewhere and kept.value, kept, kept.note),
+    )

@@ -14,8 +14,12 @@ from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.program_files import model_files, values_of
 from spbench.bench.tools.jobs.transformers_kernels import set_kernels
-from spbench.bench.tools.jobs.transformers_pipeline import set_experts, set_pieces, set_pipeline
-from spbench.bench.tools.jobs.transformers_sharding import set_sharding_of
+from spbench.bench.tools.jobs.transformers_layout import (
+    set_experts,
+    set_pieces,
+    set_pipeline,
+    set_sharding_of,
+)
 from spbench.bench.tools.jobs.transformers_step import WHOLE_EMBEDDING, Said, TransformersStep
 
 #: by how a sequence is split: the strategy, and its own options

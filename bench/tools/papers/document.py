@@ -12,20 +12,36 @@ alone. A paper has these parts:
 The paper ``all`` has the parts that all committed results make: ``headlines`` of REPRODUCE.md and ``trust``
 of README.md. `spbench reproduce bands` writes ``certainty`` of REPRODUCE.md, ``times`` of
 results/reproduction/times.md and ``classes`` of docs/trust.md.
+
+What REPRODUCE.md says: the papers' headline claims beside ours, and a verdict on each paper and on each of
+its tables and figures, a line each.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
+from statistics import median
+
+import pandas as pd
 
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.files import write_whole
-from spbench.bench.tools.papers.paper_findings import Line, PaperFindings, markdown
-from spbench.bench.tools.papers.sources import ALL, FIELD, MEASURED
-from spbench.bench.tools.papers.summary_page import headline_lines, paper_sections
+from spbench.bench.files import read_text, write_whole
+from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.paper_findings import (
+    Line,
+    PaperFindings,
+    PaperVerdict,
+    counts,
+    markdown,
+    verdict_on,
+)
+from spbench.bench.tools.papers.sources import ALL, FIELD, MEASURED, papers, published_file
 from spbench.bench.tools.papers.validation import ladder_lines, trust_lines, validation_lines
+from spbench.bench.units import difference, error_percent, six_digits
+from spbench.plots.series import grouped
 
 SUMMARY_PAGE = Path("REPRODUCE.md")
 FIRST_PAGE = Path("README.md")
@@ -40,11 +56,6 @@ _FURTHER = {
     MEASURED: (TRUST_PAGE, "validation", validation_lines),
     FIELD: (LENGTHS_PAGE, "ladder", ladder_lines),
 }
-#: the parts that all committed results make
-_OF_ALL = (
-    (FIRST_PAGE, "trust", trust_lines),
-    (SUMMARY_PAGE, "headlines", headline_lines),
-)
 _PART = re.compile(
     r"(?P<begin>^<!-- spbench reproduce (?P<paper>[\w-]+): (?P<name>[\w-]+) -->\n)"
     r"(?P<text>.*?)(?P<end>^<!-- end -->)",
@@ -55,14 +66,8 @@ _BEGIN = re.compile(r"^<!-- spbench reproduce ", re.MULTILINE)
 
 def parts_of(paper: str, scenarios: Sequence[str]) -> dict[Path, Sequence[str]]:
     """The documents on a paper, below the working directory, with the names of their generated parts."""
-    documents: dict[Path, Sequence[str]] = {
-        SUMMARY_PAGE: [VERDICT],
-        _details(paper): [COMPARED, *scenarios],
-    }
-    if paper in _FURTHER:
-        page, name, _ = _FURTHER[paper]
-        documents[page] = [name]
-    return documents
+    further = {page: [name] for of, (page, name, _) in _FURTHER.items() if of == paper}
+    return {SUMMARY_PAGE: [VERDICT], _details(paper): [COMPARED, *scenarios], **further}
 
 
 def _details(paper: str) -> Path:
@@ -73,7 +78,7 @@ def check_documents(paper: str, scenarios: Sequence[str]) -> None:
     """Refuse documents that have not one part of the paper under each of their names, and no other; UserError
     also if one cannot be read, or a part has no end."""
     for path, names in parts_of(paper, scenarios).items():
-        text = _read(path)
+        text = read_text(path)
         parts = list(_PART.finditer(text))
         if len(_BEGIN.findall(text)) != len(parts):
             what = "a part begins that does not end with <!-- end -->, or has no PAPER: NAME"
@@ -92,7 +97,7 @@ def rendered_documents(findings: PaperFindings) -> dict[Path, str]:
     cannot be read, or nothing was reproduced under the name of one of its parts."""
     details = _details(findings.paper).as_posix()
     paths = parts_of(findings.paper, findings.scenarios)
-    return {path: _rendered(_read(path), findings, details) for path in paths}
+    return {path: _rendered(read_text(path), findings, details) for path in paths}
 
 
 def write_documents(findings: PaperFindings) -> list[Path]:
@@ -105,7 +110,7 @@ def write_documents(findings: PaperFindings) -> list[Path]:
 def write_part(path: Path, paper: str, name: str, content: str) -> Path:
     """Write one part of a document anew; UserError if the document cannot be read or written, or has no such
     part."""
-    text = _read(path)
+    text = read_text(path)
     if not _has_part(text, paper, name):
         add = f"add <!-- spbench reproduce {paper}: {name} --> and <!-- end --> to it"
         raise UserError(f"{path} has no part for {name}: {add}")
@@ -115,8 +120,12 @@ def write_part(path: Path, paper: str, name: str, content: str) -> Path:
 def write_shared() -> list[Path]:
     """Write the parts that all committed results make, where a page has them; returns the pages. UserError if
     a result cannot be read, or a page cannot be written."""
-    there = [part for part in _OF_ALL if part[0].exists() and _has_part(_read(part[0]), ALL, part[1])]
-    return [write_part(page, ALL, name, markdown(lines(DETAILS_FOLDER))) for page, name, lines in there]
+    parts = ((FIRST_PAGE, "trust", trust_lines), (SUMMARY_PAGE, "headlines", headline_lines))
+    return [
+        write_part(page, ALL, name, markdown(lines(DETAILS_FOLDER)))
+        for page, name, lines in parts
+        if page.exists() and _has_part(read_text(page), ALL, name)
+    ]
 
 
 def _has_part(text: str, paper: str, name: str) -> bool:
@@ -156,11 +165,8 @@ def _rendered(text: str, findings: PaperFindings, details: str) -> str:
 def _once(lines: Sequence[Line]) -> list[Line]:
     """The lines with their first column blank where the line above has the same text there."""
     firsts = [next(iter(line.items())) for line in lines]
-    above = [None, *firsts[:-1]]
-    return [
-        {**line, first[0]: "" if first == before else first[1]}
-        for line, first, before in zip(lines, firsts, above, strict=True)
-    ]
+    same = [above == own for above, own in pairwise([None, *firsts])]
+    return [{**line, **({own[0]: ""} if s else {})} for line, own, s in zip(lines, firsts, same, strict=True)]
 
 
 def _titled(findings: PaperFindings) -> list[Line]:
@@ -174,8 +180,152 @@ def _titled(findings: PaperFindings) -> list[Line]:
     return _once(lines)
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+HEADLINES_FILE = "headlines.csv"
+#: parts of a cell's key, in its order
+_OF_KEY = ("model", "method", "sizes", "batch", "length")
+#: what quantities of memory end with
+_MEMORY = ("_bytes", "_mb", "_gb", "_mib", "_gib")
+#: what a title ends with: the figure or table
+_FIGURE = re.compile(r"\(([^()]+)\)$")
+
+# -- verdicts ------------------------------------------------------------------------------------------------
+
+
+def paper_sections(findings: PaperFindings, details: str) -> str:
+    """The sections on a paper, in Markdown: one for its own numbers, and one for each other paper whose
+    numbers stand on its page, each with a verdict and a line for each table or figure.
+
+    Args:
+        details: the page that titles lead to, at their scenario's name.
+    """
+    documents = findings.documents
+    by_source = grouped(
+        findings.scenarios, lambda name: documents[name].published_in if name in documents else ""
+    )
+    return "\n".join(
+        _section(findings, source, names, details) for source, names in sorted(by_source.items())
+    )
+
+
+def _section(findings: PaperFindings, source: str, scenarios: Sequence[str], details: str) -> str:
+    paper = papers()[findings.paper]
+    verdict = verdict_on([record for record in findings.records if record.scenario in scenarios])
+    title = source or (f"{paper.label}, {paper.source}" if "arXiv" in paper.source else paper.title)
+    target = f"{details}#{scenarios[0]}" if source else details
+    sentences = f"{counts(verdict).capitalize()}. {'' if source else paper.finding}".rstrip()
+    of_scenarios = {name: [*_lines(name, findings, details)] for name in scenarios}
+    without = [_link(name, findings, details, short=True) for name, own in of_scenarios.items() if not own]
+    lines = [*chain.from_iterable(of_scenarios.values())]
+    text = f"## [{title}]({target}): {verdict.word}\n\n{sentences}\n\n{markdown(lines)}"
+    return text + (f"\nWithout published numbers: {', '.join(without)}.\n" if without else "")
+
+
+def _lines(scenario: str, findings: PaperFindings, details: str) -> Iterator[Line]:
+    """The line of a scenario that has numbers to judge: by kind of number its verdict, counts and errors."""
+    document = findings.documents.get(scenario)
+    records = [record for record in findings.records if record.scenario == scenario]
+    verdicts = {kind: verdict_on(some) for kind, some in grouped(records, kind_of).items()}
+    judged = {kind: verdict for kind, verdict in verdicts.items() if verdict.judged}
+    if judged:
+        yield {
+            "table or figure": _link(scenario, findings, details),
+            "reproduces": "; ".join(_reproduces(*one) for one in judged.items()),
+            "why": " ".join(document.not_reproduced.split()) if document else "",
+        }
+
+
+def _reproduces(kind: str, verdict: PaperVerdict) -> str:
+    """The verdict on a kind of number, how many are met, and the median and the worst error, if any."""
+    errors = verdict.formula_errors if kind == "bytes" else verdict.errors
+    worst = map(error_percent, (median(errors), max(errors)) if errors else ())
+    return ", ".join([f"{kind}: **{verdict.word}**", f"{verdict.met}/{verdict.judged}", *worst])
+
+
+def _link(scenario: str, findings: PaperFindings, details: str, *, short: bool = False) -> str:
+    """A scenario's title without the paper's name, as a link to its details; ``short``: the figure alone."""
+    document = findings.documents.get(scenario)
+    title = document.title.replace(f"({findings.paper.upper()}, ", "(") if document else scenario
+    if short and (figure := _FIGURE.search(title)):
+        title = figure[1]
+    return f"[{title}]({details}#{scenario})"
+
+
+def kind_of(record: Comparison) -> str:
+    """What a published number is of: bytes sent, memory, time, a size that fits, or losses."""
+    if record.role in ("formula", "curve"):
+        return {"formula": "bytes", "curve": "losses"}[record.role]
+    if record.is_time:
+        return "time"
+    return "memory" if record.quantity.endswith(_MEMORY) else "size"
+
+
+# -- headline claims -----------------------------------------------------------------------------------------
+
+
+def headline_lines(folder: Path) -> list[Line]:
+    """A line for each claim of results/papers/headlines.csv: the published number and ours.
+
+    Args:
+        folder: the files of `spbench reproduce`.
+    """
+    lines = []
+    for claim in published_file(HEADLINES_FILE).rows:
+        published = float(claim["published"])
+        ours = _OURS[claim["claim"]](_frame(folder / f"{claim['paper'].lower()}.csv"))
+        lines.append(
+            {
+                "claim": f"{claim['paper']}: {claim['what']}",
+                "published": f"{six_digits(round(published, 2))}{claim['unit']}",
+                "ours": f"{six_digits(round(ours, 2))}{claim['unit']}",
+                "error": difference(ours / published - 1, 0),
+                "why": claim["why"],
+            }
+        )
+    return lines
+
+
+def _frame(path: Path) -> pd.DataFrame:
+    """The lines of PAPER.csv, with what stands in the keys of their cells."""
+    records = pd.read_csv(path, keep_default_na=False)
+    keys = records["cell"].str.split("/", expand=True).reindex(columns=range(len(_OF_KEY)))
+    records[[*_OF_KEY]] = keys
+    records["reproduced"] = pd.to_numeric(records["reproduced"])
+    records["tokens"] = pd.to_numeric(records["length"].str.removeprefix("L"), errors="coerce")
+    records["ranks"] = records["sizes"].str.removeprefix("sp").str.removeprefix("tp")
+    return records
+
+
+def _number(records: pd.DataFrame, claim: str) -> float:
+    return float(records.loc[records["table"] == claim, "reproduced"].iloc[0])
+
+
+def _longest(records: pd.DataFrame, table: str, **fields: str | Sequence[str]) -> float:
+    """The longest sequence of the cells of a table that have these fields and fit, in tokens."""
+    wanted = records[(records["table"] == table) & (records["status_reproduced"] == "ok")]
+    for name, values in fields.items():
+        wanted = wanted[wanted[name].isin([values] if isinstance(values, str) else values)]
+    return float(wanted["tokens"].max())
+
+
+def _dsp_over_others(records: pd.DataFrame, tables: str) -> pd.Series:
+    """DSP's number over each other method's, at the same sizes, in the tables whose names begin so."""
+    numbers = records[records["table"].str.match(tables)].pivot_table(
+        index=["model", "length", "ranks"], columns="method", values="reproduced", sort=False
+    )
+    return pd.Series(numbers.rdiv(numbers["dsp"], axis=0).drop(columns="dsp").stack())
+
+
+#: by claim, our number from the records of its paper
+_OURS: Mapping[str, Callable[[pd.DataFrame], float]] = {
+    "rsa-batch": lambda records: _number(records, "rsa-max-batch-base"),
+    "rsa-length": lambda records: _number(records, "rsa-max-seqlen-base"),
+    "lasp-longest": lambda records: _longest(records, "lasp-scalability", sizes="sp128") / 1024,
+    # over the longest of the other methods, as the first reading has them
+    "lasp-longer": lambda records: (
+        _longest(records, "lasp-speed", model="tnl-1b", method="lasp")
+        / _longest(records, "lasp-speed-left-product", model="tnl-1b", method=("ulysses", "megatron_sp"))
+    ),
+    "dsp-least": lambda records: _dsp_over_others(records, "dsp-scaling$").min(),
+    "dsp-most": lambda records: _dsp_over_others(records, "dsp-scaling$").max(),
+    "dsp-volume": lambda records: 100 * _dsp_over_others(records, ".*-wire, .*virtual").max(),
+}

@@ -31,9 +31,8 @@ from spbench.bench.row import FAULTS, FINAL, Row
 from spbench.bench.tools.papers.answer import compare
 from spbench.bench.tools.papers.comparison import Comparison, as_frame
 from spbench.bench.tools.papers.comparison import write as write_comparisons
-from spbench.impls.loose_files import is_packaged
+from spbench.impls.loose_files import is_packaged, told
 from spbench.impls.models.model import model_preset
-from spbench.impls.outside_code import told
 from spbench.impls.strategies.nesting import nesting
 from spbench.plots import FIGURES, NothingToDraw
 

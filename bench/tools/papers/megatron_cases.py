@@ -3,7 +3,7 @@ it, what the last rank's memory and a step would be, and how far that is from th
 
 A case is imported from its arguments and its environment alone, once for each of its golden values: with the
 machine that these name, and the container that Megatron-LM's tests ran in at the commit that recorded them.
-Nothing here is chosen by looking at golden values but what :data:`_ROLES` says.
+Nothing here is chosen by looking at golden values but what ``roles`` of the YAML file beside this one says.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from spbench.bench.tools.papers.sources import (
     varies_by,
 )
 from spbench.bench.units import percent, shown_share
+from spbench.bench.yaml_files import read_yaml
 
 #: arguments of `spbench reproduce`, and files of what is predicted: of GPT and BERT; of experts and hybrids
 CASES, EXPERT_CASES = "megatron_cases", "megatron_moe_cases"
@@ -51,55 +52,10 @@ PREDICTIONS = ("case", "golden", "gpu", "container", *MEMORY, "step_time_s", "re
 #: columns of megatron_cases_errors.csv; error: predicted / measured - 1; departs: why a golden value may not
 #: be that of the case's arguments, or "" (:func:`departures`)
 ERRORS = ("case", "golden", "quantity", "measured", "predicted", "error", "role", "departs")
-_ROLES = {
-    "bert": "inferred",
-    # how many tensors the compiler copies in which release, and that a second run finds its kernels timed
-    "gpt3_mcore_te_tp2_pp2_cross_entropy": "inferred",
-    "gpt3_mcore_te_tp2_pp2_resume_torch_dist_cross_entropy": "inferred",
-    "mixtral_8x7b": "inferred",
-    "hybrid": "inferred",  # what a Mamba layer keeps, and that Triton times its kernels
-    "gpt3_weekly_mcore_tp2_pp2_current_scaling_native_fp8": "inferred",  # workspaces of userbuffers
-    "gpt3_mcore_te_tp2_pp2_ep4_etp1_mtp_resume_torch_dist_fp8": "inferred",  # casts that are kept
-    # which states of the code keep the rows that an index_add sums
-    "gpt3_mcore_te_tp2_pp1_te_8experts": "inferred",
-    "gpt3_mcore_te_tp2_pp1_resume_torch_dist_te_8experts": "inferred",
-    "gpt3_mcore_te_tp2_pp1_frozen_resume_torch_dist_te_8experts": "inferred",
-    "gpt3_mcore_tp2_pp2_ep2": "inferred",
-    "gpt3_mcore_tp2_cp2_pp2_ep2": "inferred",
-    "gpt3_moe_mcore_te": "inferred",
-    # containers and arguments of the time, read after errors were seen
-    "deepseekv3_proxy": "inferred",
-    "gpt3_mcore_te_tp2_pp1_te_a2a_ovlp": "inferred",
-}
-
+#: roles, GPUs and vocabularies of cases
+_FACTS = read_yaml(Path(__file__).with_suffix(".yaml"))
 #: GPUs that a case runs on, and those of one node of GB200
 _NODE, _SMALL_NODE = 8, 4
-#: GPUs of a case, by the start of its name, where they are not 8: 15B on 32 nodes (results/measured/README.md
-#: has why); 64, which its parallel sizes make; one, as its batch is one micro-batch
-_MACHINES = {
-    "gpt3_15b_8t_release": 256,
-    "bert_release": 64,
-    "gpt3_mcore_reruns_resume_check_grads": 1,
-    # the fewest nodes that their parallel sizes make; of each Mixtral 8x7B by what it allocates
-    "deepseekv3_proxy_flex_tp1pp4emp16": 64,
-    "deepseekv3_proxy_flex_tp2pp2emp16": 32,
-    "mixtral_8x22b_tp2pp8ep8vpp1": 128,
-    "mixtral_8x7b_alltoall": 128,
-    "mixtral_8x7b_tp1pp4ep8vpp8": 64,
-}
-#: words of the vocabularies whose files a case names, by the start of its name: 256,000 of Nemotron-4 (arXiv
-#: 2402.16819), and Mixtral's own (arXiv 2401.04088, table 1)
-_WORDS_OF = {
-    "gpt3_15b_8t_release": 256000,
-    "deepseekv3_proxy": 256000,
-    "mixtral_8x7b_alltoall": 256000,
-    "mixtral_8x7b_tp1": 32000,
-    "mixtral_8x22b": 32000,
-}
-#: ... and words by the file of these: of the first data set that BERT's tests had, inferred
-#: (scenarios/megatron_goldens.yaml); later ones have BERT's uncased 30522, the tokenizer's default
-#: (tools/common_pile_dataset of Megatron-LM)
-WORDS = {"${DATA_PATH}/vocab.txt": 28996}
 
 
 @dataclass(frozen=True)
@@ -123,7 +79,7 @@ class GoldenCase:
         path = Path(self.family, self.case, "model_config.yaml")
         gpu, _ = machine_of(self.golden)
         small = gpu == "gb200" and self.case.endswith("_1node")
-        gpus = _by_name(_MACHINES, self.case, _SMALL_NODE if small else _NODE)
+        gpus = _by_name("gpus", self.case, _SMALL_NODE if small else _NODE)
         job = read(JobFiles([JobFile(path, self.text.encode())], gpus, f"{gpu}-megatron-tests"))
         assert job is not None
         return replace(job, strict=True)
@@ -146,13 +102,9 @@ class GoldenCase:
         return cell.model_copy(update={"training": training, "model_options": options})
 
 
-def _by_name(values: Mapping[str, Any], case: str, otherwise: Any) -> Any:
-    return next((value for start, value in values.items() if case.startswith(start)), otherwise)
-
-
-def _words_of(case: str) -> dict[str, int]:
-    words = _by_name(_WORDS_OF, case, None)
-    return {} if words is None else {"vocab-size": words}
+def _by_name(what: str, case: str, otherwise: Any) -> Any:
+    """A fact of a case, by the start of its name."""
+    return next((value for start, value in _FACTS[what].items() if case.startswith(start)), otherwise)
 
 
 def cases(*names: str) -> list[GoldenCase]:
@@ -166,8 +118,9 @@ def cases(*names: str) -> list[GoldenCase]:
         for golden in row["goldens"].split():
             then = of_golden[row["case"], golden]
             changed = json.loads(then["args"] or "{}")
-            arguments = {**json.loads(row["args"]), **changed, **_words_of(row["case"])}
-            if (words := WORDS.get(arguments.get("vocab-file", ""))) is not None:
+            arguments = {**json.loads(row["args"]), **changed}
+            of_file = _FACTS["vocabulary_files"].get(arguments.get("vocab-file", ""))
+            if words := of_file or _by_name("vocabularies", row["case"], None):
                 arguments["vocab-size"] = words
             variables = {CONTAINER: then["container"], **json.loads(row["env"])}
             content = {"ENV_VARS": variables, "MODEL_ARGS": arguments}
@@ -267,7 +220,7 @@ def errors(
                         "measured": int(measured),
                         "predicted": ours,
                         "error": ours / measured - 1,
-                        "role": _by_name(_ROLES, row["case"], "predicted"),
+                        "role": _by_name("roles", row["case"], "predicted"),
                         "departs": departs.get((row["case"], row["golden"]), ""),
                     }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -135,7 +136,7 @@ def role_errors(records: Sequence[Comparison]) -> list[RoleErrors]:
         numbers = distinct(rows)
         # a formula is one number, and is evaluated at many cells
         compared = rows if role == "formula" else numbers
-        errors = [abs(r.relative_error) for r in compared if r.relative_error is not None]
+        errors = absolute_errors(compared)
         if numbers:
             both = (median(errors), max(errors)) if errors else (None, None)
             of_roles.append(RoleErrors(role, len(numbers), *both))
@@ -145,15 +146,10 @@ def role_errors(records: Sequence[Comparison]) -> list[RoleErrors]:
 def errors_by_role(records: Sequence[Comparison]) -> str:
     """The count of numbers of each role, and the median and the worst of their absolute errors, in words."""
     digits = _digits(records)
-    parts = [
-        f"{of.numbers} {of.role}"
-        + (
-            ""
-            if of.worst is None
-            else f", median error {percent(of.median, digits)}, worst {percent(of.worst, digits)}"
-        )
-        for of in role_errors(records)
-    ]
+    parts = []
+    for of in role_errors(records):
+        errors = f", median error {percent(of.median, digits)}, worst {percent(of.worst, digits)}"
+        parts.append(f"{of.numbers} {of.role}{'' if of.worst is None else errors}")
     gaps = [r.reproduced for r in records if r.quantity == "largest_deviation" and r.reproduced]
     if any(r.role == "curve" for r in records):
         parts.append(f"curves differ by at most {max(gaps):.0e}" if gaps else "curves")
@@ -297,38 +293,30 @@ def verdict_on(records: Sequence[Comparison]) -> PaperVerdict:
     judged = (r for r in distinct(records) if r.role in JUDGED)
     numbers = [r for r in judged if r.reproduced is not None or r.status_reproduced]
     records = [record for record in records if record.role in JUDGED]
-    met = [*(_is_met(record, records) for record in numbers), *_statuses_met(records)]
-    return PaperVerdict(
-        len(met),
-        sum(met),
-        _errors_of(record for record in numbers if record.role != "formula"),
-        _errors_of(record for record in records if record.role == "formula"),
-    )
+    formulas = grouped((r for r in records if r.role == "formula"), lambda r: r.source)
+    # a formula is one number that is evaluated at many cells
+    met = [
+        all(r.published == r.reproduced or _is_within(r, _EXACT) for r in formulas[record.source])
+        if record.role == "formula"
+        else _is_within(record, TOLERANCE)
+        for record in numbers
+    ]
+    runs: dict[str, bool] = {}  # published as out of memory and run here: whether ours ran out of it too
+    for record in records:
+        if record.status_published == "oom" and record.status_reproduced:
+            runs.setdefault(record.published_run, record.status_reproduced == "oom")
+    met += runs.values()
+    errors = absolute_errors(record for record in numbers if record.role != "formula")
+    return PaperVerdict(len(met), sum(met), errors, absolute_errors(chain.from_iterable(formulas.values())))
 
 
-def _errors_of(records: Iterable[Comparison]) -> list[float]:
+def absolute_errors(records: Iterable[Comparison]) -> list[float]:
+    """The absolute relative errors of the records that have one."""
     return [abs(record.relative_error) for record in records if record.relative_error is not None]
-
-
-def _is_met(record: Comparison, records: Sequence[Comparison]) -> bool:
-    if record.role == "formula":
-        # one number that is evaluated at many cells
-        same = [r for r in records if r.role == "formula" and r.source == record.source]
-        return all(r.published == r.reproduced or _is_within(r, _EXACT) for r in same)
-    return _is_within(record, TOLERANCE)
 
 
 def _is_within(record: Comparison, tolerance: float) -> bool:
     return record.relative_error is not None and abs(record.relative_error) <= tolerance
-
-
-def _statuses_met(records: Sequence[Comparison]) -> Iterable[bool]:
-    """Whether ours ran out of memory too, for each run that is published as that and was run here."""
-    runs: dict[str, bool] = {}
-    for record in records:
-        if record.status_published == "oom" and record.status_reproduced:
-            runs.setdefault(record.published_run, record.status_reproduced == "oom")
-    return runs.values()
 
 
 def counts(verdict: PaperVerdict) -> str:

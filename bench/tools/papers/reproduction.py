@@ -69,15 +69,10 @@ class Reproduction:
 
     @property
     def asked(self) -> tuple[str, str]:
-        """The name of the paper, and of the one scenario, or ""."""
-        paper, _, scenario = self.paper.partition("/")
-        return paper, scenario
-
-    def check(self) -> None:
-        """Refuse a scenario without a name, and one of all papers.
+        """The name of the paper, and of the one scenario, or "".
 
         Raises:
-            UserError: says what to write.
+            UserError: a scenario without a name, or one of all papers; says what to write.
         """
         paper, slash, scenario = self.paper.partition("/")
         if slash and not scenario:
@@ -86,6 +81,7 @@ class Reproduction:
             )
         if slash and paper == "all":
             raise UserError(f"{self.paper!r}: a scenario answers to one paper; write PAPER/{scenario}")
+        return paper, scenario
 
     def run(
         self,

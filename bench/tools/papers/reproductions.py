@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.git import asked as asked_git
-from spbench.bench.measure.engines.run_cell import run_cell
+from spbench.bench.measure.engines.engine import run_cell
 from spbench.bench.measure.engines.virtual import trace_classes
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
@@ -43,7 +44,6 @@ from spbench.bench.tools.papers.document import (
 )
 from spbench.bench.tools.papers.execution import opened_executor
 from spbench.bench.tools.papers.megatron_cases import CASES, EXPERT_CASES, of_all_machines, predicted_cases
-from spbench.bench.tools.papers.memory_errors import certainty_lines, filled_runs, memory_errors
 from spbench.bench.tools.papers.paper_findings import markdown
 from spbench.bench.tools.papers.past_errors import (
     WITHOUT_RATES,
@@ -63,6 +63,7 @@ from spbench.bench.tools.papers.reproduction import (
     write_records,
 )
 from spbench.bench.tools.papers.sources import papers, scenarios_of
+from spbench.bench.tools.papers.validation import certainty_lines, filled_runs, memory_errors
 from spbench.bench.units import difference
 from spbench.bench.yaml_files import packaged
 
@@ -146,25 +147,23 @@ def reproduced(request: Reproduction, address: str | None) -> Iterator[Output]:
         UserError: an unknown paper, a wrong scenario, a document that lacks a part, a file that cannot be
             written, or results that :func:`check_same_code` refuses.
     """
-    others = (STRATEGIES, *WITHOUT_RATES, CASES, EXPERT_CASES, BANDS)
-    of_papers = [] if request.paper in others else scenarios_of(request.asked[0])
+    others: dict[str, Callable[[Reproduction], Output]] = {
+        STRATEGIES: _strategies,
+        **{name: partial(_without_rates, name) for name in WITHOUT_RATES},
+        CASES: _cases,
+        EXPERT_CASES: lambda request: predicted_cases(request.run, request.output, EXPERT_CASES),
+    }
+    of_papers = [] if request.paper in (*others, BANDS) else scenarios_of(request.asked[0])
     for paper, scenarios in of_papers if request.write else ():
         check_documents(paper.name, [scenario.name for scenario in scenarios])
-    wanted = [name for name in others if request.paper in (name, "all")]
     with Crew(run_cell) as crew, opened_executor(address) as there:
         request = replace(request, crew=crew, executor=there)
         for paper, scenarios in of_papers:
             yield reproduce_paper(request, paper, scenarios)
-        if STRATEGIES in wanted:
-            yield _strategies(request)
-        for name in WITHOUT_RATES:
-            if name in wanted:
-                yield _without_rates(name, request)
-        if CASES in wanted:
-            yield _cases(request)
-        if EXPERT_CASES in wanted:
-            yield predicted_cases(request.run, request.output, EXPERT_CASES)
-    if BANDS in wanted:
+        for name, other in others.items():
+            if request.paper in (name, ALL):
+                yield other(request)
+    if request.paper in (BANDS, ALL):
         yield fit_bands(request)
 
 
@@ -281,7 +280,6 @@ def reproduce(output: Path | None, executor: str | None, **asked: Any) -> Iterat
     """The outputs of `spbench reproduce`, whose options the arguments are."""
     committed = not asked["write"] and asked_git(Path(), "ls-files", "--", str(FOLDER))
     request = Reproduction(output=output or (UNFOLLOWED if committed else FOLDER), **asked)
-    request.check()
     if request.output == UNFOLLOWED:
         message(
             f"{FOLDER} is committed here: results go to {UNFOLLOWED}; --write writes the committed ones anew"

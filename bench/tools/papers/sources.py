@@ -120,8 +120,7 @@ class Paper:
         return self.name.capitalize() if self.name in COLLECTIONS else self.name.upper()
 
 
-@dataclass(frozen=True)
-class MeasuredSource:
+class MeasuredSource(NamedTuple):
     """A file of measurements: who measured them, at which commit of their repository, on which machines."""
 
     file: str

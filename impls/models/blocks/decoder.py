@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderLayer
-from spbench.impls.models.blocks.decoder_module import Decoder
+from spbench.impls.models.blocks.decoder_module import Decoder, shifted_inputs
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.decoder_sites import stage_parameters, stage_sites
 from spbench.impls.models.blocks.expert_options import ExpertOptions
@@ -30,10 +30,8 @@ from spbench.impls.models.blocks.experts import MixtureOfExperts
 from spbench.impls.models.blocks.feed_forward import FeedForward, Mlp
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
 from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
-from spbench.impls.models.blocks.savings import savings
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.text import causal_language_batches
-from spbench.impls.models.blocks.token_prediction import shifted_inputs
 from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary, check_positions
 from spbench.impls.options import Saving, with_options
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
@@ -201,7 +199,38 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         ]
 
     def savings(self, stages: int = 1) -> Iterator[Saving]:
-        return savings(self, stages)
+        if self.cross_entropy != "in_place":
+            yield Saving({"cross_entropy": "in_place"}, "no float32 copy of the logits (TransformerEngine's)")
+        if not self.loss_tile:
+            yield Saving(_loss_in_tiles(self), "head and loss in tiles, no whole logits")
+        in_tiles = {} if self.keeps_operators else _in_tiles(self)
+        if in_tiles and not self.mlp_tile:
+            yield Saving(in_tiles, "backward runs each tile of an MLP again; the loss is in tiles too")
+        here = self.layers // stages
+        if not self.recomputes_layers:
+            if self.recompute == "none":
+                yield Saving({"recompute": "selective"}, "backward runs the inside of attention again")
+            for layers in dict.fromkeys((here // 4, here // 2, here * 3 // 4)):
+                if layers:
+                    block = {"recompute": "full", "recompute_method": "block", "recompute_layers": layers}
+                    yield Saving(block, f"backward runs {layers} of a stage's {here} layers again")
+            yield Saving({"recompute": "full"}, "backward runs all layers again")
+            on_host = {"recompute": "full", "checkpoints": "host"}
+            yield Saving(on_host, "backward runs all layers again, and their inputs wait on the host")
+            if not self.mlp_tile:
+                yield Saving({**on_host, **in_tiles}, "so, and MLP and loss are in tiles")
+            return
+        if self.checkpoints == "device" and not self.keeps_operators:
+            yield Saving({"checkpoints": "host"}, "the inputs of layers wait on the host")
+            if not self.mlp_tile:
+                yield Saving({"checkpoints": "host", **in_tiles}, "so, and MLP and loss are in tiles")
+        if self.recompute_method == "uniform":
+            for layers in (2 * self.recompute_layers, 4 * self.recompute_layers):
+                if layers < here:
+                    yield Saving({"recompute_layers": layers}, f"one input is kept for {layers} layers")
+        else:
+            uniform = {"recompute_method": "uniform", "recompute_layers": 1}
+            yield Saving(uniform, f"backward runs all layers again, not {self.recompute_layers} of a stage")
 
     def shrunk(self) -> Self:
         sizes = {**TINY_SIZES, "vocabulary_multiple": 1}
@@ -297,3 +326,15 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
             ),
             "model": ModelPart(self.build, self.inputs, self.sequence_dims, outputs),
         }
+
+
+def _loss_in_tiles(model: DecoderModel) -> dict[str, Any]:
+    """A tile of so many tokens that their logits take up to 1 GiB in float32 (ALST)."""
+    tokens = 2**28 // model.vocabulary
+    tile = 1 << max(0, tokens.bit_length() - 1)
+    return {"loss_tile": tile, "cross_entropy": "in_place"}
+
+
+def _in_tiles(model: DecoderModel) -> dict[str, Any]:
+    """The loss, and MLPs of as many tokens at once as ALST's, ``hidden``."""
+    return {"mlp_tile": model.hidden, **({} if model.loss_tile else _loss_in_tiles(model))}

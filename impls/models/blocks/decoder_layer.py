@@ -21,8 +21,7 @@ from spbench.impls.models.blocks.experts import MixtureModule
 from spbench.impls.models.blocks.host_checkpoints import checkpoints_on_host
 from spbench.impls.models.blocks.norms import norm_of
 from spbench.impls.models.blocks.places import Places
-from spbench.impls.models.blocks.recomputation import recomputed
-from spbench.impls.models.blocks.remade import remade
+from spbench.impls.models.blocks.recomputation import recomputed, remade
 from spbench.impls.strategies.base import Strategy
 
 if TYPE_CHECKING:

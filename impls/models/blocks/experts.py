@@ -24,7 +24,7 @@ from spbench.impls.dispatchers.sent_tokens import planned_counts, positions_of
 from spbench.impls.kernels.activations import weighted_swiglu
 from spbench.impls.kernels.projection import LIBRARIES, project
 from spbench.impls.models.blocks.adapter_options import EXPERTS
-from spbench.impls.models.blocks.expert_adapters import ExpertAdapters
+from spbench.impls.models.blocks.adapters import ExpertAdapters
 from spbench.impls.models.blocks.expert_weights import (
     ExpertTensors,
     SeparateExperts,
@@ -32,8 +32,7 @@ from spbench.impls.models.blocks.expert_weights import (
     StackedExperts,
 )
 from spbench.impls.models.blocks.feed_forward import ACTIVATIONS, FACTORS, FeedForward, MlpModule, mlp_sites
-from spbench.impls.models.blocks.recomputation import recomputed
-from spbench.impls.models.blocks.remade import remade
+from spbench.impls.models.blocks.recomputation import recomputed, remade
 from spbench.impls.models.blocks.router import Routed, Router
 from spbench.impls.registries import dispatchers
 from spbench.impls.routing import LEARNED

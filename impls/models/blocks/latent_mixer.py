@@ -31,7 +31,7 @@ from spbench.impls.models.blocks.adapters import OpeningAdapters
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.norms import norm_of
 from spbench.impls.models.blocks.places import Places
-from spbench.impls.models.blocks.remade import used_without_results
+from spbench.impls.models.blocks.recomputation import used_without_results
 from spbench.impls.models.blocks.softmax_mixer import AttentionMixer, SoftmaxAttention
 from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.layers import GroupedLinear, Linear

@@ -8,6 +8,22 @@ sequence, or ask its neighbours for what their positions do to its own.
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, Z heads
 (this rank's), G heads of queries and keys (this rank's), D their size, A size of values, W positions that a
 convolution sees.
+
+Gated DeltaNet (Yang et al., arXiv 2412.06464) as what mixes the tokens in a decoder's layer.
+
+As fla's GatedDeltaNet and the layers of Qwen3-Next: queries, keys and values are convolved without biases,
+queries and keys made of length one; a head keeps exp(-exp(A_log) softplus(a + dt_bias)) of its state and
+writes with the strength sigmoid(b), a and b projected from the input; its output is normalised, with a weight
+that all heads share, and multiplied by silu(z). Each part has a projection of its own, as in fla.
+
+Mamba-2 (Dao and Gu, arXiv 2405.21060) as what mixes the tokens in a decoder's layer.
+
+As mamba_ssm's Mamba2 with its norm: C, B and x are convolved together, with biases; the step of each head is
+softplus(dt + dt_bias), its decay exp(-exp(A_log) step); D x is added to what the state gives; x silu(z) comes
+before the norm, of each group's features alone. Here each part has a projection of its own, of which
+mamba_ssm makes one product. As in its memory-saving path (mamba_split_conv1d_scan_combined), only what was
+projected is kept, and backward convolves again. Megatron-Core (ssm/mamba_mixer.py) leaves the gate to that
+kernel, which keeps its result before the gate, and norms what it returns, which is kept too.
 """
 
 from __future__ import annotations
@@ -20,12 +36,19 @@ from functools import partial
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.impls.attended import Attended
+from spbench.impls.kernels.activations import silu_times
 from spbench.impls.kernels.decay import state_dtype
+from spbench.impls.kernels.gated_delta import GatedDelta
+from spbench.impls.kernels.gated_norm import gated_norm, l2_norm
+from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
 from spbench.impls.kernels.recurrence import Rule, sequential
+from spbench.impls.kernels.rms_norm import rms_norm
 from spbench.impls.kernels.short_convolution import plain_short_convolution, short_convolution
+from spbench.impls.kernels.state_space import StateSpace
 from spbench.impls.models.blocks.adapter_options import Adaptable
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.places import Places
@@ -220,3 +243,86 @@ def change_rules(module: nn.Module, change: Callable[[type[Rule]], type[Rule]]) 
     rules = {each.rule: change(each.rule) for each in mixers}
     for each in mixers:
         each.rule = rules[each.rule]
+
+
+@dataclass(frozen=True)
+class GatedDeltaNet(RecurrentLayer):
+    """A layer of Gated DeltaNet."""
+
+    rule = GatedDelta
+    gates: ClassVar[int] = 2
+    biased: ClassVar[bool] = False
+
+    def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
+        return GatedDeltaNetMixer(self, model, strategy)
+
+    def parameters(self, model: DecoderOptions) -> dict[str, int]:
+        return {"split": self.split_parameters(model), "whole": self.value_size}
+
+    def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
+        norm = Site("shared_by_heads", 1, {"A": self.value_size}, again)
+        return [*super().sites(model, batch, seq_len, again), norm]
+
+
+class GatedDeltaNetMixer(RecurrentMixer):
+    """x [B, L, H] -> [B, L, H] by the gated delta rule; its output is normalised, then gated."""
+
+    def __init__(self, kind: GatedDeltaNet, model: DecoderOptions, strategy: Strategy):
+        super().__init__(kind, model, strategy)
+        self.norm = nn.Parameter(torch.ones(kind.value_size))
+
+    def of_recurrence(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
+    ) -> Sequence[Tensor]:
+        a_log, dt_bias = (w.to(gates.dtype) for w in by_head)
+        q, k = (l2_norm(x, way=self.way) for x in (q, k))
+        a, b = gates.unbind(-1)
+        return q, k, v, -a_log.exp() * F.softplus(a + dt_bias), b.sigmoid()
+
+    def normalised(self, o: Tensor, gate: Tensor) -> Tensor:
+        weight = self.strategy.shared_by_heads(self.norm)
+        return gated_norm(o, gate, weight, self.model.norm_epsilon, gate_first=False, way=self.way).flatten(2)
+
+
+@dataclass(frozen=True)
+class Mamba2(RecurrentLayer):
+    """A layer of Mamba-2: Z heads of A features (headdim), G groups (n_groups), D numbers a feature of the
+    state."""
+
+    rule = StateSpace
+    gates: ClassVar[int] = 1
+    biased: ClassVar[bool] = True
+    makes_again: ClassVar[bool] = True
+
+    def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
+        return Mamba2Mixer(self, model, strategy)
+
+    def parameters(self, model: DecoderOptions) -> dict[str, int]:
+        return {"split": self.split_parameters(model) + self.heads + self.heads * self.value_size}
+
+
+class Mamba2Mixer(RecurrentMixer):
+    """x [B, L, H] -> [B, L, H] by Mamba-2's recurrence plus D x; its output is gated, then normalised."""
+
+    def __init__(self, kind: Mamba2, model: DecoderOptions, strategy: Strategy):
+        super().__init__(kind, model, strategy)
+        self.D = strategy.feature_parameter(torch.ones(kind.heads))
+        self.norm = strategy.feature_parameter(torch.ones(kind.heads * kind.value_size))
+
+    def by_head(self) -> tuple[Tensor, ...]:
+        return (self.D,)
+
+    def of_recurrence(
+        self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
+    ) -> Sequence[Tensor]:
+        a_log, dt_bias, d = (w.to(gates.dtype) for w in by_head)
+        step = F.softplus(gates.squeeze(-1) + dt_bias)
+        return q, k, v, -a_log.exp() * step, step, d.to(v.dtype)
+
+    def normalised(self, o: Tensor, gate: Tensor) -> Tensor:
+        group = self.kind.heads // self.kind.key_heads
+        o, gate = (x.flatten(2).unflatten(-1, (-1, group * self.kind.value_size)) for x in (o, gate))
+        weight, epsilon = self.norm.view(o.shape[-2:]), self.model.norm_epsilon
+        if self.model.library == TRANSFORMER_ENGINE and self.way == "fused":
+            return rms_norm(silu_times(gate, o), weight, epsilon).flatten(2)
+        return gated_norm(o, gate, weight, epsilon, gate_first=True, way=self.way).flatten(2)

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from spbench.impls.models.causal_transformer import CausalTransformerModel
+from spbench.impls.models.huggingface.config import WithImagesConfig
 from spbench.impls.models.huggingface.llama import LayerType, LlamaConfig, letters_of, windowed
-from spbench.impls.models.huggingface.with_images import WithImagesConfig
 from spbench.impls.models.hybrid import HybridModel
 
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from spbench.impls.models.huggingface.config import WithImagesConfig
 from spbench.impls.models.huggingface.llama import LlamaConfig
 from spbench.impls.models.huggingface.mixtral import balanced, layers_with_experts
-from spbench.impls.models.huggingface.with_images import WithImagesConfig
 
 
 class Llama4TextConfig(LlamaConfig):

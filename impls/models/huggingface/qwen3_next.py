@@ -9,10 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from spbench.impls.models.huggingface.config import not_covered
+from spbench.impls.models.huggingface.config import WithImagesConfig, not_covered
 from spbench.impls.models.huggingface.llama import LlamaConfig, repeated_pattern
 from spbench.impls.models.huggingface.mixtral import QwenExpertsConfig
-from spbench.impls.models.huggingface.with_images import WithImagesConfig
 from spbench.impls.models.hybrid import HybridModel
 
 _LETTERS = {"linear_attention": "G", "full_attention": "S"}

@@ -12,9 +12,8 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.plan import model_parameters
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.impls.backends import late_gradients
-from spbench.impls.backends.late_gradients import LateGradients, Take
-from spbench.impls.backends.zero1 import ShardedOptimizer
+from spbench.impls.backends import zero1
+from spbench.impls.backends.zero1 import LateGradients, ShardedOptimizer, Take
 from tests.impls.backends import one_device
 from tests.slow import slow
 
@@ -37,7 +36,7 @@ class NotSummed(ShardedOptimizer):
     """A rank's part is that of its own gradient."""
 
     def synchronize(self) -> None:
-        with mock.patch.object(late_gradients, "all_reduce", lambda x, group: x):
+        with mock.patch.object(zero1, "all_reduce", lambda x, group: x):
             super().synchronize()
 
 

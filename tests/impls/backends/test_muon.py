@@ -12,10 +12,18 @@ from torch import Tensor
 from spbench.bench.cell import Cell
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends.buffer_layout import Sharding
-from spbench.impls.backends.layer_wise import dealt, packed
 from spbench.impls.backends.megatron import Megatron
 from spbench.impls.backends.megatron_options import MegatronOptions
-from spbench.impls.backends.muon import DECAY, MOMENTUM, Matrix, Muon, is_matrix, orthogonalised
+from spbench.impls.backends.muon import (
+    DECAY,
+    MOMENTUM,
+    Matrix,
+    Muon,
+    dealt,
+    is_matrix,
+    orthogonalised,
+    packed,
+)
 from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.layout import stacks_experts
 from spbench.impls.training.step import Training

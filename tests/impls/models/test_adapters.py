@@ -24,7 +24,7 @@ from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.layers import Linear
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
-from tests.measure.engines.real_ranks import assert_real_ranks_send_the_same
+from tests.measure.engines.cells import assert_real_ranks_send_the_same
 from tests.measure.verify.assertions import assert_green, assert_red
 from tests.measure.verify.expert_faults import in_each_block
 from tests.measure.verify.planting import planted

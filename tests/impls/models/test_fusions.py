@@ -15,7 +15,7 @@ from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.nesting import nesting
 from tests.impls.models.test_kept_by_libraries import SMALL, L, kept_by_a_layer
-from tests.measure.engines.real_ranks import on_real_ranks, seen
+from tests.measure.engines.cells import on_real_ranks, seen
 from tests.measure.verify.assertions import assert_green
 from tests.slow import slow
 

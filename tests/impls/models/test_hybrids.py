@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spbench.impls.models.blocks.gated_deltanet import GatedDeltaNet
 from spbench.impls.models.blocks.linear_mixer import LinearAttention
-from spbench.impls.models.blocks.mamba2 import Mamba2
-from spbench.impls.models.blocks.recurrent_mixer import RecurrentMixer
+from spbench.impls.models.blocks.recurrent_mixer import GatedDeltaNet, Mamba2, RecurrentMixer
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.hybrid import HybridModel
 from spbench.impls.models.model import model_preset

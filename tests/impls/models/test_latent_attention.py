@@ -15,15 +15,15 @@ from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.attended import Attended
 from spbench.impls.composition import Stage
 from spbench.impls.kernels.rotary import fused_rotary, keys_and_values, rotated, turned_queries
+from spbench.impls.models.blocks.decoder_module import shifted_inputs
 from spbench.impls.models.blocks.places import Places
-from spbench.impls.models.blocks.token_prediction import shifted_inputs
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.training.step import initialize
 from tests.impls.models.test_kept_by_libraries import kept_by_a_layer
-from tests.measure.engines.real_ranks import assert_real_ranks_send_the_same
+from tests.measure.engines.cells import assert_real_ranks_send_the_same
 from tests.measure.verify.assertions import assert_green
 from tests.slow import mostly_slow
 

@@ -23,7 +23,7 @@ from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
-from tests.measure.engines.real_ranks import assert_real_ranks_send_the_same
+from tests.measure.engines.cells import assert_real_ranks_send_the_same
 from tests.measure.verify.assertions import assert_green, assert_red
 from tests.measure.verify.planting import planted
 from tests.slow import mostly_slow, slow

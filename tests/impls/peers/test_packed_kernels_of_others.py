@@ -30,8 +30,8 @@ from spbench.impls.kernels.ranged_attention import (
     ranged_flash_attention,
 )
 from spbench.impls.kernels.recurrence import gated_recurrence
-from spbench.impls.models.blocks.mamba2 import Mamba2
 from spbench.impls.models.blocks.places import Places
+from spbench.impls.models.blocks.recurrent_mixer import Mamba2
 from spbench.impls.models.model import model_preset
 from spbench.impls.peers import flash_attn_stand_in
 from spbench.impls.place import Place

@@ -14,8 +14,7 @@ from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.lasp import Lasp
-from spbench.impls.strategies.lasp2 import Lasp2
-from spbench.impls.strategies.lasp2h import Lasp2H
+from spbench.impls.strategies.lasp2 import Lasp2, Lasp2H
 from spbench.impls.strategies.megatron_sp import MegatronSP
 from spbench.impls.strategies.nesting import Nesting
 from spbench.impls.strategies.tensor_parallel import TensorParallel
@@ -105,7 +104,13 @@ def test_planted_faults_are_red(pool: RankPool, fault: type[Strategy], name: str
         (TensorParallel, 3, "mamba2-tiny", 24, "3 ranks do not divide 4 heads of keys of a recurrence"),
         (Ulysses, 5, "mamba2-tiny", 25, "12 attention heads cannot be split over 5 ranks"),
         (Lasp2H, 4, "hybrid-tiny", 24, "a recurrence has no zigzag placement"),
-        (Lasp2H, 4, "gated-deltanet-tiny", 24, "lasp2h is for hybrids, which this model is not; use lasp2"),
+        (
+            Lasp2H,
+            4,
+            "gated-deltanet-tiny",
+            24,
+            "is for hybrids, which this model is not; use lasp, lasp2",
+        ),
         (Lasp2H, 4, "causal-transformer-tiny", 24, "is for hybrids, .* use all_gather_kv"),
     ],
 )

@@ -22,7 +22,7 @@ from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
-from tests.measure.engines.real_ranks import assert_real_ranks_send_the_same
+from tests.measure.engines.cells import assert_real_ranks_send_the_same
 from tests.measure.verify.assertions import assert_green
 from tests.slow import mostly_slow, slow
 

@@ -16,7 +16,7 @@ from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.nesting import Nesting, nesting, pairs
 from spbench.impls.strategies.upipe import UPipe
-from tests.measure.engines.real_ranks import ATTEMPTS, on_real_ranks, seen
+from tests.measure.engines.cells import ATTEMPTS, on_real_ranks, seen
 from tests.slow import mostly_slow
 
 ZIGZAG: dict[str, Any] = {"strategy_options": {"placement": "zigzag"}}

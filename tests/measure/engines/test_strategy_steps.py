@@ -17,7 +17,7 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.models.model import models
 from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Unsupported
-from tests.measure.engines.real_ranks import assert_real_ranks_send_the_same
+from tests.measure.engines.cells import assert_real_ranks_send_the_same
 from tests.slow import slow
 
 #: of sequences: each strategy with models that it can run

@@ -26,8 +26,7 @@ from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.traffic import Traffic
-from tests.measure.engines.cells import AXES, cell_of, write_cluster
-from tests.measure.engines.real_ranks import on_real_ranks, seen
+from tests.measure.engines.cells import AXES, cell_of, on_real_ranks, seen, write_cluster
 from tests.slow import slow
 
 RANKS = [

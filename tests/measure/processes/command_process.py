@@ -18,7 +18,7 @@ from spbench.bench.command_line.cli import cli, main
 from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
 from tests.bench import fakes
 from tests.bench.fakes import GATE, LOG, RUN, SCENARIO
-from tests.bench.processes import until
+from tests.bench.hosts import until
 
 ROOT = Path(__file__).parents[3]
 #: for PYTHONPATH: ours, and workers that start without torch

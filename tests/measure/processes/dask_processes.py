@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.bench.processes import until
+from tests.bench.hosts import until
 from tests.measure.processes.command_process import LIGHT_PATH
 
 

@@ -33,8 +33,7 @@ from spbench.impls.layout import Unavailable
 from spbench.impls.loose_files import LOOSE_FILES
 from spbench.impls.registries import strategy_class
 from tests.bench import fakes
-from tests.bench.hosts import Host, two_hosts
-from tests.bench.processes import PATIENCE_S, left_of, needs_proc, until
+from tests.bench.hosts import PATIENCE_S, Host, left_of, needs_proc, two_hosts, until
 from tests.measure.processes.test_rank_pool import (
     dies_on_rank_1,
     listening_addresses,

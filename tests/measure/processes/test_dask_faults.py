@@ -20,7 +20,7 @@ from spbench.bench.measure.sweep.results import ResultsFile, read_rows
 from spbench.bench.measure.sweep.sweep import sweep
 from tests.bench import fakes
 from tests.bench.fakes import cell
-from tests.bench.processes import PATIENCE_S, needs_proc, until
+from tests.bench.hosts import PATIENCE_S, needs_proc, until
 from tests.measure.processes.command_process import ROOT, Command
 from tests.measure.processes.dask_processes import DaskProcesses
 

@@ -26,7 +26,7 @@ from spbench.bench.measure.sweep.sweep import at_once, sweep, unfinished
 from spbench.bench.measure.sweep.worker import Crew, Worker
 from tests.bench import fakes
 from tests.bench.fakes import cell
-from tests.bench.processes import until
+from tests.bench.hosts import until
 
 # imported where it is used: each process of a test run would do so to collect its tests
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def test_processes_of_an_earlier_sweep_are_ended(
     """By the next sweep, where the earlier one has vanished; and each sweep ends its own."""
     idle = dask_task._idle
     with ResultsFile(tmp_path) as results, monkeypatch.context() as patched:
-        patched.setattr(executor_module, "end_workers", lambda identity: None)  # as if it were killed
+        patched.setattr(executor_module, "end_idle_workers", lambda identity: None)  # as if it were killed
         with opened(address) as executor:
             sweep([cell(1)], results, run=fakes.answer, executor=executor)
     (earlier,) = idle.workers
@@ -251,7 +251,7 @@ def test_an_idle_process_that_has_died_is_ended_before_another_starts(
     ended: list[object] = []
     dead, lives = (cast(Worker, SimpleNamespace(usable=usable)) for usable in (False, True))
     monkeypatch.setattr(dask_task, "_idle", dask_task._Idle("a sweep", [lives, dead]))
-    monkeypatch.setattr(dask_task, "_end_all", ended.extend)
+    monkeypatch.setattr(dask_task, "end_workers", ended.extend)
     asked = dask_task.SweepOnDask("a sweep", b"", {}, HERE)
     assert dask_task._worker_for(asked) is lives
     assert ended == [dead]

@@ -20,7 +20,7 @@ from spbench.bench.measure.processes.rank_pool import RankError, RankPool, Rende
 from spbench.bench.measure.processes.stacks import GRACE_S, STACKS_FOLDER, STACKS_S, RankAnswer, collect
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.place import Place
-from tests.bench.processes import left_of, needs_proc, until
+from tests.bench.hosts import left_of, needs_proc, until
 
 
 def sum_of_ranks(mesh: DeviceMesh, axis: str, offset: int) -> tuple[int, int, list[int]]:

@@ -19,7 +19,7 @@ import pytest
 
 from spbench.bench.command_line.cli import launched_exit_code
 from spbench.bench.errors import UserError
-from spbench.bench.measure.engines.run_cell import measure
+from spbench.bench.measure.engines.engine import measure
 from spbench.bench.measure.processes import starting
 from spbench.bench.measure.processes.rank_agent import Launched
 from spbench.bench.measure.processes.rank_pool import RankPool, loopback_store
@@ -30,7 +30,7 @@ from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.row import FINAL, Row
 from tests.bench import fails_to_import, fakes, slow_to_import
 from tests.bench.fakes import cell
-from tests.bench.processes import left_of, needs_proc, until
+from tests.bench.hosts import left_of, needs_proc, until
 from tests.measure.processes.command_process import LIGHT_PATH
 
 #: of the cells that hang; the others may take as long as they do

@@ -11,14 +11,14 @@ import torch
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster, cluster_names, load_cluster
 from spbench.bench.measure.clusters.kinds_of_work import without_own_rates
 from spbench.bench.measure.clusters.rates import AttentionKernel
-from spbench.bench.measure.engines.rate_classes import rates_of_step
+from spbench.bench.measure.engines.step_line import rates_of_step
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import KERNEL, Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.substitutes import Substitute, kernel_substitutes
 from spbench.bench.measure.trace.operator_prices import price_of
 from spbench.bench.measure.trust.bands import priced_by_in_words
-from spbench.bench.programs import stand_ins
+from spbench.bench.setting_values import stand_ins
 from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
 from tests.measure.simulator.step_programs import cluster, of_links
 from tests.measure.simulator.test_card_rates import figure, rate, with_card

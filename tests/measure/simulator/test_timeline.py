@@ -29,16 +29,16 @@ from spbench.bench.measure.simulator.program import (
     RECV,
     SEND,
     WAIT,
+    Flops,
     Group,
     Program,
 )
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
-from spbench.bench.measure.simulator.step_parts import Flops
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.simulator.trace_export import export_trace
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.kernels.softmax import masked_softmax
-from tests.bench.disk import files_of_at_most
+from tests.bench.hosts import files_of_at_most
 from tests.measure.simulator.step_programs import chain, cluster, everyone, one_f_one_b, ring, timed
 
 TINY = {"layers": 2, "dropout": 0.1}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.row import FINAL
-from tests.bench.processes import PATIENCE_S, needs_proc, until
+from tests.bench.hosts import PATIENCE_S, needs_proc, until
 from tests.measure.processes.command_process import Command
 
 pytestmark = needs_proc

@@ -15,7 +15,7 @@ from spbench.bench.measure.sweep.sweep import sweep, unfinished
 from spbench.bench.row import Row
 from tests.bench import fakes
 from tests.bench.fakes import cell
-from tests.bench.processes import PATIENCE_S, left_of, needs_proc, until
+from tests.bench.hosts import PATIENCE_S, left_of, needs_proc, until
 
 #: of the cell that hangs; the others end by themselves
 LIMIT_S = 2.0

@@ -16,7 +16,7 @@ from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measurement import Outcome
 from tests.bench import fakes
 from tests.bench.fakes import cell
-from tests.bench.processes import PATIENCE_S, needs_proc
+from tests.bench.hosts import PATIENCE_S, needs_proc
 from tests.measure.processes.command_process import Command
 
 

@@ -20,7 +20,7 @@ from spbench.bench.measure.trust.bands import (
 )
 from spbench.bench.measure.trust.error_model import ErrorModel
 from spbench.bench.measure.trust.intervals import ANY, Interval
-from spbench.bench.programs import STAND_INS, StandIn
+from spbench.bench.setting_values import STAND_INS, StandIn
 
 #: intervals of log errors of 0.1 and 0.5; ties up to 5%
 MODEL = ErrorModel(

@@ -11,7 +11,7 @@ import pytest
 
 from spbench.bench.measure.trust.error_model import ErrorModel, StepObservation, coverage, overall
 from spbench.bench.measure.trust.intervals import ANY
-from spbench.bench.programs import STOOD_IN
+from spbench.bench.setting_values import STOOD_IN
 
 SOURCES = [f"s{number}" for number in range(8)]
 

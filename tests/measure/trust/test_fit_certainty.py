@@ -50,6 +50,7 @@ SPREAD = cell("qwen3-30b-a3b", sizes={"ep": 8})
             "tight",
             "no memory of ulysses of linear attention was ever measured",
         ),
+        (cell("tnl-1b"), measured(0.09), "fits", ""),
         (cell(strategy="ulysses+ring_attention", sizes={"cp": 2}), measured(0.5), "fits", ""),
     ],
 )

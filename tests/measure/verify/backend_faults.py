@@ -14,10 +14,9 @@ from spbench.impls.backends import fsdp_flat, megatron_options
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.backends.fsdp_flat import FlatFullySharded
 from spbench.impls.backends.fully_shard import FullySharded, KeptAfterForward
-from spbench.impls.backends.main_gradients import GradientBucket, MainGradients
+from spbench.impls.backends.main_gradients import GatheredInForward, GradientBucket, MainGradients
 from spbench.impls.backends.megatron import Megatron
 from spbench.impls.backends.optimizer import Optimizer
-from spbench.impls.backends.weight_gathering import GatheredInForward
 from spbench.impls.backends.zero1 import ShardedOptimizer
 from spbench.impls.composition import by_partial_axes
 from spbench.impls.layout import is_expert

@@ -14,7 +14,7 @@ from spbench.bench.tools.advise import layout_search as search
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.references import savings_of
 from spbench.bench.tools.fit import asking
-from tests.bench.crew import CrewHere
+from tests.bench.hosts import CrewHere
 from tests.tools.commands.conftest import Run, command_line
 
 __all__ = ["command_line"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.files import CACHE_FOLDER
-from tests.bench.processes import needs_proc
+from tests.bench.hosts import needs_proc
 from tests.measure.processes.command_process import ROOT
 from tests.measure.processes.dask_processes import DaskProcesses
 from tests.tools.advise.questions import MODEL

@@ -22,8 +22,8 @@ from spbench.bench.tools.advise.ranking import SearchResult, Seen
 from spbench.bench.tools.fit import asking
 from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.asking import Asking
-from tests.bench.crew import CrewHere
 from tests.bench.hostile import case
+from tests.bench.hosts import CrewHere
 from tests.slow import slow
 from tests.tools.commands.conftest import Run
 

@@ -18,7 +18,7 @@ from spbench.bench.tools.advise.references import references
 from spbench.bench.tools.fit import asking
 from spbench.bench.tools.fit.asking import Asking
 from spbench.impls.backends.sharding_options import ShardingOptions
-from tests.bench.crew import CrewHere
+from tests.bench.hosts import CrewHere
 from tests.tools.advise.questions import asked
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kept_traces", "one_saving")]

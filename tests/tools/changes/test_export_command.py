@@ -17,7 +17,7 @@ import pytest
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.command_line.forms import as_table
 from spbench.bench.command_line.output import Output
-from tests.bench.disk import files_of_at_most
+from tests.bench.hosts import files_of_at_most
 from tests.terminal import screen_of
 from tests.tools.changes.rows import BASE, SAMPLES, commit_all, folder, git, made_up, planted
 from tests.tools.commands.conftest import Run

@@ -21,7 +21,7 @@ from spbench.bench.tools.papers.comparison import Comparison, read_comparisons, 
 from spbench.bench.tools.papers.document import rendered_documents
 from spbench.bench.tools.papers.execution import RanScenario
 from spbench.bench.tools.papers.paper_findings import PaperFindings
-from tests.bench.disk import files_of_at_most
+from tests.bench.hosts import files_of_at_most
 from tests.tools.commands.conftest import Run
 from tests.tools.commands.small_paper import made_by, refuses, spbench
 
@@ -66,7 +66,7 @@ def test_the_text_is_what_the_files_give(spbench: Run) -> None:
     assert "| tensor_parallel | tp2 b64 Lmax | 1000 | 1024 | +2.4% | predicted |  |\n" in details
     assert "## [RSA, arXiv 2105.13120](results/reproduction/rsa.md): no\n\n3 of 7 numbers met, " in page
     link = "[A small scenario](results/reproduction/rsa.md#small)"
-    verdicts = "size: **no**; memory: **no** | 2/5; 1/3 | 21.2%, 96.5%; 26.2%, 50.0%"
+    verdicts = "size: **no**, 2/5, 21.2%, 96.5%; memory: **no**, 1/3, 26.2%, 50.0%"
     assert f"| {link} | {verdicts} | Two ranks: we do not know why. |\n" in page
     claims = "1 predicted, median error 33.3%, worst 33.3%; 1 inferred, median error 96.5%, worst 96.5%"
     assert f"| [A small scenario](#small) | claims | first | 2 | {claims} |  |\n" in details

@@ -11,7 +11,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.tools.fit import asking, proofs
 from spbench.bench.tools.fit.suggestions import Change, single_changes
-from tests.bench.crew import CrewHere
+from tests.bench.hosts import CrewHere
 from tests.measure.engines.cells import write_cluster
 from tests.tools.commands.conftest import Run as CommandLine
 from tests.tools.commands.conftest import command_line

@@ -22,6 +22,7 @@ from spbench.bench.tools.papers.document import (
     TIMES_PAGE,
     TRUST_PAGE,
     check_documents,
+    headline_lines,
     rendered_documents,
 )
 from spbench.bench.tools.papers.megatron_cases import CASES, of_all_machines, summary
@@ -35,7 +36,6 @@ from spbench.bench.tools.papers.past_errors import (
 from spbench.bench.tools.papers.reproduction import Reproduction
 from spbench.bench.tools.papers.reproductions import fit_bands
 from spbench.bench.tools.papers.sources import papers, scenarios_of
-from spbench.bench.tools.papers.summary_page import headline_lines
 from spbench.bench.tools.papers.validation import trust_lines
 from spbench.bench.yaml_files import read_yaml
 from tests.tools.packaged import scenarios_of_papers

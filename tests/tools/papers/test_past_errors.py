@@ -218,7 +218,7 @@ def test_errors_of_the_committed_cases_are_those_of_the_page() -> None:
     with FILE.open() as stream:
         lines = [{**line, "error": float(line["error"])} for line in csv.DictReader(stream)]
     found = {(line["departs"], line["quantity"]): line for line in by_departure(lines)}
-    page = (ROOT / "docs" / "megatron.md").read_text()
+    page = (ROOT / "results" / "experts" / "README.md").read_text()
     for kind in ("none", "sinkhorn", "routing", "checkpoint", "release"):
         first, held = (found[kind, quantity] for quantity in ("peak_first", "allocated_last"))
         cells = [f"`{kind}`", *(first[name] for name in ("golden values", "median", "worst")), held["median"]]
