@@ -23,7 +23,7 @@ from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.grid import attend_along, whole_attention
 from spbench.impls.strategies.nesting import pairs
 from spbench.impls.strategies.ulysses import Ulysses
-from tests.measure.verify.planting import assert_green, assert_red
+from tests.measure.verify.assertions import assert_green, assert_red
 
 TINY = model_preset("st-dit-tiny", {"layers": 1})
 

@@ -37,7 +37,7 @@ from tests.impls.backends.one_device import (
     heavy_run,
 )
 from tests.measure.verify import backend_faults as faults
-from tests.measure.verify.planting import assert_green
+from tests.measure.verify.assertions import assert_green
 from tests.slow import mostly_slow, slow
 
 SIZES: list[tuple[str, dict[str, int], int]] = [

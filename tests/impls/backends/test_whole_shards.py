@@ -34,7 +34,7 @@ from spbench.impls.models.model import model_preset
 from spbench.impls.registries import strategy_class
 from spbench.impls.training.step import initialize
 from tests.impls.backends import one_device
-from tests.measure.verify.planting import assert_green
+from tests.measure.verify.assertions import assert_green
 
 WHOLE = {"backend": "zero1", "shards": "whole"}
 

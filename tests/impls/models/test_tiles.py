@@ -27,7 +27,7 @@ from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
 from spbench.impls.tiles import Tiling
 from tests.impls.models.test_recomputation import gradients, kernels, trace
-from tests.measure.verify.planting import assert_green
+from tests.measure.verify.assertions import assert_green
 
 GROUPED = "causal-transformer-tiny-gqa"
 TILES = {"mlp_tile": 5, "loss_tile": 5}
