@@ -286,7 +286,7 @@ def micro_batches(job: TorchtitanModel, local: int) -> tuple[int, str]:
     return divisor if job.version == "a" else local // divisor, name
 
 
-#: converters that make linear layers multiply in eight bits, by their names in the versions, which are sections too
+#: converters that make linear layers multiply in eight bits, and sections: their names in the versions
 _LINEAR = ("quantize.linear.float8", "float8")
 _SWITCH, _CONVERTERS = "float8.enable_float8_linear", "model.converters"
 #: which torchtitan reads where layers are converted
