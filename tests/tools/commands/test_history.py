@@ -133,7 +133,7 @@ def test_a_missed_target_fails(command_line: Run, history: Path) -> None:
 
 
 def test_what_is_passed_over_is_said(command_line: Run, history: Path) -> None:
-    from spbench.bench.tools.changes.records import add_record
+    from spbench.bench.tools.changes.record_command import add_record
 
     add_record(record(7, cell("a"), branch="topic"), history)
     (history / "meant.yaml").write_text("meant: [{commit: '1234567', reason: soon}]")
