@@ -14,7 +14,7 @@ from spbench.bench.tools.jobs.program_files import (
     with_deepspeed,
 )
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
-from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, either, said_in_table
+from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said_in_table
 
 _ADAM = ("", "fusedadam", "fused_adam", "cpu_adam", "cpuadam", "adam", "adamw")
 
@@ -40,17 +40,11 @@ def _step(k: Account) -> TransformersStep:
         k.problems.append(f"{stage} is not said")
     tiled = bool(k.value("tiled_mlp_compute"))
     liger = "norm loss" if tiled else "norm swiglu loss"
-    off = "model.disable_activation_checkpoint"
     optimizer = "optimizer.type"
     named = str(k.value(optimizer)).lower()
     return TransformersStep(
         **said_in_table(k),
         **deepspeed_of(k, stage),
-        precision=Said(
-            "fp16" if k.value("model.dtype") in ("fp16", "float16") else "bf16", k.given_of("model.dtype")
-        ),
-        recompute=Said(not k.value(off), k.given_of(off), "of each layer by default"),
-        kept=either(k, {"activation_checkpoint_cpu_offload": "pageable"}, "device"),
         liger=Said(liger if k.value(kind) == "liger" else "", k.given_of(kind)),
         optimizer=Said("adam" if named in _ADAM else named, k.given_of(optimizer)),
         **adapters_of(k, "model.peft_config", "r"),

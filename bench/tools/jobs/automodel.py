@@ -15,8 +15,6 @@ from spbench.bench.tools.jobs.transformers_step import (
     Adapted,
     Said,
     TransformersStep,
-    either,
-    replicas_of,
     said,
     said_in_table,
 )
@@ -67,39 +65,27 @@ def _step(k: Account) -> TransformersStep:
     value, dtype = k.chosen("model.torch_dtype", "model.dtype")
     half = str(value) in _HALF or value in (None, "auto")
     optimizer, target = str(k.value("optimizer._target_")), k.given_of("optimizer._target_")
-    on_host, by = "distributed.offload_policy", "distributed.sequence_parallel"
-    compiled, packed = (
-        ("distributed.enable_compile", "compile.enabled"),
-        "packed_sequence.packed_sequence_size",
-    )
     return TransformersStep(
         **said_in_table(k),
         length=_length(k),
         sharding=_sharding(k),
-        host=Said("all" if k.value(on_host) else "", k.given_of(on_host)),
         sequence=_ranks(k, "cp_size"),
         tensor=_ranks(k, "tp_size"),
-        tensor_by=Said("megatron_sp" if k.value(by) else "tensor_parallel", k.given_of(by)),
         **_loss(k),
         groups=_ranks(k, "dp_replicate_size"),
-        replicas=replicas_of(k, "distributed.dp_size"),
         **_pipeline(k),
         experts=_ranks(k, "ep_size"),
-        routing=_routing(k),
         deferred=_deferred(k),
         half=Said(half, k.given_of(dtype)),
         recompute=_recompute(k),
         fused=_kernels(k),
-        packed=Said(bool(k.value(packed)), k.given_of(packed)),
         optimizer=_optimizer(k, optimizer, half),
         foreach=Said(_foreach(k, optimizer), target, "torch's default"),
         lora=Said(k.value("peft.dim") if k.has(_PEFT) else 0, k.given_of(_PEFT, "peft.dim")),
         **_adapted(k),
-        quantized=either(k, {"quantization.load_in_4bit": 4}, 0),
         liger=_fused(k),
         fp8=_fp8(k),
         library=Said("transformer-engine" if k.has(_TE_FP8) else "torch", k.given_of(_TE_FP8)),
-        compiled=Said(any(map(k.value, compiled)), k.given_of(*compiled)),
     )
 
 
@@ -173,11 +159,6 @@ def _pipeline(k: Account) -> dict[str, Any]:
         "rounded": said(k, f"{below}round_virtual_stages_to_pp_multiple"),
         "piece": said(k, f"{below}pp_microbatch_size"),
     }
-
-
-def _routing(k: Account) -> Said:
-    even = "model.backend.fake_balanced_gate"
-    return Said("round_robin" if k.value(even) else "", k.given_of(even))
 
 
 def _recompute(k: Account) -> Said:

@@ -18,7 +18,6 @@ from spbench.bench.tools.jobs.transformers_step import (
     bits_of,
     either,
     precision_of,
-    replicas_of,
     said,
     said_in_table,
     torchao_of,
@@ -39,11 +38,6 @@ _OLDER_ATTENTION = {
     "xformers": "xformers",
     "sage": "sage",
 }
-_EACH = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
-_AGAIN = (
-    *("gradient_checkpointing", "fsdp_config.activation_checkpointing"),
-    "fsdp_config.fsdp_activation_checkpointing",
-)
 _RING = "ring_attn_func"
 #: keys of fsdp_config that say whether weights are freed after forward; older files have them with a prefix
 _FREED = ("reshard_after_forward", "sharding_strategy")
@@ -69,11 +63,8 @@ def _step(k: Account) -> TransformersStep:
         **said_in_table(k),
         **_sharding(k),
         sequence_by=_ring(k),
-        replicas=replicas_of(k, "dp_shard_size", "dp_replicate_size"),
         accumulation=_accumulation(k),
-        deferred=Said("" if k.value(_EACH) else "last", k.given_of(_EACH)),
         precision=_precision(k),
-        recompute=either(k, dict.fromkeys(_AGAIN, True), False),
         reentrant=_reentrant(k),
         kept=_kept(k),
         attention=_attention(k),

@@ -16,7 +16,6 @@ from spbench.bench.tools.jobs.transformers_step import (
     TransformersStep,
     optimizer_of,
     precision_of,
-    replicas_of,
     said,
     said_in_table,
     torchao_of,
@@ -49,26 +48,19 @@ def _step(k: Account) -> TransformersStep:
     if tuned not in ("full", "lora"):
         k.refuse("weights of which some are trained", "finetuning_type")
     k.took("which weights are trained", "finetuning_type")
-    pure = "pure_bf16"
     again = not k.value("disable_gradient_checkpointing")
-    liger = "norm swiglu loss" if k.value("enable_liger_kernel") else ""
     return TransformersStep(
         **said_in_table(k, "0"),
         **deepspeed_of(k, "deepspeed", "ddp"),
         precision=precision_of(
-            k, [name for name in ("bf16", pure) if k.value(name)], ["fp16"] * bool(k.value("fp16"))
+            k, [name for name in ("bf16", "pure_bf16") if k.value(name)], ["fp16"] * bool(k.value("fp16"))
         ),
-        half=Said(bool(k.value(pure)), k.given_of(pure)),
         recompute=Said(
             again, k.given_of("disable_gradient_checkpointing", "gradient_checkpointing"), "is on"
         ),
-        kept=Said("host" if k.value("use_unsloth_gc") else "device", k.given_of("use_unsloth_gc")),
-        liger=Said(liger, k.given_of("enable_liger_kernel")),
         optimizer=optimizer_of(k, "optim"),
         lora=Said(k.value("lora_rank") if tuned == "lora" else 0, k.given_of("finetuning_type", "lora_rank")),
         adapted=Adapted(_names(k, "lora_target"), _names(k, "additional_target"), said(k, "use_dora")),
-        quantized=Said(k.value("quantization_bit") or 0, k.given_of("quantization_bit")),
-        packed=Said(k.value("packing") or k.value("neat_packing"), k.given_of("packing", "neat_packing")),
         fp8=_fp8(k),
     )
 
@@ -91,19 +83,10 @@ def _fp8(k: Account) -> Said:
 
 def _newer_step(k: Account) -> TransformersStep:
     """A job of version 1."""
-    on_host = "dist_config.offload_params"
-    quantized = k.value("quant_config.quantization_bit") or 0
     return TransformersStep(
-        **said_in_table(k, "1"),
-        **{"host": Said("all" if k.value(on_host) else "", k.given_of(on_host)), **_distribution(k)},
-        replicas=replicas_of(k, "dp_size"),
-        precision=Said("bf16" if k.value("bf16") else "fp32", k.given_of("bf16")),
-        liger=Said("norm swiglu" if k.value("kernel_config.name") else "", k.given_of("kernel_config.name")),
+        **{**said_in_table(k, "1"), **_distribution(k)},
         lora=_newer_lora(k),
         adapted=Adapted(said(k, "peft_config.target_modules")),
-        quantized=Said(quantized, k.given_of("quant_config.quantization_bit")),
-        packed=Said(k.value("batching_strategy") != "normal", k.given_of("batching_strategy")),
-        optimizer=Said(k.value("optim_config.name") or "adam", k.given_of("optim_config.name")),
     )
 
 

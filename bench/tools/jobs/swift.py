@@ -18,7 +18,6 @@ from spbench.bench.tools.jobs.transformers_step import (
     Adapted,
     Said,
     TransformersStep,
-    either,
     optimizer_of,
     precision_of,
     said,
@@ -72,8 +71,6 @@ def _step(k: Account, launch: Launch) -> TransformersStep:
         adapted=Adapted(
             named_modules(k, "target_modules"), named_modules(k, "modules_to_save"), said(k, "use_dora")
         ),
-        quantized=Said(k.value("quant_bits") or 0, k.given_of("quant_bits")),
-        packed=either(k, dict.fromkeys(("packing", "padding_free"), True), False),
     )
 
 

@@ -5,7 +5,7 @@ of it. A reader fills a :class:`TransformersStep` from its own keys, which are t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,12 +158,32 @@ def said(k: Account, *names: str, note: str = "") -> Said:
 
 def said_in_table(k: Account, version: str = "") -> dict[str, Any]:
     """The fields of a step that the section ``step`` of a program's table has, of a version where it has
-    several: keys of a job, of which the first that is given counts, or the value that all jobs have."""
+    several: see :func:`_said_of`."""
     step = k.table.content["step"]
-    return {
-        name: said(k, *of.split()) if isinstance(of, str) else Said(of["value"], (), of.get("note", ""))
-        for name, of in (step[version] if version else step).items()
-    }
+    return {name: _said_of(k, of) for name, of in (step[version] if version else step).items()}
+
+
+def _said_of(k: Account, of: str | Mapping[str, Any]) -> Said:
+    """What a line of the section ``step`` has.
+
+    Args:
+        of: keys of a job, of which the first that is given counts; or a mapping with a ``note`` of
+            ``value``, which all jobs have;
+            ``of``, such keys, ``words`` by the keys' value, and ``else``, for any other (if not: the value);
+            ``any``, keys, of which one is true for the value ``then``, and ``else``; or
+            ``times``, as :func:`replicas_of` has them.
+    """
+    if isinstance(of, str):
+        return said(k, *of.split())
+    note = of.get("note", "")
+    if "times" in of:
+        return replicas_of(k, *of["times"].split())
+    if names := of.get("any", "").split():
+        return Said(of["then" if any(map(k.value, names)) else "else"], k.given_of(*names), note)
+    if "of" in of:
+        value, first = k.chosen(*of["of"].split())
+        return Said(of.get("words", {}).get(value, of.get("else", value)), k.given_of(first), note)
+    return Said(of["value"], (), note)
 
 
 def either(k: Account, words: dict[str, Any], otherwise: Any = None) -> Said:

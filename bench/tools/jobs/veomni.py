@@ -11,7 +11,6 @@ from spbench.bench.tools.jobs.transformers_settings import job_of_files
 from spbench.bench.tools.jobs.transformers_step import (
     Said,
     TransformersStep,
-    replicas_of,
     said_in_table,
 )
 
@@ -40,12 +39,6 @@ def _step(k: Account) -> TransformersStep:
     _, mode = k.chosen(mode, f"{_TRAIN}data_parallel_mode")
     sharding = "ddp" if k.value(mode) == "ddp" else "fsdp, kept" if k.value(kept) is False else "fsdp"
     mixed = k.chosen(f"{fsdp}mixed_precision.enable", f"{_TRAIN}enable_mixed_precision")
-    on_host = k.chosen(f"{fsdp}offload", f"{_TRAIN}enable_fsdp_offload")
-    kept_on = k.chosen(
-        f"{_PARALLEL}offload_config.enable_activation",
-        f"{_PARALLEL}offload.enable_activation",
-        f"{_TRAIN}enable_activation_offload",
-    )
     optimizer = k.chosen(f"{_TRAIN}optimizer.type", f"{_TRAIN}optimizer")
     for name in (f"{_PARALLEL}{each}_size" for each in ("tp", "pp", "cp")):
         if k.count(name) > 1:
@@ -54,11 +47,8 @@ def _step(k: Account) -> TransformersStep:
     return TransformersStep(
         **said_in_table(k),
         sharding=Said(sharding, k.given_of(mode, kept)),
-        host=Said("all" if on_host[0] else "", k.given_of(on_host[1])),
-        replicas=replicas_of(k, f"{_PARALLEL}dp_shard_size", f"{_PARALLEL}dp_replicate_size"),
         half=Said(not mixed[0], k.given_of(mixed[1])),
         reduce=Said("fp32" if mixed[0] and k.value(reduce) == "float32" else "weights", k.given_of(reduce)),
-        kept=Said("host" if kept_on[0] else "device", k.given_of(kept_on[1])),
         optimizer=Said("adam" if "adamw" in str(optimizer[0]) else optimizer[0], k.given_of(optimizer[1])),
         **adapters_of(k, "model.lora_config", "rank", "r"),
     )

@@ -12,7 +12,14 @@ from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.launch import launched, overrides_of
 from spbench.bench.tools.jobs.program_files import script_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
-from spbench.bench.tools.jobs.transformers_step import FSDP_1, Adapted, Said, TransformersStep, said
+from spbench.bench.tools.jobs.transformers_step import (
+    FSDP_1,
+    Adapted,
+    Said,
+    TransformersStep,
+    said,
+    said_in_table,
+)
 from spbench.bench.tools.jobs.variables import variables
 
 _PROGRAMS = re.compile(r"verl\.trainer\.(fsdp_)?sft_trainer(_engine)?")
@@ -93,20 +100,13 @@ def _step(k: Account, gpus: int | None) -> TransformersStep:
         k.ignore("use_dynamic_bsz fills rows up to max_token_len_per_gpu", "data.max_length")
         k.ignore("use_dynamic_bsz fills rows up to max_token_len_per_gpu", "data.micro_batch_size_per_gpu")
     return TransformersStep(
-        model=said(k, "model.path"),
+        **said_in_table(k, "all"),
         length=length,
         gpus=Said(gpus),
         micro_batch=rows,
         batch=_total(k) if k.value(dynamic) else said(k, "data.train_batch_size"),
-        precision=Said("bf16", k.given_of("engine.dtype"), "mixed precision of FSDP"),
-        deferred=Said("last"),
-        half=Said(k.value("engine.model_dtype") not in ("fp32", "float32"), k.given_of("engine.model_dtype")),
-        reduce=Said("fp32", (), "mixed precision of FSDP"),
-        attention=Said("flash_attention_2", k.given_of("engine.attn_implementation"), "as verl loads models"),
         packed=Said(bool(k.value(use)), k.given_of(use, dynamic)),
-        lora=said(k, "model.lora_rank"),
         adapted=Adapted(said(k, "model.target_modules")),
-        tensor_loss=Said("gathered", (), "full_tensor() of the logits"),
         cross_entropy=_loss(k),
         **fields,
     )
@@ -120,24 +120,14 @@ def _fsdp(k: Account) -> dict[str, Said]:
     if "fsdp2" not in (k.value(engine), k.value(strategy)):
         k.stand_in(*FSDP_1, *k.given_of(engine, strategy))
     k.took("FSDP", engine, strategy, "optim")
-    on_host = k.value("engine.offload_policy")
     _moved(k)
-    kept = "engine.reshard_after_forward"
     size = k.value("engine.fsdp_size")
     if size not in (-1, None):
         because = "weights are sharded over all ranks"
         k.stand_in(
             "weights that are sharded over a part of the replicas", "memory", because, "engine.fsdp_size"
         )
-    offloaded = "model.enable_activation_offload"
-    return {
-        "sharding": Said("fsdp, kept" if k.value(kept) is False else "fsdp", k.given_of(kept)),
-        "host": Said("all" if on_host else "", k.given_of("engine.offload_policy")),
-        "sequence": said(k, "engine.ulysses_sequence_parallel_size"),
-        "recompute": said(k, "model.enable_gradient_checkpointing"),
-        "kept": Said("host" if k.value(offloaded) else "device", k.given_of(offloaded)),
-        "liger": Said("norm swiglu" if k.value("model.use_liger") else "", k.given_of("model.use_liger")),
-    }
+    return said_in_table(k, "fsdp")
 
 
 def _moved(k: Account) -> None:
@@ -154,36 +144,15 @@ def _automodel(k: Account) -> dict[str, Said]:
         k.refuse("another distribution than FSDP2", "engine.distributed_strategy")
     _moved(k)
     spread = k.value("engine.ep_size") > 1
-    kept, even = "engine.moe_config.reshard_after_forward", "engine.backend_config.fake_balanced_gate"
+    kept = "engine.moe_config.reshard_after_forward"
     k.ignore("experts are not spread over ranks", kept)
-    parts = "engine.sequence_parallel"
     freed = k.value(kept) if spread else k.value("engine.pp_size") == 1
     optimizer = str(k.value("optim.optimizer"))
     k.took("the kernel of the optimizer", *k.given_of("optim.optimizer_impl"))
     return {
+        **said_in_table(k, "automodel"),
         "sharding": Said("fsdp" if freed else "fsdp, kept", k.given_of(kept) if spread else ()),
-        "sequence": said(k, "engine.cp_size"),
-        "sequence_by": Said("all-gather", (), "torch's context parallelism"),
-        "tensor": said(k, "engine.tp_size"),
-        "tensor_by": Said("megatron_sp" if k.value(parts) else "tensor_parallel", k.given_of(parts)),
-        "groups": said(k, "engine.dp_replicate_size"),
-        "pipeline": said(k, "engine.pp_size"),
-        "experts": said(k, "engine.ep_size"),
-        "own_experts": Said(True),
-        "dispatcher": said(k, "engine.backend_config.dispatcher"),
-        "routing": Said("round_robin" if k.value(even) else "", k.given_of(even)),
-        "recompute": said(k, "engine.activation_checkpointing"),
-        "compiled": said(k, "engine.enable_compile"),
-        "liger": Said(
-            "norm" if k.value("engine.backend_config.rms_norm") == "te" else "",
-            k.given_of("engine.backend_config.rms_norm"),
-        ),
         "optimizer": Said("adam" if "Adam" in optimizer else optimizer, k.given_of("optim.optimizer")),
-        "foreach": Said(
-            k.value("optim.optimizer_impl") == "torch.optim",
-            k.given_of("optim.optimizer_impl"),
-            "its default",
-        ),
     }
 
 

@@ -251,7 +251,7 @@ def test_an_idle_process_that_has_died_is_ended_before_another_starts(
     ended: list[object] = []
     dead, lives = (cast(Worker, SimpleNamespace(usable=usable)) for usable in (False, True))
     monkeypatch.setattr(dask_task, "_idle", dask_task._Idle("a sweep", [lives, dead]))
-    monkeypatch.setattr(dask_task, "_end_all", ended.extend)
+    monkeypatch.setattr(dask_task, "end_workers", ended.extend)
     asked = dask_task.SweepOnDask("a sweep", b"", {}, HERE)
     assert dask_task._worker_for(asked) is lives
     assert ended == [dead]
