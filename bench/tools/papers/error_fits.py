@@ -1,0 +1,335 @@
+"""How intervals of simulated times are made of measured steps, and how many steps lie within those of others.
+
+Errors are ``log(simulated / measured)``. Rows of one source (one group of people, machines and settings) err
+together, so sources count nearly alike, whatever number of rows they have. An interval is the quantile of
+absolute errors, a source's n rows sharing a weight of n / (n + 1) (the pooled form of conformal prediction
+with random effects, arXiv 1809.07441, where rows differ as much within sources as between them). Intervals by
+bound are shrunk toward the class: the class's other rows weigh as :data:`PRIOR_SOURCES` sources. A bound with
+fewer than :data:`FEW` sources has at least the width of the class, and one with a single source at least the
+quantile of that source's own errors. Times that rest on substitutes of rates have classes of their own
+(:data:`EVER_WORSE`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from statistics import fmean, stdev
+from typing import Literal, NamedTuple
+
+from spbench.bench.measure.trust.error_model import (
+    ANY,
+    EDGES,
+    EVER_WORSE,
+    FITTED,
+    NO_RATE,
+    ErrorModel,
+    Interval,
+    Pairs,
+    distance,
+)
+from spbench.bench.setting_values import STOOD_IN
+from spbench.plots.series import grouped
+
+#: share of times that lie within their interval
+LEVEL = 0.8
+#: sources as which the rows of a class count for each of its bounds
+PRIOR_SOURCES = 2.0
+#: sources with fewer than which a bound's interval is not narrower than that of its class
+FEW = 3
+#: standard errors from 0 beyond which the mean error of a class is plain, and its intervals are moved by it;
+#: two come about too easily among eight sources, as where one of small calls errs far to one side
+PLAIN = 3.0
+#: classes of which a price is missing, or all of them: what bounds a step follows from its prices
+WITHOUT_PRICES = (EVER_WORSE[-1], "datasheet")
+#: the least part of its price that work without a rate is taken to have needed
+SHORTEST = 0.05
+#: numbers by the source that they are of
+Errors = Mapping[str, Sequence[float]]
+#: intervals by bound, of a class of rates, and of :data:`ANY`
+ByBound = dict[str, Interval]
+#: what steps have in common that are left out together
+LeftOut = Literal["source", "machine", "kernel"]
+
+
+@dataclass(frozen=True)
+class StepObservation:
+    """A measured step, and how far its simulated time is from it.
+
+    Attributes:
+        source: who measured.
+        rates, bound: as of :class:`Measurement`.
+        strategy: as of a cell.
+        log_error: log(simulated / measured).
+        alike: the same of rows that are compared with each other; "" of one that stands alone.
+        log_time: log(simulated time of a sample), in any unit that rows that are alike share.
+        machine, kernel: the accelerator, and the kernel of its attention; "" where it has none.
+        unknown: the share of the simulated time that has no rate of its own; 0: not told.
+    """
+
+    source: str
+    rates: str
+    bound: str
+    strategy: str
+    log_error: float
+    alike: str = ""
+    log_time: float = 0.0
+    machine: str = ""
+    kernel: str = ""
+    unknown: float = 0.0
+
+
+def fit(observations: Sequence[StepObservation]) -> ErrorModel:
+    """The model of some observations.
+
+    Raises:
+        ValueError: ``observations`` is empty.
+    """
+    stood_in = grouped((o for o in observations if o.rates in STOOD_IN), lambda o: o.rates)
+    if not (observations := [o for o in observations if o.rates not in STOOD_IN]):
+        raise ValueError("no measured step")
+    classes = {ANY: list(observations), **grouped(observations, lambda o: o.rates)}
+    by_rates = {name: _by_bound(some) for name, some in classes.items() if name != ANY}
+    widen(by_rates)
+    ties = {name: _differences(some) for name, some in classes.items()}
+    unknown = {name: _unknown_parts(classes[name]) for name in NO_RATE if name in classes}
+    return ErrorModel(
+        intervals={ANY: {ANY: _by_bound(observations)[ANY]}, **by_rates},
+        strategies=sorted({part for o in observations for part in o.strategy.split("+")}),
+        of_strategies=half_width(_of_strategies(observations)),
+        of_ties={name: half_width(by, ties[ANY]) for name, by in ties.items()} if ties[ANY] else {},
+        of_orders={name: _by_distance(_pairs(some)) for name, some in classes.items()},
+        of_unknown={
+            name: of_unknown(parts, max(i.half_width for i in by_rates[name].values()))
+            for name, parts in unknown.items()
+        },
+        of_stand_ins={
+            name: of_stand_in({s: [o.log_error for o in of] for s, of in _by_source(some).items()})
+            for name, some in stood_in.items()
+        },
+    )
+
+
+def _by_bound(of_class: Sequence[StepObservation]) -> dict[str, Interval]:
+    """The intervals of a class by bound."""
+    by_bound = grouped(of_class, lambda o: o.bound)
+    errors = {bound: _by_source(some) for bound, some in by_bound.items()}
+    return intervals_by_bound(
+        {
+            bound: {source: [o.log_error for o in of] for source, of in some.items()}
+            for bound, some in errors.items()
+        }
+    )
+
+
+def _by_source(observations: Sequence[StepObservation]) -> dict[str, list[StepObservation]]:
+    return grouped(observations, lambda o: o.source)
+
+
+def _unknown_parts(of_class: Sequence[StepObservation]) -> dict[str, list[tuple[float, float]]]:
+    """By source, the errors of a class with the shares of their steps that have no rate."""
+    by_source = _by_source(of_class)
+    return {source: [(o.log_error, o.unknown) for o in some] for source, some in by_source.items()}
+
+
+def _of_strategies(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
+    """By source with several strategies, how far the mean error of each is from the source's."""
+    by_source = {}
+    for source, some in _by_source(observations).items():
+        means = [fmean(o.log_error for o in of) for of in grouped(some, lambda o: o.strategy).values()]
+        if len(means) > 1:
+            by_source[source] = [mean - fmean(means) for mean in means]
+    return by_source
+
+
+class ComparedTimes(NamedTuple):
+    """Two layouts of a run: logarithms of the one's time over the other's."""
+
+    source: str
+    simulated: float
+    measured: float
+
+
+def _pairs(observations: Sequence[StepObservation]) -> Iterator[ComparedTimes]:
+    """The pairs of rows that are alike; of the same simulated time none says an order."""
+    alike = grouped((o for o in observations if o.alike), lambda o: (o.source, o.alike))
+    for (source, _), some in alike.items():
+        for a, b in combinations(some, 2):
+            simulated = a.log_time - b.log_time
+            yield ComparedTimes(source, simulated, simulated - (a.log_error - b.log_error))
+
+
+def _differences(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
+    """By source, the differences of the errors of rows that are alike."""
+    pairs = grouped(_pairs(observations), lambda pair: pair.source)
+    return {source: [each.simulated - each.measured for each in some] for source, some in pairs.items()}
+
+
+def _by_distance(compared: Iterable[ComparedTimes]) -> list[Pairs]:
+    """The pairs by how far their simulated times are apart, one for each two of :data:`EDGES`."""
+    classes: list[list[ComparedTimes]] = [[] for _ in pairwise(EDGES)]
+    for each in compared:
+        classes[distance(math.expm1(abs(each.simulated)))].append(each)
+    return [
+        Pairs(sum(c.simulated * c.measured > 0 for c in some), len(some), len({c.source for c in some}))
+        for some in classes
+    ]
+
+
+def intervals_by_bound(errors: Mapping[str, Errors]) -> ByBound:
+    """The intervals of a class of rates.
+
+    Args:
+        errors: by bound and source.
+    """
+    of_class: dict[str, list[float]] = {}
+    for by_source in errors.values():
+        for source, some in by_source.items():
+            of_class.setdefault(source, []).extend(some)
+    centre = _centre([fmean(some) for some in of_class.values()])
+    away = _away(of_class, centre)
+    intervals = {ANY: _interval(centre, half_width(away), away)}
+    for bound, by_source in sorted(errors.items()):
+        own = _away(by_source, centre)
+        width = half_width(own, away)
+        if len(own) < FEW:
+            width = max(width, intervals[ANY].half_width)
+        if len(own) == 1:
+            width = max(width, *(half_width({source: some}) for source, some in own.items()))
+        intervals[bound] = _interval(centre, width, own)
+    return intervals
+
+
+def _away(errors: Errors, centre: float) -> Errors:
+    return {source: [e - centre for e in some] for source, some in errors.items()}
+
+
+def _interval(centre: float, width: float, errors: Errors) -> Interval:
+    return Interval(centre, width, len(errors), sum(map(len, errors.values())))
+
+
+def widen(by_rates: dict[str, ByBound]) -> None:
+    """Make no interval of a class narrower than that of one whose rates are better: a time that lacks a rate
+    is not the surer for it, whatever the few that were measured so erred by. Fewer than :data:`FEW` sources
+    do not say how sources differ: their class is no narrower than the next worse one either. Where prices are
+    missing (:data:`WITHOUT_PRICES`), every bound has the widest interval of its class."""
+    for order in (EVER_WORSE, FITTED):
+        names = [name for name in order if name in by_rates]
+        for better, worse in pairwise(names):
+            _widen_by(by_rates, worse, better)
+        for better, worse in reversed([*pairwise(names)]):
+            if by_rates[better][ANY].sources < FEW:
+                _widen_by(by_rates, better, worse)
+    for missing in (by_rates.get(name, {}) for name in WITHOUT_PRICES):
+        most = max((each.half_width for each in missing.values()), default=0.0)
+        missing.update({bound: replace(each, half_width=most) for bound, each in missing.items()})
+
+
+def _widen_by(by_rates: dict[str, ByBound], name: str, other: str) -> None:
+    """Make no interval of a class narrower than that of another one."""
+    for bound, own in by_rates[name].items():
+        least = by_rates[other].get(bound, by_rates[other][ANY]).half_width
+        by_rates[name][bound] = replace(own, half_width=max(own.half_width, least))
+
+
+def of_unknown(parts: Mapping[str, Sequence[tuple[float, float]]], least: float) -> float:
+    """The half width of the price of what has no rate, by the errors of steps of which it is a share: of
+    log(measured / simulated) of that part alone, if the rest was right.
+
+    Args:
+        parts: by source, errors of steps with that share of each; those without a share say nothing.
+        least: that of whole steps of the class, which it is no narrower than.
+    """
+    of_parts = {
+        source: [
+            math.log(max((math.exp(-error) - 1 + share) / share, SHORTEST)) for error, share in some if share
+        ]
+        for source, some in parts.items()
+    }
+    return max(least, half_width({source: some for source, some in of_parts.items() if some}))
+
+
+def of_stand_in(errors: Errors) -> Interval:
+    """The interval of steps in which one thing stands in for another: up and down the quantile of errors to
+    that side, or, of fewer than :data:`FEW` sources, which do not say how sources differ, the largest;
+    rounded up to a hundredth, so that it holds them as it is written."""
+    sides = [{s: [max(0.0, sign * e) for e in es] for s, es in errors.items()} for sign in (1, -1)]
+    ends = [half_width(side) if len(side) >= FEW else max(map(max, side.values())) for side in sides]
+    down, up = (math.ceil(100 * end) / 100 for end in ends)
+    return Interval((down - up) / 2, (down + up) / 2, len(errors), sum(map(len, errors.values())))
+
+
+def _centre(means: Sequence[float]) -> float:
+    """The mean error of sources where it is plain, else 0."""
+    if len(means) < 3:
+        return 0.0
+    mean = fmean(means)
+    return mean if abs(mean) > PLAIN * stdev(means) / math.sqrt(len(means)) else 0.0
+
+
+def half_width(own: Errors, others: Errors | None = None) -> float:
+    """The quantile of absolute errors at the level for as many sources.
+
+    Args:
+        others: further errors, all of which together have the weight of :data:`PRIOR_SOURCES`.
+    """
+    weighted = _weighted(own)
+    if others:
+        further = _weighted(others)
+        share = PRIOR_SOURCES / sum(weight for _, weight in further)
+        weighted += [(error, weight * share) for error, weight in further]
+    if not weighted:
+        return 0.0
+    level = LEVEL * sum(weight for _, weight in weighted)
+    below = 0.0
+    for error, weight in sorted(weighted):
+        below += weight
+        if below >= level * (1 - 1e-12):
+            return error
+    return max(weighted)[0]
+
+
+def _weighted(errors: Errors) -> list[tuple[float, float]]:
+    """Absolute errors with their weights: a source of n rows has n / (n + 1), the sooner 1 the more rows say
+    what is its own, as where errors differ as much within sources as between them."""
+    return [(abs(e), 1 / (len(es) + 1)) for es in errors.values() for e in es]
+
+
+class Covered(NamedTuple):
+    """How many rows of a class, of one source, lie within the intervals of the rest.
+
+    Attributes:
+        left_out: the source, machine or kernel whose rows the intervals do not know.
+    """
+
+    rates: str
+    left_out: str
+    source: str
+    rows: int
+    within: int
+
+
+def coverage(observations: Sequence[StepObservation], what: LeftOut = "source") -> list[Covered]:
+    """By what is left out, class and source, how many rows lie within the intervals of the others, to which
+    they are as new as those of a reader who has another machine; nothing where there are no others."""
+    counts = []
+    for left_out, some in grouped(observations, lambda o: getattr(o, what)).items():
+        if not (others := [o for o in observations if getattr(o, what) != left_out]):
+            continue
+        model = fit(others)
+        for (rates, source), rows in grouped(some, lambda o: (o.rates, o.source)).items():
+            within = sum(_within(model, o) for o in rows)
+            counts.append(Covered(rates, left_out, source, len(rows), within))
+    return counts
+
+
+def overall(covered: Sequence[Covered]) -> float:
+    """The share of rows within their intervals, sources counting alike."""
+    return fmean(each.within / each.rows for each in covered)
+
+
+def _within(model: ErrorModel, o: StepObservation) -> bool:
+    low, high, _ = model.band(o.rates, o.bound, o.strategy, o.unknown)
+    return low <= math.exp(-o.log_error) <= high
