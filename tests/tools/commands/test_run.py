@@ -1,4 +1,9 @@
-"""spbench run: what is printed where, what is kept, and exit codes."""
+"""spbench run: what is printed where, what is kept, and exit codes.
+
+A run says which attention kernel stood for that which nobody named.
+"""
+
+from __future__ import annotations
 
 import errno
 import importlib
@@ -7,6 +12,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -15,6 +21,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, read_rows
 from spbench.bench.measurement import Measurement, Status
 from spbench.bench.row import Row
+from spbench.bench.tools.papers.execution import default_attention
 from tests.bench import fakes
 from tests.bench.fakes import SCENARIO
 from tests.tools.commands.conftest import Run
@@ -251,3 +258,29 @@ def test_a_figure_of_which_the_cells_have_nothing_is_an_error(spbench: Run) -> N
     )
     assert (code, said in err) == (1, True)
     assert not list(Path("results/runs/small").glob("*.png"))
+
+
+def row(cluster: str, seconds: float = 1.0, model: str = "llama3-8b", **options: Any) -> dict[str, Any]:
+    return {
+        "cell": {"cluster": cluster, "model": model, "model_options": options},
+        "measurement": {"parts": {"attention_s": seconds}},
+    }
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row("dgx-h100", attention="flash_attention_3")],
+        [row("dgx-h100", 0.0)],  # none at all, as of attention by scores
+        [row("dgx-a100")],  # whose usual kernel is its file's default
+        [row("l40s"), row("local")],
+        [row("dgx-h100", model="tnl-1b")],  # of linear attention, which has no such option
+    ],
+)
+def test_where_one_is_said_or_there_is_no_other_nothing_is_told(rows: list[dict[str, Any]]) -> None:
+    assert default_attention(rows) == []
+
+
+def test_the_kernel_that_is_taken_is_told_once_for_each_cluster() -> None:
+    told = default_attention([row("dgx-h100"), row("dgx-h100", attention="flash"), row("dgx-a100")])
+    assert told == ["flash_attention_2, the default of dgx-h100 (its programs usually run cudnn)"]
