@@ -19,7 +19,7 @@ from spbench.impls.backends.sharded_stages import padded_elements
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.layout import Unsupported
 from tests.impls.backends.one_device import assert_right, assert_sends_its_closed_form, cell
-from tests.measure.trace.same_traces import differences
+from tests.measure.engines.cells import differences
 from tests.slow import slow
 
 #: as torchtitan has them, if its training.dtype is bfloat16

@@ -29,8 +29,7 @@ from spbench.impls.kernels.attention_buffers import inside_backward
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
 from spbench.impls.kernels.permutation import WITHIN_TRANSFERS
 from spbench.impls.kernels.ranged_attention import Size
-from tests.measure.engines.short_cut_cells import cell
-from tests.measure.trace.same_traces import differences
+from tests.measure.engines.cells import cell, differences
 
 ROWS = (*WITHIN_TRANSFERS, "permute_rows")
 
