@@ -1,4 +1,4 @@
-"""Cells of tiny models, also those on which short cuts are held to the plain way; cards of a chosen size; what
+"""Cells of tiny models, also those on which short cuts are held to the plain way, cards of a chosen size, what
 the meters of one rank see, virtual or real; and traces compared field by field."""
 
 from __future__ import annotations
