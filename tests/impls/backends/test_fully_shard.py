@@ -11,7 +11,7 @@ from torch import nn
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.engine import measure, run_cell
+from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends import meta_device
 from spbench.impls.backends.fully_shard import FullySharded
