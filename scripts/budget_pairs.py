@@ -20,7 +20,7 @@ from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.asking import Asking
 from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.subject import subject
-from spbench.bench.tools.fit.switches import switches
+from spbench.bench.tools.fit.suggestions import switches
 from spbench.bench.tools.fit.under_budget import BudgetPlan, Search, as_one, plan_budget
 from spbench.bench.units import GIB
 

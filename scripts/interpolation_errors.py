@@ -21,9 +21,8 @@ import numpy as np
 
 from spbench.bench.measure.clusters.rate_tables import (
     RateTable,
-    attention_table,
     collective_tables,
-    matmul_table,
+    rate_table,
     table_names,
 )
 
@@ -36,7 +35,7 @@ def tables(name: str) -> list[RateTable]:
     kind = name.rpartition("-")[2]
     if kind == "collectives":
         return list(collective_tables(name).values())
-    return [matmul_table(name) if kind == "matmul" else attention_table(name)]
+    return [rate_table(name)]
 
 
 def errors_between(table: RateTable, axes: Sequence[int]) -> list[float]:

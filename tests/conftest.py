@@ -76,9 +76,8 @@ LONGEST = (
     "plots/test_outputs.py",
     "measure/trace/test_telemetry.py",
     "tools/advise/test_search.py",
-    "measure/verify/test_documents.py",
-    "measure/engines/test_emulated.py",
     "measure/verify/test_windows.py",
+    "measure/engines/test_emulated.py",
 )
 
 

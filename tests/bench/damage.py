@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tests.measure.scenarios.test_model_files import TINY
+from tests.measure.scenarios.test_heeded import TINY
 from tests.tools.changes.rows import made_up
 
 #: what may stand where something else belongs, as JSON

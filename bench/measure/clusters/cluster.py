@@ -6,17 +6,17 @@ only what differs from that packaged cluster.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, PositiveFloat, PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import read_file
 from spbench.bench.measure.clusters import figures as unit
-from spbench.bench.measure.clusters.figures import Sourced, implausible, inherited
+from spbench.bench.measure.clusters.figures import Sourced, figures, implausible, inherited
 from spbench.bench.measure.clusters.rate_tables import wrong_tables
 from spbench.bench.measure.clusters.rates import (
     AttentionRates,
@@ -266,7 +266,7 @@ class Cluster(StrictModel):
     @cached_property
     def sourced(self) -> Sequence[tuple[str, Sourced[Any]]]:
         """Every rate and limit under its key path, as device.memory_total_bytes; kept, as roles ask."""
-        return tuple(_sourced(self, ""))
+        return tuple((at, each) for at, each, _ in figures(self) if isinstance(each, Sourced))
 
     @property
     def tables(self) -> list[str]:
@@ -277,16 +277,6 @@ class Cluster(StrictModel):
     def inferences(self) -> list[InferredSetting]:
         """What of the cluster was chosen by looking at published numbers."""
         return [*self.network.inferred_from, *(i for _, each in self.sourced for i in each.inferred_from)]
-
-
-def _sourced(part: Any, path: str) -> Iterator[tuple[str, Sourced[Any]]]:
-    """The rates and limits of a part of a cluster file; entries of a list under their number."""
-    items = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else part
-    for key, value in items:
-        if isinstance(value, Sourced):
-            yield f"{path}{key}", value
-        elif isinstance(value, BaseModel | dict | list):
-            yield from _sourced(value, f"{path}{key}.")
 
 
 def cluster_names() -> list[str]:

@@ -114,35 +114,43 @@ class Sourced(StrictModel, Generic[Number]):
 _BOOST = 1.05
 
 
-def implausible(part: Any, units: Sequence[Any] = (), at: str = "", peak: float = 0.0) -> Iterator[str]:
-    """What of a cluster, or of a part of it, cannot be: numbers out of the range of their unit, and rates of
-    attention above the card's peak in half precision; each with its key path and what is wrong.
+def figures(part: Any, at: str = "", units: Sequence[Any] = ()) -> Iterator[tuple[str, Any, Sequence[Any]]]:
+    """The rates and limits of a cluster, or of a part of it, and every number, those of a rate after it
+    unless a user asked for it; each under its key path, entries of a list under their number.
 
     Args:
-        units: of a number's annotation.
-        at: the key path of the part.
-        peak: FLOPs a second of the card.
+        units: of a number's annotation, which comes with it.
     """
     if isinstance(part, Sourced):
+        yield at, part, ()
         args = type(part).__pydantic_generic_metadata__["args"]
         if not part.note.endswith(ASKED):
-            yield from implausible(part.value, [*units, *(get_args(args[0])[1:] if args else ())], at, peak)
+            yield from figures(part.value, at, [*units, *(get_args(args[0])[1:] if args else ())])
+    elif isinstance(part, int | float):
+        yield at, part, units
     elif isinstance(part, BaseModel):
-        halves = getattr(part, "peak_flops_per_s", {})
-        peak = max([peak, *(of.value or 0.0 for name, of in halves.items() if name in ("bf16", "fp16"))])
-        for name, field_ in type(part).model_fields.items():
-            yield from implausible(getattr(part, name), field_.metadata, f"{at}.{name}", peak)
+        for name, own in type(part).model_fields.items():
+            yield from figures(getattr(part, name), f"{at}.{name}" if at else name, own.metadata)
     elif isinstance(part, dict | list):
         for key, each in part.items() if isinstance(part, dict) else enumerate(part):
-            yield from implausible(each, units, f"{at}.{key}", peak)
-    elif isinstance(part, int | float):
-        if ".operators." in at and at.endswith(".1"):  # of [bytes, seconds]
+            yield from figures(each, f"{at}.{key}" if at else str(key), units)
+
+
+def implausible(cluster: Any) -> Iterator[str]:
+    """What of a cluster cannot be: numbers out of the range of their unit, and rates of attention above the
+    card's peak in half precision; each with its key path and what is wrong."""
+    halves = cluster.device.peak_flops_per_s.items()
+    peak = max((of.value or 0.0 for name, of in halves if name in ("bf16", "fp16")), default=0.0)
+    for at, part, units in figures(cluster):
+        if isinstance(part, Sourced):
+            continue
+        if at.startswith("device.operators.") and at.endswith(".1"):  # of [bytes, seconds]
             units = get_args(Latency)[1:]
         problem = next((unit.problem(part) for unit in units if isinstance(unit, Unit)), "")
         if not problem and at.endswith(".limit_flops_per_s") and 0 < _BOOST * peak < part:
             problem = f"{part:g} FLOP/s is above the card's peak_flops_per_s of {peak:g}"
         if problem:
-            yield f"{at[1:]}: {problem}"
+            yield f"{at}: {problem}"
 
 
 # -- of a file that extends another --------------------------------------------------------------------------
@@ -169,89 +177,73 @@ def inherited(below: Part, own: Part, base: str) -> dict[str, Any]:
         own: that of the file.
         base: the name of that cluster.
     """
-    kept = dict(below)
-    device, card = _part(own, "device"), _part(below, "device").get("name")
-    given = _value(device, "memory_bandwidth_bytes_per_s")
-    if device.get("name", card) != card:
-        if "same_processor" not in device:
-            kept["device"] = _of_another_card(kept["device"], device, f"{card}'s")
-            kept["calibration"] = {k: {**v, "fitted_on": []} for k, v in kept.get("calibration", {}).items()}
-            if kept.get("node_link"):
-                kept["node_link"] = _marked(kept["node_link"], f"{card}'s")
-        elif given not in (None, _value(below["device"], "memory_bandwidth_bytes_per_s")):
-            kept["device"] = _with_marked(kept["device"], _OF_MEMORY, f"{card}'s")
+    device, taken = _part(own, "device"), dict(below)
+    below_it = _part(below, "device")
+    card, whose, slower = below_it.get("name"), dict[str, str](), None
+    other = device.get("name", card) != card
+    if other and "same_processor" not in device:
+        whose, slower = {"device.": f"{card}'s", "node_link.": f"{card}'s"}, _slower(device, below_it)
+        # a share of the file's own does not go with another card's bandwidth of operands
+        taken["device"] = below_it | {
+            name: {k: v for k, v in _part(below_it, name).items() if k not in _part(device, name)}
+            for name in ("matmul", "grouped_matmul")
+        }
+        taken["calibration"] = {k: {**v, "fitted_on": []} for k, v in below.get("calibration", {}).items()}
+    elif other and _changes(device, below_it, "memory_bandwidth_bytes_per_s"):
+        whose = {f"device.{name}.": f"{card}'s" for name in _OF_MEMORY}
     for name in ("node_link", "network"):
         link, of_file = _part(below, name), _part(own, name)
-        bandwidth = _value(of_file, "bandwidth_bytes_per_s")
-        renamed = of_file.get("name", link.get("name")) != link.get("name")
-        if link and renamed:
-            kept[name] = _marked(kept[name], f"{base}'s")
-        elif link and bandwidth not in (None, _value(link, "bandwidth_bytes_per_s")):
-            kept[name] = _with_marked(kept[name], _REACHED, f"{base}'s")
-    return _without_words_on_other_values(kept, own)
+        if of_file.get("name", link.get("name")) != link.get("name"):
+            whose.setdefault(f"{name}.", f"{base}'s")
+        elif _changes(of_file, link, "bandwidth_bytes_per_s"):
+            whose |= {f"{name}.{key}.": f"{base}'s" for key in _REACHED}
+    return dict(_taken(taken, own, "", whose, slower))
 
 
-def _with_marked(part: Part, keys: Sequence[str], whose: str) -> Part:
-    return {**part, **{key: _marked(part[key], whose) for key in keys if part.get(key)}}
-
-
-def _part(content: Part, name: str) -> Part:
+def _part(content: Part, name: str) -> dict[str, Any]:
     part = content.get(name)
     return part if isinstance(part, dict) else {}
 
 
-def _value(part: Part, name: str) -> Any:
-    return _part(part, name).get("value")
+def _changes(own: Part, below: Part, name: str) -> bool:
+    return _part(own, name).get("value") not in (None, _part(below, name).get("value"))
 
 
-def _without_words_on_other_values(below: Part, above: Part) -> dict[str, Any]:
-    """``below`` without what it says of figures of which ``above`` gives another value."""
-    kept = dict(below)
-    for key, value in above.items():
-        own = below.get(key)
-        if isinstance(value, dict) and isinstance(own, dict):
-            if "value" in value:
-                kept[key] = {name: each for name, each in own.items() if name not in _OF_THE_VALUE}
-            else:
-                kept[key] = _without_words_on_other_values(own, value)
-    return kept
+def _slower(own: Part, below: Part) -> float:
+    """The factor to another card's rates of attention, which are no shares of its peak: at most 1."""
+    peaks = [_part(card, "peak_flops_per_s") for card in (own, below)]
+    both = ([_part(of, name).get("value") for of in peaks] for name in ("bf16", "fp16"))
+    return min([1.0, *(given / was for given, was in both if isinstance(given, int | float) and was)])
 
 
-def _of_another_card(device: Part, own: Part, whose: str) -> Part:
-    """The figures of a device as those of another card."""
-    peaks, below = _part(own, "peak_flops_per_s"), _part(device, "peak_flops_per_s")
-    ratios = [
-        given / was
-        for name in ("bf16", "fp16")
-        if isinstance(given := _value(peaks, name), int | float) and (was := _value(below, name))
-    ]
-    kept = dict(device)
-    for name in ("matmul", "grouped_matmul"):
-        # a share of the file's own does not go with another card's bandwidth of operands
-        kept[name] = {k: v for k, v in _part(device, name).items() if k not in _part(own, name)}
-    return dict(_marked(kept, whose, min([1.0, *ratios])))
-
-
-def _marked(part: Any, whose: str, slower: float | None = None) -> Any:
-    """A part of a file, its figures marked as those of something else.
+def _taken(part: Any, own: Any, at: str, whose: Mapping[str, str], slower: float | None) -> Any:
+    """A part of a cluster as a file takes it over: without what it says of values that the file gives
+    otherwise, and figures of other things marked.
 
     Args:
-        slower: of a card, the factor to rates of attention, which are no shares of its peak; its tables,
-            which are none either, are left out.
+        own: the file's.
+        at: the key path, with a dot after it.
+        whose: by the beginning of the key path of figures, what they are of.
+        slower: of another card; its tables, which are no shares of its peak either, are left out.
     """
     if isinstance(part, list):
-        return [_marked(each, whose, slower) for each in part]
+        return [_taken(each, None, at, whose, slower) for each in part]
     if not isinstance(part, dict):
         return part
+    own = own if isinstance(own, dict) else {}
+    mark = next((each for above, each in whose.items() if at.startswith(above)), "")
+    if "value" in own:
+        return {name: each for name, each in part.items() if name not in _OF_THE_VALUE}
     if "value" in part and "source" in part:
-        own = part["value"] is None
-        return part if own else {**part, "substitute": part.get("substitute") or whose, "fitted_on": []}
-    marked = {key: _marked(each, whose, slower) for key, each in part.items()}
-    if slower is not None and "table" in marked:
-        marked["table"] = {"value": None, "source": f"none; {whose} is left out"}
-    if slower is not None and slower < 1 and "limit_flops_per_s" in marked:
-        limit = marked["limit_flops_per_s"]
-        note = "; ".join(filter(None, (limit.get("note"), f"times {slower:.3g}, as the peaks are")))
-        marked["limit_flops_per_s"] = {**limit, "value": limit["value"] * slower, "note": note}
-        marked["measured"] = {}
-    return marked
+        marked = {**part, "substitute": part.get("substitute") or mark, "fitted_on": []}
+        return marked if mark and part["value"] is not None else part
+    taken = {key: _taken(each, own.get(key), f"{at}{key}.", whose, slower) for key, each in part.items()}
+    if slower is not None and at.startswith("device."):
+        if "table" in taken:
+            taken["table"] = {"value": None, "source": f"none; {mark} is left out"}
+        if slower < 1 and "limit_flops_per_s" in taken:
+            limit = taken["limit_flops_per_s"]
+            note = "; ".join(filter(None, (limit.get("note"), f"times {slower:.3g}, as the peaks are")))
+            taken["limit_flops_per_s"] = {**limit, "value": limit["value"] * slower, "note": note}
+            taken["measured"] = {}
+    return taken

@@ -4,7 +4,7 @@ the kernel of softmax attention that programs run on a card by default.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, get_args
 
 from spbench.bench.measure.clusters.cluster import Cluster, Device, Precision
@@ -134,11 +134,15 @@ def _lacks(link: Link) -> bool:
     return any(rate.substitute for rate in rates)
 
 
-def _of(work: str, figure: Sourced[float], text: str, without: str) -> KindOfWork:
-    """The kind of one figure: ``text`` with its value, or what counts without it."""
+def _of(
+    work: str, figure: Sourced[Any], text: str | Callable[[float], str], without: str, per: float = 1e9
+) -> KindOfWork:
+    """The kind of one figure: ``text`` with its value, {gb} in billions or in ``per``; or what counts without
+    it."""
     if figure.value is None:
         return KindOfWork(work, f"{GAP}: {without}")
-    return KindOfWork(work, text.format(figure.value) + _substitute(figure), _source(figure))
+    said = text(figure.value) if callable(text) else text.format(figure.value, gb=figure.value / per)
+    return KindOfWork(work, said + _substitute(figure), _source(figure))
 
 
 def _substitute(figure: Sourced[Any]) -> str:
@@ -228,7 +232,7 @@ def _kernels(cluster: Cluster) -> Iterator[KindOfWork]:
     floor = device.kernel_floor_s
     if floor.value is None:
         floor = device.launch_overhead_s
-    yield _of("launch of a kernel", floor, shown_time(floor.value or 0.0), "it takes no time")
+    yield _of("launch of a kernel", floor, shown_time, "it takes no time")
     yield _of(
         "computing beside a collective", device.overlap_loss, "loses {:.3g} s a second", "loses nothing"
     )
@@ -252,27 +256,22 @@ def _host(cluster: Cluster) -> Iterator[KindOfWork]:
         yield KindOfWork("host", f"{GAP}: it launches in no time")
         return
     for name, words in _HOST.items():
-        figure = getattr(host, name)
-        yield _of(f"host, {words}", figure, shown_time(figure.value or 0.0), "it takes no time")
-    yield _of("host, launches ahead", host.launches_ahead, "{:g}", "as many as there are")  # type: ignore[arg-type]
+        yield _of(f"host, {words}", getattr(host, name), shown_time, "it takes no time")
+    yield _of("host, launches ahead", host.launches_ahead, "{:g}", "as many as there are")
     yield _of("host, scale of its times", host.scale, "{:.3g}", "1")
 
 
 def _host_memory(cluster: Cluster) -> Iterator[KindOfWork]:
     memory = cluster.host_memory
     shared = f", of a link of {memory.devices_per_link} devices" if memory.devices_per_link > 1 else ""
-    rate = f"{(memory.bytes_per_s or 0.0) / 1e9:.4g} GB/s a device{shared}"
-    yield _of("copy to or from the host", memory.link_bandwidth_bytes_per_s, rate, "it cannot be timed")
-    for way, figure in (
-        ("to", memory.pageable_to_host_bytes_per_s),
-        ("from", memory.pageable_to_device_bytes_per_s),
-    ):
-        text = f"{(figure.value or 0.0) / 1e9:.4g} GB/s a device"
-        yield _of(f"copy {way} pageable memory", figure, text, "as pinned memory")
-    update = f"{(memory.update_bytes_per_s.value or 0.0) / 1e9:.4g} GB/s a node"
-    yield _of("update on the host's cores", memory.update_bytes_per_s, update, "it cannot be timed")
-    total = f"{(memory.total_bytes.value or 0) / 2**30:.4g} GiB a node"
-    yield _of("memory of the host", memory.total_bytes, total, "it has no limit")  # type: ignore[arg-type]
+    rate, link = f"{{gb:.4g}} GB/s a device{shared}", memory.link_bandwidth_bytes_per_s
+    yield _of("copy to or from the host", link, rate, "it cannot be timed", 1e9 * memory.devices_per_link)
+    of_pageable = {"to": memory.pageable_to_host_bytes_per_s, "from": memory.pageable_to_device_bytes_per_s}
+    for way, figure in of_pageable.items():
+        yield _of(f"copy {way} pageable memory", figure, "{gb:.4g} GB/s a device", "as pinned memory")
+    update = memory.update_bytes_per_s
+    yield _of("update on the host's cores", update, "{gb:.4g} GB/s a node", "it cannot be timed")
+    yield _of("memory of the host", memory.total_bytes, "{gb:.4g} GiB a node", "it has no limit", 2**30)
 
 
 def _links(cluster: Cluster) -> Iterator[KindOfWork]:
@@ -280,14 +279,10 @@ def _links(cluster: Cluster) -> Iterator[KindOfWork]:
     for where, link in {**links, "inter-node": cluster.network}.items():
         if link is None:
             continue
-        bandwidth = link.bandwidth_bytes_per_s
-        without = "it cannot be timed"
-        text = f"{(bandwidth.value or 0.0) / 1e9:.4g} GB/s"
-        yield _of(f"send, {where}", bandwidth, text, without)
+        yield _of(f"send, {where}", link.bandwidth_bytes_per_s, "{gb:.4g} GB/s", "it cannot be timed")
         for each in link.crossings or ():
-            shared = f"{(each.bandwidth_bytes_per_s.value or 0.0) / 1e9:.4g} GB/s together"
-            work = f"out of {each.devices} devices ({each.path})"
-            yield _of(work, each.bandwidth_bytes_per_s, shared, "shared by nobody")
+            work, rate = f"out of {each.devices} devices ({each.path})", each.bandwidth_bytes_per_s
+            yield _of(work, rate, "{gb:.4g} GB/s together", "shared by nobody")
         if link.crossings is None:
             yield KindOfWork(f"ways that devices share, {where}", f"{GAP}: each has a link of its own")
         yield from _collectives(cluster, link, where)
@@ -308,12 +303,7 @@ def _collectives(cluster: Cluster, link: Link, where: str) -> Iterator[KindOfWor
         work = f"{'other collectives' if kind == 'any' else kind}, {where}"
         for rate in rated.get(kind, ()):
             ranks = "" if rate.ranks is None else f", {rate.ranks} ranks"
-            yield _of(
-                work + ranks,
-                rate.bandwidth_bytes_per_s,
-                f"{(rate.bandwidth_bytes_per_s.value or 0.0) / 1e9:.4g} GB/s "
-                f"and {shown_time(rate.latency(2))}",
-                without,
-            )
+            text = f"{{gb:.4g}} GB/s and {shown_time(rate.latency(2))}"
+            yield _of(work + ranks, rate.bandwidth_bytes_per_s, text, without)
     if "any" not in rated:
         yield KindOfWork(f"other collectives, {where}", f"{GAP}: {without}")

@@ -145,33 +145,22 @@ def _filled(axes: Sequence[np.ndarray], grid: np.ndarray) -> np.ndarray:
 
 
 @cache
-def matmul_table(name: str) -> RateTable:
-    """A table of matmuls in half precision, by [m, n, k]; its work is their FLOPs."""
-    return _table(name)
+def rate_table(name: str) -> RateTable:
+    """A table in half precision of matmuls, by [m, n, k], whose work is their FLOPs; or of forward attention
+    with a causal mask and heads of :data:`HEAD_SIZE` features, by [length, heads, groups]: heads share as
+    many keys and values as there are groups. Its work is the FLOPs that the mask leaves."""
+    _, sizes, seconds = _calls(name)
+    return RateTable(sizes, seconds, _KINDS[_kind(name)].work(sizes))
 
 
-def square_matmuls(name: str) -> dict[int, float]:
-    """FLOPs a second of a table's matmuls of [n, n] and [n, n], by n."""
-    table = matmul_table(name)
-    square = (table.sizes == table.sizes[:, :1]).all(axis=1)
-    rates = table.work[square] / table.seconds[square]
-    return {int(n): float(rate) for n, rate in zip(table.sizes[square, 0], rates, strict=True)}
-
-
-def attention_by_length(name: str, heads: int, groups: int) -> dict[int, float]:
-    """FLOPs a second of a table's calls with so many heads and groups, by length."""
-    table = attention_table(name)
-    alike = (table.sizes[:, 1:] == [heads, groups]).all(axis=1)
+def rates_along(name: str, heads: int, groups: int) -> dict[int, float]:
+    """FLOPs a second by n of a table's matmuls of [n, n] and [n, n]; of a table of attention, by length of
+    its calls with so many heads and groups."""
+    table = rate_table(name)
+    others = table.sizes[:, :1] if _kind(name) == "matmuls" else [heads, groups]
+    alike = (table.sizes[:, 1:] == others).all(axis=1)
     rates = table.work[alike] / table.seconds[alike]
-    return {int(length): float(rate) for length, rate in zip(table.sizes[alike, 0], rates, strict=True)}
-
-
-@cache
-def attention_table(name: str) -> RateTable:
-    """A table of forward attention in half precision with a causal mask and heads of :data:`HEAD_SIZE`
-    features, by [length, heads, groups]: heads share as many keys and values as there are groups. Its work is
-    the FLOPs that the mask leaves."""
-    return _table(name)
+    return {int(size): float(rate) for size, rate in zip(table.sizes[alike, 0], rates, strict=True)}
 
 
 @cache
@@ -181,11 +170,6 @@ def collective_tables(name: str) -> Mapping[str, RateTable]:
     kinds, sizes, seconds = _calls(name)
     of_kind = {kind: np.array([each == kind for each in kinds]) for kind in kinds}
     return {kind: RateTable(sizes[at], seconds[at], np.ones(sum(at))) for kind, at in of_kind.items()}
-
-
-def _table(name: str) -> RateTable:
-    _, sizes, seconds = _calls(name)
-    return RateTable(sizes, seconds, _KINDS[_kind(name)].work(sizes))
 
 
 @cache

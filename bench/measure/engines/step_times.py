@@ -29,7 +29,7 @@ from spbench.bench.measure.engines.plan import played_arguments
 from spbench.bench.measure.engines.step_line import StepNumbers, by_share, rates_of_step
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.unlike_ranks import work_error
-from spbench.bench.measure.simulator.step_parts import Flops, flops_of
+from spbench.bench.measure.simulator.program import Flops, flops_of
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measurement import Measurement

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from itertools import product
 from math import ceil, log2
-from typing import NamedTuple
+from pathlib import Path
 
 import numpy as np
 
 from spbench.bench.measure.clusters.rates import Generation, Link, NcclAlgorithm, NcclProtocol, NcclSettings
 from spbench.bench.measure.simulator.group_links import GroupLinks
 from spbench.bench.measure.simulator.table_prices import collective_seconds, latency_and_bandwidth
+from spbench.bench.yaml_files import StrictModel, read_yaml, validate
 from spbench.impls.traffic import WIRE_SHARE
 
 #: times that a collective of N ranks moves a payload in N pieces round the ring, N - 1 steps each
@@ -132,55 +133,28 @@ def _between(kind: str, group: GroupLinks) -> tuple[float, float]:
 _US, _GB = 1e-6, 1e9
 
 _Way = tuple[NcclAlgorithm, NcclProtocol]
-
-#: microseconds before the first byte moves (baseLatencies)
-_BASE: dict[_Way, float] = {
-    ("tree", "ll"): 6.8, ("tree", "ll128"): 14.0, ("tree", "simple"): 8.4,
-    ("ring", "ll"): 6.6, ("ring", "ll128"): 14.0, ("ring", "simple"): 8.4,
-}  # fmt: skip
-#: microseconds of a hop over NVLink and over the network (hwLatencies)
-_NVLINK: dict[_Way, float] = {
-    ("tree", "ll"): 0.6, ("tree", "ll128"): 1.25, ("tree", "simple"): 4.0,
-    ("ring", "ll"): 0.6, ("ring", "ll128"): 1.9, ("ring", "simple"): 3.4,
-}  # fmt: skip
-_NETWORK: dict[_Way, float] = {
-    ("tree", "ll"): 5.0, ("tree", "ll128"): 8.5, ("tree", "simple"): 14.0,
-    ("ring", "ll"): 2.7, ("ring", "ll128"): 4.0, ("ring", "simple"): 14.0,
-}  # fmt: skip
-#: microseconds of posting to the network, by the maker of the processors (getNetOverhead)
-_POSTING = {"intel": 1.0, "amd": 2.0}
+#: of an algorithm and protocol
+_ByWay = dict[NcclAlgorithm, dict[NcclProtocol, float]]
 
 
-class _Limits(NamedTuple):
-    """GB/s that a generation's kernels reach.
+class _Facts(StrictModel):
+    """What nccl_tuning.yaml has, and says of each."""
 
-    Attributes:
-        ll: of the LL protocol, on one node.
-        ring_ll128, tree_ll128: of a channel of LL128, in rings and trees on 1, 2 and more nodes.
-        tree: of a channel of a tree, by any protocol.
-    """
-
-    ll: float
-    ring_ll128: tuple[float, float, float]
-    tree_ll128: tuple[float, float, float]
-    tree: tuple[float, float, float]
+    base: _ByWay
+    nvlink: _ByWay
+    network: _ByWay
+    posting: dict[str, float]
+    limits: dict[Generation, dict[str, list[float]]]
+    ll_between: dict[str, list[float]]
+    tree_percent: dict[NcclProtocol, list[int]]
 
 
-_LIMITS: dict[Generation, _Limits] = {
-    "volta": _Limits(39.0, (20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (26.5, 18.5, 10.0)),
-    "ampere": _Limits(87.7, (20.0, 20.0, 20.0), (20.0, 20.0, 20.0), (24.0, 23.6, 17.8)),
-    "hopper": _Limits(141.0, (36.7, 36.7, 36.7), (36.7, 36.7, 29.0), (38.7, 41.4, 36.0)),
-    "blackwell": _Limits(282.0, (40.0, 40.0, 40.0), (55.6, 31.67, 20.0), (70.0, 42.8, 24.0)),
-}
-#: GB/s of LL on 2 and on more nodes, by the maker of the processors (llMaxBws)
-_LL_BETWEEN = {"intel": (39.0, 20.4), "amd": (22.5, 19.0)}
-#: percent of a tree's bandwidth that messages of 64 bytes, 128 bytes and so on to 512 MB reach
-_TREE_PERCENT: dict[NcclProtocol, str] = {
-    "ll": "100 100 100 100 90 80 70 70 70 70 60 50 40 40 50 60 70 80 90 100 100 100 100 100",
-    "ll128": "100 100 100 100 100 90 80 80 80 70 60 60 60 60 60 60 80 90 90 90 90 100 100 100",
-    "simple": "90 90 90 90 90 90 90 80 70 60 60 50 50 50 50 60 70 80 70 70 80 90 90 90",
-}
-_TREE_SHARE = {protocol: [int(x) / 100 for x in text.split()] for protocol, text in _TREE_PERCENT.items()}
+_FACTS = validate(_Facts, read_yaml(Path(__file__).with_name("nccl_tuning.yaml")), "nccl_tuning.yaml")
+_BASE, _NVLINK, _NETWORK = (
+    {(algorithm, protocol): each for algorithm, of in facts.items() for protocol, each in of.items()}
+    for facts in (_FACTS.base, _FACTS.nvlink, _FACTS.network)
+)
+_TREE_SHARE = {protocol: [each / 100 for each in of] for protocol, of in _FACTS.tree_percent.items()}
 #: factor of the latency of an all-reduce in a ring over nodes by Simple, on Volta another, for messages of at
 #: least so many bytes for each rank and channel
 _PLATEAU, _PLATEAU_VOLTA, _PLATEAU_BYTES = 1.4, 1.9, 64
@@ -215,7 +189,12 @@ def ring_hops(kind: str, group: GroupLinks) -> list[tuple[float, float]]:
         inside, outside = n - 1 - crossings, crossings
         if kind in ("broadcast", "reduce"):  # as in _ring_latency
             inside, outside = 0, n
-        ways.append(((_BASE[way] + inside * _NVLINK[way] + outside * _NETWORK[way]) * _US, reached))
+        ways.append(
+            (
+                (_BASE[way] + inside * _NVLINK[way] + outside * _NETWORK[way]) * _US,
+                reached,
+            )
+        )
     return ways
 
 
@@ -250,24 +229,24 @@ def _steps(kind: str, n: int) -> int:
 def _bus_bandwidth(kind: str, group: GroupLinks, way: _Way) -> float:
     """Bytes a second that each rank sends."""
     settings, (algorithm, protocol) = _settings(group), way
-    limits, on = _LIMITS[settings.generation], min(group.nodes, 3) - 1
+    limits, on = _FACTS.limits[settings.generation], min(group.nodes, 3) - 1
     channels = settings.channels.value or float("inf")
     link = group.within.bandwidth if group.most_on_a_node > 1 else float("inf")
     if group.nodes > 1:
         link = min(link, group.between.bandwidth * group.cards)
-    low_latency = (limits.ll if on == 0 else _LL_BETWEEN[settings.cpu][on - 1]) * _GB
+    low_latency = (limits["ll"][0] if on == 0 else _FACTS.ll_between[settings.cpu][on - 1]) * _GB
     if algorithm == "ring":
         by_protocol = {
             "ll": min(low_latency, link * 0.5),
-            "ll128": min(link * 0.92, channels * limits.ring_ll128[on] * _GB),
+            "ll128": min(link * 0.92, channels * limits["ring_ll128"][on] * _GB),
             "simple": link,
         }
         return by_protocol[protocol]
-    tree = min(link * 0.92, channels * limits.tree[on] * _GB)
+    tree = min(link * 0.92, channels * limits["tree"][on] * _GB)
     lines = 7 / 9 if on == 0 else 120 / 128
     by_protocol = {
         "ll": min(tree / 3.8, low_latency),
-        "ll128": min(tree * lines, channels * limits.tree_ll128[on] * _GB),
+        "ll128": min(tree * lines, channels * limits["tree_ll128"][on] * _GB),
         "simple": tree,
     }
     return by_protocol[protocol]
@@ -282,7 +261,7 @@ def _ring_latency(kind: str, nbytes: float, group: GroupLinks, way: _Way) -> flo
     if nodes == 1:
         return _BASE[way] + _steps(kind, n) * hop
     settings = _settings(group)
-    hop = max(hop, _POSTING[settings.cpu] * (3 if way[1] == "simple" else 1))
+    hop = max(hop, _FACTS.posting[settings.cpu] * (3 if way[1] == "simple" else 1))
     between = _NETWORK["tree" if group.most_on_a_node == 1 else "ring", way[1]]
     crossings = (2 if kind == "all_reduce" else 1) * (nodes - 1)
     latency = _BASE[way] + (_steps(kind, n) - crossings) * hop + crossings * between

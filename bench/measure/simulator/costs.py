@@ -25,7 +25,6 @@ from spbench.bench.measure.clusters.rates import (
     MatmulRate,
     operator_seconds,
 )
-from spbench.bench.measure.simulator import flash_attention_grid as grid
 from spbench.bench.measure.simulator.collective_costs import (
     measured_seconds,
     nccl_seconds,
@@ -47,11 +46,13 @@ from spbench.bench.measure.simulator.program import (
     MATMUL,
     PRECISION_NAMES,
     Program,
+    attention_calls,
 )
-from spbench.bench.measure.simulator.step_parts import attention_calls
 from spbench.bench.measure.simulator.table_prices import (
     attention_rate,
+    backward_share,
     groups_of,
+    head_share,
     in_attention_table,
     matmul_seconds,
 )
@@ -139,8 +140,7 @@ class Costs:
             np.maximum(compute, program.nbytes / self.memory_bandwidth())
             + program.strided * calibration.strided_element_s
         )
-        self._set_matmuls_by_table(program, seconds)
-        self._set_unaligned(program, seconds)
+        self._set_matmuls(program, seconds)
         self._set_grouped_matmuls(program, seconds)
         self._set_operators(program, seconds)
         self._set_host_copies(program, seconds)
@@ -148,31 +148,26 @@ class Costs:
         self._set_host_reads(program, seconds)
         return np.where(program.kind == KERNEL, np.maximum(seconds, self._floors(program)), 0.0)
 
-    def _set_matmuls_by_table(self, program: Program, seconds: np.ndarray) -> None:
-        """Put what matmuls take into ``seconds``, where the card has a table of them."""
+    def _set_matmuls(self, program: Program, seconds: np.ndarray) -> None:
+        """Put what matmuls take into ``seconds``, where the card has a table of them, and lengthen those
+        whose rows are not aligned, where it has a rate of such."""
         for number, matmuls in self._matmuls():
-            if matmuls.table.value is None:
-                continue
             of_kind = (program.category == MATMUL) & (program.precision == number)
-            calls = np.flatnonzero(of_kind & program.shape.any(axis=1))
-            peak = self.rates[number] * (matmuls.share.value or 1.0)
-            bandwidth = matmuls.bandwidth_bytes_per_s.value or float("inf")
-            by_table = matmul_seconds(
-                matmuls.table.value,
-                program.shape[calls],
-                program.nbytes[calls],
-                lambda flops, nbytes, peak=peak, bandwidth=bandwidth: flops / peak + nbytes / bandwidth,  # type: ignore[misc]
-            )
-            strided = program.strided[calls] * self.calibration.strided_element_s
-            kept = self.calibration.compute_efficiency * (matmuls.sustained.value or 1.0)
-            seconds[calls] = by_table / kept + strided
-
-    def _set_unaligned(self, program: Program, seconds: np.ndarray) -> None:
-        """Lengthen matmuls in ``seconds`` whose rows are not aligned, where the card has a rate of such."""
-        for number, matmuls in self._matmuls():
+            if matmuls.table.value is not None:
+                calls = np.flatnonzero(of_kind & program.shape.any(axis=1))
+                peak = self.rates[number] * (matmuls.share.value or 1.0)
+                bandwidth = matmuls.bandwidth_bytes_per_s.value or float("inf")
+                by_table = matmul_seconds(
+                    matmuls.table.value,
+                    program.shape[calls],
+                    program.nbytes[calls],
+                    lambda flops, nbytes, peak=peak, bandwidth=bandwidth: flops / peak + nbytes / bandwidth,  # type: ignore[misc]
+                )
+                strided = program.strided[calls] * self.calibration.strided_element_s
+                kept = self.calibration.compute_efficiency * (matmuls.sustained.value or 1.0)
+                seconds[calls] = by_table / kept + strided
             for nbytes, part in matmuls.unaligned.items():
-                calls = (program.category == MATMUL) & (program.precision == number)
-                seconds[calls & (program.aligned == nbytes)] /= part.value or 1.0
+                seconds[of_kind & (program.aligned == nbytes)] /= part.value or 1.0
 
     def _set_grouped_matmuls(self, program: Program, seconds: np.ndarray) -> None:
         """Put what matmuls of several experts in one call take into ``seconds``, where the card has rates of
@@ -198,17 +193,13 @@ class Costs:
 
     def _set_host_copies(self, program: Program, seconds: np.ndarray) -> None:
         """Put what copies between device and host take into ``seconds``."""
-        copies = program.category == HOST_COPY
+        copies, memory = program.category == HOST_COPY, self.cluster.host_memory
         if not copies.any():
             return
-        bytes_per_s = self.cluster.host_memory.bytes_per_s
-        if bytes_per_s is None:
-            raise RatesUnknown(
-                f"{self.cluster.name}: host_memory.link_bandwidth_bytes_per_s is unknown, over which "
-                "device and host copy"
-            )
+        bytes_per_s = self._known(
+            memory.bytes_per_s, "link_bandwidth_bytes_per_s", "over which device and host copy"
+        )
         seconds[copies] = program.nbytes[copies] / bytes_per_s
-        memory = self.cluster.host_memory
         of_pageable = {
             TO_PAGEABLE: memory.pageable_to_host_bytes_per_s.value,
             FROM_PAGEABLE: memory.pageable_to_device_bytes_per_s.value,
@@ -218,19 +209,18 @@ class Costs:
                 these = program.name == program.names.index(name)
                 seconds[these] = program.nbytes[these] / min(rate, bytes_per_s)
 
+    def _known(self, figure: float | None, name: str, what: str) -> float:
+        if figure is None:
+            raise RatesUnknown(f"{self.cluster.name}: host_memory.{name} is unknown, {what}")
+        return figure
+
     def _set_host_updates(self, program: Program, seconds: np.ndarray) -> None:
         """Put what the host's cores take for updates into ``seconds``; the ranks of a node update at once."""
-        updates = program.category == HOST_UPDATE
-        if not updates.any():
-            return
-        bytes_per_s = self.cluster.host_memory.update_bytes_per_s.value
-        if bytes_per_s is None:
-            raise RatesUnknown(
-                f"{self.cluster.name}: host_memory.update_bytes_per_s is unknown, at which the host's cores "
-                "update weights"
-            )
-        sharing = min(program.world, self.cluster.devices_per_node)
-        seconds[updates] = program.nbytes[updates] * sharing / bytes_per_s
+        updates, rate = program.category == HOST_UPDATE, self.cluster.host_memory.update_bytes_per_s.value
+        if updates.any():
+            rate = self._known(rate, "update_bytes_per_s", "at which the host's cores update weights")
+            sharing = min(program.world, self.cluster.devices_per_node)
+            seconds[updates] = program.nbytes[updates] * sharing / rate
 
     def _set_host_reads(self, program: Program, seconds: np.ndarray) -> None:
         """Put what the host takes to read tensors of int64 element by element into ``seconds``: of each a
@@ -281,7 +271,7 @@ class Costs:
         """Put the rates of attention without scores, in half precisions, into ``reached``, where the card has
         one for the kernel."""
         share, cores = self.calibration.efficiency, self.cluster.device.multiprocessors.value
-        on_grid = (rates.default if self.attention == "flash" else self.attention) == grid.KERNEL
+        on_grid = (rates.default if self.attention == "flash" else self.attention) == "flash_attention_2"
         for call, events in attention_calls(program):
             rate = rate_of_call(
                 self.cluster.device, self.attention, call.head_size, call.direction, call.mask
@@ -294,9 +284,9 @@ class Costs:
             )
             reached[events] = alone * share * (rate.sustained.value or 1.0)
             if on_grid:
-                reached[events] *= grid.head_share(call.head_size, rate.head_size)
+                reached[events] *= head_share(call.head_size, rate.head_size)
                 if call.direction == "backward" and cores:
-                    reached[events] *= grid.backward_share(call.heads, call.keys, call.head_size, cores)
+                    reached[events] *= backward_share(call.heads, call.keys, call.head_size, cores)
 
     def memory_bandwidth(self) -> float:
         """Bytes a second of the device's own memory that kernels reach; nan: not known."""

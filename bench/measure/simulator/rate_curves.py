@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster, Precision
-from spbench.bench.measure.clusters.rate_tables import attention_by_length, square_matmuls
+from spbench.bench.measure.clusters.rate_tables import rates_along
 from spbench.bench.measure.clusters.rates import AttentionRate, Link
 from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.program import MATMUL
+from spbench.bench.measure.simulator.program import MATMUL, AttentionCall
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
-from spbench.bench.measure.simulator.step_parts import AttentionCall
 from spbench.bench.measure.simulator.table_prices import attention_rate
 from spbench.impls.traffic import WIRE_SHARE
 
@@ -64,7 +63,7 @@ def product_curves(cluster: Cluster) -> Iterator[RateCurve]:
         seconds = costs.kernels(program.program()) + costs.launch_s
         rates = [2.0 * n**3 / each for n, each in zip(SIZES, seconds, strict=True)]
         table = None if own is None else own.table.value
-        measured = {} if own is None else own.measured if table is None else square_matmuls(table)
+        measured = {} if own is None else own.measured if table is None else rates_along(table, HEADS, GROUPS)
         yield RateCurve("Matmuls", precision, SIZES, rates, measured)
 
 
@@ -82,7 +81,7 @@ def attention_curves(cluster: Cluster) -> Iterator[RateCurve]:
                 rate.at(call.length) if table is None else attention_rate(rate, call, GROUPS)
                 for call in calls
             ]
-            measured = rate.measured if table is None else attention_by_length(table, HEADS, GROUPS)
+            measured = rate.measured if table is None else rates_along(table, HEADS, GROUPS)
             yield RateCurve(f"Attention, {kernel}", _attention_name(rate), LENGTHS, at, measured)
 
 

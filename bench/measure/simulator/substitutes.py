@@ -32,9 +32,10 @@ from spbench.bench.measure.simulator.program import (
     MEMORY_BOUND,
     PRECISION_NAMES,
     SEND,
+    AttentionCall,
     Program,
+    attention_calls,
 )
-from spbench.bench.measure.simulator.step_parts import AttentionCall, attention_calls
 from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.table_prices import lengths_measured, matmuls_covered, ranks_measured
 from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS

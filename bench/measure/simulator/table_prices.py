@@ -2,10 +2,23 @@
 
 Within a table the measured calls count alone. Beyond it a call takes what the model of the cluster's own
 figures says, times what the nearest edge of the table takes by measurement over what it takes by that model.
+
+How far from its measured rate FlashAttention-2 runs on calls unlike those that were measured, by its
+design.
+
+github.com/Dao-AILab/flash-attention, csrc/flash_attn/src/flash_bwd_launch_template.h and static_switch.h at
+073afd5:
+
+- It is compiled for some head sizes; another one runs as the next larger, with zeros: 72 as 96.
+- Backward runs in one thread block for each block of keys, head and sample, and each walks all queries. Where
+  there are fewer of them than multiprocessors, as in attention of many positions to a text of 120 tokens, the
+  others are idle. Forward splits the keys of a query block further where there are few (flash_api.cpp,
+  num_splits_heuristic).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -14,13 +27,11 @@ import numpy as np
 from spbench.bench.measure.clusters.rate_tables import (
     HEAD_SIZE,
     RateTable,
-    attention_table,
     collective_tables,
-    matmul_table,
+    rate_table,
 )
 from spbench.bench.measure.clusters.rates import AttentionRate, Link
-from spbench.bench.measure.simulator.program import Program
-from spbench.bench.measure.simulator.step_parts import AttentionCall
+from spbench.bench.measure.simulator.program import AttentionCall, Program
 from spbench.impls.traffic import WIRE_SHARE
 
 #: bytes of a number in half precision
@@ -47,7 +58,7 @@ def matmul_seconds(
         nbytes: [calls]: that they read and write.
         model: seconds by FLOPs and bytes, as the cluster's own figures have them.
     """
-    table = matmul_table(name)
+    table = rate_table(name)
     sizes = matmul_sizes(table, shapes)
     edge = table.cut(sizes)
     edge_flops = 2.0 * edge.prod(axis=1)
@@ -77,7 +88,7 @@ def in_attention_table(rate: AttentionRate, call: AttentionCall) -> bool:
 def attention_rate(rate: AttentionRate, call: AttentionCall, groups: int) -> float:
     """FLOPs a second of calls that :func:`in_attention_table` holds for. Heads and groups of several samples
     count as those of one."""
-    table = attention_table(rate.table.value or "")
+    table = rate_table(rate.table.value or "")
     sizes = np.array([[call.length, call.heads, groups]], dtype=float)
     length = int(table.cut(sizes)[0, 0])
     return float(table.rates(sizes)[0]) * rate.at(call.length) / rate.at(length)
@@ -86,14 +97,14 @@ def attention_rate(rate: AttentionRate, call: AttentionCall, groups: int) -> flo
 def lengths_measured(rate: AttentionRate) -> tuple[int, int] | None:
     """The shortest and the longest sequence that a rate was measured of; None: its source does not say."""
     if rate.table.value is not None:
-        table = attention_table(rate.table.value)
+        table = rate_table(rate.table.value)
         return int(table.smallest[0]), int(table.largest[0])
     return (min(rate.measured), max(rate.measured)) if rate.measured else None
 
 
 def matmuls_covered(name: str, shapes: np.ndarray) -> np.ndarray:
     """[calls]: whether matmuls of (batch, m, n, k) lie within a table."""
-    table = matmul_table(name)
+    table = rate_table(name)
     return table.covers(matmul_sizes(table, shapes))
 
 
@@ -153,3 +164,35 @@ def groups_of(program: Program, event: int) -> int:
     heads, queries, keys, size = (int(each) for each in program.shape[event])
     rest = float(program.nbytes[event]) - heads * queries * (2 * _HALF * size + 4)
     return int(np.clip(round(rest / (2 * _HALF * keys * size)), 1, heads))
+
+
+#: that it is compiled for
+HEAD_SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
+#: keys of a thread block of backward; of head sizes above WIDE fewer
+BLOCK_KEYS, WIDE, BLOCK_KEYS_OF_WIDE = 128, 128, 64
+
+
+def run_as(head_size: int) -> int:
+    """The head size that a call of ``head_size`` features runs as; itself, where none is as large."""
+    place = bisect_left(HEAD_SIZES, head_size)
+    return HEAD_SIZES[place] if place < len(HEAD_SIZES) else head_size
+
+
+def head_share(head_size: int, measured: int) -> float:
+    """FLOPs that count over those that are computed, for a head size, over the same for the one that a rate
+    was measured at."""
+    return (head_size / run_as(head_size)) / (measured / run_as(measured))
+
+
+def backward_share(heads: int, keys: int, head_size: int, multiprocessors: int) -> float:
+    """The rate that a backward reaches over that of a full card.
+
+    Args:
+        heads: of all samples together, B x Z.
+        keys: of each.
+        multiprocessors: of the card.
+    """
+    block = BLOCK_KEYS if run_as(head_size) <= WIDE else BLOCK_KEYS_OF_WIDE
+    blocks = -(-keys // block)
+    # a last block that is not full computes as much as one that is
+    return min(1.0, heads * blocks / multiprocessors) * keys / (blocks * block)

@@ -12,9 +12,16 @@ from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.host_clock import HostClock, host_seconds
 from spbench.bench.measure.simulator.lighter_ranks import Alike, unlike_work
 from spbench.bench.measure.simulator.message_matching import Channels, World
-from spbench.bench.measure.simulator.program import COLLECTIVE, COMPUTE_STREAM, KERNEL, SEND
+from spbench.bench.measure.simulator.program import (
+    COLLECTIVE,
+    COMPUTE_STREAM,
+    KERNEL,
+    SEND,
+    Flops,
+    flops_of,
+    seconds_by_kind,
+)
 from spbench.bench.measure.simulator.rank_events import Event, rank_events
-from spbench.bench.measure.simulator.step_parts import Flops, flops_of, seconds_by_kind
 from spbench.bench.measure.simulator.substitutes import Substitute, seconds_by_substitute
 from spbench.bench.measure.simulator.waits import Times, Waits, waits_of
 
@@ -149,24 +156,29 @@ class Timeline:
         ]
 
     def _set(self, number: int, alike: Alike) -> _Set:
-        steps, work, host = self._world.steps[number], self._works[number], self._hosts[number]
+        steps, host = self._world.steps[number], self._hosts[number]
         places, at = np.unique(self._world.place_of[alike.ranks], return_inverse=True)
-        every = len(places) == len(steps.ranks)
-        columns = slice(None) if every else places
-        arrays = (self._reached, self._left, self._start, self._end)
-        times, heaviest = (
-            Times(*(each[number][:, columns] for each in arrays)),
-            self._computed[number][columns],
-        )
-        kernel_s, computed, weights = self._kernel_s[number], heaviest, np.ones(len(steps.program))
-        if work is not None and alike.coordinate not in (None, work.last):
-            taken = np.where(steps.program.kind == KERNEL, kernel_s + self._costs.launch_s, 0.0)
-            times, computed = work.times(alike.coordinate, taken, times, heaviest)
-            weights = work.weights(alike.coordinate)
-            kernel_s = kernel_s * weights
+        columns = slice(None) if len(places) == len(steps.ranks) else places
+        times, computed, weights = self._played(number, alike.coordinate, columns)
         waits = waits_of(steps, self._costs, times, host is not None, places)
+        heaviest = self._computed[number][columns]
         late = None if host is None else np.maximum(host.now[columns] - heaviest, 0.0)
+        kernel_s = self._kernel_s[number] * weights
         return _Set(alike.ranks, at.ravel(), weights, kernel_s, waits, computed, late)
+
+    def _played(
+        self, number: int, coordinate: int | None, columns: slice | np.ndarray
+    ) -> tuple[Times, np.ndarray, np.ndarray]:
+        """When some ranks are at the steps of their program, when their compute stream ends, and how much of
+        each event they do. ``coordinate``: see :class:`Alike`."""
+        steps, work = self._world.steps[number], self._works[number]
+        arrays = (self._reached, self._left, self._start, self._end)
+        times = Times(*(each[number][:, columns] for each in arrays))
+        computed = self._computed[number][columns]
+        if work is None or coordinate in (None, work.last):
+            return times, computed, np.ones(len(steps.program))
+        taken = np.where(steps.program.kind == KERNEL, self._kernel_s[number] + self._costs.launch_s, 0.0)
+        return *work.times(coordinate, taken, times, computed), work.weights(coordinate)
 
     @property
     def parts(self) -> dict[str, float]:
@@ -241,22 +253,9 @@ class Timeline:
     def events(self, rank: int) -> Iterator[Event]:
         """All that a rank does, in program order; waits of no length are left out."""
         number, place = int(self._world.program_of[rank]), int(self._world.place_of[rank])
-        program, host = self._world.steps[number].program, self._hosts[number]
-        times, weights = self._times_of(number, rank, place)
+        steps, work, host = self._world.steps[number], self._works[number], self._hosts[number]
+        at = None if work is None else int(work.coordinates[np.searchsorted(steps.all_ranks, rank)])
+        times, _, weights = self._played(number, at, slice(place, place + 1))
         launched = None if host is None else host.of_rank(place)
         seconds = self._kernel_s[number] * weights
-        return rank_events(program, rank, times, seconds, weights, self._costs.launch_s, launched)
-
-    def _times_of(self, number: int, rank: int, place: int) -> tuple[Times, np.ndarray]:
-        """When a rank is at the steps of its program, and how much of each event it does."""
-        arrays = (self._reached, self._left, self._start, self._end)
-        times = Times(*(each[number][:, place : place + 1] for each in arrays))
-        steps, work = self._world.steps[number], self._works[number]
-        if work is None:
-            return times, np.ones(len(steps.program))
-        coordinate = int(work.coordinates[np.searchsorted(steps.all_ranks, rank)])
-        if coordinate == work.last:
-            return times, np.ones(len(steps.program))
-        taken = np.where(steps.program.kind == KERNEL, self._kernel_s[number] + self._costs.launch_s, 0.0)
-        times, _ = work.times(coordinate, taken, times, self._computed[number][place : place + 1])
-        return times, work.weights(coordinate)
+        return rank_events(steps.program, rank, times, seconds, weights, self._costs.launch_s, launched)

@@ -14,7 +14,6 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from spbench.bench.measure.processes.rank_pool import Ranks
 from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measure.trace.meter import communication_of
 from spbench.bench.measure.trace.torch_internals import TorchDispatchMode
-from spbench.bench.measure.verify.judged import Discrepancy, limits, relative_errors
+from spbench.bench.measure.verify.judged import Finding, Judged, judged, relative_errors
 from spbench.bench.measure.verify.oracle import BothRuns, both_runs
 from spbench.bench.measure.verify.verified_run import SITE_DIM, Case
 from spbench.impls.models.model import ModelPart
@@ -46,47 +45,25 @@ _PASSED = (Path(__file__).parents[2], Path(sysconfig.get_path("stdlib")), Path(t
 _PAIRED = ("send", "recv")
 
 
-@dataclass(frozen=True)
-class Observed:
-    """One tensor on one rank.
-
-    Attributes:
-        place: of the order of execution, smaller ones first: forward, then backward, then what is last.
-        noise: as of :class:`Finding`.
-        blocks: the error in each of :data:`BLOCKS` blocks of the sequence, None in those that are not on
-            this rank; empty for a tensor without positions.
-    """
-
-    tensor: str
-    place: tuple[int, float]
-    discrepancy: Discrepancy
-    noise: float
-    blocks: tuple[float | None, ...] = ()
-
-
 def explain_values(pool: Ranks, case: Case, sizes: Mapping[str, int], device: str, backend: str) -> str:
     """Lines on a case whose values are wrong, or "" where only its messages are."""
     try:
         by_rank = pool.run(sizes, observed, case, device=device, backend=backend)
     except RankError as error:  # a fault that comes and goes
         return f"run once more, it failed: {error.reason}"
-    limit = limits(PRECISIONS[case.dtype].parameters, [each.noise for of_rank in by_rank for each in of_rank])
-    every = [(rank, each) for rank, of_rank in enumerate(by_rank) for each in of_rank]
-    every.sort(key=lambda at: at[1].place)
-    wrong = [(rank, each) for rank, each in every if each.discrepancy.error > limit(each.noise)]
-    names = list(dict.fromkeys(each.tensor for _, each in wrong))
+    every = sorted(judged(PRECISIONS[case.dtype].parameters, by_rank), key=lambda each: each.finding.place)
+    wrong = [each for each in every if each.excess > 1]
+    names = list(dict.fromkeys(each.finding.tensor for each in wrong))
     if not names:
         return ""
-    first = [(rank, each) for rank, each in every if each.tensor == names[0]]
-    worst = max(
-        (each for _, each in wrong if each.tensor == names[0]), key=lambda each: each.discrepancy.error
-    )
-    right = [each.tensor for _, each in every if each.place < worst.place and each.tensor not in names]
-    how = worst.discrepancy.described(limit(worst.noise))
+    first = [each for each in every if each.finding.tensor == names[0]]
+    worst = max((each for each in first if each.excess > 1), key=lambda each: each.finding.discrepancy.error)
+    before = (each.finding for each in every if each.finding.place < worst.finding.place)
+    right = [each.tensor for each in before if each.tensor not in names]
     lines = [
-        f"first wrong in the order of execution: {names[0]} {how}",
+        f"first wrong in the order of execution: {worst}",
         *([f"right before it: {right[-1]}"] if right else ["nothing that is compared comes before it"]),
-        *_map([(rank, each) for rank, each in first], limit(worst.noise), case.seq_len),
+        *_map(first, worst.limit, case.seq_len),
     ]
     if others := names[1:]:
         more = [f"{len(others) - NAMED} more"] if len(others) > NAMED else []
@@ -105,7 +82,7 @@ def explain_failure(pool: Ranks, case: Case, sizes: Mapping[str, int], device: s
         return unequal_calls(Path(folder))
 
 
-def observed(mesh: DeviceMesh, case: Case) -> list[Observed]:
+def observed(mesh: DeviceMesh, case: Case) -> list[Finding]:
     """What is compared on this rank of the mesh, and what goes through its sites of attention."""
     runs = both_runs(mesh, case, watch=True)
     at_sites, tensors = runs.sites(), runs.tensors()
@@ -114,7 +91,8 @@ def observed(mesh: DeviceMesh, case: Case) -> list[Observed]:
     for name, (each, noise) in {**at_sites.discrepancies(), **tensors.discrepancies()}.items():
         dim = SITE_DIM if name in at_sites.got else _sequence_dim(runs.checked.part, name)
         blocks = () if dim is None else _blocks(runs, expected.get(name), got.get(name), dim, case.seq_len)
-        observations.append(Observed(name, _place(name, runs.checked.sites.order), each, noise, blocks))
+        place = _place(name, runs.checked.sites.order)
+        observations.append(Finding(name, each, noise, place=place, blocks=blocks))
     return observations
 
 
@@ -154,16 +132,16 @@ def _place(name: str, order: Mapping[str, int]) -> tuple[int, float]:
     return 1, -order.get(of, order.get(of.rpartition(".")[0], 0))
 
 
-def _map(first: Sequence[tuple[int, Observed]], limit: float, length: int) -> list[str]:
+def _map(first: Sequence[Judged], limit: float, length: int) -> list[str]:
     """The errors of one tensor by rank, and by block of positions where it has these."""
-    if not any(each.blocks for _, each in first):
-        said = [f"rank {rank} {_error(each.discrepancy.error, limit)}" for rank, each in first]
+    if not any(each.finding.blocks for each in first):
+        said = [f"rank {each.rank} {_error(each.finding.discrepancy.error, limit)}" for each in first]
         return [f"its error by rank (. is right): {', '.join(said)}"]
     edges = [-(-block * length // BLOCKS) for block in range(min(BLOCKS, length) + 1)]
     heads = [f"{low}-{high - 1}" for low, high in pairwise(edges)]
     rows = [
-        [f"rank {rank}", *("" if error is None else _error(error, limit) for error in each.blocks)]
-        for rank, each in first
+        [f"rank {e.rank}", *("" if error is None else _error(error, limit) for error in e.finding.blocks)]
+        for e in first
     ]
     table = [["positions", *heads], *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=False)]
@@ -226,7 +204,8 @@ def unequal_calls(folder: Path) -> str:
             at = {rank: of_rank[number] if number < len(of_rank) else None for rank, of_rank in lists.items()}
             if len({call and (call["name"], call["bytes"]) for call in at.values()}) > 1:
                 what = [f"rank {rank} {_said(call, calls[rank])}" for rank, call in at.items()]
-                return f"unequal collectives (call {number + 1} of ranks {_listed(group)}): {', '.join(what)}"
+                where = f"call {number + 1} of ranks {', '.join(map(str, group))}"
+                return f"unequal collectives ({where}): {', '.join(what)}"
     return ""
 
 
@@ -249,7 +228,3 @@ def _said(call: Mapping[str, Any] | None, every: Sequence[Mapping[str, Any]]) ->
 def _spelled(call: Mapping[str, Any]) -> str:
     where = f" at {call['at']}" if call["at"] else ""
     return f"{call['name']} of {call['bytes']} bytes{where}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -117,6 +117,9 @@ class Finding:
             over sp", 1 of values, 2 of documents that see each other.
         apart: of a published baseline's own function against the model, which is no fault: at how many of how
             many positions they differ; None of all other findings.
+        place: of the order of execution, smaller ones first: forward, then backward, then what is last.
+        blocks: the error in each of :data:`BLOCKS` blocks of the sequence, None in those that are not on
+            this rank; empty for a tensor without positions, and where no step is explained.
     """
 
     tensor: str
@@ -124,6 +127,8 @@ class Finding:
     noise: float
     tells: int = 1
     apart: tuple[int, int] | None = None
+    place: tuple[int, float] = (0, 0.0)
+    blocks: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.measure.scenarios.scenario import written
 from spbench.bench.measure.trust.bands import packaged_model, priced_by_in_words, with_band
-from spbench.bench.tools.advise.floors import compute_floor_s, links_floor_s
+from spbench.bench.tools.advise.collective_prices import compute_floor_s, links_floor_s
 from spbench.bench.tools.advise.layouts import folds_anew
 from spbench.bench.tools.advise.possible import Absence
 from spbench.bench.tools.advise.question import Question
@@ -25,7 +25,7 @@ from spbench.bench.tools.advise.ranking import (
     stands_for,
     tie_limit,
 )
-from spbench.bench.tools.advise.switch_prices import Price
+from spbench.bench.tools.advise.whole_looks import Price
 from spbench.bench.tools.fit.subject import ATTENTION
 from spbench.bench.tools.fit.suggestions import dotted
 from spbench.bench.units import GIB, shown_price

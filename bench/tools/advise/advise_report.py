@@ -13,10 +13,9 @@ from spbench.bench.files import write_whole
 from spbench.bench.measure.trust.bands import TIE, shown_band
 from spbench.bench.measure.trust.fit_certainty import TIGHT
 from spbench.bench.tools.advise.advice import Advice, scenario_text
-from spbench.bench.tools.advise.behind import own_content, own_in_words
+from spbench.bench.tools.advise.behind import NOTHING, own_content, own_in_words, turns
 from spbench.bench.tools.advise.possible import left_out_by_length, spelled
 from spbench.bench.tools.advise.ranking import Seen, simpler
-from spbench.bench.tools.advise.turns import NOTHING, turns
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.bench.units import GIB, shown_price, shown_share, three_digits
 from spbench.impls.strategies.nesting import PLUS
@@ -121,7 +120,7 @@ def _map(answers: Sequence[Advice]) -> Table:
     points = [
         {
             **(point := answer.point()),
-            "best": _best(answer),
+            "best": str(answer.winner or ("no layout is possible" if answer.result.impossible else NOTHING)),
             "tokens_per_s_gpu": (rate := point["tokens_per_s"]) and rate / point["gpus"],
             "layouts": answer.result.counts["looked at"],
             "seconds": answer.seconds,
@@ -129,12 +128,6 @@ def _map(answers: Sequence[Advice]) -> Table:
         for answer in answers
     ]
     return Table.of("Which layout where", columns, points)
-
-
-def _best(answer: Advice) -> str:
-    if answer.winner is None:
-        return "no layout is possible" if answer.result.impossible else NOTHING
-    return str(answer.winner)
 
 
 def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
@@ -151,14 +144,19 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
             f"The best layouts: {asked}", _LAYOUT, _layouts(answer), important=important, below=("beside",)
         )
         yield from own_in_words(answer)
-        yield from filter(None, [_told_apart(answer), _left_out(answer)])
-        yield _effort(answer)
+        traced = {part for seen in answer.result.traced for part in seen.cell.strategy.split(PLUS)}
+        yield from filter(None, [_told_apart(answer), left_out_by_length(answer.question, traced)])
+        hours = _MANY_TOKENS / answer.records()[0]["tokens_per_s"] / 3600
+        gpu_hours = three_digits(hours * answer.question.gpus)
+        yield f"a billion tokens take {winner} {three_digits(hours)} h, {gpu_hours} GPU-hours"
         if attention := answer.attention():
             yield attention
         if priced_by := answer.priced_by():
             yield f"priced by something else, with shares of the step: {priced_by}"
         yield f"{winner}: {answer.why()}"
-        yield from filter(None, [answer.fullness(), answer.folding(), _same(answer)])
+        yield from filter(None, [answer.fullness(), answer.folding()])
+        if same := answer.result.same.items():
+            yield "; ".join(f"{b} takes the same steps as {a}, which stands for both" for b, a in same)
         yield _simplified(answer)
         if program:
             yield _as_job(program, winner.cell)
@@ -179,12 +177,6 @@ def _details(answer: Advice) -> Iterator[Table | str]:
         )
 
 
-def _same(answer: Advice) -> str:
-    """Which strategies stand for others, in words."""
-    same = answer.result.same.items()
-    return "; ".join(f"{other} takes the same steps as {name}, which stands for both" for other, name in same)
-
-
 def _simplified(answer: Advice) -> str:
     """What it would cost to set less up than the layout named first does."""
     winner = answer.winner
@@ -199,19 +191,6 @@ def _simplified(answer: Advice) -> str:
     ]
     more = f"; {len(costs) - _COSTS} more by --details" if len(costs) > _COSTS else ""
     return f"to simplify: {'; '.join(costs[:_COSTS]) or 'no simpler layout that was traced fits'}{more}"
-
-
-def _left_out(answer: Advice) -> str:
-    """The strategies that the length alone leaves out, in words."""
-    traced = {part for seen in answer.result.traced for part in seen.cell.strategy.split(PLUS)}
-    return left_out_by_length(answer.question, traced)
-
-
-def _effort(answer: Advice) -> str:
-    """What training costs by the layout named first."""
-    hours = _MANY_TOKENS / answer.records()[0]["tokens_per_s"] / 3600
-    gpu_hours = three_digits(hours * answer.question.gpus)
-    return f"a billion tokens take {answer.winner} {three_digits(hours)} h, {gpu_hours} GPU-hours"
 
 
 def _told_apart(answer: Advice) -> str:

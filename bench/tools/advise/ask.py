@@ -17,11 +17,11 @@ from spbench.bench.measure.scenarios.scenario import given as settings_given
 from spbench.bench.measure.sweep.executor import opened
 from spbench.bench.tools.advise.advice import Advice
 from spbench.bench.tools.advise.advise_report import report
+from spbench.bench.tools.advise.behind import varying
 from spbench.bench.tools.advise.layout_search import Search
 from spbench.bench.tools.advise.possible import absence
 from spbench.bench.tools.advise.question import Question, question, whole_numbers
 from spbench.bench.tools.advise.ranking import SearchResult
-from spbench.bench.tools.advise.turns import varying
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.asking import Asking, Say, unheard, within
 from spbench.bench.tools.jobs.job_files import given_values

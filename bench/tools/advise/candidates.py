@@ -60,14 +60,16 @@ def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str]
 
 def mesh_alone(cell: Cell) -> str:
     """The mesh of a cell as text, without the ranks of its experts and whatever the order of its axes."""
-    sizes = cell.mesh_sizes
+    return _mesh_alone(cell.mesh_sizes)
+
+
+def _mesh_alone(sizes: Mapping[str, int]) -> str:
     return spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
 
 
 def kind_of_layout(layout: Layout) -> tuple[str, str]:
     """Strategy and mesh, as of a cell (:func:`mesh_alone`)."""
-    sizes = layout.sizes
-    return layout.way.strategy, spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
+    return layout.way.strategy, _mesh_alone(layout.sizes)
 
 
 #: a choice and its value
@@ -202,6 +204,7 @@ def candidates(
     settings = [savings[text] for text in estimates.references]
     twins = twins_of(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
     texts = [*estimates.backends], [*estimates.references]
+    left_out = Counter() if left_out is None else left_out
     choices = _Choices(backends, pipelined, twins, settings, texts, usable, bar or Bar())
     for way in ways(question):
         figures_and_options = figures_of(estimates, way, question, refused)
@@ -234,7 +237,7 @@ def _of_layouts(
     options: Mapping[str, Any],
     estimates: Estimates,
     choices: _Choices,
-    left_out: Counter[str] | None,
+    left_out: Counter[str],
 ) -> Iterator[Candidate]:
     """The candidates of layouts that differ in the ranks of their experts alone."""
     backends, settings, usable, bar = choices.backends, choices.settings, choices.usable, choices.bar
@@ -243,8 +246,7 @@ def _of_layouts(
     near = [each for each, passes in zip(every, passing, strict=True) if passes]
     far, yielded = (len(every) - len(near)) * len(backends) * len(settings), 0
     if not near:
-        if left_out is not None:
-            left_out[TOO_SLOW] += far
+        left_out[TOO_SLOW] += far
         return
     times_of = estimates.times(near, figures, computing[passing])
     activations = estimates.activations(near, figures)
@@ -272,10 +274,9 @@ def _of_layouts(
                 chosen = backends[row], settings[at], choices.texts[0][row], choices.texts[1][at]
                 yield Candidate(layout, options, *chosen, seconds, nbytes, float(own[at]), twin)
             yielded += len(kept)
-    if left_out is not None:
-        left_out[TOO_SLOW] += far + int((may & ~within).sum())
-        left_out[TOO_LARGE] += int(large.sum())
-        left_out[SLOWER] += int((may & within & ~large).sum()) - yielded
+    left_out[TOO_SLOW] += far + int((may & ~within).sum())
+    left_out[TOO_LARGE] += int(large.sum())
+    left_out[SLOWER] += int((may & within & ~large).sum()) - yielded
 
 
 def undominated(times: np.ndarray, memories: np.ndarray, asked: np.ndarray) -> np.ndarray:

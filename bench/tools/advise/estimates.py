@@ -107,7 +107,10 @@ class Estimates:
         strategy = planned_strategy(self.cell.model_copy(update=settings))
         parts, precision = strategy.vocabulary_parts, PRECISIONS[self.cell.precision]
         for layers in (1, 2):
-            few, model, sites_of = self._of_depth(layers)
+            if layers not in self._shallow:
+                cell = at_depth(self.cell, layers)
+                self._shallow[layers] = cell, model_preset(*cell.model_arguments), {}
+            few, model, sites_of = self._shallow[layers]
             if parts not in sites_of:
                 sites_of[parts] = [*model.sites(1, few.shape[1], parts)]
             sites = sites_of[parts]
@@ -132,12 +135,6 @@ class Estimates:
         most = max(of_mesh, key=lambda each: each.elements, default=None)
         alike = most.axes if most else ()
         return WayFigures(Depths(*sent), Depths(*elements), alike, Depths(*experts), Depths(*rows))
-
-    def _of_depth(self, layers: int) -> tuple[Cell, Model, dict[int, list[Site]]]:
-        if layers not in self._shallow:
-            cell = at_depth(self.cell, layers)
-            self._shallow[layers] = cell, model_preset(*cell.model_arguments), {}
-        return self._shallow[layers]
 
     def computing(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
         """Seconds of a step without what replicas send, [layouts, savings]; here and below layouts differ in

@@ -30,7 +30,7 @@ from spbench.bench.tools.advise.candidates import (
 from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layouts import Way, things_to_set
 from spbench.bench.tools.advise.learned import UNKNOWN, Learned, Waiting
-from spbench.bench.tools.advise.looked_at import LookedAt
+from spbench.bench.tools.advise.looked_at import SAME_STEP, LookedAt
 from spbench.bench.tools.advise.possible import why_impossible
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import (
@@ -43,9 +43,7 @@ from spbench.bench.tools.advise.ranking import (
     tie_limit,
 )
 from spbench.bench.tools.advise.references import references, savings_of
-from spbench.bench.tools.advise.same_steps import SAME_STEP
-from spbench.bench.tools.advise.single_changes import changes_beside, cheaper_savings
-from spbench.bench.tools.advise.whole_looks import WholeLooks
+from spbench.bench.tools.advise.whole_looks import WholeLooks, changes_beside, cheaper_savings
 from spbench.bench.tools.fit.asking import Asking, Say, unheard
 
 #: layouts that are traced with few layers at once, a worker
@@ -156,7 +154,9 @@ class Search(LookedAt):
         while patience > 0 and (batch := self._next(waiting)):
             again = sum(_COUNTS if each.layout.pp >= _DEEP else 1 for each in batch if told(each.strategy))
             self._look(batch)
-            self._leave_out_the_same(waiting)
+            if self.same.replaced:  # leave out candidates whose steps are those of another strategy
+                others = waiting.leave_out(lambda strategy: self.same.instead(strategy) != strategy)
+                self.result.counts[SAME_STEP] += others
             if best := self.best_layouts():
                 patience -= again
                 sum_s = sum(seen.step_s for seen in best[:BEST])
@@ -234,12 +234,6 @@ class Search(LookedAt):
             self.learned.add(*found)
             self.same.add(*found)
         self.learned.fit()
-
-    def _leave_out_the_same(self, waiting: Waiting) -> None:
-        """Leave out the candidates whose steps are those of another strategy."""
-        if self.same.replaced:
-            others = waiting.leave_out(lambda strategy: self.same.instead(strategy) != strategy)
-            self.result.counts[SAME_STEP] += others
 
     # -- beside the best -----------------------------------------------------------------------------
 

@@ -50,10 +50,7 @@ class Way:
     @cached_property
     def ranks(self) -> int:
         """Ranks that share a sample."""
-        product = 1
-        for n in self.axes.values():
-            product *= n
-        return product
+        return math.prod(self.axes.values())
 
     def __str__(self) -> str:
         return f"{self.strategy} {spelled(self.axes)}"

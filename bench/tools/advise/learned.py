@@ -115,7 +115,8 @@ class Excess(NamedTuple):
         return candidate.estimated_bytes + max(self.more * share for share in self._shares(candidate))
 
     def _shares(self, candidate: Candidate) -> tuple[float, ...]:
-        """What the excess of the candidate would be of this one, if it were of each of these kinds."""
+        """For each of these kinds, how many times as large the excess of another candidate is, if that of
+        the traced one is of this kind."""
         here, there = candidate.layout, self.of.layout
         ranks = here.way.ranks / there.way.ranks
         activations = max(1.0, candidate.activation_bytes) / max(1.0, self.of.activation_bytes)
@@ -255,25 +256,15 @@ class Learned:
     def least_bytes(self, candidate: Candidate) -> float:
         """Bytes that a candidate takes at the least: the closest of the bounds by candidates that are like it
         in some way."""
-        bounds = [
-            min(each.least(candidate) for each in excesses) / margin
-            for margin, excesses in self._like(candidate)
-        ]
+        like = ((margin, self._excess.get(key)) for margin, key in _likenesses(candidate))
+        bounds = (min(each.least(candidate) for each in known) / margin for margin, known in like if known)
         return max(bounds, default=candidate.estimated_bytes / _MARGIN_OF_UNKNOWN)
 
     def most_bytes(self, candidate: Candidate) -> float:
         """Bytes that a candidate takes at the most, likewise."""
-        bounds = [
-            max(each.most(candidate) for each in excesses) * margin
-            for margin, excesses in self._like(candidate)
-        ]
+        like = ((margin, self._excess.get(key)) for margin, key in _likenesses(candidate))
+        bounds = (max(each.most(candidate) for each in known) * margin for margin, known in like if known)
         return min(bounds, default=candidate.estimated_bytes * SURELY)
-
-    def _like(self, candidate: Candidate) -> Iterator[tuple[float, list[Excess]]]:
-        """What is known of candidates that are like this one in some way, each with its margin."""
-        for margin, key in _likenesses(candidate):
-            if excesses := self._excess.get(key):
-                yield margin, excesses
 
     def _of_way(self, way: Way) -> Nearest:
         if way not in self._nearest:

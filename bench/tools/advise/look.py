@@ -115,7 +115,10 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     begun = time.process_time()
     if depth == "few_layers":
         cell = _with_one_leading(cell)
-    layers, leading, depths = _fewest_layers(cell), _leading(cell), _depths(cell)
+    shared = backend_class(cell.training.backend).shares_out or ()
+    depths = _DEPTHS_OF_SHARDS if "parameters" in shared else DEPTHS
+    # layers of the stage that has fewest, counted as by `stage_layers`
+    layers, leading = min(cell.training.stage_layers or [stage_layers(cell)[0]]), _leading(cell)
     # of hardly more layers than both depths together one trace of all takes no longer, and is exact
     if depth != "few_layers" or layers <= sum(depths) + 2 * leading:
         by_depth, more = [_traced(cell, None)], 0.0
@@ -153,21 +156,11 @@ def _step(by_depth: Sequence[Mapping[int, ClassTraces]], more: float, cell: Cell
     return shallow.on(deeper[0], more) if deeper else shallow
 
 
-def _fewest_layers(cell: Cell) -> int:
-    """Layers of the stage that has fewest, counted as by :func:`stage_layers`."""
-    return min(cell.training.stage_layers or [stage_layers(cell)[0]])
-
-
 def _leading(cell: Cell) -> int:
     """Layers, counted likewise, that the stage with fewest must have more, so that the first stage has one of
     those that repeat beside its first ones: none, where it has as many more itself."""
     stages = cell.training.stage_layers or (0,)
     return max(0, leading_runs(cell) - (stages[0] - min(stages)))
-
-
-def _depths(cell: Cell) -> tuple[int, int]:
-    shared = backend_class(cell.training.backend).shares_out or ()
-    return _DEPTHS_OF_SHARDS if "parameters" in shared else DEPTHS
 
 
 def _with_one_leading(cell: Cell) -> Cell:

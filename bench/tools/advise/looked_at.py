@@ -1,18 +1,18 @@
-"""What a search has looked at: the closest look at each cell so far, the best of these, and how much of the
-search is behind."""
+"""What a search has looked at: the closest look at each cell so far, the best of these, how much of the
+search is behind, and which strategies take the same steps as others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.tools.advise.candidates import mesh_alone
+from spbench.bench.tools.advise.candidates import Candidate, mesh_alone
 from spbench.bench.tools.advise.look import Depth, looks
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import SearchResult, Seen, best_of, has_experts
-from spbench.bench.tools.advise.same_steps import SameSteps
 from spbench.bench.tools.fit.asking import Asking, Say, unheard
+from spbench.impls.strategies.nesting import PLUS
 
 #: of a model with experts, whose ranks along ep can be raised for little, a layout that takes a larger share
 #: of a card by few layers counts as one that does not fit, as long as another one does
@@ -39,18 +39,14 @@ class Behind:
     def expect(self, text: str, left: int) -> None:
         """Say what is done, and how many looks this part will probably still take."""
         self.text, self._left = text, left
-        self._shown(0)
+        self.ended(0, 0)
 
     def ended(self, n: int, of: int) -> None:
         """So many of these looks have ended."""
-        self._left = max(self._left, of)
-        self._shown(n)
+        self._left, (low, high) = max(self._left, of), self._span
+        self.say(self.text, low + (high - low) * (self._ended + n) / max(1, self._ended + self._left))
         if n == of:
             self._ended, self._left = self._ended + n, self._left - n
-
-    def _shown(self, n: int) -> None:
-        low, high = self._span
-        self.say(self.text, low + (high - low) * (self._ended + n) / max(1, self._ended + self._left))
 
 
 class LookedAt:
@@ -114,3 +110,68 @@ class LookedAt:
 
     def _best_of(self, kind: Callable[[Cell], Hashable]) -> list[Seen]:
         return best_of(self.fitting(), kind, self._least_whole_s)
+
+
+#: steps are the same whose seconds and bytes differ by no larger part
+_SAME = 1e-3
+#: ranks along axes on which two strategies take the same steps before one of them stands for both
+_ENOUGH = 2
+#: what became of layouts whose strategy another one stands for
+SAME_STEP = "the same step by another strategy"
+
+
+class SameSteps:
+    """Which strategies take the same steps as others, by traces of layouts that differ in strategy alone.
+
+    Odysseus leaves an MLP's weights whole, and Megatron-SP splits them; but where experts take the place of
+    all MLPs, both divide attention alone, and alike.
+    """
+
+    def __init__(self) -> None:
+        #: by layout and settings, the seconds and bytes of each strategy
+        self._seen: dict[Hashable, dict[str, tuple[float, float]]] = {}
+        #: by two strategies, whether their steps were the same on each of the axes
+        self._alike: dict[tuple[str, str], dict[Hashable, bool]] = {}
+
+    def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
+        """What a trace of a candidate found."""
+        layout, own = candidate.layout, candidate.strategy
+        axes = tuple(layout.way.axes.items())
+        of_ranks = (axes, layout.dp, layout.pp, layout.micro_batch, layout.virtual_stages, layout.fold)
+        settings = candidate.training_text, candidate.saving_text
+        seen = self._seen.setdefault((*of_ranks, *settings), {})
+        for strategy, (other_s, other_bytes) in seen.items():
+            if (pair := _differing(own, strategy)) is None:
+                continue
+            times, sizes = sorted((seconds, other_s)), sorted((nbytes, other_bytes))
+            alike = self._alike.setdefault(pair, {})
+            alike[axes] = alike.get(axes, True) and all(b <= a * (1 + _SAME) for a, b in (times, sizes))
+        seen[own] = seconds, nbytes
+
+    @property
+    def replaced(self) -> Mapping[str, str]:
+        """By strategy that another one stands for, that one: the first of both in the alphabet."""
+        same = sorted(pair for pair, of in self._alike.items() if len(of) >= _ENOUGH and all(of.values()))
+        return {second: first for first, second in reversed(same)}
+
+    def instead(self, strategy: str) -> str:
+        """The strategy whose steps stand for those of this one; itself, if none does."""
+        replaced = self.replaced
+        return PLUS.join(replaced.get(part, part) for part in strategy.split(PLUS))
+
+    def without(self, seen: Sequence[Seen]) -> list[Seen]:
+        """Without those that are there with another strategy, which stands for theirs, on the same mesh."""
+        there = {(each.cell.strategy, each.cell.mesh_text) for each in seen}
+        instead = [(self.instead(each.cell.strategy), each.cell.mesh_text) for each in seen]
+        both = zip(seen, instead, strict=True)
+        return [each for each, other in both if each.cell.strategy == other[0] or other not in there]
+
+
+def _differing(strategy: str, other: str) -> tuple[str, str] | None:
+    """The parts in which two strategies differ, in the order of the alphabet; None: not in one alone."""
+    own, others = strategy.split(PLUS), other.split(PLUS)
+    parts = [pair for pair in zip(own, others, strict=False) if pair[0] != pair[1]]
+    if len(own) != len(others) or len(parts) != 1:
+        return None
+    first, second = sorted(parts[0])
+    return first, second

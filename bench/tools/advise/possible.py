@@ -5,7 +5,7 @@ the best: `spbench advise --why tp=16`."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -14,7 +14,6 @@ from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layouts import (
     Layout,
     Refused,
-    Way,
     backend_settings,
     divisors,
     layouts,
@@ -32,6 +31,8 @@ from spbench.impls.strategies.nesting import PLUS
 _NAMED, _VALUES = 3, 6
 #: a batch that is as many times as large or as small is another job rather
 _ANOTHER_JOB = 1.5
+#: of numbers of layouts that were not traced whole
+BY_FEW = ", by a trace of few layers"
 NO_STAGES = "no backend that is searched has stages of a pipeline"
 
 
@@ -93,7 +94,7 @@ def left_out_by_length(question: Question, traced: Collection[str]) -> str:
         alone = replace(question, only=[*backends, name])
         if name in traced or possible(alone, Refused()):
             continue
-        if (length := _first(alone, lengths, _with_length)) is not None:
+        if (length := _first(alone, lengths, "seq_len")) is not None:
             by_length.setdefault(length, []).append(name)
     length = question.cell.seq_len
     texts = (f"{', '.join(names)} (--seq-len {other} has some)" for other, names in by_length.items())
@@ -106,12 +107,12 @@ def _ways_out(question: Question, kept: Collection[str]) -> Iterator[str]:
     for text, narrowed in _without(question, kept):
         if possible(narrowed, Refused()):
             yield f"without {text}"
-    for flag, values, made_of in (
-        ("--batch", _batches(question), _with_batch),
-        ("--gpus", _gpus(question), lambda asked, n: replace(asked, gpus=n)),
-        ("--seq-len", _lengths(question), _with_length),
+    for flag, values, name in (
+        ("--batch", _batches(question), "batch"),
+        ("--gpus", _gpus(question), "gpus"),
+        ("--seq-len", _lengths(question), "seq_len"),
     ):
-        if (value := _first(question, values, made_of)) is not None:
+        if (value := _first(question, values, name)) is not None:
             yield f"with {flag} {value}"
 
 
@@ -137,20 +138,15 @@ def _without(question: Question, kept: Collection[str]) -> Iterator[tuple[str, Q
         yield f"--without {name}", replace(question, without=left)
 
 
-def _first(
-    question: Question, values: Sequence[int], made_of: Callable[[Question, int], Question]
-) -> int | None:
-    """The first of the values with which there is a layout."""
-    tried = (n for n in values if possible(made_of(question, n), Refused()))
-    return next(tried, None)
-
-
-def _with_batch(question: Question, batch: int) -> Question:
-    return replace(question, cell=question.cell.model_copy(update={"batch": batch}))
-
-
-def _with_length(question: Question, length: int) -> Question:
-    return replace(question, cell=question.cell.model_copy(update={"seq_len": length}))
+def _first(question: Question, values: Sequence[int], name: str) -> int | None:
+    """The first of the values of its GPUs, or of this setting of its cell, with which there is a layout."""
+    for n in values:
+        of_cell = {} if name == "gpus" else {name: n}
+        gpus = n if name == "gpus" else question.gpus
+        other = replace(question, gpus=gpus, cell=question.cell.model_copy(update=of_cell))
+        if possible(other, Refused()):
+            return n
+    return None
 
 
 def _near(n: int, factor: int) -> int:
@@ -231,7 +227,7 @@ def absence(
         why = f"needs {seen.peak / GIB:.1f} GiB"
         if seen.fits:
             why = f"takes {shown_price(seen.step_s / (best_s or seen.step_s))}"
-        lines.append({"layout": str(seen), "why": why})
+        lines.append({"layout": str(seen), "why": why + ("" if seen.exact else BY_FEW)})
     wanted = {f"{axis}{n}" for axis, n in asked_about.items() if n > 1}
     lines += [
         {"layout": what, "why": reason}
@@ -240,19 +236,11 @@ def absence(
     ]
     kinds = {(each.cell.strategy, mesh_alone(each.cell)) for each in result.traced}
     left = [each for each in every if each.kind not in kinds and _has(each.layout.sizes, asked_about)]
-    far = {_kind(*which): s for which, s in bar.far.items() if _of(*which, asked_about)} if bar else {}
+    far_layouts = [(Layout(*which, 1), s) for which, s in bar.far.items()] if bar else []
+    far = {kind_of_layout(each): s for each, s in far_layouts if _has(each.sizes, asked_about)}
     for kind in (*kinds, *(each.kind for each in left)):
         far.pop(kind, None)
     return Absence(lines, _untraced(left, far, named, best_s, too_large) if left or far else "")
-
-
-def _of(way: Way, dp: int, pp: int, asked_about: Mapping[str, int]) -> bool:
-    return _has(Layout(way, dp, pp, 1).sizes, asked_about)
-
-
-def _kind(way: Way, dp: int, pp: int) -> tuple[str, str]:
-    """As :attr:`Candidate.kind`."""
-    return kind_of_layout(Layout(way, dp, pp, 1))
 
 
 def spelled(asked_about: Mapping[str, int]) -> str:

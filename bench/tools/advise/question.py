@@ -137,11 +137,12 @@ class Question:
 
     def allows(self, strategy: str) -> bool:
         """Whether a strategy may be among the answers."""
-        return self._wanted("strategy", strategy) and not set(strategy.split(PLUS)) & set(self.without)
+        wanted = strategy in (self.strategies or [strategy])
+        return wanted and not {*strategy.split(PLUS)} & {*self.without}
 
     def allows_backend(self, backend: str) -> bool:
         """Whether a backend may be among the answers."""
-        return self._wanted("backend", backend) and backend not in self.without
+        return backend in (self._only("backend") or [backend]) and backend not in self.without
 
     def keeps(self, settings: Mapping[str, Any]) -> bool:
         """Whether a layout may have these settings, by dotted name: no option that is given has another
@@ -156,10 +157,6 @@ class Question:
     def _only(self, kind: str) -> list[str]:
         names_of_kind = names(kind)
         return [each for each in self.only if each.split(PLUS)[0] in names_of_kind]
-
-    def _wanted(self, kind: str, name: str) -> bool:
-        wanted = self._only(kind)
-        return not wanted or name in wanted
 
 
 def question(
@@ -176,8 +173,9 @@ def question(
     Raises:
         UserError: it cannot be asked so.
     """
-    for name in (*only, *without):
-        _check_name(name)
+    for part in (part for name in (*only, *without) for part in name.split(PLUS)):
+        if part not in (known_names := [*names("strategy"), *names("backend")]):
+            raise UserError(unknown("strategy", part, known_names))
     for name in asked.settings:
         _check_setting(name)
     dotted = [pair for pair in fixed if "." in pair[0]]
@@ -215,7 +213,8 @@ def question(
             f"cluster {cell.cluster} lacks figures that a step time of {gpus} {cell.precision} ranks needs: "
             f"see spbench list cluster {cell.cluster}, or take another precision, as --set precision=fp16"
         )
-    remarks += _said(about.remarks)
+    # without what is searched for here
+    remarks += [each for each in about.remarks if not each.startswith("not said")]
     asked_question = Question(plain, gpus, only, without, axes, options, remarks, "", program, own)
     _check(asked_question)
     return asked_question
@@ -302,18 +301,6 @@ def _with_stacked_experts(cell: Cell) -> Cell:
     if (model.library, model.experts_matmul) != (LIBRARIES[0], "grouped"):  # type: ignore[attr-defined]
         return cell
     return cell.model_copy(update={"model_options": {**cell.model_options, "stacked_experts": True}})
-
-
-def _said(remarks: Sequence[str]) -> list[str]:
-    """Without what is searched for here."""
-    return [each for each in remarks if not each.startswith("not said")]
-
-
-def _check_name(name: str) -> None:
-    known_names = [*names("strategy"), *names("backend")]
-    for part in name.split(PLUS):
-        if part not in known_names:
-            raise UserError(unknown("strategy", part, known_names))
 
 
 def _check_setting(name: str) -> None:

@@ -188,37 +188,24 @@ def references(
     Raises:
         UserError: the model as it is cannot be run.
     """
-    places: dict[str, list[tuple[str, str, int]]] = {}  # several where there are no layers, so one depth
-    cells: dict[str, Cell] = {}
-
-    def ask(kind: str, text: str, at: int, cell: Cell) -> None:
-        cells.setdefault(cell.key, cell)
-        places.setdefault(cell.key, []).append((kind, text, at))
-
-    for text, settings in savings.items():
-        for layers in (1, 2):
-            ask(
-                "model",
-                text,
-                layers,
-                few_experts(at_depth(cell_of(question, batch=1, model=settings), layers)),
-            )
+    cells: dict[tuple[str, str, int], Cell] = {}  # the same twice where there are no layers, so one depth
+    for (text, settings), layers in itertools.product(savings.items(), (1, 2)):
+        alone = cell_of(question, batch=1, model=settings)
+        cells["model", text, layers] = few_experts(at_depth(alone, layers))
     forward_only = question.cell.training.step == "inference"
     for layers in () if forward_only else (1, 2):
         twice = cell_of(question, batch=2, training={"micro_batches": 2})
-        ask("twice", AS_IT_IS, layers, few_experts(at_depth(twice, layers)))
+        cells["twice", AS_IT_IS, layers] = few_experts(at_depth(twice, layers))
     kinds: list[dict[str, Any]] = [{}] if forward_only else backend_settings(question)
-    for settings in kinds:
-        for dp in _REPLICAS:
-            cell = few_experts(at_depth(cell_of(question, batch=dp, dp=dp, training=settings), 1))
-            ask("backend", as_text(settings), dp, _short(cell))
-    outcomes: dict[tuple[str, str, int], tuple[Cell, Outcome]] = {}
-    as_it_is = next(iter(cells))
-    for cell, outcome in looks(asking, cells.values(), "small", ended):
-        if outcome.status != "unsupported":
-            outcomes |= dict.fromkeys(places[cell.key], (cell, outcome))
-        elif cell.key == as_it_is:
-            raise UserError(f"{question.cell.model} cannot be run: {outcome.reason}")
+    for settings, dp in itertools.product(kinds, _REPLICAS):
+        cell = few_experts(at_depth(cell_of(question, batch=dp, dp=dp, training=settings), 1))
+        cells["backend", as_text(settings), dp] = _short(cell)
+    of_key = {cell.key: outcome for cell, outcome in looks(asking, cells.values(), "small", ended)}
+    all_of = {place: (cell, of_key[cell.key]) for place, cell in cells.items()}
+    _, as_it_is = next(iter(all_of.values()))
+    if as_it_is.status == "unsupported":
+        raise UserError(f"{question.cell.model} cannot be run: {as_it_is.reason}")
+    outcomes = {place: both for place, both in all_of.items() if both[1].status != "unsupported"}
     return (
         {text: reference for text in savings if (reference := _reference(outcomes, text))},
         {text: figures for text in map(as_text, kinds) if (figures := _backend(outcomes, text))},

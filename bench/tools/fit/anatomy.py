@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from pydantic.dataclasses import dataclass
@@ -98,11 +98,6 @@ class Anatomy:
     curve: Mapping[str, Sequence[int]]
     phases: Sequence[tuple[str, int]]
     events: int
-
-
-def plain(taken_apart: Anatomy) -> dict[str, Any]:
-    """An anatomy as plain data, as measurements and figures have it."""
-    return asdict(taken_apart)
 
 
 def anatomy(
@@ -292,7 +287,7 @@ def examine(cell: Cell) -> Measurement:
         log = stage_traces(cell, [ranks], events=False, short=short)[0].memory
     stage = ranks.stage.index if ranks.stage.count > 1 else None
     taken_apart = anatomy(log, allocator_of(cell), least, ranks.ranks, stage)
-    measurement.meters = {**measurement.meters, ANATOMY: plain(taken_apart)}
+    measurement.meters = {**measurement.meters, ANATOMY: asdict(taken_apart)}
     return measurement
 
 

@@ -1,4 +1,5 @@
-"""What `spbench fit --budget` says: the switches that were chosen, and each alone."""
+"""What `spbench fit` says of changes in words, and what `spbench fit --budget` says: the switches that were
+chosen, and each alone."""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ from operator import attrgetter
 from typing import Any
 
 from spbench.bench.command_line.output import Column, Table, records
-from spbench.bench.tools.fit.change_words import flags_of, settings_of, step_of
-from spbench.bench.tools.fit.fit_verdict import MEMORY_COLUMNS, columns
+from spbench.bench.measure.scenarios.scenario import written
+from spbench.bench.measure.trust.bands import shown_band, with_band
+from spbench.bench.tools.fit.fit_verdict import MEMORY_COLUMNS, Verdict, columns
 from spbench.bench.tools.fit.fitting import Fitting
 from spbench.bench.tools.fit.under_budget import BudgetPlan
+from spbench.bench.tools.jobs.flags import flag_changes
 from spbench.bench.units import card_gib, shown_price
 
 #: switches that a terminal shows where no details are asked for
@@ -62,10 +65,28 @@ def plan_content(answer: Fitting, plan: BudgetPlan) -> dict[str, Any]:
         Column("price", "relative_step_time", of=lambda verdict: verdict.price(plan.before)),
         Column("flags", "flags", of=lambda verdict: flags_of(answer, verdict)),
     ]
-    chosen = records(of_switch, [plan.chosen] if plan.chosen else [])
     return {
         "budget_bytes": plan.budget_bytes,
-        "chosen": chosen[0] if chosen else None,
+        "chosen": next(iter(records(of_switch, [plan.chosen] if plan.chosen else [])), None),
         "alone": records(of_switch, plan.alone),
         "traced": plan.traced,
     }
+
+
+def settings_of(verdict: Verdict) -> str:
+    return written(verdict.change.settings) if verdict.change else ""
+
+
+def flags_of(answer: Fitting, verdict: Verdict, lack: bool = False) -> str:
+    """The change in the job's own arguments; "" where there are none, or with ``lack`` what the program has
+    not."""
+    job = answer.subject.job
+    flags = flag_changes(answer.fullest.cell, verdict.cell, job) if job else None
+    if flags is not None and flags.missing and lack:
+        return f"{flags.program.split()[0]} has no {'; no '.join(flags.missing)}"
+    return str(flags or "")
+
+
+def step_of(verdict: Verdict) -> str:
+    row = {"cell": verdict.cell.model_dump(), "measurement": verdict.measurement}
+    return shown_band(with_band(row)["measurement"]) or "not timed"

@@ -19,15 +19,27 @@ from spbench.bench.measure.trust.bands import (
     past_errors,
     priced_by_in_words,
 )
-from spbench.bench.tools.fit.anatomy import Part, plain
+from spbench.bench.tools.fit.anatomy import Part
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
-from spbench.bench.tools.fit.budget_report import plan_content, plan_line, switches_table
-from spbench.bench.tools.fit.change_words import flags_of, settings_of, step_of
-from spbench.bench.tools.fit.fit_verdict import MEMORY_COLUMNS, VERDICT_COLUMNS, Verdict, columns
+from spbench.bench.tools.fit.budget_report import (
+    flags_of,
+    plan_content,
+    plan_line,
+    settings_of,
+    step_of,
+    switches_table,
+)
+from spbench.bench.tools.fit.fit_verdict import (
+    MEMORY_COLUMNS,
+    VERDICT_COLUMNS,
+    Verdict,
+    columns,
+    in_program_words,
+    part_of_experts,
+)
 from spbench.bench.tools.fit.fitting import Fitting, fitting
-from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
 from spbench.bench.tools.fit.proofs import Proofs
-from spbench.bench.tools.fit.taken import experts_line, model_line, taken, taken_line, tokens_of_rank
+from spbench.bench.tools.fit.subject import experts_line, model_line, taken, taken_line, tokens_of_rank
 from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import card_gib, shown_price, shown_share
 from spbench.impls.models.model import model_preset
@@ -80,7 +92,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
         "cells": cells,
         "detail": {
             "cell": fullest.cell.key,
-            **{name: value for name, value in plain(fullest.anatomy).items() if name != "curve"},
+            **{name: value for name, value in asdict(fullest.anatomy).items() if name != "curve"},
             "priced_by": fullest.measurement.get("priced_by") or [],
             "by_class": fullest.measurement["by_class"],
         },
@@ -111,20 +123,16 @@ def _verdict_lines(answer: Fitting) -> list[str]:
 
 def _cells_table(answer: Fitting) -> Table:
     lines = [
-        {
-            "cell": each.cell.key,
-            "fits": each.certainty.answer,
-            "needs GiB": card_gib(each.memory.total_bytes),
-            "spare GiB": card_gib(each.memory.spare_bytes),
-            "on": each.where_in(answer.subject.job),
-        }
+        (
+            *(each.cell.key, each.certainty.answer, card_gib(each.memory.total_bytes)),
+            *(card_gib(each.memory.spare_bytes), each.where_in(answer.subject.job)),
+        )
         for each in answer.verdicts
     ]
-    lines += [
-        {"cell": cell.key, "fits": "-", "needs GiB": "", "spare GiB": "", "on": reason}
-        for cell, reason in answer.others
-    ]
-    return Table("Which cells fit", lines, ("cell", "fits", "spare GiB", "needs GiB"), below=("on",))
+    lines += [(cell.key, "-", "", "", reason) for cell, reason in answer.others]
+    names = ("cell", "fits", "needs GiB", "spare GiB", "on")
+    table = [dict(zip(names, line, strict=True)) for line in lines]
+    return Table("Which cells fit", table, ("cell", "fits", "spare GiB", "needs GiB"), below=("on",))
 
 
 def _holding(verdict: Verdict) -> Iterator[Table | str]:
@@ -253,12 +261,11 @@ def _suggestions(answer: Fitting, proofs: Proofs) -> dict[str, Any]:
         Column("price", "relative_step_time", of=lambda verdict: verdict.price(answer.fullest)),
     ]
     flags = Column("flags", "flags", of=lambda verdict: flags_of(answer, verdict))
-    closest = records(of_change, [proofs.closest] if proofs.closest else [])
     return {
         "found": records([*of_change, flags], proofs.fitting),
         "tried": proofs.tried,
         "pairs_tried": proofs.pairs_tried,
-        "closest": closest[0] if closest else None,
+        "closest": next(iter(records(of_change, [proofs.closest] if proofs.closest else [])), None),
         "advise": answer.advise,
     }
 

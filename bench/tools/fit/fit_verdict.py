@@ -1,13 +1,15 @@
 """Whether a cell fits, and by how much: the measurement of a cell, as it is or with a change, in numbers and
-words."""
+words, modules in those of the program whose job it is."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count, groupby
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -18,9 +20,9 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.rank_memory import exchange_memory_bytes
 from spbench.bench.measure.trust.fit_certainty import FITS, NO, Certainty, certainty
 from spbench.bench.tools.fit.anatomy import ANATOMY, Anatomy, Part
-from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
 from spbench.bench.tools.fit.suggestions import Change
 from spbench.bench.units import card_gib
+from spbench.bench.yaml_files import read_yaml
 from spbench.impls.models.model import model_preset
 
 _ANATOMY = TypeAdapter(Anatomy)
@@ -101,6 +103,11 @@ class Verdict:
         """Whether all ranks fit their devices."""
         return all(entry["status"] == "ok" for entry in self.measurement["by_class"])
 
+    def within(self, budget_bytes: int) -> bool:
+        """Whether it needs no more than so many bytes, and its hosts have the memory."""
+        on_host = self.devices_fit and not self.fits
+        return self.memory.total_bytes <= budget_bytes and not on_host
+
     @cached_property
     def memory(self) -> CardMemory:
         """What the card has and must have, on the fullest ranks; by the guessed peak, where the cell was not
@@ -117,22 +124,6 @@ class Verdict:
     def price(self, before: Verdict) -> float | None:
         """The step time over that of the cell without the change; None: one of the two has none."""
         return self.step_s / before.step_s if self.step_s and before.step_s else None
-
-    @property
-    def reason(self) -> str:
-        """Why it does not fit or has no time, as rows have it."""
-        reason: str = self.measurement["reason"]
-        return reason
-
-    @property
-    def node_host_memory_bytes(self) -> int | None:
-        """Bytes that the ranks of a node hold in its host's memory; None: they hold none."""
-        return self.measurement.get("node_host_memory_bytes")
-
-    @property
-    def setup_alone(self) -> bool:
-        """Whether the steps would fit, and set-up does not."""
-        return {entry["step"] for entry in self.measurement["by_class"] if entry["status"] != "ok"} == {0}
 
     def where_in(self, program: str = "") -> str:
         """The fullest ranks, their pipeline stage, and when, in words; modules as a program calls them."""
@@ -156,7 +147,7 @@ class Verdict:
         if self.fits:
             return f"fits: {self.certainty.answer}, {card_gib(memory.spare_bytes)} GiB to spare {needs}"
         if self.devices_fit:
-            return f"fits: no, {self.reason}"
+            return f"fits: no, {self.measurement['reason']}"
         return f"fits: no, {card_gib(-memory.spare_bytes)} GiB are missing {needs}"
 
     def peak(self, program: str = "") -> str:
@@ -167,7 +158,8 @@ class Verdict:
         """
         largest = [part for part in self.anatomy.parts if part.kind][:_LARGEST]
         parts = [f"{self.named(part, program)} {card_gib(part.bytes)}" for part in largest]
-        alone = "the steps fit, set-up does not: " if self.setup_alone and not self.fits else ""
+        too_large = {each["step"] for each in self.measurement["by_class"] if each["status"] != "ok"}
+        alone = "the steps fit, set-up does not: " if too_large == {0} and not self.fits else ""
         return f"{alone}on the fullest, {self.where_in(program)}: {', '.join(parts)} GiB"
 
     def named(self, part: Part, program: str = "") -> str:
@@ -186,7 +178,7 @@ class Verdict:
 
     def on_host(self) -> str:
         """A line on what ranks hold in the memory of their hosts; "" where they hold nothing."""
-        if not (node := self.node_host_memory_bytes):
+        if not (node := self.measurement.get("node_host_memory_bytes")):
             return ""
         total = load_cluster(self.cell.cluster).host_memory.total_bytes.value
         has = "whose memory is unknown" if total is None else f"which has {card_gib(total)} GiB"
@@ -211,8 +203,8 @@ VERDICT_COLUMNS = [
         peak_memory_bytes="anatomy.peak_memory_bytes",
         reserved_memory_bytes="anatomy.reserved_memory_bytes",
         nvidia_smi_bytes="shown_by_nvidia_smi",
-        node_host_memory_bytes="node_host_memory_bytes",
     ),
+    Column("host", "node_host_memory_bytes", of=lambda v: v.measurement.get("node_host_memory_bytes")),
     Column("ranks", "ranks", of=lambda verdict: ranks_text(verdict.anatomy.ranks).split(" ", 1)[1]),
     *columns(
         stage="anatomy.stage",
@@ -221,8 +213,8 @@ VERDICT_COLUMNS = [
         micro_batch="anatomy.moment.micro_batch",
         module="anatomy.moment.module",
         step_time_s="step_s",
-        reason="reason",
     ),
+    Column("reason", "reason", of=lambda verdict: verdict.measurement["reason"]),
 ]
 
 
@@ -236,3 +228,48 @@ def ranks_text(ranks: Sequence[int]) -> str:
     if len(texts) > 4:
         texts = [*texts[:2], "...", texts[-1]]
     return f"ranks {', '.join(texts)}"
+
+
+#: of jobs whose kind has no words of its own
+_USUAL = "huggingface"
+
+
+@functools.cache
+def _programs() -> Mapping[str, Mapping[str, str]]:
+    """By the kind of job, what its program calls the modules of the decoder."""
+    return read_yaml(Path(__file__).with_name("module_words.yaml"))
+
+
+def in_program_words(module: str, program: str) -> str:
+    """What a program calls a module.
+
+    Args:
+        module: its path here, as ``blocks.*.mlp``; the name of a class: the decoder itself.
+        program: the kind of its job; "" for none.
+    """
+    programs = _programs()
+    words = {**programs.get(program, programs[_USUAL]), "loader_mask": "the data loader's attention mask"}
+    if "Decoder" in module:
+        return words[""]
+    parts = module.split(".")
+    for end in range(len(parts), 0, -1):
+        if (path := ".".join(parts[:end])) in words:
+            return words[path]
+    return module
+
+
+def part_of_experts(kind: str, module: str, experts: bool) -> str:
+    """What a part of a peak is of a layer with experts; "" for other parts.
+
+    Args:
+        kind: of memory, as "activations".
+        module: in which it was allocated.
+        experts: whether the model's feed-forward layers have any.
+    """
+    if not experts or ".mlp" not in module or module.endswith(("mlp_norm", "mlp_end")):
+        return ""
+    if ".mlp.router" in module:
+        return "router"
+    if ".mlp.shared" in module:
+        return "shared experts"
+    return "dispatch buffers" if kind == "communication_buffers" else "routed experts, dispatch"

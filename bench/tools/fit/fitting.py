@@ -1,30 +1,42 @@
-"""The answer of `spbench fit`: its cells examined, changes that help the fullest, and the largest sizes."""
+"""The answer of `spbench fit`: its cells examined, changes that help the fullest, and the largest sizes. Also
+a rank's memory as a snapshot of PyTorch's, as ``torch.cuda.memory._dump_snapshot`` writes them, for its
+viewer (https://pytorch.org/memory_viz) and for ``torch.cuda._memory_viz``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import pickle
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.files import cache_folder
+from spbench.bench.files import cache_folder, write_whole
+from spbench.bench.measure.engines import traces, tracing
+from spbench.bench.measure.engines.rank_memory import allocator_of
+from spbench.bench.measure.engines.step_times import can_time
+from spbench.bench.measure.memory.allocator import CachingAllocator
+from spbench.bench.measure.memory.allocator_settings import ExpandableSegments
+from spbench.bench.measure.scenarios.scenario import written
+from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trust.fit_certainty import FITS
 from spbench.bench.measurement import Outcome
-from spbench.bench.tools.fit.anatomy import examine, plain, trace_stage
+from spbench.bench.tools.fit.anatomy import examine, trace_stage
 from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.asking import Asking, Say, Task, within
 from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.proofs import ENOUGH, MOST, Largest, Proofs, largest, prove
-from spbench.bench.tools.fit.snapshot import write_snapshot
-from spbench.bench.tools.fit.subject import Subject, advise_command, subject
-from spbench.bench.tools.fit.taken import model_line, slow_words
+from spbench.bench.tools.fit.subject import Subject, model_line, slow_words, subject
 from spbench.bench.tools.fit.under_budget import BudgetPlan, plan_budget
 from spbench.plots.style import length_text, model_name, strategy_name
 
 #: share of the time that tracing the cells takes, roughly, where changes are tried after it
 _EXAMINED = 0.4
+#: settings of what is trained, whatever the layout
+_OF_THE_JOB = ("precision", "model_options")
 
 
 @dataclass(frozen=True)
@@ -77,7 +89,7 @@ class Fitting:
             shape = f"batch {batch}, sequence length {length_text(length)}, {at.cell.precision}"
             layout = f"{strategy_name(at.cell.strategy)}, {at.cell.mesh_text}"
             title = f"{model_name(at.cell.model)} on {at.cell.cluster}: {layout}, {shape}"
-            files.append(draw_memory(plain(at.anatomy), usable, title, figure))
+            files.append(draw_memory(asdict(at.anatomy), usable, title, figure))
         if snapshot is not None:
             files.append(write_snapshot(at.cell, at.anatomy.ranks[0], snapshot))
         return files
@@ -130,6 +142,21 @@ def fitting(
     return Fitting(about, verdicts, others, proofs, sizes, plan, advise_command(words, fullest.cell, asked))
 
 
+def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:
+    """The command line that searches for the fastest layout of what a cell trains, on as many GPUs.
+
+    Args:
+        words: that it was asked about with.
+        asked: what else; of its settings those of the model and the precision are the job's own.
+    """
+    batch, seq_len = cell.shape
+    own = {name: value for name, value in asked.settings.items() if name.split(".")[0] in _OF_THE_JOB}
+    parts = [*(f"--model {shlex.quote(word)}" for word in words), f"--cluster {shlex.quote(cell.cluster)}"]
+    parts += [f"--gpus {cell.sizes.world}", f"--seq-len {seq_len}", f"--batch {batch}"]
+    parts += [f"--given {shlex.quote(f'{name}={value}')}" for name, value in asked.given.items()]
+    return " ".join(["spbench advise", *parts, *([f"--set {shlex.quote(written(own))}"] if own else [])])
+
+
 def _examined(about: Subject, asking: Asking, say: Say) -> Iterator[tuple[Cell, Outcome]]:
     """The cells with their outcomes, in their order."""
     cells = about.cells
@@ -162,3 +189,93 @@ def stages_beside(cells: Sequence[Cell], jobs: int) -> list[Task]:
         for stage in sorted({1, cell.sizes.pp - 1} - {0}, reverse=True)
         if cell.sizes.pp > 1
     ]
+
+
+#: where addresses begin, as they do on a card
+_BASE = 0x7F0000000000
+
+
+def write_snapshot(cell: Cell, rank: int, path: Path) -> Path:
+    """Write the set-up and the traced steps of a rank; returns the path.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    with traces.used():
+        log = tracing.trace(cell, rank, events=can_time(cell)).memory
+    return write_whole(path, pickle.dumps(snapshot(log, allocator_of(cell))))
+
+
+def snapshot(log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator) -> dict[str, Any]:
+    """A log as its events and its segments at the end, the blocks as that allocator gives them out on a card
+    without a limit. In place of a stack trace stand a storage's kind, module and phase; ``time_us`` is
+    the number of the event."""
+    allocator, kinds, streams = kind(), log.categories(), log.streams or [0] * len(log.sizes)
+    held: dict[int, Any] = {}
+    frames: dict[int, list[dict[str, Any]]] = {}
+    storages: dict[int, int] = {}
+    events: list[dict[str, Any]] = []
+
+    def note(action: str, at: int, number: int, address: int, nbytes: int) -> None:
+        stream, of = streams[number], frames[number]
+        place = {"addr": _BASE + address, "size": nbytes, "stream": stream, "frames": of, "time_us": at}
+        events.append({"action": action, **place})
+
+    for at, event in enumerate(log.events):
+        number = abs(event) - 1
+        nbytes = log.sizes[number]
+        if event < 0 and number in held:
+            block = held.pop(number)
+            for action in ("free_requested", "free_completed"):
+                note(action, at, number, block.address, nbytes)
+            del storages[block.address]
+            allocator.give_back(block)
+        elif event > 0 and nbytes:
+            reserved = allocator.reserved
+            held[number] = block = allocator.take(nbytes, streams[number])
+            module = log.place_names[log.places[number]] if log.places else ""
+            step, phase = log.step_of(at), log.phase_of(at)
+            words = (kinds[number], module, f"{phase} of step {step}" if step else phase)
+            frames[number] = [{"name": word, "filename": "spbench", "line": 0} for word in words if word]
+            storages[block.address] = number
+            if allocator.reserved > reserved:
+                note("segment_alloc", at, number, block.address, allocator.reserved - reserved)
+            note("alloc", at, number, block.address, nbytes)
+    segments = []
+    for blocks in allocator.segments():
+        stream, small = allocator.pool_of(blocks[0][0])
+        pool = {"stream": stream, "segment_type": "small" if small else "large"}
+        pool["is_expandable"] = kind is ExpandableSegments
+        segments.append({**_segment(blocks, storages, log.sizes, frames), **pool})
+    return {"segments": segments, "device_traces": [events], "allocator_settings": {}}
+
+
+def _segment(
+    blocks: list[tuple[int, int, bool]],
+    storages: Mapping[int, int],
+    sizes: list[int],
+    frames: Mapping[int, list[dict[str, Any]]],
+) -> dict[str, Any]:
+    allocated = sum(nbytes for _, nbytes, free in blocks if not free)
+    total = sum(nbytes for _, nbytes, _ in blocks)
+    shown = [
+        {
+            "address": _BASE + address,
+            "size": nbytes,
+            "requested_size": 0 if free else sizes[storages[address]],
+            "state": "inactive" if free else "active_allocated",
+            "frames": [] if free else frames[storages[address]],
+        }
+        for address, nbytes, free in blocks
+    ]
+    return {
+        "device": 0,
+        "address": _BASE + blocks[0][0],
+        "total_size": total,
+        "allocated_size": allocated,
+        "active_size": allocated,
+        "requested_size": sum(each["requested_size"] for each in shown),
+        "segment_pool_id": (0, 0),
+        "frames": [],
+        "blocks": shown,
+    }

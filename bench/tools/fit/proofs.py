@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from spbench.bench.cell import Cell, SearchRequest
-from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import changed, written
+from spbench.bench.measure.scenarios.scenario import written
 from spbench.bench.tools.fit.anatomy import Anatomy, attempt
 from spbench.bench.tools.fit.asking import Asking, Say, Task, unheard, within
 from spbench.bench.tools.fit.fit_verdict import Verdict
-from spbench.bench.tools.fit.suggestions import Change, both, pairs, single_changes
+from spbench.bench.tools.fit.suggestions import Change, both, cells_of, pairs, single_changes
 
 #: share of the time that single changes take, roughly, where pairs follow
 _SINGLE = 0.7
@@ -60,16 +59,10 @@ class Prover:
 
     def attempt(self, changes: Iterable[Change], enough: int, say: Say) -> int:
         """Run changes until so many more fit; returns how many were run."""
-        by_key: dict[str, tuple[Task, Change]] = {}
-        for change in changes:
-            try:
-                other = changed(self.cell, change.settings)
-            except UserError:  # of options that exclude each other
-                continue
-            if other.key != self.cell.key:
-                by_key.setdefault(other.key, (Task(other, attempt), change))
+        by_key = cells_of(self.cell, changes)
+        by_key.pop(self.cell.key, None)
         tried, before = 0, len(self.fitting)
-        tasks = [task for task, _ in by_key.values()]
+        tasks = [Task(other, attempt) for other, _ in by_key.values()]
         outcomes = self.asking(tasks, lambda: len(self.fitting) - before >= enough)
         for number, (task, outcome) in enumerate(outcomes, 1):
             change = by_key[task.cell.key][1]

@@ -1,9 +1,9 @@
-"""What `spbench fit` is asked about: cells of a scenario, of a job's files, or of a model with sizes."""
+"""What `spbench fit` is asked about: cells of a scenario, of a job's files, or of a model with sizes; what is
+taken where nothing is said has the flag that says it."""
 
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,15 +13,19 @@ from typing import Any
 from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.engines.plan import model_parameters
 from spbench.bench.measure.scenarios.choices import names, refusal
 from spbench.bench.measure.scenarios.expand import Problem, expand
-from spbench.bench.measure.scenarios.scenario import changed, load_scenario, written
+from spbench.bench.measure.scenarios.scenario import changed, load_scenario
 from spbench.bench.measure.scenarios.select import ATTENTION, Narrowing, narrowed_cells, with_usual_attention
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.suggestions import usual_placement, usual_strategies
-from spbench.bench.tools.fit.taken import SETTINGS_TAKEN
 from spbench.bench.tools.jobs.job_files import read_job
-from spbench.impls.axes import MESH_AXES, unused_axes
+from spbench.bench.units import shown_count
+from spbench.impls.axes import MESH_AXES, ranks_along, unused_axes
+from spbench.impls.models.model import model_preset
+from spbench.impls.options import set_options
+from spbench.impls.strategies.nesting import nesting
 
 #: the option that says the attention kernel, and its value that says none
 #: of a model with sizes: Adam makes its moments in the first step
@@ -29,8 +33,6 @@ _TRAINING = {"moments": "later", "steps": 2}
 _PRECISION = "bf16"
 #: strategies that an error names at the most
 _NAMED = 3
-#: settings of what is trained, whatever the layout
-_OF_THE_JOB = ("precision", "model_options")
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
     program, said = "", {*asked.settings}
     if kind == "scenario":
         cells = _of_scenario(first, asked)
-        said |= SETTINGS_TAKEN  # its defaults are its own
+        said |= {*_TAKEN}  # its defaults are its own
     elif kind == "model":
         _refuse_narrowing(first, asked)
         cells, remarks, settings = _of_model(first, asked)
@@ -214,16 +216,112 @@ def _checked(cell: Cell) -> Cell:
     return cell.model_copy(update={"engine": "virtual", "device": "cpu", "learning": None, "rank": None})
 
 
-def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:
-    """The command line that searches for the fastest layout of what a cell trains, on as many GPUs.
+#: settings that an answer names where nothing says them: in words, and the flag that gives another value
+_TAKEN = {
+    "training.micro_batches": ("micro-batch", "--micro-batch"),
+    "batch": ("batch", "--batch"),
+    "strategy": ("strategy", "--strategy"),
+    "strategy_options.placement": ("placement", "--set strategy_options.placement"),
+    "model_options.attention": ("kernel", "--set model_options.attention"),
+    "precision": ("precision", "--set precision"),
+    "training.backend": ("backend", "--set training.backend"),
+}
+#: experts of their own on a rank, each traced by itself, that take minutes
+_MANY = 4096
+#: axes along which a layer's weights are split and its tokens are not
+_OF_WEIGHTS = ("tp",)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A setting that nobody gave.
+
+    Attributes:
+        what: in words.
+        flag: that gives another value.
+    """
+
+    what: str
+    value: Any
+    flag: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.value} ({self.flag})"
+
+
+def micro_batch_of(cell: Cell) -> int:
+    """Samples of a micro-batch of a replica."""
+    return (cell.batch or 1) // (cell.sizes.dp * cell.training.micro_batches)
+
+
+def tokens_of_rank(cell: Cell) -> int:
+    """Tokens of a micro-batch that a rank holds between the layers: those of its replica over the ranks that
+    divide the sequence."""
+    sizes = cell.sizes.by_axis
+    axes = [axis for each in nesting(cell.strategy).axes_of for axis in each if axis not in _OF_WEIGHTS]
+    return micro_batch_of(cell) * (cell.seq_len or 0) // ranks_along(axes, sizes)
+
+
+def taken(cell: Cell, said: Collection[str]) -> list[Taken]:
+    """What is taken of a cell.
 
     Args:
-        words: that it was asked about with.
-        asked: what else; of its settings those of the model and the precision are the job's own.
+        said: settings that were given, by dotted name.
     """
-    batch, seq_len = cell.shape
-    own = {name: value for name, value in asked.settings.items() if name.split(".")[0] in _OF_THE_JOB}
-    parts = [*(f"--model {shlex.quote(word)}" for word in words), f"--cluster {shlex.quote(cell.cluster)}"]
-    parts += [f"--gpus {cell.sizes.world}", f"--seq-len {seq_len}", f"--batch {batch}"]
-    parts += [f"--given {shlex.quote(f'{name}={value}')}" for name, value in asked.given.items()]
-    return " ".join(["spbench advise", *parts, *([f"--set {shlex.quote(written(own))}"] if own else [])])
+    nested, model = nesting(cell.strategy), model_preset(*cell.model_arguments)
+    options = set_options(nested.options_type(), cell.strategy_options, cell.strategy)
+    values = {
+        "training.micro_batches": micro_batch_of(cell),
+        "batch": cell.batch,
+        "strategy": cell.strategy if cell.sizes.world > 1 else "",
+        "strategy_options.placement": getattr(options, "placement", None) or "",
+        "model_options.attention": model.attention_kernel if hasattr(model, "attention") else "",
+        "precision": cell.precision,
+        "training.backend": cell.training.backend,
+    }
+    unsaid = {name: value for name, value in values.items() if name not in said and value != ""}
+    return [Taken(_TAKEN[name][0], value, _TAKEN[name][1]) for name, value in unsaid.items()]
+
+
+def model_line(cell: Cell, name: str = "") -> str:
+    """The line of an answer on what its model is taken for: its parameters, those that a token meets where
+    experts are routed to, and its layers.
+
+    Args:
+        name: what the user calls it; "": as the cell does.
+    """
+    model: Any = model_preset(*cell.model_arguments)
+    every, idle = model_parameters(cell), 0.0
+    if experts := getattr(model, "experts", 0):
+        routed = model.parameters(model.padded_vocabulary(1))["experts"]
+        idle = routed * (1 - model.experts_per_token / experts)
+    active = f", {shown_count(every - idle)} of them active" if experts else ""
+    layers = f", {model.layers} layers" if hasattr(model, "layers") else ""
+    return f"the model {name or cell.model}: {shown_count(every)} parameters{active}{layers}"
+
+
+def slow_words(cell: Cell) -> str:
+    """What makes a trace take minutes: many experts on a rank that are parameters of their own; else ""."""
+    model: Any = model_preset(*cell.model_arguments)
+    own = 0 if getattr(model, "stacked_experts", True) else model.experts * model.layers
+    many = own // cell.sizes.by_axis.get("ep", 1) // cell.sizes.pp
+    return f"; {many:,} experts of their own on a rank take minutes" if many >= _MANY else ""
+
+
+def experts_line(cell: Cell) -> str:
+    """The line of an answer on routed experts: how many a rank has, and their part of the model; "" where
+    there are none."""
+    model: Any = model_preset(*cell.model_arguments)
+    if not getattr(model, "experts", 0):
+        return ""
+    counts = model.parameters(model.padded_vocabulary(1))
+    here = model.experts // cell.sizes.by_axis.get("ep", 1)
+    share = counts["experts"] / counts["elements"]
+    return f"routed experts: {share:.0%} of parameters; {here} of {model.experts} in each layer are on a rank"
+
+
+def taken_line(cell: Cell, said: Collection[str]) -> str:
+    """The line of an answer on what was taken."""
+    parts = ", ".join(map(str, taken(cell, said)))
+    left = f"taken where nothing was said: {parts}" if parts else "every setting was said"
+    return f"{left}; tokens of a micro-batch on a rank: {tokens_of_rank(cell)}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,12 +22,18 @@ import scipy  # whose parts, a second of imports, are imported as they are first
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.tools.fit.anatomy import Anatomy, examine
 from spbench.bench.tools.fit.asking import Asking, Say, Task, unheard
 from spbench.bench.tools.fit.fit_verdict import Verdict
-from spbench.bench.tools.fit.suggestions import Change
-from spbench.bench.tools.fit.switches import MODULES, RECOMPUTE, share_of_layers, switches, together
+from spbench.bench.tools.fit.suggestions import (
+    MODULES,
+    RECOMPUTE,
+    Change,
+    cells_of,
+    share_of_layers,
+    switches,
+    together,
+)
 
 #: the settings of recomputation of all layers
 _ALL_LAYERS = {RECOMPUTE: "full"}
@@ -60,12 +66,7 @@ class BudgetPlan:
 
     def fits(self, verdict: Verdict) -> bool:
         """Whether it needs no more than the budget, and its hosts have the memory."""
-        return _fits(verdict, self.budget_bytes)
-
-
-def _fits(verdict: Verdict, budget_bytes: int) -> bool:
-    on_host = verdict.devices_fit and not verdict.fits
-    return verdict.memory.total_bytes <= budget_bytes and not on_host
+        return verdict.within(self.budget_bytes)
 
 
 def peaks_by_phase(anatomy: Anatomy) -> dict[tuple[int, str], int]:
@@ -73,18 +74,12 @@ def peaks_by_phase(anatomy: Anatomy) -> dict[tuple[int, str], int]:
     the curve, whose moments are the largest of their runs of events."""
     kinds = [values for name, values in anatomy.curve.items() if name != "event"]
     totals = np.sum(np.array(kinds), axis=0)
-    starts = [start for _, start in anatomy.phases]
-    peaks: dict[tuple[int, str], int] = {}
-    places = np.searchsorted(starts, anatomy.curve["event"], side="right") - 1
-    seen: dict[str, int] = {}
-    numbers = []
-    for name, _ in anatomy.phases:
-        numbers.append((seen.setdefault(name, 0), name))
-        seen[name] += 1
-    for place, total in zip(places, totals, strict=True):
-        key = numbers[max(0, place)]
-        peaks[key] = max(peaks.get(key, 0), int(total))
-    return peaks
+    names, starts = zip(*anatomy.phases, strict=True)
+    places = np.maximum(0, np.searchsorted(starts, anatomy.curve["event"], side="right") - 1)
+    return {
+        (names[:place].count(names[place]), names[place]): int(totals[places == place].max(initial=0))
+        for place in dict.fromkeys(places.tolist())
+    }
 
 
 @dataclass
@@ -99,13 +94,7 @@ class Search:
 
     def trace(self, changes: Iterable[Change]) -> list[Verdict]:
         """The verdicts of changes that can be run; those that were traced before are not traced again."""
-        by_key: dict[str, tuple[Cell, Change]] = {}
-        for change in changes:
-            try:
-                other = changed(self.cell, change.settings) if change.settings else self.cell
-            except UserError:  # of options that exclude each other
-                continue
-            by_key.setdefault(other.key, (other, change))
+        by_key = cells_of(self.cell, changes)
         tasks = [Task(other, examine) for key, (other, _) in by_key.items() if key not in self.verdicts]
         for task, outcome in self.asking(tasks):
             if outcome.status in ("ok", "oom"):
@@ -119,7 +108,7 @@ class Search:
         return [each for each in self.trace(changes) if each.step_s]
 
     def fits(self, verdict: Verdict) -> bool:
-        return _fits(verdict, self.budget_bytes)
+        return verdict.within(self.budget_bytes)
 
     def cheaper(self, sets: Iterable[tuple[float, Sequence[Change]]]) -> None:
         """Trace sets of switches, with the seconds of their steps if costs add up, the cheapest first, until
@@ -262,8 +251,7 @@ class _Program:
 
     def _promising(self, sets: Iterable[Sequence[int]]) -> Iterator[tuple[float, Sequence[Change]]]:
         """The sets that fit if switches take off somewhat more together than apart."""
-        priced = sorted((self.seconds + self._least_cost(taken), taken) for taken in sets)
-        for seconds, taken in priced:
+        for seconds, taken in sorted((self.seconds + self._least_cost(taken), taken) for taken in sets):
             saved, _ = self._beside_each_other(taken)
             if np.all(saved.sum(axis=1) * _MORE_TOGETHER >= self.excess):
                 yield seconds, [self.changes[at] for at in taken]
@@ -286,8 +274,3 @@ class _Program:
             saved -= np.outer(saved[:, some] / share, of_all)
             costs -= costs[some] / share * np.array(of_all)
         return saved, costs
-
-
-def settings_of_plan(plan: BudgetPlan) -> Mapping[str, object]:
-    """The settings of what was chosen; empty: the cell is as it was, or nothing fits."""
-    return plan.chosen.change.settings if plan.chosen and plan.chosen.change else {}

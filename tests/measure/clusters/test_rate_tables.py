@@ -15,11 +15,9 @@ from spbench.bench.measure.clusters import rate_tables
 from spbench.bench.measure.clusters.cluster import cluster_names, load_cluster
 from spbench.bench.measure.clusters.rate_tables import (
     RateTable,
-    attention_by_length,
-    attention_table,
     collective_tables,
-    matmul_table,
-    square_matmuls,
+    rate_table,
+    rates_along,
     table_names,
 )
 
@@ -27,7 +25,7 @@ ERRORS = Path(__file__).parents[3] / "results" / "reproduction" / "interpolation
 
 
 def test_a_measured_call_takes_what_it_took() -> None:
-    table = matmul_table("h200_sxm-matmul")
+    table = rate_table("h200_sxm-matmul")
     assert table.work / table.rates(table.sizes) == pytest.approx(table.seconds)
 
 
@@ -48,7 +46,7 @@ def test_no_measured_rate_is_above_the_datasheet_s_peak() -> None:
         cluster = load_cluster(name)
         for precision, rate in (cluster.device.matmul or {}).items():
             if rate.table.value is not None:
-                table, peak = matmul_table(rate.table.value), cluster.device.peak_flops_per_s[precision].value
+                table, peak = rate_table(rate.table.value), cluster.device.peak_flops_per_s[precision].value
                 assert (table.work / table.seconds).max() < (peak or 0.0), name
 
 
@@ -60,16 +58,16 @@ def test_bytes_of_collectives_are_of_the_payload_as_bandwidths_show() -> None:
 
 
 def test_square_matmuls_and_one_line_of_attention_are_found_for_figures() -> None:
-    squares = square_matmuls("h200_sxm-matmul")
+    squares = rates_along("h200_sxm-matmul", 32, 8)
     assert list(squares) == [2048, 4096, 8192, 16384]
     assert 0.6 < squares[8192] / 989.4e12 < 0.9
-    line = attention_by_length("h200_sxm-flash_attention_3", 32, 8)
+    line = rates_along("h200_sxm-flash_attention_3", 32, 8)
     assert list(line)[0::7] == [2048, 16384]
     assert line[16384] > line[2048]
 
 
 def test_attention_of_more_groups_reads_more_and_is_not_faster() -> None:
-    table = attention_table("h200_sxm-flash_attention_3")
+    table = rate_table("h200_sxm-flash_attention_3")
     assert table.rates(np.array([[2048, 32, 32.0]])) < table.rates(np.array([[2048, 32, 1.0]]))
 
 

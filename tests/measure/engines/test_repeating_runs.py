@@ -22,7 +22,7 @@ from spbench.bench.measure.engines.repeating_runs import DeepList, runs_of
 from spbench.bench.measure.engines.step_line import StepNumbers, calls_on_line, counts_on_line, on_line
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.turn_parts import put_together
-from spbench.bench.measure.simulator.step_parts import Flops
+from spbench.bench.measure.simulator.program import Flops
 from spbench.bench.measure.trace.meter import CommunicationMeter, Operation
 from spbench.impls.training.turns import Turns
 from tests.measure.engines.cells import approximately, differences, staged

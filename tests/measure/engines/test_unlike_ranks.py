@@ -17,9 +17,9 @@ from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.unlike_ranks import imbalance, marked_axis, work_error
 from spbench.bench.measure.engines.virtual import ClassTraces, VirtualEngine, trace_classes
 from spbench.bench.measure.simulator.lighter_ranks import UnlikeWork
+from spbench.bench.measure.simulator.program import Flops
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.simulate import Simulator
-from spbench.bench.measure.simulator.step_parts import Flops
 from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.impls.registries import strategies

@@ -29,11 +29,11 @@ from spbench.bench.measure.simulator.program import (
     RECV,
     SEND,
     WAIT,
+    Flops,
     Group,
     Program,
 )
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
-from spbench.bench.measure.simulator.step_parts import Flops
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.simulator.trace_export import export_trace
 from spbench.bench.measure.trace.recorder import Recorder

@@ -6,9 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.tools.advise.question import Question, question
+from spbench.bench.tools.advise.references import Depths, Reference
 from spbench.bench.tools.fit.asked import Asked
 
 MODEL = "causal-transformer-tiny"
+#: settings that save memory, and what one sample takes with them, both made up
+SAVINGS: dict[str, dict[str, Any]] = {"": {}, '{"recompute": "full"}': {"recompute": "full"}}
+REFERENCES = {
+    "": Reference(Depths(0.09, 0.12), Depths(3.5 * 2**30, 5.0 * 2**30)),
+    '{"recompute": "full"}': Reference(Depths(0.1, 0.14), Depths(2.1 * 2**30, 2.2 * 2**30)),
+}
 
 
 def asked(gpus: int, cluster: str = "dgx-a100", seq_len: int = 256, batch: int = 16, **more: Any) -> Question:

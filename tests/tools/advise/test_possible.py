@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from spbench.bench.tools.advise.question import Question, question
 from spbench.bench.tools.advise.ranking import SearchResult
 from spbench.bench.tools.fit.asked import Asked
 from tests.tools.advise.questions import MODEL
+from tests.tools.advise.test_advice import seen
 
 #: options of `spbench advise` that have no answer
 REFUSED: list[dict[str, Any]] = [
@@ -124,6 +126,16 @@ def test_what_was_not_traced_is_too_large_or_slow_by_the_estimate(
     ]
     found = absence(asked(gpus=8), SearchResult(), {"tp": tp}, candidates, too_large)
     assert found.sentence == (words and f"not traced, of those with tp{tp}: {words}")
+
+
+def test_numbers_by_few_layers_say_so() -> None:
+    whole, few = (seen("tensor_parallel", {"tp": 2, "dp": 4}, step_s) for step_s in (1.0, 1.5))
+    few.depth = "few_layers"
+    found = absence(asked(gpus=8), SearchResult(best=[whole], traced=[whole, few]), {"tp": 2})
+    assert [line["why"] for line in found.lines] == ["takes +0.0%", "takes +50%, by a trace of few layers"]
+    few.outcome = replace(few.outcome, status="oom")
+    found = absence(asked(gpus=8), SearchResult(traced=[few]), {"tp": 2})
+    assert found.lines[0]["why"] == f"needs {few.peak / 2**30:.1f} GiB, by a trace of few layers"
 
 
 def test_what_is_missing_is_asked_for_at_once() -> None:

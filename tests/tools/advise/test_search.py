@@ -22,14 +22,14 @@ from spbench.bench.tools.advise.estimates import Estimates
 from spbench.bench.tools.advise.layout_search import BEST, Search
 from spbench.bench.tools.advise.layouts import Refused
 from spbench.bench.tools.advise.learned import Bounds, Learned, Waiting
+from spbench.bench.tools.advise.looked_at import SAME_STEP
 from spbench.bench.tools.advise.question import Question
 from spbench.bench.tools.advise.ranking import TOSS, SearchResult, Seen, complexity, ranked, tie_limit
-from spbench.bench.tools.advise.references import BackendFigures, Depths, Reference, as_text
-from spbench.bench.tools.advise.same_steps import SAME_STEP
+from spbench.bench.tools.advise.references import BackendFigures, as_text
 from spbench.bench.tools.fit.asking import Task
 from spbench.impls.strategies.nesting import PLUS
 from tests.slow import slow
-from tests.tools.advise.questions import asked
+from tests.tools.advise.questions import REFERENCES, SAVINGS, asked
 
 GIB = 2**30
 SEEDS = range(2)
@@ -45,11 +45,6 @@ BECAME = (
 )
 #: strategies beside which a search of the others has some hundreds of layouts
 LEFT_OUT = ("dsp", "lasp", "lasp2", "ring_self_attention", "megatron_sp")
-SAVINGS: dict[str, dict[str, Any]] = {"": {}, '{"recompute": "full"}': {"recompute": "full"}}
-REFERENCES = {
-    "": Reference(Depths(0.09, 0.12), Depths(3.5 * GIB, 5.0 * GIB)),
-    '{"recompute": "full"}': Reference(Depths(0.1, 0.14), Depths(2.1 * GIB, 2.2 * GIB)),
-}
 BACKENDS = {
     '{"backend": "ddp"}': BackendFigures(20.0, 0.0, {"all_reduce": 2.0}, {}),
     '{"backend": "zero3"}': BackendFigures(0.0, 16.0, {}, {"all_gather": 4.0, "reduce_scatter": 2.0}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +24,9 @@ from spbench.bench.tools.fit.anatomy import (
     examine,
     fullest,
     least_usable,
-    plain,
 )
 from spbench.bench.tools.fit.fit_verdict import Verdict, ranks_text
-from spbench.bench.tools.fit.snapshot import snapshot
+from spbench.bench.tools.fit.fitting import snapshot
 from spbench.bench.units import card_gib
 from tests.measure.engines.cells import write_cluster
 from tests.measure.engines.test_repeating_runs import SMALL as MANY
@@ -119,7 +119,7 @@ def test_segments_of_a_snapshot_are_of_their_stream_and_pool(
     [(("oom", "ok", "ok"), "the steps fit, set-up does not: "), (("oom", "oom", "oom"), "")],
 )
 def test_a_setup_that_alone_does_not_fit_is_said(statuses: tuple[str, ...], words: str) -> None:
-    taken_apart = {**plain(anatomy(LOG)), "least_usable_bytes": 2**30}
+    taken_apart = {**asdict(anatomy(LOG)), "least_usable_bytes": 2**30}
     measured = {
         "by_class": [{"step": step, "status": status} for step, status in enumerate(statuses)],
         "usable_memory_bytes": 2**29,

@@ -23,7 +23,7 @@ from spbench.bench.measure.scenarios.scenario import changed, given
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.fit import fitting as module
 from spbench.bench.tools.fit.asked import Asked
-from spbench.bench.tools.fit.change_words import flags_of
+from spbench.bench.tools.fit.budget_report import flags_of
 from spbench.bench.tools.fit.fit_command import command
 from spbench.bench.tools.fit.fit_report import _closest
 from spbench.bench.tools.fit.fit_verdict import Verdict

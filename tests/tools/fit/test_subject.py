@@ -6,9 +6,15 @@ import pytest
 
 from spbench.bench.cell import Sizes
 from spbench.bench.tools.fit.asked import Asked
-from spbench.bench.tools.fit.program_words import in_program_words, part_of_experts
-from spbench.bench.tools.fit.subject import subject
-from spbench.bench.tools.fit.taken import experts_line, model_line, slow_words, taken_line, tokens_of_rank
+from spbench.bench.tools.fit.fit_verdict import in_program_words, part_of_experts
+from spbench.bench.tools.fit.subject import (
+    experts_line,
+    model_line,
+    slow_words,
+    subject,
+    taken_line,
+    tokens_of_rank,
+)
 from tests.tools.jobs.job_inputs import INPUTS
 
 OPTION = "strategy_options.placement"

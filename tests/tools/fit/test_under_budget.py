@@ -21,8 +21,7 @@ from spbench.bench.tools.fit.asked import Asked
 from spbench.bench.tools.fit.asking import Asking, Task
 from spbench.bench.tools.fit.fit_verdict import Verdict
 from spbench.bench.tools.fit.subject import subject
-from spbench.bench.tools.fit.suggestions import Change
-from spbench.bench.tools.fit.switches import MODULES, switches, together
+from spbench.bench.tools.fit.suggestions import MODULES, Change, switches, together
 from spbench.bench.tools.fit.under_budget import plan_budget
 from spbench.bench.units import GIB
 from spbench.impls.models.model import model_preset

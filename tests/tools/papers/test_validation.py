@@ -70,9 +70,6 @@ def test_errors_are_counted_by_source_and_quantity() -> None:
         ("step time", "", "", "", "", "Phantora, as it states: mean 3% to 7%"),
         ("step time", "", "", "", "", "vTrain, as it states: mean 14.7%"),
     ]
-
-
-def test_without_numbers_of_ours_a_line_says_so() -> None:
     line, *_ = validation_lines([record(f"{B200}:2:real_ms", "step_time_ms", None)])
     assert list(line.values())[1:6] == ["step time", 0, "", "", "1 predicted"]
 
