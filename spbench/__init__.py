@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         TimedMatmul,
         TimedPass,
     )
-    from spbench.bench.tools.changes.exported import Exported, ExportRequest
+    from spbench.bench.tools.changes.export_command import Exported, ExportRequest
     from spbench.bench.tools.jobs.flags import Flag, Flags, program_flags
     from spbench.bench.tools.jobs.job import Argument, Job, Setting
     from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
@@ -95,7 +95,7 @@ _HOMES = {
     "spbench.bench.measure.engines.engine": ("Engine", "Quantity"),
     "spbench.bench.measure.engines.plan": ("plan",),
     "spbench.bench.errors": ("UserError",),
-    "spbench.bench.tools.changes.exported": ("ExportRequest", "Exported"),
+    "spbench.bench.tools.changes.export_command": ("ExportRequest", "Exported"),
     "spbench.bench.measure.trace.meter": ("Call", "Communication", "Meter"),
     "spbench.bench.tools.jobs.flags": ("Flag", "Flags", "program_flags"),
     "spbench.bench.tools.jobs.job": ("Argument", "Job", "Setting"),

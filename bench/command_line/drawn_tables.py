@@ -1,5 +1,6 @@
-"""Tables for people, drawn by rich. On a terminal the columns are fitted to its width: no word is broken and
-no row wraps. Elsewhere they are Markdown with everything in it, which reads as plain text.
+"""Tables for people, and the bar of progress on a terminal, drawn by rich. On a terminal the
+columns are fitted to its width: no word is broken and no row wraps. Elsewhere they are Markdown with
+everything in it, which reads as plain text.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any, TextIO
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
 from rich.table import Table as Drawing
 from rich.text import Text
 
@@ -33,13 +36,10 @@ def filled(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def is_number(lines: Sequence[Mapping[str, Any]], name: str) -> bool:
     """Whether a column is aligned as one of numbers: each value is one, or a blank."""
-    return all(_is_number(line[name]) for line in lines)
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, str):
-        return value.strip("+-%x,.0123456789") == ""
-    return isinstance(value, (int, float, type(None)))
+    values = [line[name] for line in lines]
+    texts = [value for value in values if isinstance(value, str)]
+    others = (int, float, str, type(None))
+    return "".join(texts).strip("+-%x,.0123456789") == "" and all(isinstance(v, others) for v in values)
 
 
 @dataclass(frozen=True)
@@ -233,3 +233,34 @@ def markdown(table: Table) -> str:
         console.print(escape(table.title), soft_wrap=True)
         console.print(drawing)
     return "\n".join(line for line in text.get().splitlines() if line.strip())
+
+
+class Share(ProgressColumn):
+    """The share that is done and the time that is left if the rest goes alike; the time that was taken
+    until something is known."""
+
+    def render(self, task: Task) -> Text:
+        taken = task.elapsed or 0.0
+        if not task.total or not task.completed:
+            return Text(_spelled(taken))
+        return Text(f"{task.completed:.0%}, {_spelled(taken * (1 / task.completed - 1))} left")
+
+
+def new_bar() -> Progress:
+    """A bar on standard error: the share, the time left, and what is being done."""
+    one_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    return Progress(
+        BarColumn(bar_width=16),
+        Share(),
+        TextColumn("{task.description}", markup=False, table_column=one_line),
+        console=Console(stderr=True, highlight=False),
+        transient=True,
+        expand=True,
+        redirect_stdout=False,
+    )
+
+
+def _spelled(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

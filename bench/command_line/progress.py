@@ -61,7 +61,7 @@ class Progress:
         self._tenth, self._share = 0, 0.0
         self._bar: Bar | None = None
         if total != 0 and sys.stderr.isatty() and not is_quiet():
-            from spbench.bench.command_line.progress_bar import new_bar
+            from spbench.bench.command_line.drawn_tables import new_bar
 
             self._bar = new_bar()
         self._task = None if self._bar is None else self._bar.add_task("starting", total=None)

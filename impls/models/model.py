@@ -45,7 +45,7 @@ class Model(ABC):
     has_weights: ClassVar[bool] = True
     #: options with which the model is made of torch's own operators only, as verification's oracle is: every
     #: option that changes how, not what, the model computes. One that is missing here makes verification
-    #: blind to it, as the oracle would run the same code; tests/impls/models/test_plain_options.py asks for
+    #: blind to it, as the oracle would run the same code; tests/impls/models/test_models.py asks for
     #: each
     plain_options: ClassVar[Mapping[str, Any]] = {}
     #: those of the plain options that round more than the dtype does, as casts to eight bits: results are

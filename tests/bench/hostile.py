@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from spbench.bench.tools.changes.records import content_of
+from spbench.bench.tools.changes.record_command import content_of
 from tests.bench.damage import DUMPS, ROWS, TEXTS, mutated, with_wrong_values
 from tests.tools.changes.records import cell, commit, record
 from tests.tools.changes.rows import CLAIM, folder

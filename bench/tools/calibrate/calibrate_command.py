@@ -20,7 +20,7 @@ from spbench.bench.command_line.output import Output, Table
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import resolved, write_whole
 from spbench.bench.measure.clusters.cluster import cluster_names, cluster_of_content, load_cluster
-from spbench.bench.tools.calibrate.cluster_of_logs import LogCluster, cluster_of_logs, heading
+from spbench.bench.tools.calibrate.cluster_of_logs import cluster_of_logs, heading
 from spbench.bench.tools.calibrate.log_findings import findings_of
 from spbench.bench.yaml_text import comment, dump
 
@@ -41,7 +41,8 @@ def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -
     findings = {str(path): findings_of(path) for path in dict.fromkeys(logs)}
     cluster = cluster_of_logs(findings, base)
     words = ["spbench calibrate --from", *findings, *(["--extends", extends] if extends else [])]
-    text = _text(cluster, " ".join(words))
+    said = "".join(f"{comment(line)}\n" for line in [" ".join(words), *heading(cluster)])
+    text = said + dump(cluster.content, width=110)
     cluster_of_content(output, text.encode())  # raises UserError where the file could not be read again
     write_whole(output, text)
     instead = (
@@ -65,11 +66,6 @@ def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -
         ],
         files=[output],
     )
-
-
-def _text(cluster: LogCluster, command: str) -> str:
-    said = "".join(f"{comment(line)}\n" for line in [command, *heading(cluster)])
-    return said + dump(cluster.content, width=110)
 
 
 #: the parameters that go with one way of making a cluster's figures alone

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -79,9 +79,7 @@ class Known:
         return math.log(self.simulator(calibration).step_time_s / self.published_s)
 
 
-def known_cells(
-    scenario: Scenario, table: PublishedTable, quantity: str, on_trace: Callable[[Cell], None]
-) -> list[Known]:
+def known_cells(scenario: Scenario, table: PublishedTable, quantity: str) -> list[Known]:
     """The cells of a published table that have a step time, or a throughput in tokens or in samples per
     second, traced on virtual ranks."""
     cells = declared_cells(scenario, Narrowing())
@@ -91,7 +89,7 @@ def known_cells(
         if published is None or not matched:
             continue
         cell = matched[0]
-        on_trace(cell)
+        message(f"tracing {cell.key}")
         simulator = trace_classes(cell, events=True).simulator()
         seconds = _published_seconds(cell, table.quantities[quantity], published)
         known.append(Known(row, cell, seconds, simulator))
@@ -213,7 +211,7 @@ def fitted_to_published(scenario: str, table: str, quantity: str, fits: Sequence
     if quantity not in tables[table].quantities:
         raise UserError(f"{loaded.path}: table {table} has no quantity {quantity!r}")
     torch.set_num_threads(1)
-    known = known_cells(loaded, tables[table], quantity, lambda cell: message(f"tracing {cell.key}"))
+    known = known_cells(loaded, tables[table], quantity)
     calibration = fitted(parsed, known)
     lines = residuals(parsed, known, tables[table], quantity)
     records = [dataclasses.asdict(line) for line in lines]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 
 from spbench.bench.measure.clusters.cluster import Precision
 from spbench.bench.tools.calibrate.log_findings import Findings, LogFile, TimedMatmul
 
 _PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_NUMBER, _SHAPE = r"(\d{1,9}(?:\.\d+)?)", r"(\d{1,9})x(\d{1,9})x(\d{1,9})"
+_NUMBER = r"(?P<tflops>\d{1,9}(?:\.\d+)?)"
+_SHAPE = r"(?P<m>\d{1,9})x(?P<n>\d{1,9})x(?P<k>\d{1,9})"
 _KNOWN = re.compile(
     rf"mamf-finder|shapes => the best outcomes were|TFLOPS @ {_SHAPE}|The best outcome was .* shapes\)"
 )
@@ -45,7 +47,7 @@ def read(log: LogFile) -> Findings | None:
         raise log.damaged(f"matmuls of {dtype} have no place in a cluster's file ({', '.join(_PRECISIONS)})")
     if match := _NEGATIVE.search(text):
         raise log.damaged(f"a speed of {match[1]} TFLOPS cannot be")
-    speeds = list(_shapes(text)) or [_speed(*match) for match in _BEST.findall(text)]
+    speeds = [*_speeds(text, _ONE_SPEED, _THREE_SPEEDS, _COLUMNS)] or [*_speeds(text, _BEST)]
     matmuls = [
         TimedMatmul.of_shape(_PRECISIONS[dtype], m, n, k, 2 * m * n * k / (tflops * 1e12))
         for m, n, k, tflops in speeds
@@ -59,13 +61,6 @@ def read(log: LogFile) -> Findings | None:
     return Findings(f"mamf-finder{of}", card[1] if card else "", matmuls=matmuls)
 
 
-def _shapes(text: str) -> Iterator[tuple[int, int, int, float]]:
-    for pattern in (_ONE_SPEED, _THREE_SPEEDS):
-        for match in pattern.findall(text):
-            yield _speed(*match)
-    for m, n, k, tflops in _COLUMNS.findall(text):
-        yield int(m), int(n), int(k), float(tflops)
-
-
-def _speed(tflops: str, m: str, n: str, k: str) -> tuple[int, int, int, float]:
-    return int(m), int(n), int(k), float(tflops)
+def _speeds(text: str, *patterns: re.Pattern[str]) -> Iterator[tuple[int, int, int, float]]:
+    for match in chain.from_iterable(pattern.finditer(text) for pattern in patterns):
+        yield int(match["m"]), int(match["n"]), int(match["k"]), float(match["tflops"])

@@ -64,12 +64,9 @@ def command(
             message(f"spbench: no baseline of {loaded.name} was written")
             yield Output(code=1)
         else:
-            yield _written(write_baseline(ran.rows, ran.comparisons, (output or FOLDER) / loaded.name))
-
-
-def _written(files: list[Path]) -> Output:
-    names = [str(path) for path in files]
-    return Output(content={"files": names}, records=[{"file": name} for name in names], files=files)
+            files = write_baseline(ran.rows, ran.comparisons, (output or FOLDER) / loaded.name)
+            names = [str(path) for path in files]
+            yield Output(content={"files": names}, records=[{"file": name} for name in names], files=files)
 
 
 def canonical(row: Row) -> dict[str, Any]:

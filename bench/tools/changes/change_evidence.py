@@ -288,12 +288,10 @@ def _step(measured: Mapping[str, Any]) -> dict[str, float]:
     return {words: seconds[name] or 0.0 for name, words in STEP_PARTS.items() if name in seconds}
 
 
-def _held(measured: Mapping[str, Any]) -> dict[str, float]:
-    return {name.replace("_", " "): value for name, value in (measured.get("peak_held") or {}).items()}
-
-
 def _peak(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
-    parts = _moved(_held(was), _held(now), shown_bytes)
+    held = [measured.get("peak_held") or {} for measured in (was, now)]
+    before, after = ({name.replace("_", " "): value for name, value in of.items()} for of in held)
+    parts = _moved(before, after, shown_bytes)
     phases = [measured.get("peak_phase") for measured in (was, now)]
     if all(phases) and phases[0] != phases[1]:
         to = f"the peak is in {phases[1]}, was in {phases[0]}"

@@ -1,9 +1,14 @@
-"""`spbench export`: results as the files that dashboards and CI systems read."""
+"""`spbench export`: results as the files that dashboards and CI systems read; for the modules that write
+these, what an export is asked for, results as suites with their origins and bases, and what it makes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
@@ -12,9 +17,218 @@ from spbench.bench.command_line.output import Output, Verbatim
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import write_together
+from spbench.bench.measure.sweep.results import RESULTS_FILE
+from spbench.bench.row import Row
 from spbench.bench.tools.changes import EXPORTS
-from spbench.bench.tools.changes.exported import ExportRequest, not_run, read_suites
-from spbench.bench.tools.changes.history import read_targets
+from spbench.bench.tools.changes.history import Target, read_targets
+from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
+from spbench.bench.tools.changes.metrics import Reading, has_exact_engine, readings
+from spbench.bench.tools.changes.result_files import Origin, Results, origin_of, read_results, suite_of
+
+#: of cells whose numbers say something: as in the gate
+WITH_VALUES = ("ok", "oom")
+
+
+def shown_origin(results: Results, commit: str = "") -> str:
+    """The commits, machines and versions of torch of results, such as "0123456789ab, torch 2.13.0, any
+    machine".
+
+    Numbers of engines that are exact are the same on any machine.
+
+    Args:
+        commit: of all rows, in place of what they say.
+    """
+    rows = results.cells.values()
+    origins = [origin_of(row, results.path, commit) for row in rows]
+    commits = dict.fromkeys(origin.shown_commit for origin in origins)
+    torch = dict.fromkeys(f"torch {o.versions['torch']}" for o in origins if "torch" in o.versions)
+    machines = dict.fromkeys(
+        "any machine" if has_exact_engine(row) else origin.host or "unknown machine"
+        for row, origin in zip(rows, origins, strict=True)
+    )
+    return ", ".join(" and ".join(words) for words in (commits, torch, machines) if words)
+
+
+class ExportedValue(NamedTuple):
+    """A number to be exported, and where it stands."""
+
+    suite: Suite
+    row: Row
+    reading: Reading
+
+    @property
+    def number(self) -> float:
+        """The value, as :func:`integral` writes it."""
+        return integral(self.reading.value)
+
+    @property
+    def origin(self) -> Origin:
+        return self.suite.origin(self.row)
+
+
+def integral(value: float) -> float:
+    """The value, as an int where it is a whole number: JSON then has all digits and no exponent."""
+    return int(value) if float(value).is_integer() else value
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Results under a name.
+
+    Attributes:
+        name: the name of their folder, or of their file without its ending: the same from run to run.
+        base: what they are compared with; None for nothing.
+        previous_base: the base before the change that made the results; None if it is not known.
+        commit: of all rows, in place of what they say; "" for what they say.
+    """
+
+    name: str
+    results: Results
+    base: Results | None = None
+    previous_base: Results | None = None
+    commit: str = ""
+
+    @cached_property
+    def judgement(self) -> Judgement | None:
+        """What the gate says; None without a base."""
+        return judge(self.base, self.results) if self.base else None
+
+    @cached_property
+    def meant(self) -> Judgement | None:
+        """How the base differs from what it was before; None if that is not known."""
+        return judge(self.previous_base, self.base) if self.previous_base and self.base else None
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        return list(self.results.cells.values())
+
+    def origin(self, row: Row) -> Origin:
+        """Where a row of the results comes from."""
+        return origin_of(row, self.results.path, self.commit)
+
+    def values(self, *metrics: str) -> Iterator[ExportedValue]:
+        """The numbers of these metrics, or of all, of the cells that have some, in the order of the rows and
+        of :data:`METRICS`."""
+        for row in self.rows:
+            if row["status"] in WITH_VALUES:
+                for name, reading in readings(row).items():
+                    if reading.is_finite and (not metrics or name in metrics):
+                        yield ExportedValue(self, row, reading)
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What is to be exported.
+
+    Attributes:
+        suites: at least one; their names differ.
+        output: the file or folder that will be written; None for standard output.
+        targets: values that metrics have to meet.
+        not_run: names of what there are bases of, but no results.
+        heeded: "targets", once an export has asked for one.
+    """
+
+    suites: Sequence[Suite]
+    output: Path | None = None
+    targets: Sequence[Target] = ()
+    not_run: Sequence[str] = ()
+    heeded: set[str] = field(default_factory=set)
+
+    def values(self, *metrics: str) -> list[ExportedValue]:
+        """The numbers of these metrics, or of all, by suite and row.
+
+        Raises:
+            UserError: there is none; with what there is instead.
+        """
+        values = [value for suite in self.suites for value in suite.values(*metrics)]
+        if not values:
+            raise UserError(f"nothing to export: {'; '.join(self.left_out(*metrics))}")
+        return values
+
+    def target(self, value: ExportedValue) -> float | None:
+        """What the number has to meet: the first target that names it; None if none does."""
+        self.heeded.add("targets")
+        machine = "" if value.reading.exact else value.origin.host
+        place = (value.suite.name, value.row["key"], value.reading.metric.name, machine)
+        return next((target.value for target in self.targets if target.names(*place)), None)
+
+    def left_out(self, *metrics: str) -> list[str]:
+        """A line for each suite with cells that have none of these metrics, or no metric at all."""
+        what = " or ".join(metrics) or "value"
+        lines = []
+        for suite in self.suites:
+            with_value = {value.row["key"] for value in suite.values(*metrics)}
+            left = Counter(row["status"] for row in suite.rows if row["key"] not in with_value)
+            if left:
+                counts = ", ".join(f"{count} {status}" for status, count in left.items())
+                lines.append(f"{suite.name}: left out {left.total()} cells without a {what}: {counts}")
+        return lines
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An export as text.
+
+    Attributes:
+        content: of the one file; or, by path within the folder of the output, of several, in the order in
+            which they take their names.
+        notes: what was left out and why, one a line.
+    """
+
+    content: str | Mapping[str, str]
+    notes: Sequence[str] = ()
+
+
+# -- suites from files -----------------------------------------------------------------------------------
+
+
+def read_suites(
+    paths: Sequence[Path], base: Path | None, previous_base: Path | None, commit: str = ""
+) -> list[Suite]:
+    """The results at these paths (see :func:`read_results`).
+
+    Args:
+        base: the base of the results; or a folder with a base for each, under the names of the results.
+        previous_base: likewise; results that it has no base for are new to it.
+
+    Raises:
+        UserError: something cannot be read, results have no base, two results have one name, or the gate
+            does not judge them (:func:`check_gate`).
+    """
+    places: dict[str, Path] = {}
+    for path in paths:
+        if other := places.get(suite_of(path)):
+            raise UserError(f"{other} and {path} are both called {suite_of(path)!r}; rename one of them")
+        places[suite_of(path)] = path
+    suites = []
+    for name, path in places.items():
+        before = base and read_results(_base_of(name, base, alone=len(places) == 1))
+        previous = None
+        if previous_base and (len(places) == 1 or _is_results(previous_base / name)):
+            place = _base_of(name, previous_base, alone=True)
+            previous = read_results(place) if _is_results(place) or not place.is_dir() else None
+        results = read_results(path, judged=base is not None)
+        if before:
+            check_gate(before, results)
+        suites.append(Suite(name, results, before or None, previous, commit))
+    return suites
+
+
+def not_run(paths: Sequence[Path], base: Path | None) -> list[str]:
+    """The names of those in a folder of bases of which there are no results."""
+    if base is None or _is_results(base):
+        return []
+    names = {path.parent.name for path in base.glob(f"*/{RESULTS_FILE}")}
+    return sorted(names - {suite_of(path) for path in paths})
+
+
+def _base_of(name: str, base: Path, *, alone: bool) -> Path:
+    """The place of the base of the results called ``name``."""
+    return base / name if _is_results(base / name) or not alone else base
+
+
+def _is_results(path: Path) -> bool:
+    return (path / RESULTS_FILE).is_file()
 
 
 def _known(ctx: click.Context, param: click.Parameter, name: str) -> str:
@@ -72,7 +286,8 @@ def command(
     if targets is not None and "targets" not in request.heeded:
         raise UserError(f"--targets: {system} has no values to be met; leave it out")
     if output is not None:
-        files = _written(exported.content, output)
+        named = {"": exported.content} if isinstance(exported.content, str) else exported.content
+        files = write_together({output / name: text for name, text in named.items()})
         names = [str(path) for path in files]
         content = {"files": names, "notes": list(exported.notes)}
         return Output((), content, [{"file": name} for name in names], notes=exported.notes, files=files)
@@ -85,9 +300,3 @@ def command(
     text = exported.content
     content = {"text": text, "notes": list(exported.notes)}
     return Output([Verbatim(text.removesuffix("\n"))], content, [{"text": text}])
-
-
-def _written(content: str | Mapping[str, str], output: Path) -> list[Path]:
-    if isinstance(content, str):
-        return write_together({output: content})
-    return write_together({output / name: text for name, text in content.items()})

@@ -22,8 +22,9 @@ from pydantic import Field, create_model, field_validator
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measurement import Number
-from spbench.bench.tools.changes.records import SUFFIX, RunRecord, read_record
-from spbench.bench.tools.changes.series import Series, Step, series_of, standing_regressions, steps
+from spbench.bench.tools.changes.change_points import MINIMUM_EFFECT
+from spbench.bench.tools.changes.record_command import SUFFIX, RunRecord, read_record
+from spbench.bench.tools.changes.series import Series, Step, series_of, steps
 from spbench.bench.yaml_files import StrictModel, read_yaml, validate
 
 TARGETS_FILE, MEANT_FILE = "targets.yaml", "meant.yaml"
@@ -129,8 +130,13 @@ class Assessment:
 
     @property
     def regressions(self) -> list[Step]:
-        """The regressions that nobody has accepted and from which the metric has not recovered."""
-        return [step for step in standing_regressions(self.steps, self.series) if not step.meant]
+        """The regressions that nobody has accepted and that were not undone: the last level is still worse
+        than the one before them, by more than the metric's tolerance, or of a measured one by
+        :data:`MINIMUM_EFFECT`."""
+        metric = self.series.metric
+        least = metric.tolerance if self.series.exact else MINIMUM_EFFECT
+        worse = [step for step in self.steps if step.verdict == "regression" and not step.meant]
+        return [step for step in worse if metric.excess(step.before, self.steps[-1].after) > least]
 
     @property
     def missed(self) -> list[Target]:

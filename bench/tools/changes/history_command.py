@@ -329,13 +329,10 @@ def _content(assessment: Assessment) -> dict[str, Any]:
 
 def _step_content(step: Step) -> dict[str, Any]:
     return {
-        "verdict": step.verdict,
-        "drift": step.drift,
+        **{name: getattr(step, name) for name in ("verdict", "drift")},
         "commits": step.commit_range,
-        "last_before": asdict(step.last_before.commit),
-        "first_after": asdict(step.first_after.commit),
-        "before": step.before,
-        "after": step.after,
+        **{name: asdict(getattr(step, name).commit) for name in ("last_before", "first_after")},
+        **{name: getattr(step, name) for name in ("before", "after")},
         "change": step.change if math.isfinite(step.change) else None,
         "also_changed": step.also_changed,
         "meant": step.meant,

@@ -142,12 +142,8 @@ def _lacking(base: Results, new: Results) -> Iterator[str]:
             had = readings(before)
             lacking.update(n for n, r in readings(now).items() if r.metric.judged and n not in had)
     if lacking:
-        named = ", ".join(f"{name} ({_cells(count)})" for name, count in lacking.items())
+        named = ", ".join(f"{name} ({count} cell{'s' * (count > 1)})" for name, count in lacking.items())
         yield f"{base.path} lacks metrics that the new results have, so that they are not judged: {named}"
-
-
-def _cells(count: int) -> str:
-    return "1 cell" if count == 1 else f"{count} cells"
 
 
 def _verdict(change: float) -> Verdict:
@@ -196,7 +192,10 @@ def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator
         yield Difference(_verdict(change), key, "status", base["status"], new["status"])
         if new["status"] not in ("ok", "oom"):
             return
-    before, now = _exact(base), _exact(new)
+    before, now = (
+        {name: read.value for name, read in readings(row).items() if read.exact and read.metric.judged}
+        for row in (base, new)
+    )
     # numbers of another answer are those of another batch or length
     same_answer = before.get("answer") == now.get("answer")
     for metric in METRICS if same_answer else [m for m in METRICS if m.name in OF_ANY_ANSWER]:
@@ -209,15 +208,6 @@ def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator
         elif abs(is_now - was) > metric.tolerance * abs(was):  # never of NaN, which has a line of its own
             excess = metric.excess(was, is_now)
             yield Difference(_verdict(excess), key, metric.name, was, is_now, excess)
-
-
-def _exact(row: Row) -> dict[str, float]:
-    """What is judged of a cell by itself."""
-    return {
-        name: reading.value
-        for name, reading in readings(row).items()
-        if reading.exact and reading.metric.judged
-    }
 
 
 def _claim(

@@ -13,6 +13,7 @@ from spbench.bench.row import finite
 from spbench.bench.tools.changes.judgement import Judgement
 from spbench.bench.tools.changes.metrics import METRICS, Difference
 from spbench.bench.units import LEAST_CHANGE, shown_pair, shown_value, six_digits
+from spbench.plots.series import grouped as by_value
 
 #: by quantity; of others the values have no unit
 _UNITS = {**{metric.name: metric.unit for metric in METRICS}, "error": "%"}
@@ -72,10 +73,7 @@ class ChangeGroup:
 
 def grouped(differences: Iterable[Difference]) -> list[ChangeGroup]:
     """The differences in groups, in the order of the first of each."""
-    groups: dict[tuple[object, ...], list[Difference]] = {}
-    for each in differences:
-        key = (each.verdict, each.allowed or each.strategy, each.quantity, each.moved)
-        groups.setdefault(key, []).append(each)
+    groups = by_value(differences, lambda d: (d.verdict, d.allowed or d.strategy, d.quantity, d.moved))
     return [ChangeGroup(members) for members in groups.values()]
 
 

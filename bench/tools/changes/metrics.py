@@ -19,6 +19,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.engine import engines
 from spbench.bench.measurement import Status
 from spbench.bench.row import Row
+from spbench.plots.series import grouped
 
 #: the better, the earlier
 STATUSES: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics", "mismatch", "timeout", "failed")
@@ -197,11 +198,7 @@ def merged_rounds(rounds: Sequence[Iterable[Row]]) -> list[Row]:
     Args:
         rounds: the rows of each, in the order in which they were run.
     """
-    by_key: dict[str, list[Row]] = {}
-    for rows in rounds:
-        for row in rows:
-            by_key.setdefault(row["key"], []).append(row)
-    return [_merged(rows) for rows in by_key.values()]
+    return [_merged(rows) for rows in grouped(chain.from_iterable(rounds), lambda row: row["key"]).values()]
 
 
 def _merged(rows: Sequence[Row]) -> Row:

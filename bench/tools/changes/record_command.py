@@ -1,15 +1,270 @@
-"""`spbench record`: keep the results of a run in a history."""
+"""`spbench record`: keep the results of a run in a history, as a record: the rows of one run of a suite
+beside the commit that they measured, in one immutable file.
+
+A file has JSON lines: the head (format, suite, date, commit, host, number of rows), then the rows as the run
+left them. Nothing is ever appended to it, and its name is made of suite, date, commit and machine, so that
+jobs and branches that write into one history never touch the same file.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import click
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spbench.bench.command_line.options import path_option, printed
 from spbench.bench.command_line.output import Output
-from spbench.bench.tools.changes.records import add_record, record_of
+from spbench.bench.errors import UserError
+from spbench.bench.files import read_file, write_whole
+from spbench.bench.git import SHORT_HASH, asked, own_checkout
+from spbench.bench.measure.sweep.provenance import check_same_code, commit_of
+from spbench.bench.row import Row, json_line, parse_row, problem
+from spbench.bench.tools.changes.metrics import has_exact_engine
+from spbench.bench.tools.changes.result_files import Origin, origin_of, read_results, suite_of
+from spbench.bench.units import GIB
+
+FORMAT = 2
+SUFFIX = ".jsonl"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The state of the code.
+
+    Attributes:
+        hash: in full.
+        date: of the committer, ISO 8601 in UTC, to the second: texts sort as dates.
+        branch: on which it was measured.
+    """
+
+    hash: Annotated[str, Field(pattern="^[0-9a-f]{7,64}$")]
+    date: str
+    branch: str
+
+    @property
+    def short(self) -> str:
+        """The first digits of the hash."""
+        return self.hash[:SHORT_HASH]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run of one suite.
+
+    Attributes:
+        date: of the end of the run, as :attr:`Commit.date`.
+        rows: at least one.
+        host: the name of the machine, in the place of the host that the rows name; "": as these say.
+    """
+
+    suite: str
+    date: str
+    commit: Commit
+    rows: Sequence[Row]
+    host: str = ""
+
+    @cached_property
+    def origin(self) -> Origin:
+        """The origin of the first row that was timed; of the first row if none was."""
+        return origin_of((_timed(self.rows) or self.rows)[0])
+
+    @property
+    def machine_name(self) -> str:
+        """The host and a digest of its hardware (processor, cores, GiB of memory, GPUs): timings of two runs
+        are comparable only if it is the same."""
+        host, facts = self.host or self.origin.host or "unknown", self.origin.machine
+        hardware = [facts.get(name) for name in ("cpu", "cores", "gpus")]
+        if hardware == [None, None, None]:
+            return host
+        gib = round((facts.get("memory_bytes") or 0) / GIB)  # kernels keep a few MiB more or less
+        return f"{host}-{hashlib.sha256(json.dumps([*hardware, gib]).encode()).hexdigest()[:6]}"
+
+    @property
+    def software(self) -> dict[str, str]:
+        """Versions of libraries, of the system and of the GPU's driver: what may change a number beside the
+        commit."""
+        facts = self.origin.machine
+        system = {name: str(facts[name]) for name in ("os", "gpu_driver") if facts.get(name) is not None}
+        return {**origin_of(self.rows[0]).versions, **system}
+
+    @property
+    def file_name(self) -> str:
+        """The name of its file: suite, date of the run, commit and machine."""
+        date = re.sub(r"[-:]|\+00:00", "", self.date)
+        words = (self.suite, f"{date}Z", self.commit.short, self.machine_name)
+        return "_".join(re.sub(r"[^A-Za-z0-9.-]+", "-", word) for word in words) + SUFFIX
+
+
+def utc(date: str) -> str:
+    """A date in ISO 8601 as :attr:`Commit.date` has it; one without a zone is in UTC.
+
+    Raises:
+        ValueError: it is no such date.
+    """
+    parsed = datetime.fromisoformat(date)
+    zoned = parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
+    return zoned.astimezone(UTC).isoformat(timespec="seconds")
+
+
+def _timed(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if not has_exact_engine(row)]
+
+
+# -- a record of results ---------------------------------------------------------------------------------
+
+
+def record_of(
+    path: Path,
+    *,
+    suite: str | None = None,
+    machine: str | None = None,
+    repository: Path | None = None,
+    branch: str | None = None,
+    commit: str | None = None,
+) -> RunRecord:
+    """The record of the results in a file or folder (:func:`read_results`).
+
+    Args:
+        suite: the name of the suite; else that of the results' folder.
+        machine: in the place of the host, where jobs run on hosts that come and go.
+        repository: a checkout that has the commit; else the first that does, of those around the working
+            folder and the results and that of spbench's own code.
+        branch: else the one that is checked out there.
+        commit: else the one that the rows name.
+
+    Raises:
+        UserError: the results cannot be read, are of a changed checkout, of several commits or, where they
+            were timed, of several machines; or their commit or branch is not known.
+    """
+    suite = suite_of(path) if suite is None else suite
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*(_[A-Za-z0-9.-]+)*", suite):
+        raise UserError(f"suite {suite!r}: give --suite a name of letters, digits, '.', '-' and '_'")
+    rows = list(read_results(path).cells.values())
+    check_same_code({suite: rows})
+    _check_one_machine(suite, rows)
+    measured = _commit(commit or commit_of(rows[0]), branch, repository, path)
+    try:
+        dates = [utc(str(row["time"])) for row in rows if row.get("time")]
+    except ValueError as error:
+        raise UserError(f"a row has a time that is no date: {error}") from error
+    return RunRecord(suite, max(dates, default=measured.date), measured, rows, machine or "")
+
+
+def _check_one_machine(suite: str, rows: Sequence[Row]) -> None:
+    machines = [(origin.host or None, origin.machine) for origin in map(origin_of, _timed(rows))]
+    if other := next((machine for machine in machines if machine != machines[0]), None):
+        raise UserError(
+            f"{suite}: cells were timed on {machines[0][0]} and on {other[0]}, or one of "
+            "them has changed meanwhile; run again with --fresh"
+        )
+
+
+def _commit(name: str, branch: str | None, repository: Path | None, results: Path) -> Commit:
+    """The commit of that name, with its date.
+
+    Raises:
+        UserError: the name is empty, no repository has it, or its branch is not known.
+    """
+    if not name:
+        raise UserError("the results do not name their commit; name it by --commit")
+    folder = results if results.is_dir() else results.parent
+    places = [repository] if repository else [Path.cwd(), folder, own_checkout() or folder]
+    options = ("show", "--no-patch", "--format=%H %cI", "--end-of-options")
+    for place in places:
+        if line := asked(place, *options, f"{name}^{{commit}}"):
+            break
+    else:
+        raise UserError(
+            f"{repository or 'what is here'} has no commit {name}, from which the results come; "
+            "fetch it, or name the repository that was measured by --repository"
+        )
+    branch = branch or asked(place, "branch", "--show-current")
+    if not branch:
+        raise UserError(f"{place} is on no branch; name that of the record by --branch")
+    commit_hash, date = line.split()
+    return Commit(commit_hash, utc(date), branch)
+
+
+# -- the file --------------------------------------------------------------------------------------------
+
+
+class _Head(BaseModel):
+    """Keys that it does not know, of later versions, are left out."""
+
+    model_config = ConfigDict(strict=True)
+
+    spbench_record: int
+    suite: str
+    date: str
+    commit: Commit
+    cells: int
+    host: str = ""
+
+
+def content_of(record: RunRecord) -> str:
+    """The content of a record's file."""
+    head = {
+        "spbench_record": FORMAT,
+        "suite": record.suite,
+        "date": record.date,
+        "commit": asdict(record.commit),
+        "host": record.host,
+        "cells": len(record.rows),
+    }
+    return "".join(map(json_line, (head, *record.rows)))
+
+
+def add_record(record: RunRecord, folder: Path) -> tuple[Path, bool]:
+    """Write a record into a history; returns its path, and False where it was there already.
+
+    Recording the same run again changes nothing. Another run of the same commit on the same machine has
+    another date, and so a file of its own.
+
+    Raises:
+        UserError: the file cannot be written, or there is one of that name with other content.
+    """
+    path = folder / record.file_name
+    if not path.exists():
+        return write_whole(path, content_of(record)), True
+    if content_of(read_record(path)) != content_of(record):
+        raise UserError(f"{path} has another record of that suite, commit, machine and second; remove it")
+    return path, False
+
+
+def read_record(path: Path) -> RunRecord:
+    """Read a record.
+
+    Raises:
+        UserError: the file cannot be read, or is not a whole record; with the line and field.
+    """
+    first, *lines = read_file(path).splitlines(keepends=True) or [b""]
+    number = 1
+    rows = []
+    try:
+        head = _Head.model_validate_json(first)
+        if head.spbench_record != FORMAT:
+            raise ValueError(f"spbench_record: a record of format {head.spbench_record}; this reads {FORMAT}")
+        commit, date = replace(head.commit, date=utc(head.commit.date)), utc(head.date)
+        for line in lines:
+            number += 1
+            rows.append(parse_row(line))
+        if len(rows) != head.cells or not rows or not lines[-1].endswith(b"\n"):
+            raise ValueError(f"cut short: {len(rows)} of {head.cells} cells")
+    except (ValueError, OverflowError) as error:
+        what = problem(error) if isinstance(error, ValidationError) else str(error)
+        raise UserError(
+            f"{path}:{number}: not a record of a run ({what}); restore the file or remove it"
+        ) from error
+    return RunRecord(head.suite, date, commit, rows, head.host)
 
 
 @click.command("record")

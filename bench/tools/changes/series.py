@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from spbench.bench.tools.changes.change_points import MINIMUM_EFFECT, change_points
+from spbench.bench.tools.changes.change_points import change_points
 from spbench.bench.tools.changes.metrics import METRICS, STATUSES, Metric, Reading, has_exact_engine, readings
-from spbench.bench.tools.changes.records import Commit, RunRecord
+from spbench.bench.tools.changes.record_command import Commit, RunRecord
 from spbench.bench.units import six_digits
+from spbench.plots.series import grouped
 
 #: the metric of a cell's status; its values are places in :data:`SHOWN_STATUSES`
 STATUS = Metric("status", "", "smaller")
@@ -109,10 +110,7 @@ def series_of(records: Sequence[RunRecord]) -> list[Series]:
         records: of one branch, in the order of commits.
     """
     values: dict[_Key, list[tuple[RunRecord, Reading]]] = defaultdict(list)
-    by_suite: dict[str, list[RunRecord]] = defaultdict(list)
-    for record in records:
-        by_suite[record.suite].append(record)
-    for suite, runs in by_suite.items():
+    for suite, runs in grouped(records, lambda record: record.suite).items():
         for record, cell, machine, status in _statuses(runs):
             reading = Reading(STATUS, SHOWN_STATUSES.index(status), "", exact=True)
             values[_Key(suite, cell, _PLACES[STATUS.name], machine, True)].append((record, reading))
@@ -236,15 +234,3 @@ def _exact_changes(
         if abs(value - level) > tolerance * abs(level):
             yield place - 1, place, level, value, False
             level = value
-
-
-def standing_regressions(all_steps: Sequence[Step], series: Series) -> list[Step]:
-    """Those steps of a series that are regressions and were not undone: the last level is still worse than
-    the one before them, by more than the metric's tolerance, or of a measured one by
-    :data:`MINIMUM_EFFECT`."""
-    tolerance = series.metric.tolerance if series.exact else MINIMUM_EFFECT
-    return [
-        step
-        for step in all_steps
-        if step.verdict == "regression" and series.metric.excess(step.before, all_steps[-1].after) > tolerance
-    ]

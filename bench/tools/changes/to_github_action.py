@@ -8,10 +8,10 @@ settings. Values keep all their digits, so that an alert threshold of 100% finds
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from typing import Any
 
-from spbench.bench.tools.changes.exported import Exported, ExportedValue, ExportRequest
+from spbench.bench.tools.changes.export_command import Exported, ExportedValue, ExportRequest
+from spbench.plots.series import grouped
 
 #: the file of each direction, called after the tool that reads it
 FILES = {"smaller": "customSmallerIsBetter.json", "bigger": "customBiggerIsBetter.json"}
@@ -23,10 +23,8 @@ def export(request: ExportRequest) -> Exported:
     Raises:
         UserError: no cell has a value.
     """
-    entries: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for value in request.values():
-        entries[FILES[value.reading.metric.better]].append(_entry(value))
-    contents = {file: json.dumps(array, indent=1) + "\n" for file, array in entries.items()}
+    by_file = grouped(request.values(), lambda value: FILES[value.reading.metric.better])
+    contents = {file: json.dumps([*map(_entry, some)], indent=1) + "\n" for file, some in by_file.items()}
     return Exported(contents, request.left_out())
 
 

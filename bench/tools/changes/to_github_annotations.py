@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.changes.exported import Exported, ExportRequest, Suite
-from spbench.bench.tools.changes.judgement_report import ChangeGroup, grouped
+from spbench.bench.tools.changes.export_command import Exported, ExportRequest, Suite
+from spbench.bench.tools.changes.judgement_report import grouped
 
 
 def export(request: ExportRequest) -> Exported:
@@ -28,12 +28,10 @@ def _lines(suite: Suite) -> Iterator[str]:
         raise UserError(f"{suite.name}: annotations say what differs; give --base, such as results/baseline")
     for group in grouped(judgement.differences):
         kind = "error" if group.worst.fails else "notice"
-        yield _command(kind, f"{suite.name}: {group.verdict}, {group.quantity}", _text(group))
+        words = [f"{group.strategy} {group.values}".strip(), group.worst.why, group.where]
+        text = "; ".join(filter(None, words))
+        yield _command(kind, f"{suite.name}: {group.verdict}, {group.quantity}", text)
     yield _command("notice", suite.name, f"{judgement.word}: {judgement.counted('equal')}")
-
-
-def _text(group: ChangeGroup) -> str:
-    return "; ".join(filter(None, [f"{group.strategy} {group.values}".strip(), group.worst.why, group.where]))
 
 
 def _command(kind: str, title: str, text: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spbench.bench.measure.trust.bands import with_band
-from spbench.bench.tools.changes.exported import Exported, ExportedValue, ExportRequest, integral
+from spbench.bench.tools.changes.export_command import Exported, ExportedValue, ExportRequest, integral
 from spbench.bench.tools.changes.metrics import Reading
 from spbench.bench.tools.changes.result_files import Origin
 from spbench.bench.units import GIB, MIB

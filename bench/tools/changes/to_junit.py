@@ -10,15 +10,15 @@ its xUnit plug-in) allows no properties within a case.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from spbench.bench.measure.trust.bands import shown_band, with_band
 from spbench.bench.row import Row
-from spbench.bench.tools.changes.exported import Exported, ExportRequest, Suite, integral, shown_origin
+from spbench.bench.tools.changes.export_command import Exported, ExportRequest, Suite, integral, shown_origin
 from spbench.bench.tools.changes.judgement_report import shown_difference
 from spbench.bench.tools.changes.metrics import Difference, readings
+from spbench.plots.series import grouped
 
 #: what a status makes of a test case, whatever the base says
 ELEMENTS = {
@@ -37,9 +37,7 @@ def export(request: ExportRequest) -> Exported:
     """One document: a test suite for the cells of each of the suites, and one for their claims."""
     root = Element("testsuites", name="spbench")
     for suite in request.suites:
-        differences = defaultdict(list)
-        for difference in suite.judgement.differences if suite.judgement else ():
-            differences[difference.where].append(difference)
+        differences = grouped(suite.judgement.differences if suite.judgement else (), lambda d: d.where)
         _cells(root, suite, differences)
         _claims(root, suite, differences)
     for name in request.not_run:
@@ -55,7 +53,9 @@ def export(request: ExportRequest) -> Exported:
 def _cells(root: Element, suite: Suite, differences: Mapping[str, Sequence[Difference]]) -> None:
     element = SubElement(root, "testsuite", name=suite.name)
     properties = SubElement(element, "properties")
-    for name, value in _facts(suite).items():
+    origins = {"head": shown_origin(suite.results, suite.commit)}
+    origins |= {"base": shown_origin(suite.base)} if suite.base else {}
+    for name, value in origins.items():
         SubElement(properties, "property", name=name, value=_clean(value))
     rows = suite.results.cells
     gone = [key for key in (suite.base.cells if suite.base else ()) if key not in rows]
@@ -142,13 +142,6 @@ def _line(difference: Difference) -> str:
         f"{difference.verdict}: {difference.quantity} {shown.base or 'none'} -> {shown.new or 'none'}{change}"
         f"{why}"
     )
-
-
-def _facts(suite: Suite) -> dict[str, str]:
-    facts = {"head": shown_origin(suite.results, suite.commit)}
-    if suite.base:
-        facts["base"] = shown_origin(suite.base)
-    return facts
 
 
 def _count(suite: Element) -> None:

@@ -8,7 +8,7 @@ characters that GitHub takes for a comment: lines that have no room are counted.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from spbench.bench.errors import UserError
 from spbench.bench.measure.trust.bands import shown_band, with_band
 from spbench.bench.row import Row
-from spbench.bench.tools.changes.exported import Exported, ExportRequest, Suite, shown_origin
+from spbench.bench.tools.changes.export_command import Exported, ExportRequest, Suite, shown_origin
 from spbench.bench.tools.changes.judgement_report import shown_difference, shown_number
 from spbench.bench.tools.changes.metrics import STATUSES, Difference, Reading, readings
 from spbench.bench.tools.changes.result_files import Claims
@@ -72,23 +72,19 @@ def export(request: ExportRequest) -> Exported:
 def _fitting(blocks: Sequence[str | Listing]) -> str:
     """The blocks as one text: of tables as many lines as there is room for, folded ones last."""
     listings = [block for block in blocks if isinstance(block, Listing)]
-    room = LIMIT - 1 - len(_joined(blocks))
+    room = LIMIT - 1 - len("\n\n".join(map(str, blocks)))
     for listing in sorted(listings, key=lambda listing: bool(listing.title)):
         for line in listing.lines:
             room -= len(_line(line)) + 1
             if room < 0:
                 break
             listing.shown += 1
-    text = _joined(blocks)
+    text = "\n\n".join(map(str, blocks))
     if len(text) >= LIMIT:
         raise UserError(
             f"the headings of so many results are more than a comment's {LIMIT} characters; export fewer"
         )
     return text
-
-
-def _joined(blocks: Iterable[str | Listing]) -> str:
-    return "\n\n".join(map(str, blocks))
 
 
 def _headline(suites: Sequence[Suite]) -> str:
@@ -111,7 +107,8 @@ def _compared(suite: Suite) -> Iterator[str | Listing]:
     if failing:
         yield _differences("", failing)
     if others:
-        yield _differences(_title(others), others)
+        counts = Counter(difference.verdict for difference in others)
+        yield _differences(", ".join(f"{count} {verdict}" for verdict, count in counts.items()), others)
     if suite.meant and suite.meant.differences:
         assert suite.previous_base
         yield (
@@ -124,17 +121,12 @@ def _compared(suite: Suite) -> Iterator[str | Listing]:
     yield from judgement.notes
 
 
-def _title(differences: Iterable[Difference]) -> str:
-    counts = Counter(difference.verdict for difference in differences)
-    return ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-
-
 def _differences(title: str, differences: Sequence[Difference]) -> Listing:
     header = ("", "cell or claim", "quantity", "base", "head", "change", "what moved")
     lines = [
         (
             VERDICTS[difference.verdict],
-            _code(difference.where),
+            f"`{difference.where}`",
             difference.quantity,
             *shown_difference(difference),
             difference.why,
@@ -176,7 +168,7 @@ def _alone(suite: Suite) -> Iterator[str | Listing]:
     yield f"### {suite.name}: {counts}"
     yield f"Commit: {shown_origin(suite.results, suite.commit)}"
     lines = [
-        (_code(row["key"]), row["status"], *(values.get((row["key"], name), "") for name in metrics))
+        (f"`{row['key']}`", row["status"], *(values.get((row["key"], name), "") for name in metrics))
         for row in rows
     ]
     yield Listing(f"{len(rows)} cells", ("cell", "status", *metrics), lines)
@@ -195,7 +187,3 @@ def _shown(row: Row, reading: Reading) -> str:
 def _line(cells: Sequence[Any]) -> str:
     escaped = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
     return f"| {' | '.join(escaped)} |"
-
-
-def _code(text: str) -> str:
-    return f"`{text}`"

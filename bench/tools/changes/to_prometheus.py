@@ -5,9 +5,8 @@ A gauge for each metric, with the suite, the cell and what it is of as labels.
 
 from __future__ import annotations
 
-from collections import defaultdict
-
-from spbench.bench.tools.changes.exported import Exported, ExportedValue, ExportRequest
+from spbench.bench.tools.changes.export_command import Exported, ExportedValue, ExportRequest
+from spbench.plots.series import grouped
 
 
 def export(request: ExportRequest) -> Exported:
@@ -16,12 +15,10 @@ def export(request: ExportRequest) -> Exported:
     Raises:
         UserError: no cell has a value.
     """
-    samples: dict[str, list[str]] = defaultdict(list)
-    for value in request.values():
-        name = f"spbench_{value.reading.metric.name}"
-        samples[name].append(f"{name}{{{_labels(value)}}} {value.number}")
-    blocks = (f"# TYPE {name} gauge\n" + "\n".join(lines) for name, lines in samples.items())
-    return Exported("\n".join([*blocks, "# EOF\n"]), request.left_out())
+    lines = []
+    for name, values in grouped(request.values(), lambda v: f"spbench_{v.reading.metric.name}").items():
+        lines += [f"# TYPE {name} gauge", *(f"{name}{{{_labels(v)}}} {v.number}" for v in values)]
+    return Exported("\n".join([*lines, "# EOF\n"]), request.left_out())
 
 
 def _labels(value: ExportedValue) -> str:

@@ -15,8 +15,8 @@ from spbench.bench.files import read_file
 from spbench.bench.measure.scenarios.choices import names
 from spbench.bench.measure.scenarios.scenario import PACKAGE
 from spbench.bench.setting_values import CONFIG, names_a_file, remote_name
-from spbench.bench.tools.jobs.bridge_recipes import holds_recipes
 from spbench.bench.tools.jobs.job_files import path_and_part
+from spbench.bench.tools.jobs.python_calls import holds_recipes
 from spbench.bench.tools.jobs.torchtitan_files import has_configurations
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
 from spbench.impls.loose_files import SUFFIX as PYTHON

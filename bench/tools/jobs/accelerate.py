@@ -10,11 +10,10 @@ from typing import Any
 
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table
 from spbench.bench.tools.jobs.deepspeed import job_of_contents
-from spbench.bench.tools.jobs.deepspeed_files import CLASSES, class_of_script, sorted_files
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.launch import options_of, shell_of
-from spbench.bench.tools.jobs.program_files import script_of
+from spbench.bench.tools.jobs.program_files import CLASSES, class_of_script, script_of, sorted_files
 from spbench.bench.tools.jobs.shell_syntax import shown_word
 
 #: `accelerate launch`, or `python -m accelerate.commands.launch`

@@ -13,10 +13,9 @@ from typing import Any
 
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, flat
-from spbench.bench.tools.jobs.deepspeed_files import CLASSES, sorted_files
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.program_files import zero_of
+from spbench.bench.tools.jobs.program_files import CLASSES, sorted_files, zero_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.transformers_step import (
     FSDP_1,

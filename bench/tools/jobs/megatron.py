@@ -14,9 +14,8 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.launch import Launch, launched
 from spbench.bench.tools.jobs.megatron_experts import expert_sizes, has_experts
-from spbench.bench.tools.jobs.megatron_fp8 import set_fp8
 from spbench.bench.tools.jobs.megatron_hybrid import pattern_of
-from spbench.bench.tools.jobs.megatron_kernels import CONTAINER, container_problems
+from spbench.bench.tools.jobs.megatron_kernels import CONTAINER, container_problems, set_fp8
 from spbench.bench.tools.jobs.megatron_model import length_of, model_name, set_model
 from spbench.bench.tools.jobs.megatron_training import set_optimizer, set_schedule, set_userbuffers
 from spbench.bench.tools.jobs.shell import Shell

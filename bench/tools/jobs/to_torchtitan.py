@@ -11,8 +11,7 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.tools.jobs.flags import Flag, Flags, several_ranks
 from spbench.bench.tools.jobs.torchtitan import ROTATIONS, versions
-from spbench.bench.tools.jobs.torchtitan_layout import LESS, SCHEDULES, stage_layers
-from spbench.bench.tools.jobs.torchtitan_models import FLAVORS
+from spbench.bench.tools.jobs.torchtitan_models import FLAVORS, LESS, SCHEDULES, stage_layers
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import Model, model_preset
 

@@ -14,8 +14,7 @@ from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_tab
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.torchtitan_files import content_of
-from spbench.bench.tools.jobs.torchtitan_layout import micro_batches, set_fp8, set_pipeline
-from spbench.bench.tools.jobs.torchtitan_models import TorchtitanModel
+from spbench.bench.tools.jobs.torchtitan_models import TorchtitanModel, micro_batches, set_fp8, set_pipeline
 from spbench.bench.tools.jobs.transformers_kernels import COMPILED, FUSED_BY_COMPILER
 from spbench.bench.tools.jobs.variables import ALLOCATOR
 from spbench.bench.yaml_files import read_yaml

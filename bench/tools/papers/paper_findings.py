@@ -49,7 +49,11 @@ class PaperFindings:
         mine = [r for r in self.records if r.scenario == scenario]
         formulas = [r for r in mine if r.role == "formula"]
         if claims := [r for r in mine if r.role != "formula" and not r.of_table]:
-            yield "claims", [_claim_line(r) for r in claims]
+            columns = ("claim", "table"), ("variant", "variant"), ("quantity", "quantity")
+            yield (
+                "claims",
+                [{name: getattr(r, of) for name, of in columns} | compared(r, _digits([r])) for r in claims],
+            )
         for (table, quantity, variant), rows in by_table(mine).items():
             title = f"{table}, {quantity}" + (f" ({variant})" if variant else "")
             statuses = _statuses(rows)
@@ -188,11 +192,6 @@ def _digits(records: Sequence[Comparison]) -> int:
     """Digits of errors in percent after the point: repeated measurements of real machines tell smaller ones
     apart than papers do."""
     return 2 if any(record.label for record in records if record.of_table) else 1
-
-
-def _claim_line(record: Comparison) -> Line:
-    named = {"claim": record.table, "variant": record.variant, "quantity": record.quantity}
-    return named | compared(record, _digits([record]))
 
 
 def _table_lines(records: Sequence[Comparison]) -> list[Line]:

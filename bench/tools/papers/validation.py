@@ -146,22 +146,24 @@ def trust_lines(folder: Path) -> list[Line]:
     others = [record for name, some in by_paper.items() if name != EXPERTS for record in some]
     numbers = distinct(others)
     cases = read_csv(folder / f"{CASES}_errors.csv")[1]
-    lines = [
-        _trust_line("peak memory", "Megatron-LM on 8 B200, every rank", _of(on_b200, "peak_memory_gib")),
-        _trust_line("reserved memory", "the same runs", _of(on_b200, "reserved_memory_gib")),
-        _trust_line(
-            "memory at the peak and after a step",
-            "Megatron-LM's own tests on A100, H100 and GB200",
-            [Comparison.of_line({**line, "relative_error": float(line["error"])}) for line in cases],
-        ),
-        _trust_line("peak memory", "tables of RSA, LASP, LASP-2 and FPDT", _of(numbers, *_PEAKS)),
-        _trust_line("bytes sent for a layer", "papers' formulas, at several sizes", _wire_counts(others)),
+    peaks, reserved = (_of(on_b200, f"{kind}_memory_gib") for kind in ("peak", "reserved"))
+    of_cases = [Comparison.of_line({**line, "relative_error": float(line["error"])}) for line in cases]
+    tests = "Megatron-LM's own tests on A100, H100 and GB200"
+    kinds = [
+        ("peak memory", "Megatron-LM on 8 B200, every rank", peaks),
+        ("reserved memory", "the same runs", reserved),
+        ("memory at the peak and after a step", tests, of_cases),
+        ("peak memory", "tables of RSA, LASP, LASP-2 and FPDT", _of(numbers, *_PEAKS)),
+        ("bytes sent for a layer", "papers' formulas, at several sizes", _wire_counts(others)),
     ]
     times = counted_times([*files.values(), folder / f"{DATASHEETS}.csv"])
     for what, classes in _RATES.items():
         some = [replace(r, relative_error=math.expm1(log_error(r))) for r in times if r.rates in classes]
-        lines.append(_trust_line("step time", what, some))
-    return lines
+        kinds.append(("step time", what, some))
+    return [
+        {"quantity": quantity, "compared with": against, **_errors_and_roles(some)}
+        for quantity, against, some in kinds
+    ]
 
 
 def _of(records: Sequence[Comparison], *quantities: str) -> list[Comparison]:
@@ -174,10 +176,6 @@ def _wire_counts(records: Sequence[Comparison]) -> list[Comparison]:
     files = {record.source.partition(":")[0] for record in formulas}
     rows = {f"{file}:{row['claim']}:published": row for file in files for row in published_file(file).rows}
     return [record for record in formulas if rows[record.source]["what"].startswith(_COUNTS_WIRE)]
-
-
-def _trust_line(quantity: str, against: str, records: Sequence[Comparison]) -> Line:
-    return {"quantity": quantity, "compared with": against, **_errors_and_roles(records)}
 
 
 # -- the ladder ----------------------------------------------------------------------------------------------

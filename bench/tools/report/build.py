@@ -16,8 +16,9 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import resolved
 from spbench.bench.tools.report.gathered import Gathered
 from spbench.bench.tools.report.page import navigation
-from spbench.bench.tools.report.pages import all_pages
+from spbench.impls.discovery import FunctionModules
 
+PAGES = FunctionModules("spbench.bench.tools.report.pages", "*_page", "pages", "pages")
 STATIC = Path(__file__).with_name("static")
 #: a file of every site, by which a folder is known to be one
 MARKER = "spbench-report.json"
@@ -101,7 +102,7 @@ def files(gathered: Gathered, documentation: str = "") -> dict[str, bytes]:
     Raises:
         ValueError: two pages write one file, with other content.
     """
-    pages = list(all_pages(gathered))
+    pages = [page for name in PAGES.names() for page in PAGES.load(name)(gathered)]
     links = navigation(pages, documentation)
     contents = dict(vendored())
     for page in pages:

@@ -39,7 +39,9 @@ def command(output: Path, results: Path | None, history: Path | None, baseline: 
     strategies, the gate and its history, and every cell. It is made of results/runs where that is there, and
     of the files that are committed with the code.
     """
-    _check_installed()
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        how = "pip install -c constraints.txt -e '.[report]' (from PyPI: pip install 'spbench[report]')"
+        raise UserError(f"spbench report needs {missing[0]}: {how}")
     from spbench.bench.tools.report.build import build, check_place
     from spbench.bench.tools.report.gathered import default_results, gather
 
@@ -48,13 +50,6 @@ def command(output: Path, results: Path | None, history: Path | None, baseline: 
     gathered = gather(results or default_results(), history, baseline)
     site = build(gathered, output)
     return _report(site, time.perf_counter() - begin)
-
-
-def _check_installed() -> None:
-    """Raises UserError where a module of the extra is missing."""
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        how = "pip install -c constraints.txt -e '.[report]' (from PyPI: pip install 'spbench[report]')"
-        raise UserError(f"spbench report needs {missing[0]}: {how}")
 
 
 def _report(site: Site, seconds: float) -> Output:

@@ -128,18 +128,13 @@ def shown(value: Any) -> str:
 
 # -- whether published numbers reproduce ------------------------------------------------------------
 
-#: by word, how a sentence in Markdown says it
-_BADGES = {
+#: by word, how a sentence in Markdown says it, in its colour: grey where nothing was judged
+BADGES: dict[Word, str] = {
     "yes": "**{good}reproduces**",
     "in part": "**{partly}reproduces in part**",
     "no": "**{bad}does not reproduce**",
     "not run": "**{unjudged}was not run**",
 }
-
-
-def badge(word: Word) -> str:
-    """The word as Markdown, in its colour: grey where nothing was judged."""
-    return _BADGES[word]
 
 
 def most_misses(records: Sequence[Comparison]) -> tuple[str, str] | None:

@@ -156,7 +156,11 @@ def command(kind: str | None, text: str | None, figure: Path | None) -> Output:
         note = "spbench list KIND has all of a kind, with a line about each"
         return Output([_overview(content)], content, lines, columns, notes=[note], details=paragraphs)
     if kind == "models":
-        return _of_models([*content[kind]], content, lines, each=text is not None)
+        from spbench.bench.tools.run.listed_classes import tables_of_models
+
+        notes = ["spbench list models TEXT has each whose name has TEXT in it: spbench list models qwen3"]
+        tables = tables_of_models([*content[kind]], each=text is not None)
+        return Output(tables, content, lines, columns, notes=[] if text is not None else notes)
     return Output(paragraphs, content, lines, columns)
 
 
@@ -180,21 +184,6 @@ def _named(kinds: Sequence[str], text: str | None) -> dict[str, dict[str, str]]:
     (of, known) = (f" of {kinds[0]}", []) if len(kinds) == 1 else ("", kinds)
     hint = suggestion(text, [*known, *itertools.chain(*every.values())], f"spbench list{of[3:]}")
     raise UserError(f"no name{of} has {shown(text)} in it{hint}")
-
-
-def _of_models(
-    names: Sequence[str], content: Any, lines: Sequence[Mapping[str, Any]], *, each: bool
-) -> Output:
-    """Sizes of models in tables.
-
-    Args:
-        each: whether those with names of Hugging Face have a line each.
-    """
-    from spbench.bench.tools.run.listed_classes import tables_of_models
-
-    note = "spbench list models TEXT has each whose name has TEXT in it: spbench list models qwen3"
-    tables = tables_of_models(names, each=each)
-    return Output(tables, content, lines, ("kind", "name", "about"), notes=[] if each else [note])
 
 
 def _overview(content: Mapping[str, Mapping[str, str]]) -> Table:

@@ -182,10 +182,6 @@ def _share(*parts: str) -> Callable[[Entry], float | None]:
     return share
 
 
-def _step(entry: Entry) -> str:
-    return shown_band(entry) + (f" {TIE}" if entry["tie"] else "")
-
-
 def _sent_by_axis(entry: Entry) -> str:
     """MiB that a GPU sends over the ranks along each axis, or along several, as "tp 5760.00, dp_sp 1.20"."""
     sent: Counter[str] = Counter()
@@ -199,12 +195,6 @@ def _reason(entry: Entry) -> str | None:
     return None if is_timed else entry["reason"] or None
 
 
-def _dropped(entry: Entry) -> str | None:
-    """None where no expert has a capacity that is full."""
-    dropped = entry.get("dropped_tokens")
-    return str(dropped) if dropped else None
-
-
 _MEASURED = (
     Column("max seq_len", "answer", of=_answer("seq_len")),
     Column("max batch", "answer", of=_answer("batch")),
@@ -214,10 +204,11 @@ _MEASURED = (
     Column("sent MiB/GPU", "sent_bytes", mib),
     Column("imbalance", "imbalance", "{:.2f}".format),
     Column("expert imbalance", "expert_imbalance", "{:.2f}".format),
-    Column("dropped tokens", "dropped_tokens", of=_dropped),
+    # none where no expert has a capacity that is full
+    Column("dropped tokens", "dropped_tokens", of=lambda entry: entry.get("dropped_tokens") or None),
     Column("routing", "routing"),
     Column("by formula", "formula_sent_bytes", mib, _other_formula),
-    Column("step", "step_time_s", of=_step),
+    Column("step", "step_time_s", of=lambda entry: shown_band(entry) + f" {TIE}" * bool(entry["tie"])),
     Column("tokens/s", "tokens_per_s", three_digits),
     Column("MFU", "mfu", lambda mfu: f"{three_digits(100 * mfu)}%"),
     Column("compute", "compute_s", shown_share, _share("compute_s")),

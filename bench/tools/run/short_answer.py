@@ -29,7 +29,8 @@ def part_of(content: Any, pointer: str, start: int) -> Any:
     Raises:
         UserError: there is no such part.
     """
-    for name in (_unescaped(each) for each in str(pointer).split("/")[1:]):
+    for escaped in str(pointer).split("/")[1:]:
+        name = escaped.replace("~1", "/").replace("~0", "~")
         names = _names(content)
         if name not in names:
             raise UserError(f"the answer has no part {shown(pointer)}{suggestion(name, names)}")
@@ -65,7 +66,7 @@ def _cut(content: Any, at: str, start: int, entries: int, characters: int, cuts:
     if isinstance(content, str) and len(content) > characters:
         cuts.append(f"{at}: {len(content) - characters} characters from {start + characters} on")
         return content[:characters]
-    is_table = isinstance(content, dict) and len(content) > 1 and all(map(_is_text, content.values()))
+    is_table = isinstance(content, dict) and len(content) > 1 and {*map(type, content.values())} == {str}
     if isinstance(content, list) or is_table:
         if left := len(content) - entries:
             cuts += [f"{at}: {left} entries from {start + entries} on{_reasons(content) * (not start)}"] * (
@@ -95,10 +96,6 @@ def _reasons(table: Any) -> str:
     return f"; in all {'; '.join(counted)}{f'; {more} other texts' if more > 0 else ''}"
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _names(content: Any) -> list[str]:
     if isinstance(content, dict):
         return [*content]
@@ -107,7 +104,3 @@ def _names(content: Any) -> list[str]:
 
 def _escaped(name: Any) -> str:
     return str(name).replace("~", "~0").replace("/", "~1")
-
-
-def _unescaped(name: str) -> str:
-    return name.replace("~1", "/").replace("~0", "~")

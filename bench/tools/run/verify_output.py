@@ -42,6 +42,7 @@ from spbench.impls.registries import DEFAULT_BACKEND, absent
 from spbench.impls.registries import peers as all_peers
 from spbench.impls.strategies.nesting import pairs as all_pairs
 from spbench.impls.training.step import PRECISIONS
+from spbench.plots.series import grouped
 
 #: what no case is wrong for
 _NO_FAULTS = {"green", "unsupported", "as published"}
@@ -218,9 +219,7 @@ def _explanations(wrong: Sequence[Verdict]) -> Iterator[str]:
 
 
 def _by_strategy(rows: Sequence[Verdict]) -> Table:
-    groups: dict[tuple[str, str], list[Verdict]] = {}
-    for row in rows:
-        groups.setdefault((row["strategy"], row["dtype"]), []).append(row)
+    groups = grouped(rows, lambda row: (row["strategy"], row["dtype"]))
     statuses = dict.fromkeys(["green", *(row["status"] for mine in groups.values() for row in mine)])
     columns = [
         Column("strategy", "strategy", of=lambda mine: mine[0]["strategy"]),
@@ -281,10 +280,9 @@ def _folded(title: str, rows: Sequence[Verdict], texts: int | None = None) -> li
     """Cases of one strategy, model and reason in a row, with the worst of them, and so many reasons; None:
     all. What is unsupported is one row for each reason."""
     reasons = [*dict.fromkeys(filter(None, map(_why, rows)))]
-    alike: dict[tuple[str, ...], list[Verdict]] = {}
-    for row in rows:
-        key = (_why(row), *(row[name] for name in _ALIKE if row["status"] != "unsupported"))
-        alike.setdefault(key, []).append(row)
+    alike = grouped(
+        rows, lambda row: (_why(row), *(row[n] for n in _ALIKE if row["status"] != "unsupported"))
+    )
     lines = []
     for (why, *_), mine in alike.items():
         worst = max(mine, key=lambda row: row["error"] or 0.0)

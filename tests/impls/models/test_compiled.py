@@ -1,21 +1,36 @@
-"""What torch.compile fuses: gradients, operators, and bytes kept beside a layer that it has compiled."""
+"""What torch.compile fuses: gradients, operators, and bytes kept beside a layer that it has compiled.
+
+What torch compiles of layers in activation checkpoints, which prime_rl_dense.yaml rests on.
+
+Checkpoints on the host: gradients are those of checkpoints on the device, also where copies are as late as
+the waits of streams allow, and a wait that is left out is seen.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.simulator.program import KERNEL
+from spbench.impls.kernels import copy_stream
 from spbench.impls.kernels.rms_norm import plain_rms_norm
 from spbench.impls.kernels.rotary import rotated
+from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy
-from spbench.impls.training.step import initialize
+from spbench.impls.training.step import default_dtype, initialize
+from tests.impls.models.deferred_streams import Device
 from tests.impls.models.test_kept_by_libraries import kept_by_a_layer
 
 MODEL, ALL = "causal-transformer-tiny", ["swiglu", "rope"]
@@ -109,3 +124,179 @@ def test_a_layer_keeps_what_a_compiled_one_does(backend: str) -> None:
     copy = 2 * L * H
     assert ours == _kept_when_compiled(backend) - copy
     assert ours < apart
+
+
+class Layer(nn.Module):
+    def __init__(self, branches: bool):
+        super().__init__()
+        self.linear, self.branches = nn.Linear(8, 8), branches
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.branches and positions.diff().sum() == 0:
+            y = y + 1
+        return x + torch.sin(y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("checkpointed", "branches", "compiled"),
+    [(False, False, True), (False, True, True), (True, False, True), (True, True, False)],
+)
+def test_a_checkpointed_layer_with_a_branch_on_a_tensor_is_not_compiled(
+    checkpointed: bool, branches: bool, compiled: bool
+) -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    layer: nn.Module = Layer(branches)
+    if checkpointed:
+        layer = checkpoint_wrapper(layer, preserve_rng_state=False)
+    layer.compile(backend=backend)
+    layer(torch.randn(4, 8, requires_grad=True), torch.arange(4)).sum().backward()
+    assert bool(graphs) == compiled
+
+
+LAYERS = 4
+ON_HOST = {"recompute": "full", "checkpoints": "host"}
+
+
+def gradients(device: Device | None = None, *, passes: int = 1, **options: Any) -> dict[str, Tensor]:
+    """Those of gpt3-tiny with dropout, by parameter, after the forwards of some batches and then their
+    backwards in the same order, as a pipeline stage has them."""
+    model = model_preset("gpt3-tiny", {"layers": LAYERS, "dropout": 0.2, **options})
+    with default_dtype(torch.float64):
+        module = model.build(Strategy(seed=5), 16)
+        initialize(module, 0, deviation=0.3)
+        batches = [model.inputs(2, 16, torch.Generator().manual_seed(i)) for i in range(passes)]
+        with device or nullcontext():
+            losses = [module(batch)["loss"] for batch in batches]
+            for loss in losses:
+                loss.backward()
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def wrong(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    assert ours.keys() == theirs.keys()
+    return [name for name, gradient in theirs.items() if not torch.equal(ours[name], gradient)]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recompute_layers": 3}, {"recompute_method": "block", "recompute_layers": 2},
+     {"recompute_method": "interval", "recompute_layers": 2}, {"recompute_early_stop": True}],
+)  # fmt: skip
+@pytest.mark.parametrize("passes", [1, 3])
+def test_gradients_are_those_of_checkpoints_on_the_device(
+    options: dict[str, Any], passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = gradients(passes=passes, recompute="full", **options)
+    assert wrong(gradients(passes=passes, **ON_HOST, **options), expected) == []
+    late = Device(monkeypatch)
+    assert wrong(gradients(late, passes=passes, **ON_HOST, **options), expected) == []
+    assert late.faults == []
+    assert late.copied > 0
+
+
+def test_each_input_goes_once_and_all_but_the_last_come_back() -> None:
+    """The last is still there when backward follows; of micro-batches that wait longer all come back."""
+    assert copies() == {"to_host_": LAYERS, "to_device_": LAYERS - 1}
+    # the first of two stages is one forward ahead: of three backwards two do not follow on their own forward
+    ahead = copies(sizes={"pp": 2}, training={"micro_batches": 3})
+    assert ahead == {"to_host_": 3 * LAYERS // 2, "to_device_": 3 * LAYERS // 2 - 1}
+
+
+def copies(**changes: Any) -> Counter[str]:
+    asked: dict[str, Any] = {
+        "model": "gpt3-tiny",
+        "model_options": {"layers": LAYERS, **ON_HOST},
+        "strategy": "single",
+        "batch": 3,
+        "seq_len": 16,
+    }
+    program = tracing.trace(Cell.model_validate(asked | changes), events=True).program
+    assert program is not None
+    names = [program.names[n] for n, kind in zip(program.name, program.kind, strict=True) if kind == KERNEL]
+    return Counter(name for name in names if name in ("to_host_", "to_device_"))
+
+
+def deaf(stream: str) -> Callable[[Device, pytest.MonkeyPatch], None]:
+    def plant(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        device.deaf.add(stream)
+
+    return plant
+
+
+def without_waits_in(method: str) -> Callable[[Device, pytest.MonkeyPatch], None]:
+    """A tensor is freed while it is copied (``_keep``), or used before it is there (``_back``)."""
+
+    def plant(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        waiting = getattr(HostCheckpoints, method)
+
+        def without(self: HostCheckpoints, x: Any) -> Any:
+            device.deaf.add("compute")
+            try:
+                return waiting(self, x)
+            finally:
+                device.deaf.discard("compute")
+
+        monkeypatch.setattr(HostCheckpoints, method, without)
+
+    return plant
+
+
+def one_buffer(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All inputs are copied to the same memory of the host."""
+    make, made = copy_stream.host_empty_like, []
+
+    def once(x: Tensor) -> Tensor:
+        made.append(make(x)) if not made else None
+        return made[0]
+
+    monkeypatch.setattr(copy_stream, "host_empty_like", once)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [deaf("compute"), deaf("copies"), without_waits_in("_keep"), without_waits_in("_back"), one_buffer],
+)
+def test_a_wait_that_is_left_out_is_seen(
+    plant: Callable[[Device, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = gradients(recompute="full")
+    device = Device(monkeypatch)
+    plant(device, monkeypatch)
+    found = gradients(device, **ON_HOST)
+    assert device.faults or wrong(found, expected)
+
+
+@pytest.mark.parametrize("where", ["save_on_cpu", "pageable"])
+def test_checkpoints_that_are_waited_for_have_the_same_gradients(where: str) -> None:
+    waited = gradients(passes=2, **{**ON_HOST, "checkpoints": where})
+    assert not wrong(waited, gradients(passes=2, recompute="full"))
+
+
+@pytest.mark.parametrize("where", ["host", "save_on_cpu", "pageable"])
+def test_nothing_is_held_after_backward(where: str) -> None:
+    """On the host, though the module lives on."""
+    options = {"layers": LAYERS, **ON_HOST, "checkpoints": where}
+    asked = {"model": "gpt3-tiny", "model_options": options, "strategy": "single"}
+    log = tracing.trace(Cell.model_validate({**asked, "batch": 2, "seq_len": 16})).host_memory
+    assert len(log.sizes) == LAYERS
+    assert sorted(map(abs, log.events)) == sorted([*range(1, LAYERS + 1)] * 2)
+    assert len(log.tags) == (LAYERS if where == "pageable" else 0)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "operators"])
+def test_it_is_of_full_recomputation(recompute: str) -> None:
+    with pytest.raises(ValueError, match=r"^checkpoints: host needs recompute: full; set that, or leave it"):
+        model_preset("causal-transformer-tiny", {"recompute": recompute, "checkpoints": "host"})
+
+
+def test_checkpointing_is_full_recomputation_too() -> None:
+    model_preset("causal-transformer-tiny", {"checkpointing": True, "checkpoints": "host"})

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.row import Row
-from spbench.bench.tools.changes.records import Commit, RunRecord, add_record
+from spbench.bench.tools.changes.record_command import Commit, RunRecord, add_record
 
 Cell = dict[str, Any]
 

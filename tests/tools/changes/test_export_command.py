@@ -1,9 +1,16 @@
-"""`spbench export`: what is written where, and one line for each thing that a user can get wrong."""
+"""`spbench export`: what is written where, and one line for each thing that a user can get wrong; asv and
+pytest-benchmark themselves read what is exported for them."""
 
 from __future__ import annotations
 
 import json
+import math
+import random
+import subprocess
+import sys
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 
@@ -12,7 +19,7 @@ from spbench.bench.command_line.forms import as_table
 from spbench.bench.command_line.output import Output
 from tests.bench.hosts import files_of_at_most
 from tests.terminal import screen_of
-from tests.tools.changes.rows import BASE, commit_all, folder, made_up, planted
+from tests.tools.changes.rows import BASE, SAMPLES, commit_all, folder, git, made_up, planted
 from tests.tools.commands.conftest import Run
 
 
@@ -163,3 +170,152 @@ def test_results_that_are_read_from_a_file_are_called_after_it(tmp_path: Path, c
     (tmp_path / "alone.jsonl").write_text((suite / "cells.jsonl").read_text())
     for path, name in ((suite / "cells.jsonl", "suite"), (tmp_path / "alone.jsonl", "alone")):
         assert f"### {name}: " in command_line("export", "--to", "markdown", str(path))[1]
+
+
+pytest_benchmark_stats = pytest.importorskip("pytest_benchmark.stats")
+
+
+def ran(*arguments: str, cwd: Path) -> str:
+    """What a module's command prints."""
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+@pytest.fixture
+def benchmarks(results: Path, tmp_path: Path, command_line: Run) -> dict[str, dict[str, Any]]:
+    code, _, err = command_line(
+        "export", "--to", "pytest-benchmark", str(results), "--output", str(tmp_path / "now.json")
+    )
+    assert code == 0, err
+    content = json.loads((tmp_path / "now.json").read_text())
+    return {benchmark["name"]: benchmark for benchmark in content["benchmarks"]}
+
+
+def test_pytest_benchmark_compares_two_exports(
+    benchmarks: dict[str, Any], tmp_path: Path, command_line: Run
+) -> None:
+    slower = folder(tmp_path / "slower" / "everything", [made_up("a/exact", step_time_s=0.5)])
+    assert (
+        command_line("export", "--to", "pytest-benchmark", str(slower), "--output", str(tmp_path / "b.json"))[
+            0
+        ]
+        == 0
+    )
+    arguments = ("compare", "now.json", "b.json", "--sort", "name", "--columns", "min,median,rounds")
+    table = ran("-m", "pytest_benchmark", *arguments, "--csv", "table", cwd=tmp_path)
+    lines = (tmp_path / "table.csv").read_text().splitlines()
+    assert lines[0].split(",")[-3:] == ["min", "median", "rounds"]
+    read = {line.split(",")[0]: [float(word) for word in line.split(",")[-3:]] for line in lines[1:]}
+    assert read["everything/b/measured"] == [0.125, 0.25, 5]
+    assert "a/exact" in table
+    exact = sorted(line.split(",")[-2] for line in lines if line.startswith("everything/a/exact"))
+    assert [float(word) for word in exact] == [0.25, 0.5]
+
+
+def test_statistics_are_complete(benchmarks: dict[str, Any]) -> None:
+    measured, exact = benchmarks["b/measured"], benchmarks["a/exact"]
+    names = {*pytest_benchmark_stats.Stats.fields, "data", "iterations"}
+    assert set(measured["stats"]) == set(exact["stats"]) == names
+    assert measured["stats"]["data"] == SAMPLES
+    assert (exact["stats"]["rounds"], exact["stats"]["stddev"]) == (1, 0)
+    assert exact["extra_info"]["peak_memory_bytes"] == 15_509_396_481
+    assert set(benchmarks) == {"a/exact", "b/measured"}
+    assert measured["params"]["strategy"] == "tensor_parallel"
+
+
+def test_spbench_compares_and_exports_what_pytest_benchmark_wrote(
+    benchmarks: dict[str, Any], tmp_path: Path, command_line: Run
+) -> None:
+    now = str(tmp_path / "now.json")
+    assert command_line("compare", now, now)[0] == 0
+    code, out, err = command_line("export", "--to", "hud", now)
+    assert code == 0, err
+    times = {
+        record["benchmark"]["extra_info"]["cell"]: record["metric"]["benchmark_values"]
+        for record in json.loads(out)
+    }
+    assert times == {"everything/a/exact": [0.25], "everything/b/measured": SAMPLES}
+    assert json.loads(out)[0]["runners"][0]["name"] == "here"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the real `asv publish` makes of exports of two commits, of which the second is worse and has a
+    cell more; beside it lie the repository and the exported results."""
+    work = tmp_path_factory.mktemp("asv")
+    repository = work / "repository"
+    taken = random.Random(7).sample(range(100), 5)
+    for peak in (1000, 1001):
+        repository.mkdir(exist_ok=True)
+        (repository / "file").write_text(str(peak))
+        commit = commit_all(repository)
+        rows = [
+            made_up("cell/1", peak_memory_bytes=peak),
+            made_up("cell/2", "unsupported"),
+            made_up("cell/3", "failed"),
+            made_up("cell/4", engine="distributed", step_time_samples_s=taken, step_time_s=median(taken)),
+        ]
+        rows += [made_up("cell/5", peak_memory_bytes=7)] if peak > 1000 else []
+        for row in rows:
+            row["provenance"]["commit"] = commit[:12]
+        results = folder(repository / ".git" / "suite", rows)
+        assert exit_code(("export", "--to", "asv", str(results), "--output", str(work / "results"))) == 0
+    configuration = {
+        "version": 1,
+        "project": "exported",
+        "repo": "repository",
+        "branches": ["main"],
+        "results_dir": "results",
+        "html_dir": "html",
+    }
+    (work / "asv.conf.json").write_text(json.dumps(configuration))
+    ran("-m", "asv", "publish", "--no-pull", cwd=work)
+    return work / "html"
+
+
+def graph(site: Path, machine: str, metric: str) -> list[Any]:
+    """The points of a benchmark's graph: [revision, [value of each cell]]."""
+    name = f"suite.tensor_parallel.{metric}.json"
+    points: list[Any] = json.loads(
+        (site / "graphs" / "branch-main" / f"machine-{machine}" / name).read_text()
+    )
+    return points
+
+
+def test_asv_publishes_our_values(site: Path) -> None:
+    index = json.loads((site / "index.json").read_text())
+    benchmark = index["benchmarks"]["suite.tensor_parallel.peak_memory_bytes"]
+    assert (benchmark["unit"], benchmark["params"]) == ("bytes", [[f"cell/{n}" for n in range(1, 6)]])
+    assert graph(site, "any", "peak_memory_bytes") == [
+        [0, [1000, None, None, None, None]],
+        [1, [1001, None, None, None, 7]],
+    ]
+    assert graph(site, "here", "peak_memory_bytes")[0] == [0, [None, None, None, 15_509_396_481, None]]
+    assert index["benchmarks"]["suite.tensor_parallel.step_time_s"]["unit"] == "seconds"
+    assert set(index["machines"]) == {"any", "here"}
+    assert index["machines"]["here"]["cpu"] == "A CPU"
+    hashes = git(site.parent / "repository", "log", "--reverse", "--format=%H").splitlines()
+    assert [index["revision_to_hash"][str(revision)] for revision in (0, 1)] == hashes
+
+
+def test_asv_keeps_samples_of_measured_cells_with_their_machine(site: Path) -> None:
+    machine = site.parent / "results" / "here"
+    first = min(path for path in machine.iterdir() if path.name != "machine.json")
+    content = json.loads(first.read_text())
+    name = "suite.tensor_parallel.step_time_s"
+    columns = dict(zip(content["result_columns"], content["results"][name], strict=False))
+    (samples,) = columns["samples"]
+    assert len(samples) == columns["stats_repeat"][0] == 5
+    assert columns["result"] == [median(samples)]
+    assert columns["stats_q_25"][0] <= columns["result"][0] <= columns["stats_q_75"][0]
+    cells = json.loads((site / "index.json").read_text())["benchmarks"][name]["params"][0]
+    assert graph(site, "here", "step_time_s")[0][1][cells.index("cell/4")] == median(samples)
+
+
+def test_asv_tells_skipped_from_failed(site: Path) -> None:
+    path = next((site.parent / "results" / "any").glob("*-suite.json"))
+    content = json.loads(path.read_text())
+    result = content["results"]["suite.tensor_parallel.peak_memory_bytes"][0]
+    assert math.isnan(result[1])  # unsupported
+    assert result[2] is None  # failed

@@ -11,7 +11,7 @@ import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.changes.history import Assessment, History, read_history, read_targets
-from spbench.bench.tools.changes.records import add_record
+from spbench.bench.tools.changes.record_command import add_record
 from tests.tools.changes.records import MACHINE, OTHER, Cell, cell, commit, nightly, noisy, record
 
 COMMITS, SLOWER, LARGER = 60, 41, 23

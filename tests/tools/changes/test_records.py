@@ -15,7 +15,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.git import git
 from spbench.bench.tools.changes.history import read_history
 from spbench.bench.tools.changes.metrics import readings
-from spbench.bench.tools.changes.records import add_record, content_of, read_record, record_of, utc
+from spbench.bench.tools.changes.record_command import add_record, content_of, read_record, record_of, utc
 from tests.tools.changes.records import MACHINE, OTHER, cell, commit, record
 
 FACTS = {name: value for name, value in MACHINE.items() if name != "host"}

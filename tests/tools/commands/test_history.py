@@ -1,16 +1,23 @@
-"""`spbench record` and `spbench history`: what they print, their exit codes and their errors."""
+"""`spbench record` and `spbench history`: what they print, their exit codes and their errors.
+
+A checkout of spbench that is not what Python imports: a run says so, and the gate refuses it.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 
+from spbench.bench import measured_code
 from spbench.bench.command_line.output import Output
 from spbench.bench.git import git
+from spbench.bench.measure.sweep.provenance import project_commit, provenance
+from spbench.bench.measured_code import checkout_of, imported_tree, unmeasured_checkout
 from spbench.bench.tools.changes.history import read_history
 from spbench.bench.tools.changes.history_command import changes_table
 from tests.terminal import faults_of
@@ -133,7 +140,7 @@ def test_a_missed_target_fails(command_line: Run, history: Path) -> None:
 
 
 def test_what_is_passed_over_is_said(command_line: Run, history: Path) -> None:
-    from spbench.bench.tools.changes.records import add_record
+    from spbench.bench.tools.changes.record_command import add_record
 
     add_record(record(7, cell("a"), branch="topic"), history)
     (history / "meant.yaml").write_text("meant: [{commit: '1234567', reason: soon}]")
@@ -155,3 +162,82 @@ def test_three_series_are_shown_commit_by_commit_and_more_by_their_ends(
     ends = [line.split()[3:6:2] for line in lines if line.startswith("| peak_memory_bytes |  1000 |")]
     assert (by_commit, ends) == ((3, []) if count == 3 else (0, [["1000", "1002"]] * 4))
     assert ("What changed, by strategy" in lines) == (count == 4)
+
+
+CHANGED = Path("impls", "strategies", "ulysses.py")
+ROWS = Path("results", "runs", "small", "cells.jsonl")
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The measured files of the imported tree in another folder, as a clone has them."""
+    tree, copy = imported_tree(), tmp_path_factory.mktemp("clone")
+    (copy / "pyproject.toml").touch()
+    for path in measured_code._measured_files(tree):
+        target = copy / path.relative_to(tree)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    for words in ("init -q", "add pyproject.toml", "-c user.name=a -c user.email=a@b commit -qm first"):
+        git(copy, *words.split())
+    return copy
+
+
+@pytest.fixture
+def clone(copied: Path, spbench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The copy as working folder, with the scenario small.yaml, whose cells are made up, and its baseline."""
+    shutil.rmtree(copied / "results" / "baseline", ignore_errors=True)
+    shutil.copy(tmp_path / "small.yaml", copied)
+    monkeypatch.chdir(copied)
+    edit(copied, "")
+    assert spbench("baseline", "--scenario", "small.yaml")[0] == 0
+    return copied
+
+
+def edit(clone: Path, text: str) -> None:
+    """Add lines to a strategy of the checkout, which the tree that is imported does not have."""
+    original = (imported_tree() / CHANGED).read_text()
+    (clone / CHANGED).write_text(original + text)
+    unmeasured_checkout.cache_clear()
+
+
+def test_a_checkout_that_means_the_same_is_measured(clone: Path, spbench: Run) -> None:
+    edit(clone, "# a comment\n")
+    assert (checkout_of(clone / "impls"), checkout_of(clone.parent)) == (clone, None)
+    code, _, err = spbench("run", "--scenario", "small.yaml")
+    assert (code, "measured:" in err) == (0, False)
+    assert spbench("compare", "results/baseline/small", "results/runs/small")[0] == 0
+
+
+def test_the_gate_refuses_a_tree_that_is_not_measured(clone: Path, spbench: Run, tmp_path: Path) -> None:
+    edit(clone, "SENT_TWICE = True\n")
+    said = f"measured: {imported_tree()}, which differs from this checkout, {clone}, in {CHANGED}"
+    commands = (
+        ("run", "--scenario", "small.yaml"),
+        ("baseline", "--scenario", "small.yaml"),
+        ("compare", "results/baseline/small", "results/runs/small"),
+        ("export", "--to", "markdown", "results/runs/small", "--base", "results/baseline"),
+    )
+    for words in commands:
+        code, out, err = spbench(*words)
+        assert (code, out, said in err, "pip install -e ." in err, err.count("\n")) == (2, "", True, True, 1)
+
+
+def test_other_runs_say_once_what_was_measured(clone: Path, spbench: Run) -> None:
+    edit(clone, "SENT_TWICE = True\n")
+    shutil.rmtree(clone / "results" / "baseline")
+    code, _, err = spbench("run", "--scenario", "small.yaml", "--fresh", "--variant", "first")
+    assert (code, err.count("spbench: warning: measured: ")) == (0, 1)
+    assert project_commit(clone) is None  # which is of code that was not run
+    assert json.loads(ROWS.read_text().splitlines()[0])["provenance"]["tree"] == provenance()["tree"]
+
+
+def test_the_gate_refuses_rows_of_other_code(clone: Path, spbench: Run) -> None:
+    edit(clone, "")
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    rows[0]["digest"]["code"] = "0" * 16
+    ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, _, err = spbench("compare", "results/baseline/small", "results/runs/small")
+    assert code == 2
+    assert f"1 of {len(rows)} rows come from other code than this checkout has now" in err
+    shutil.copytree("results/baseline/small", "elsewhere", dirs_exist_ok=True)
+    assert spbench("compare", "elsewhere", "results/runs/small")[0] == 0  # any two results, which is no gate

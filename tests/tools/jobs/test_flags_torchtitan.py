@@ -17,8 +17,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.tools.jobs.flags import differences, program_flags
-from spbench.bench.tools.jobs.torchtitan_layout import stage_layers
-from spbench.bench.tools.jobs.torchtitan_models import FLAVORS
+from spbench.bench.tools.jobs.torchtitan_models import FLAVORS, stage_layers
 from tests.tools.jobs.job_inputs import read
 from tests.tools.jobs.test_flags import TORCHTITAN, cell, read_back, same
 

@@ -10,7 +10,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.plan import model_parameters
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile
-from spbench.bench.tools.jobs.torchtitan_layout import first_stage_layers, split_layers, stage_layers
+from spbench.bench.tools.jobs.torchtitan_models import first_stage_layers, split_layers, stage_layers
 from tests.tools.jobs.job_inputs import job_of, settings
 
 REGISTRY = '''

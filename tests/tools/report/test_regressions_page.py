@@ -14,7 +14,7 @@ from spbench.bench.measurement import Measured
 from spbench.bench.row import Row
 from spbench.bench.tools.changes.history import Assessment, read_history
 from spbench.bench.tools.changes.judgement import judge
-from spbench.bench.tools.changes.records import Commit, RunRecord, add_record
+from spbench.bench.tools.changes.record_command import Commit, RunRecord, add_record
 from spbench.bench.tools.changes.result_files import read_results
 from spbench.bench.tools.report.gathered import Gathered
 from spbench.bench.tools.report.pages.regressions_page import history_drawings, pages, quiet_table

@@ -18,7 +18,7 @@ import pytest
 from spbench.bench.errors import UserError
 from spbench.bench.tools.report import build as building
 from spbench.bench.tools.report import pages as room
-from spbench.bench.tools.report.build import MARKER, Site, build, check_place
+from spbench.bench.tools.report.build import MARKER, PAGES, Site, build, check_place
 from spbench.bench.tools.report.gathered import Gathered, gather
 from spbench.bench.tools.report.page import DataTable, Drawing, Page, folded
 from spbench.bench.tools.report.pages.cells_page import _column, _pooled, script_json
@@ -220,7 +220,7 @@ def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
 def test_a_page_is_found_by_being_there(
     gathered: Gathered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "planted.py").write_text(
+    (tmp_path / "planted_page.py").write_text(
         "from spbench.bench.tools.report.page import Page\n"
         "def pages(gathered):\n"
         "    yield Page('planted.html', f'{len(gathered.papers)} papers', '# A\\n')\n"
@@ -228,9 +228,9 @@ def test_a_page_is_found_by_being_there(
     monkeypatch.setattr(room, "__path__", [str(tmp_path)])
     importlib.invalidate_caches()
     try:
-        (page,) = room.all_pages(gathered)
+        (page,) = PAGES.load("planted")(gathered)
     finally:
-        sys.modules.pop(f"{room.__name__}.planted", None)
+        sys.modules.pop(f"{room.__name__}.planted_page", None)
     assert page.title == f"{len(gathered.papers)} papers"
 
 

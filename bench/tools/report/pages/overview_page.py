@@ -17,7 +17,7 @@ from spbench.bench.tools.papers.validation import records_by_source, validation_
 from spbench.bench.tools.report.gathered import CellResult, Gathered, PaperResults
 from spbench.bench.tools.report.page import DataTable, Page, Part
 from spbench.bench.tools.report.report_markdown import (
-    badge,
+    BADGES,
     code,
     dated,
     link,
@@ -55,7 +55,7 @@ def _sentence(paper: PaperResults) -> str:
     about, path = paper.paper, f"paper-{paper.paper.name}.html"
     records = paper.records_of("")
     verdict = verdict_on(records)
-    text = f"{link(about.label, path)} {badge(verdict.word)}: "
+    text = f"{link(about.label, path)} {BADGES[verdict.word]}: "
     if verdict.word == "not run":
         return text + f"{code(f'spbench reproduce {about.name}')} does it."
     text += f"{counts(verdict)}."

@@ -9,7 +9,7 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.tools.papers.paper_findings import by_answer, counts, errors_by_role, verdict_on
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
 from spbench.bench.tools.report.page import DataTable, Page, Part, folded
-from spbench.bench.tools.report.report_markdown import badge, code, dated, link, plain, quantity_words
+from spbench.bench.tools.report.report_markdown import BADGES, code, dated, link, plain, quantity_words
 
 _LONG = 12
 _STATUSES = {"ok": "ok", "oom": "out of memory", "unsupported": "unsupported", "failed": "failed"}
@@ -42,12 +42,12 @@ def _sentences(paper: PaperResults) -> Iterator[str]:
     name = paper.paper.name
     if not paper.findings:
         command = code(f"spbench reproduce {name}")
-        yield f"{badge('not run')} Nothing was reproduced of this paper yet: {command} does it."
+        yield f"{BADGES['not run']} Nothing was reproduced of this paper yet: {command} does it."
         return
     for source in paper.sources:
         verdict = verdict_on(paper.records_of(source))
         what = f"On this page too, {plain(source)}" if source else paper.paper.label
-        yield f"{badge(verdict.word)} {what}: {counts(verdict)}."
+        yield f"{BADGES[verdict.word]} {what}: {counts(verdict)}."
     yield f"Every number with the keys of its cells is in {link(f'{name}.csv', f'data/{name}.csv')}."
 
 
