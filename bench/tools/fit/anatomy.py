@@ -120,7 +120,8 @@ def anatomy(
     live = np.cumsum(signed)
     at = int(np.argmax(live))
     kinds = _kinds(log, events)
-    alive = _alive(events, at, len(blocks))
+    until, alive = events[: at + 1], np.zeros(len(blocks), dtype=bool)
+    alive[until[until > 0] - 1], alive[-until[until < 0] - 1] = True, False
     held = {name: int(blocks[alive & (kinds == number)].sum()) for number, name in enumerate(CATEGORIES)}
     return Anatomy(
         ranks=[*ranks],
@@ -154,14 +155,6 @@ def _kinds(log: MemoryLog, events: np.ndarray) -> np.ndarray:
             kinds[found[kinds[found] == CATEGORIES.index("temporaries")]] = CATEGORIES.index("gradients")
             born.clear()
     return kinds
-
-
-def _alive(events: np.ndarray, at: int, count: int) -> np.ndarray:
-    until = events[: at + 1]
-    alive = np.zeros(count, dtype=bool)
-    alive[until[until > 0] - 1] = True
-    alive[-until[until < 0] - 1] = False
-    return alive
 
 
 def _moment(log: MemoryLog, at: int) -> Moment:

@@ -24,7 +24,7 @@ from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.pipeline_stages import Turns, put_together
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.simulator.trace_export import trace_events
+from spbench.bench.measure.simulator.timeline import trace_events
 from spbench.bench.measure.trace import repeated_steps, step_records
 from spbench.bench.measure.trace.event_log import RecordedEvent, Streams
 from spbench.bench.measure.trace.recorder import FastRecorder
