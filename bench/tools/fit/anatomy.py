@@ -13,10 +13,10 @@ from pydantic.dataclasses import dataclass
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
-from spbench.bench.measure.engines.engine import run_cell
 from spbench.bench.measure.engines.pipeline_stages import ShortSteps, stage_traces, trace_of_class
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.rank_memory import allocator_of, usable_memory_bytes
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import SEGMENT_GRANULE, CachingAllocator, replay
