@@ -94,7 +94,12 @@ def fit(observations: Sequence[StepObservation]) -> ErrorModel:
     by_rates = {name: _by_bound(some) for name, some in classes.items() if name != ANY}
     widen(by_rates)
     ties = {name: _differences(some) for name, some in classes.items()}
-    unknown = {name: _unknown_parts(classes[name]) for name in NO_RATE if name in classes}
+    #: by source, the errors of a class with the shares of their steps that have no rate
+    unknown = {
+        name: {s: [(o.log_error, o.unknown) for o in of] for s, of in _by_source(classes[name]).items()}
+        for name in NO_RATE
+        if name in classes
+    }
     return ErrorModel(
         intervals={ANY: {ANY: _by_bound(observations)[ANY]}, **by_rates},
         strategies=sorted({part for o in observations for part in o.strategy.split("+")}),
@@ -105,33 +110,22 @@ def fit(observations: Sequence[StepObservation]) -> ErrorModel:
             name: of_unknown(parts, max(i.half_width for i in by_rates[name].values()))
             for name, parts in unknown.items()
         },
-        of_stand_ins={
-            name: of_stand_in({s: [o.log_error for o in of] for s, of in _by_source(some).items()})
-            for name, some in stood_in.items()
-        },
+        of_stand_ins={name: of_stand_in(_errors(some)) for name, some in stood_in.items()},
     )
 
 
 def _by_bound(of_class: Sequence[StepObservation]) -> dict[str, Interval]:
     """The intervals of a class by bound."""
     by_bound = grouped(of_class, lambda o: o.bound)
-    errors = {bound: _by_source(some) for bound, some in by_bound.items()}
-    return intervals_by_bound(
-        {
-            bound: {source: [o.log_error for o in of] for source, of in some.items()}
-            for bound, some in errors.items()
-        }
-    )
+    return intervals_by_bound({bound: _errors(some) for bound, some in by_bound.items()})
 
 
 def _by_source(observations: Sequence[StepObservation]) -> dict[str, list[StepObservation]]:
     return grouped(observations, lambda o: o.source)
 
 
-def _unknown_parts(of_class: Sequence[StepObservation]) -> dict[str, list[tuple[float, float]]]:
-    """By source, the errors of a class with the shares of their steps that have no rate."""
-    by_source = _by_source(of_class)
-    return {source: [(o.log_error, o.unknown) for o in some] for source, some in by_source.items()}
+def _errors(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
+    return {source: [o.log_error for o in some] for source, some in _by_source(observations).items()}
 
 
 def _of_strategies(observations: Sequence[StepObservation]) -> dict[str, list[float]]:

@@ -19,11 +19,11 @@ from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.git import asked as asked_git
-from spbench.bench.measure.engines.engine import run_cell
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.virtual import trace_classes
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
-from spbench.bench.measure.simulator.trace_export import trace_events
+from spbench.bench.measure.simulator.timeline import trace_events
 from spbench.bench.measure.sweep.results import RESULTS_FILE
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measure.trust.bands import BANDS_FILE, MEMORY_ERRORS_FILE, packaged_model
