@@ -63,12 +63,8 @@ def digest_of_files(root: Path, paths: Iterable[Path]) -> str:
     return content.hexdigest()[:DIGEST_LENGTH]
 
 
-def digests_by_name(root: Path, paths: Iterable[Path]) -> dict[str, str]:
-    """The digest of what each file means, by its name below ``root``."""
-    return dict(_digests(root, paths))
-
-
 def _digests(root: Path, paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
+    """The name below ``root`` of each file, and the digest of what it means."""
     with _kept_digests() as kept:
         for path in sorted(paths):
             name = path.relative_to(root) if path.is_relative_to(root) else path.name
@@ -163,7 +159,7 @@ def checkout_of(folder: Path) -> Path | None:
 def differing_files(tree: Path, other: Path) -> list[str]:
     """The names, below either tree, of the measured files that differ in what they mean, or that only one
     has."""
-    a, b = (digests_by_name(root, _measured_files(root)) for root in (tree, other))
+    a, b = (dict(_digests(root, _measured_files(root))) for root in (tree, other))
     return sorted(name for name in {*a, *b} if a.get(name) != b.get(name))
 
 

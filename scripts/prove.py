@@ -1,14 +1,16 @@
 """Note in the package that verification was green on its code, so that nothing is verified before it is run.
 
     spbench verify --output results/verification && spbench verify --pairs --output results/verification
-    python scripts/prove.py
+    python scripts/prove.py [FOLDER]
 
-It reads the verdicts in results/verification, and refuses code on which a strategy has none or a red one.
+It reads the verdicts in FOLDER, results/verification if left out, and refuses code on which a strategy has no
+green case, or one that is red.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -20,8 +22,11 @@ TREE = Path(__file__).parents[1]
 
 
 def main() -> None:
-    code = proof.package_code()
-    verdicts = [each for each in read_verdicts(TREE / "results" / "verification") if each["code"] == code]
+    code, folder = (
+        proof.package_code(),
+        Path(*sys.argv[1:]) if sys.argv[1:] else TREE / "results/verification",
+    )
+    verdicts = [each for each in read_verdicts(folder) if each["code"] == code]
     counts = Counter(each["status"] for each in verdicts)
     proven = {each["strategy"] for each in verdicts if each["status"] == "green"}
     if counts["RED"] or (absent := sorted({*strategies()} - proven)):

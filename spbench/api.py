@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure.engines.engine import measure, run_cell
+from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.scenarios.expand import impossible
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells

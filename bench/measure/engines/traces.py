@@ -201,23 +201,19 @@ def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
         return None
 
 
-def _kernel_with_buffers(cell: Cell) -> str:
-    """The kernel of attention that a trace has the buffers of; empty: none."""
-    kernel = attention_kernel(cell)
-    return kernel if kernel in WITH_BUFFERS and cell.precision in ("fp16", "bf16") else ""
-
-
 def trace_key(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None = None) -> str:
     """A digest of all that a trace depends on."""
     settings = cell.model_dump(mode="json", exclude=set(_NOT_TRACED))
     for name in (*VARIABLES, "alloc_retries"):  # as a cluster's figures, they count afterwards
         del settings["training"][name]
+    kernel = attention_kernel(cell)
     content = {
         "cell": settings,
         "rank": rank,
         "events": events,
         "turns": asdict(turns) if isinstance(turns, Turns) else turns,
-        "buffers": _kernel_with_buffers(cell),
+        # the kernel of attention that a trace has the buffers of; empty: none
+        "buffers": kernel if kernel in WITH_BUFFERS and cell.precision in ("fp16", "bf16") else "",
         "code": code_digest(),
         "torch": torch.__version__,
         "peers": versions(requirements(cell.strategy)),

@@ -189,12 +189,8 @@ def ring_hops(kind: str, group: GroupLinks) -> list[tuple[float, float]]:
         inside, outside = n - 1 - crossings, crossings
         if kind in ("broadcast", "reduce"):  # as in _ring_latency
             inside, outside = 0, n
-        ways.append(
-            (
-                (_BASE[way] + inside * _NVLINK[way] + outside * _NETWORK[way]) * _US,
-                reached,
-            )
-        )
+        latency = _BASE[way] + inside * _NVLINK[way] + outside * _NETWORK[way]
+        ways.append((latency * _US, reached))
     return ways
 
 

@@ -1,13 +1,23 @@
-"""What a simulation knows while it runs, and what it gives: the step time, and what it is made of."""
+"""What a simulation knows while it runs, and what it gives: the step time, and what it is made of.
+
+A simulated timeline as Chrome trace JSON, which Perfetto (https://ui.perfetto.dev) opens. One process a rank;
+in it the phases of the step, the compute stream, as many communication rows as transfers overlap (slices of
+one row may not overlap partly), and a row for each further stream. The format: Trace Event Format, complete
+events ("ph": "X"), times in microseconds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from spbench.bench.files import write_whole
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.host_clock import HostClock, host_seconds
 from spbench.bench.measure.simulator.lighter_ranks import Alike, unlike_work
@@ -21,9 +31,8 @@ from spbench.bench.measure.simulator.program import (
     flops_of,
     seconds_by_kind,
 )
-from spbench.bench.measure.simulator.rank_events import Event, rank_events
 from spbench.bench.measure.simulator.substitutes import Substitute, seconds_by_substitute
-from spbench.bench.measure.simulator.waits import Times, Waits, waits_of
+from spbench.bench.measure.simulator.waits import Event, Times, Waits, rank_events, waits_of
 
 
 class SimulationState:
@@ -102,11 +111,10 @@ class Timeline:
         self._reached, self._left, self._start, self._end = state.reached, state.left, state.start, state.end
         self._hosts, self._works = state.hosts, state.works
         self._computed = computed = [clocks[COMPUTE_STREAM] for clocks in state.clocks]
-        hosts, end, costs = state.hosts, state.end, state.costs
         last = [float(c.max()) for c in computed]
-        last += [float(np.nanmax(e)) for e in end if e.size and not np.isnan(e).all()]
-        last += [float(host.now.max()) for host in hosts if host is not None]
-        self.step_time_s = max(last) + costs.step_overhead_s
+        last += [float(np.nanmax(e)) for e in state.end if e.size and not np.isnan(e).all()]
+        last += [float(host.now.max()) for host in state.hosts if host is not None]
+        self.step_time_s = max(last) + self._costs.step_overhead_s
 
     @property
     def world_size(self) -> int:
@@ -259,3 +267,83 @@ class Timeline:
         launched = None if host is None else host.of_rank(place)
         seconds = self._kernel_s[number] * weights
         return rank_events(steps.program, rank, times, seconds, weights, self._costs.launch_s, launched)
+
+
+_PHASES, _COMPUTE = 0, 1
+_MICRO = 1e6
+
+
+def trace_events(timeline: Timeline, ranks: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """The trace events of some ranks."""
+    for rank in ranks:
+        yield _named("process_name", rank, 0, f"rank {rank}")
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+        yield _named("thread_name", rank, _PHASES, "phases")
+        yield _named("thread_name", rank, _COMPUTE, "compute")
+        events = list(timeline.events(rank))
+        yield from _phases(rank, events)
+        named: dict[int, str] = {_COMPUTE: "compute"}
+        for event, row in in_rows(events):
+            thread = _COMPUTE + row
+            if thread not in named:
+                before = [*named.values()].count(event.stream)
+                named[thread] = event.stream
+                words = f"{event.stream} {before + 1}" if before else event.stream
+                yield _named("thread_name", rank, thread, words)
+            yield _complete(event.name, event.stream, rank, thread, event.start_s, event.duration_s) | {
+                "args": {"phase": event.phase, **event.details}
+            }
+
+
+def in_rows(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
+    """The events of a rank by their start, each with a row in which no two overlap: 0 is that of the
+    compute stream, 1 and on are those of communication and of further streams, as many of each as its events
+    overlap."""
+    #: of each row but the first: its stream, and when it is free again
+    rows: list[tuple[str, float]] = []
+    for event in sorted(events, key=lambda e: e.start_s):
+        if event.stream == "compute":
+            yield event, 0
+            continue
+        of_stream = (i for i, (stream, _) in enumerate(rows) if stream == event.stream)
+        row = next((i for i in of_stream if rows[i][1] <= event.start_s), len(rows))
+        rows[row : row + 1] = [(event.stream, event.start_s + event.duration_s)]
+        yield event, row + 1
+
+
+def export_trace(timeline: Timeline, path: Path, ranks: Iterable[int] = (0,)) -> None:
+    """Write the trace of some ranks to a file, whole or not at all; missing folders are made.
+
+    Raises:
+        UserError: it cannot be written; an earlier one is unchanged.
+    """
+    content = {
+        "displayTimeUnit": "ms",
+        "otherData": {"step_time_s": timeline.step_time_s, "world_size": timeline.world_size},
+        "traceEvents": list(trace_events(timeline, ranks)),
+    }
+    write_whole(path, json.dumps(content, separators=(",", ":"), allow_nan=False))
+
+
+def _phases(rank: int, events: list[Event]) -> Iterator[dict[str, Any]]:
+    """A slice from the first to the last thing that the compute stream does of a phase without a break."""
+    name, start, end = "", 0.0, 0.0
+    for event in [*(e for e in events if e.stream == "compute"), None]:
+        if event is None or event.phase != name:
+            if name and end > start:
+                yield _complete(name, "phase", rank, _PHASES, start, end - start)
+            if event is not None:
+                name, start = event.phase, event.start_s
+        if event is not None:
+            end = event.start_s + event.duration_s
+
+
+def _complete(
+    name: str, category: str, rank: int, thread: int, start_s: float, duration_s: float
+) -> dict[str, Any]:
+    what = {"ph": "X", "name": name, "cat": category, "pid": rank, "tid": thread}
+    return what | {"ts": start_s * _MICRO, "dur": duration_s * _MICRO}
+
+
+def _named(what: str, rank: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": name}}

@@ -54,7 +54,7 @@ def flat(row: Row) -> dict[str, Any]:
         **(measured.get("parts") or {}),
         **{name: measured.get(name) or None for name in _WORDS},
         "priced_by": priced_by_in_words([measured]) or None,
-        **{f"last_{name}": loss for name, loss in _last(losses).items()},
+        **{f"last_{name}": loss for name, loss in (losses or [{}])[-1].items()},
         **{f"error_{name}": error for name, error in errors.items()},
         **_metered(measured.get("meters") or {}),
         "sent_bytes": _sent(None if unmetered else measured.get("communication")),
@@ -73,10 +73,6 @@ def _metered(meters: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         for name, value in values.items()
         if isinstance(value, (int, float, str))
     }
-
-
-def _last(losses: list[dict[str, float]] | None) -> dict[str, float]:
-    return losses[-1] if losses else {}
 
 
 def _sent(entries: list[dict[str, Any]] | None) -> float | None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from typing import Any
 from weakref import WeakSet
 
@@ -45,15 +46,11 @@ class Streams:
 
     def __init__(self, builder: ProgramBuilder | None):
         self._builder = builder
-        self._streams = 0
+        #: of streams; the first is the compute stream's
+        self.numbers = count()
         self._events: WeakSet[RecordedEvent] = WeakSet()
         self.open = False
         self.current = RecordedStream(self)
-
-    def new_number(self) -> int:
-        """The number of a further stream; the first is the compute stream's."""
-        self._streams += 1
-        return self._streams - 1
 
     def watch(self, event: RecordedEvent) -> None:
         """Know an event for as long as a library holds it."""
@@ -110,7 +107,7 @@ class RecordedStream(torch.cpu.Stream):
 
     def __init__(self, streams: Streams, priority: int = -1):
         super().__init__(priority)
-        self._streams, self.number = streams, streams.new_number()
+        self._streams, self.number = streams, next(streams.numbers)
 
     def record_event(self, event: RecordedEvent | None = None) -> RecordedEvent:  # type: ignore[override]
         event = event or RecordedEvent(self._streams)

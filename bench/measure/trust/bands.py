@@ -18,8 +18,7 @@ from importlib.resources import files
 from statistics import median
 from typing import Any
 
-from spbench.bench.measure.trust.error_model import ErrorModel
-from spbench.bench.measure.trust.intervals import EVER_WORSE, NO_RATE
+from spbench.bench.measure.trust.error_model import EVER_WORSE, NO_RATE, ErrorModel
 from spbench.bench.setting_values import STAND_IN, STOOD_IN, StandIn
 from spbench.bench.units import shown_time
 from spbench.plots.series import grouped

@@ -1,80 +1,69 @@
 """How far simulated step times are from measured ones: an interval for each kind of time.
 
 The error of a row is ``log(simulated / measured)``. Times are put into classes by what they rest on
-(``rates``), and within a class by what bounds the step (:mod:`measure.trust.intervals`). What nobody measured
-has a wider interval: a class without a row has the widest of all, a bound without one in its class that of
-the next worse class, and a strategy without a row adds what strategies err differently.
-:func:`coverage` counts how many times lie within the intervals of the rest.
+(``rates``), and within a class by what bounds the step. What nobody measured has a wider interval: a class
+without a row has the widest of all, a bound without one in its class that of the next worse class, and a
+strategy without a row adds what strategies err differently. :mod:`tools.papers.error_fits` makes the model of
+measured steps.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import combinations, pairwise
-from statistics import fmean
-from typing import Any, Literal, NamedTuple, Self
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from spbench.bench.measure.trust.intervals import (
-    ANY,
-    NO_RATE,
-    Interval,
-    half_width,
-    intervals_by_bound,
-    mixed,
-    of_missing_bound,
-    of_stand_in,
-    of_unknown,
-    widen,
-    widest,
-)
 from spbench.bench.setting_values import STOOD_IN
-from spbench.plots.series import grouped
 
 #: pairs of times are counted by the part of the shorter one by which the longer one is more: from each of
 #: these up to the next
 EDGES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, math.inf)
 #: the class of the part of a step that has rates, beside another that has none
 KNOWN = "extrapolated"
+#: classes of rates, each worse than the one before: rates of their own, and the grades of what stands for one
+#: (:mod:`measure.simulator.substitutes`)
+EVER_WORSE = ("sourced", "extrapolated", "transferred", "substituted")
+#: of these, those of what stands for a rate that nobody measured
+NO_RATE = EVER_WORSE[2:]
+#: the same of rates with a fitted scalar: by steps of the same model and strategy, by those of others
+FITTED = ("fitted", "fitted elsewhere")
+#: in place of a class or of a bound: all of them
+ANY = "any"
 
 
 @dataclass(frozen=True)
-class StepObservation:
-    """A measured step, and how far its simulated time is from it.
+class Interval:
+    """An interval of measured times, for a simulated one.
 
     Attributes:
-        source: who measured.
-        rates, bound: as of :class:`Measurement`.
-        strategy: as of a cell.
-        log_error: log(simulated / measured).
-        alike: the same of rows that are compared with each other; "" of one that stands alone.
-        log_time: log(simulated time of a sample), in any unit that rows that are alike share.
-        machine, kernel: the accelerator, and the kernel of its attention; "" where it has none.
-        unknown: the share of the simulated time that has no rate of its own; 0: not told.
+        centre, half_width: of log(simulated / measured).
+        sources, rows: how many of its own it rests on; where none, it is that of a larger class.
     """
 
-    source: str
-    rates: str
-    bound: str
-    strategy: str
-    log_error: float
-    alike: str = ""
-    log_time: float = 0.0
-    machine: str = ""
-    kernel: str = ""
-    unknown: float = 0.0
+    centre: float
+    half_width: float
+    sources: int
+    rows: int
 
+    @property
+    def evidence(self) -> str:
+        """What it rests on, as "1 source, 4 rows"."""
+        sources = "1 source" if self.sources == 1 else f"{self.sources} sources"
+        return f"{sources}, {self.rows} row{'s' if self.rows > 1 else ''}"
 
-class ComparedTimes(NamedTuple):
-    """Two layouts of a run: logarithms of the one's time over the other's."""
+    def factors(self, more: float = 0.0) -> tuple[float, float]:
+        """What the simulated time is multiplied by for the ends of the interval, which the simulated time
+        itself is always in.
 
-    source: str
-    simulated: float
-    measured: float
+        Args:
+            more: a further half width, of an error that is independent of the others.
+        """
+        width = math.hypot(self.half_width, more)
+        return min(1.0, math.exp(-self.centre - width)), max(1.0, math.exp(-self.centre + width))
 
 
 @dataclass(frozen=True)
@@ -114,37 +103,6 @@ class ErrorModel:
     of_orders: Mapping[str, Sequence[Pairs]]
     of_unknown: Mapping[str, float] = field(default_factory=dict)
     of_stand_ins: Mapping[str, Interval] = field(default_factory=dict)
-
-    @classmethod
-    def fit(cls, observations: Sequence[StepObservation]) -> Self:
-        """The model of some observations.
-
-        Raises:
-            ValueError: ``observations`` is empty.
-        """
-        stood_in = grouped((o for o in observations if o.rates in STOOD_IN), lambda o: o.rates)
-        if not (observations := [o for o in observations if o.rates not in STOOD_IN]):
-            raise ValueError("no measured step")
-        classes = {ANY: list(observations), **grouped(observations, lambda o: o.rates)}
-        by_rates = {name: _by_bound(some) for name, some in classes.items() if name != ANY}
-        widen(by_rates)
-        ties = {name: _differences(some) for name, some in classes.items()}
-        unknown = {name: _unknown_parts(classes[name]) for name in NO_RATE if name in classes}
-        return cls(
-            intervals={ANY: {ANY: _by_bound(observations)[ANY]}, **by_rates},
-            strategies=sorted({part for o in observations for part in o.strategy.split("+")}),
-            of_strategies=half_width(_of_strategies(observations)),
-            of_ties={name: half_width(by, ties[ANY]) for name, by in ties.items()} if ties[ANY] else {},
-            of_orders={name: _by_distance(_pairs(some)) for name, some in classes.items()},
-            of_unknown={
-                name: of_unknown(parts, max(i.half_width for i in by_rates[name].values()))
-                for name, parts in unknown.items()
-            },
-            of_stand_ins={
-                name: of_stand_in({s: [o.log_error for o in of] for s, of in _by_source(some).items()})
-                for name, some in stood_in.items()
-            },
-        )
 
     def interval(self, rates: str, bound: str) -> tuple[Interval, str]:
         """The interval of a kind of time, and what it rests on in words."""
@@ -201,7 +159,7 @@ class ErrorModel:
         """What was measured of pairs of layouts as far apart as two times of this ratio, as "of 91 measured
         pairs 10 to 20% apart, 87% were in the simulated order"; "" if there are none."""
         by_distance = self.of_orders.get(rates, self.of_orders.get(ANY, ()))
-        at = _distance(max(ratio, 1 / ratio) - 1)
+        at = distance(max(ratio, 1 / ratio) - 1)
         if not by_distance or not by_distance[at].pairs:
             return ""
         (least, most), pairs = EDGES[at : at + 2], by_distance[at]
@@ -222,108 +180,32 @@ class ErrorModel:
         return TypeAdapter(cls).validate_python(content)
 
 
-def _by_bound(of_class: Sequence[StepObservation]) -> dict[str, Interval]:
-    """The intervals of a class by bound."""
-    by_bound = grouped(of_class, lambda o: o.bound)
-    errors = {bound: _by_source(some) for bound, some in by_bound.items()}
-    return intervals_by_bound(
-        {
-            bound: {source: [o.log_error for o in of] for source, of in some.items()}
-            for bound, some in errors.items()
-        }
-    )
+def of_missing_bound(by_rates: Mapping[str, Mapping[str, Interval]], rates: str, bound: str) -> Interval:
+    """The interval of a class in which no step with that bound was measured: that of the bound in the next
+    worse class, or of the nearest better one, no narrower than any of its own class; without such a class,
+    the widest of all."""
+    order = next((order for order in (EVER_WORSE, FITTED) if rates in order), ())
+    at = order.index(rates) if order else 0
+    for other in (*order[at + 1 :], *reversed(order[:at])):
+        if bound in by_rates.get(other, {}):
+            return max(by_rates[other][bound], widest(by_rates[rates].values()), key=lambda i: i.half_width)
+    return widest(each for intervals in by_rates.values() for each in intervals.values())
 
 
-def _by_source(observations: Sequence[StepObservation]) -> dict[str, list[StepObservation]]:
-    return grouped(observations, lambda o: o.source)
+def widest(intervals: Iterable[Interval]) -> Interval:
+    """The one with the largest factor, up or down, in both directions: to which side another kind of time
+    errs is not known."""
+    most = max(intervals, key=lambda each: abs(each.centre) + each.half_width)
+    return replace(most, centre=0.0, half_width=abs(most.centre) + most.half_width)
 
 
-def _unknown_parts(of_class: Sequence[StepObservation]) -> dict[str, list[tuple[float, float]]]:
-    """By source, the errors of a class with the shares of their steps that have no rate."""
-    by_source = _by_source(of_class)
-    return {source: [(o.log_error, o.unknown) for o in some] for source, some in by_source.items()}
+def mixed(known: tuple[float, float], share: float, half_width: float) -> tuple[float, float]:
+    """The factors of a step of which a share has no rate, and the rest those factors."""
+    ends = math.exp(-half_width), math.exp(half_width)
+    low, high = ((1 - share) * rest + share * part for rest, part in zip(known, ends, strict=True))
+    return low, high
 
 
-def _of_strategies(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
-    """By source with several strategies, how far the mean error of each is from the source's."""
-    by_source = {}
-    for source, some in _by_source(observations).items():
-        means = [fmean(o.log_error for o in of) for of in grouped(some, lambda o: o.strategy).values()]
-        if len(means) > 1:
-            by_source[source] = [mean - fmean(means) for mean in means]
-    return by_source
-
-
-def _pairs(observations: Sequence[StepObservation]) -> Iterator[ComparedTimes]:
-    """The pairs of rows that are alike; of the same simulated time none says an order."""
-    alike = grouped((o for o in observations if o.alike), lambda o: (o.source, o.alike))
-    for (source, _), some in alike.items():
-        for a, b in combinations(some, 2):
-            simulated = a.log_time - b.log_time
-            yield ComparedTimes(source, simulated, simulated - (a.log_error - b.log_error))
-
-
-def _differences(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
-    """By source, the differences of the errors of rows that are alike."""
-    pairs = grouped(_pairs(observations), lambda pair: pair.source)
-    return {source: [each.simulated - each.measured for each in some] for source, some in pairs.items()}
-
-
-def _distance(apart: float) -> int:
+def distance(apart: float) -> int:
     """The class of a ratio - 1 of two times, by its place among :data:`EDGES`."""
     return sum(apart >= edge for edge in EDGES[1:])
-
-
-def _by_distance(compared: Iterable[ComparedTimes]) -> list[Pairs]:
-    """The pairs by how far their simulated times are apart, one for each two of :data:`EDGES`."""
-    classes: list[list[ComparedTimes]] = [[] for _ in pairwise(EDGES)]
-    for each in compared:
-        classes[_distance(math.expm1(abs(each.simulated)))].append(each)
-    return [
-        Pairs(sum(c.simulated * c.measured > 0 for c in some), len(some), len({c.source for c in some}))
-        for some in classes
-    ]
-
-
-# -- what the others cover -----------------------------------------------------------------------------------
-
-#: what steps have in common that are left out together
-LeftOut = Literal["source", "machine", "kernel"]
-
-
-class Covered(NamedTuple):
-    """How many rows of a class, of one source, lie within the intervals of the rest.
-
-    Attributes:
-        left_out: the source, machine or kernel whose rows the intervals do not know.
-    """
-
-    rates: str
-    left_out: str
-    source: str
-    rows: int
-    within: int
-
-
-def coverage(observations: Sequence[StepObservation], what: LeftOut = "source") -> list[Covered]:
-    """By what is left out, class and source, how many rows lie within the intervals of the others, to which
-    they are as new as those of a reader who has another machine; nothing where there are no others."""
-    counts = []
-    for left_out, some in grouped(observations, lambda o: getattr(o, what)).items():
-        if not (others := [o for o in observations if getattr(o, what) != left_out]):
-            continue
-        model = ErrorModel.fit(others)
-        for (rates, source), rows in grouped(some, lambda o: (o.rates, o.source)).items():
-            within = sum(_within(model, o) for o in rows)
-            counts.append(Covered(rates, left_out, source, len(rows), within))
-    return counts
-
-
-def overall(covered: Sequence[Covered]) -> float:
-    """The share of rows within their intervals, sources counting alike."""
-    return fmean(each.within / each.rows for each in covered)
-
-
-def _within(model: ErrorModel, o: StepObservation) -> bool:
-    low, high, _ = model.band(o.rates, o.bound, o.strategy, o.unknown)
-    return low <= math.exp(-o.log_error) <= high

@@ -137,7 +137,9 @@ def look(cell: Cell, depth: Depth) -> Measurement:
         by_depth = [_traced(cell, d + leading) for d in depths]
         more = (layers - leading - depths[0]) / (depths[1] - depths[0])
         measurement = _memory([traces[max(traces)] for traces in by_depth], more, cell)
-    step = _step(by_depth, more, cell)
+    micro_batches = cell.training.micro_batches
+    step, *deeper = (_grown({n: step_of(each) for n, each in t.items()}, micro_batches) for t in by_depth)
+    step = step.on(deeper[0], more) if deeper else step
     measurement.communication = []
     add_step_time(measurement, cell, step.step_time_s, step.breakdown, step.priced_by)
     measurement.parts = dict(step.parts)
@@ -145,15 +147,6 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     measurement.mfu = utilization(cell, step.step_time_s)
     measurement.meters[COST] = {"cpu_s": time.process_time() - begun}
     return measurement
-
-
-def _step(by_depth: Sequence[Mapping[int, ClassTraces]], more: float, cell: Cell) -> StepNumbers:
-    """The cell's step by traces of all its layers or of two depths; ``more`` as for :func:`deep_peak`."""
-    shallow, *deeper = (
-        _grown({n: step_of(each) for n, each in traces.items()}, cell.training.micro_batches)
-        for traces in by_depth
-    )
-    return shallow.on(deeper[0], more) if deeper else shallow
 
 
 def _leading(cell: Cell) -> int:

@@ -13,10 +13,10 @@ from pydantic.dataclasses import dataclass
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import virtual
-from spbench.bench.measure.engines.engine import run_cell
 from spbench.bench.measure.engines.pipeline_stages import ShortSteps, stage_traces, trace_of_class
 from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.rank_memory import allocator_of, usable_memory_bytes
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.step_times import can_time
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import SEGMENT_GRANULE, CachingAllocator, replay
@@ -120,7 +120,8 @@ def anatomy(
     live = np.cumsum(signed)
     at = int(np.argmax(live))
     kinds = _kinds(log, events)
-    alive = _alive(events, at, len(blocks))
+    until, alive = events[: at + 1], np.zeros(len(blocks), dtype=bool)
+    alive[until[until > 0] - 1], alive[-until[until < 0] - 1] = True, False
     held = {name: int(blocks[alive & (kinds == number)].sum()) for number, name in enumerate(CATEGORIES)}
     return Anatomy(
         ranks=[*ranks],
@@ -154,14 +155,6 @@ def _kinds(log: MemoryLog, events: np.ndarray) -> np.ndarray:
             kinds[found[kinds[found] == CATEGORIES.index("temporaries")]] = CATEGORIES.index("gradients")
             born.clear()
     return kinds
-
-
-def _alive(events: np.ndarray, at: int, count: int) -> np.ndarray:
-    until = events[: at + 1]
-    alive = np.zeros(count, dtype=bool)
-    alive[until[until > 0] - 1] = True
-    alive[-until[until < 0] - 1] = False
-    return alive
 
 
 def _moment(log: MemoryLog, at: int) -> Moment:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.progress import remark
 from spbench.bench.files import DiskCache, cache_folder
-from spbench.bench.measure.engines.engine import Run
+from spbench.bench.measure.engines.run_cell import Run
 from spbench.bench.measure.processes.starting import usable_cores
 from spbench.bench.measure.sweep.executor import Executor
 from spbench.bench.measure.sweep.sweep import digest

@@ -22,9 +22,9 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
 from spbench.bench.measure.trust.bands import run_of
-from spbench.bench.measure.trust.error_model import Covered, LeftOut, StepObservation, coverage, overall
 from spbench.bench.setting_values import STOOD_IN
 from spbench.bench.tools.papers.comparison import OF_TIMES, Comparison, read_comparisons
+from spbench.bench.tools.papers.error_fits import Covered, LeftOut, StepObservation, coverage, overall
 from spbench.bench.tools.papers.paper_findings import Line, distinct
 from spbench.bench.tools.papers.sources import published_file, publishers
 from spbench.bench.units import difference, percent, shown_share, three_digits

@@ -19,17 +19,16 @@ from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.git import asked as asked_git
-from spbench.bench.measure.engines.engine import run_cell
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.virtual import trace_classes
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
-from spbench.bench.measure.simulator.trace_export import trace_events
+from spbench.bench.measure.simulator.timeline import trace_events
 from spbench.bench.measure.sweep.results import RESULTS_FILE
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measure.trust.bands import BANDS_FILE, MEMORY_ERRORS_FILE, packaged_model
-from spbench.bench.measure.trust.error_model import ErrorModel
+from spbench.bench.measure.trust.error_model import ANY
 from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE, Evidence
-from spbench.bench.measure.trust.intervals import ANY
 from spbench.bench.row import Row, json_line
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import RECORDS, Comparison, read_csv
@@ -42,6 +41,7 @@ from spbench.bench.tools.papers.document import (
     write_part,
     write_shared,
 )
+from spbench.bench.tools.papers.error_fits import fit
 from spbench.bench.tools.papers.execution import opened_executor
 from spbench.bench.tools.papers.megatron_cases import CASES, EXPERT_CASES, of_all_machines, predicted_cases
 from spbench.bench.tools.papers.paper_findings import markdown
@@ -223,7 +223,7 @@ def fit_bands(request: Reproduction) -> Output:
     seen = observations(records, cells)
     if not seen:
         raise UserError(f"{request.output} has no times: run spbench reproduce all first")
-    model = ErrorModel.fit([*seen, *grouped_observations()])
+    model = fit([*seen, *grouped_observations()])
     lines = time_lines(records, cells)
     intervals = [
         {

@@ -17,7 +17,7 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.step_times import add_simulated_time
 from spbench.bench.measure.engines.virtual import trace_classes
 from spbench.bench.measure.scenarios.select import Narrowing, the_cell
-from spbench.bench.measure.simulator.trace_export import export_trace
+from spbench.bench.measure.simulator.timeline import export_trace
 from spbench.bench.measure.trust.bands import priced_by_in_words, shown_band, with_band
 from spbench.bench.measure.verify.proof import unproven
 from spbench.bench.measurement import Measurement

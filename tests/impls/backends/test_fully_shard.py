@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.engine import measure, run_cell
 from spbench.bench.measure.engines.plan import model_parameters
+from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends import meta_device, zero1
@@ -27,7 +27,7 @@ from spbench.impls.backends.zero1 import LateGradients, ShardedOptimizer, Take
 from spbench.impls.layout import Unsupported
 from tests.impls.backends import one_device
 from tests.impls.backends.one_device import assert_right, assert_sends_its_closed_form, cell
-from tests.measure.trace.same_traces import differences
+from tests.measure.engines.cells import differences
 from tests.slow import slow
 
 #: as torchtitan has them, if its training.dtype is bfloat16

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.engine import run_cell
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.simulator.program import COMPUTE_STREAM, KERNEL, RECORD, WAIT, Program
 from spbench.impls.collectives import ReusedBuffer
 from spbench.impls.kernels.activations import squared_relu, swiglu, swiglu_in_place, weighted_swiglu

@@ -36,8 +36,7 @@ from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.impls import collectives
 from spbench.impls.models.model import models
 from spbench.impls.registries import backends, strategies
-from tests.measure.engines.cells import ATTEMPTS, on_a_real_rank, seen, supported
-from tests.measure.engines.short_cut_cells import SMALL
+from tests.measure.engines.cells import ATTEMPTS, SMALL, on_a_real_rank, seen, supported
 from tests.slow import mostly_slow, slow_ones_are_left_out
 
 #: sequence lengths that 2 and 4 ranks divide, of models whose positions lie on a grid

@@ -25,9 +25,7 @@ from spbench.bench.measure.engines.turn_parts import put_together
 from spbench.bench.measure.simulator.program import Flops
 from spbench.bench.measure.trace.meter import CommunicationMeter, Operation
 from spbench.impls.training.turns import Turns
-from tests.measure.engines.cells import approximately
-from tests.measure.engines.short_cut_cells import staged
-from tests.measure.trace.same_traces import differences
+from tests.measure.engines.cells import approximately, differences, staged
 
 
 class Written:

@@ -24,7 +24,7 @@ from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.pipeline_stages import Turns, put_together
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.simulator.trace_export import trace_events
+from spbench.bench.measure.simulator.timeline import trace_events
 from spbench.bench.measure.trace import repeated_steps, step_records
 from spbench.bench.measure.trace.event_log import RecordedEvent, Streams
 from spbench.bench.measure.trace.recorder import FastRecorder
@@ -44,9 +44,20 @@ from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.training import interleaved, pipeline
 from spbench.impls.training import step as training_step
 from spbench.impls.training.pipeline import StageRun
-from tests.measure.engines.cells import approximately, supported
-from tests.measure.engines.short_cut_cells import CELLS, LAYERS, PP, SMALL, N, deep, piped, staged, wide
-from tests.measure.trace.same_traces import differences
+from tests.measure.engines.cells import (
+    CELLS,
+    LAYERS,
+    PP,
+    SMALL,
+    N,
+    approximately,
+    deep,
+    differences,
+    piped,
+    staged,
+    supported,
+    wide,
+)
 from tests.slow import mostly_slow
 
 TINY = [name for name in models() if "-tiny" in name]

@@ -15,10 +15,9 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.engines import traces, tracing
-from spbench.bench.measure.engines.engine import run_cell
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.traces import DamagedTrace, Trace, from_bytes, to_bytes, trace_key
-from tests.measure.engines.short_cut_cells import SMALL, cell
-from tests.measure.trace.same_traces import differences
+from tests.measure.engines.cells import SMALL, cell, differences
 
 RSA = cell("ring_self_attention")
 

@@ -16,8 +16,7 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.trace.memory_log import MemoryLog, Peak
 from spbench.impls.composition import Stage
 from spbench.impls.strategies.base import Unsupported
-from tests.measure.engines.cells import write_cluster
-from tests.measure.trace.same_traces import differing_fields
+from tests.measure.engines.cells import differing_fields, write_cluster
 
 MIB = 2**20
 

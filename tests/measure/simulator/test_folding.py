@@ -15,8 +15,7 @@ from spbench.bench.measure.simulator.message_matching import owners
 from spbench.bench.measure.simulator.program import Group, Mesh, Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.simulate import smallest_shifts
-from spbench.bench.measure.simulator.timeline import Timeline
-from spbench.bench.measure.simulator.trace_export import trace_events
+from spbench.bench.measure.simulator.timeline import Timeline, trace_events
 from tests.measure.simulator.step_programs import cluster, one_f_one_b, ring
 
 

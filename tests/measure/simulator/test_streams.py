@@ -21,12 +21,11 @@ from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.message_matching import owners
 from spbench.bench.measure.simulator.program import Program
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
-from spbench.bench.measure.simulator.rank_events import stream_names
 from spbench.bench.measure.simulator.simulate import Simulator, smallest_shifts
 from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.substitutes import transfer_substitutes
-from spbench.bench.measure.simulator.timeline import Timeline
-from spbench.bench.measure.simulator.trace_export import trace_events
+from spbench.bench.measure.simulator.timeline import Timeline, trace_events
+from spbench.bench.measure.simulator.waits import stream_names
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 from tests.measure.simulator.step_programs import cluster, everyone, ring, timed
 

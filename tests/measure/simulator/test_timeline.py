@@ -34,8 +34,7 @@ from spbench.bench.measure.simulator.program import (
     Program,
 )
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
-from spbench.bench.measure.simulator.timeline import Timeline
-from spbench.bench.measure.simulator.trace_export import export_trace
+from spbench.bench.measure.simulator.timeline import Timeline, export_trace
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.kernels.softmax import masked_softmax
 from tests.bench.hosts import files_of_at_most

@@ -10,7 +10,7 @@ import pytest
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
-from spbench.bench.measure.engines.engine import measure
+from spbench.bench.measure.engines.run_cell import measure
 from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Outcome

@@ -21,8 +21,7 @@ from spbench.bench.measure.trace.recorder import FastRecorder
 from spbench.impls import rings
 from spbench.impls.collectives import Ring, exchange, ring
 from spbench.impls.keyed_steps import Key, keyed_steps
-from tests.measure.engines.short_cut_cells import N, cell
-from tests.measure.trace.same_traces import differences
+from tests.measure.engines.cells import N, cell, differences
 
 
 class Loop:

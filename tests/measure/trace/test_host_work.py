@@ -10,7 +10,7 @@ from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.simulator.program import HOST_WORK, Program
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 from spbench.bench.measure.trace.torch_internals import FakeTensorMode
-from tests.measure.trace.same_traces import differing_fields
+from tests.measure.engines.cells import differing_fields
 
 
 def one_step(fast: bool) -> Program:

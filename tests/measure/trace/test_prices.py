@@ -17,7 +17,7 @@ from torch import Tensor
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.engine import run_cell
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.traces import from_bytes, to_bytes, trace_key
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.trace import torch_internals
@@ -29,8 +29,7 @@ from spbench.impls.kernels.attention_buffers import inside_backward
 from spbench.impls.kernels.flash_attention import flash_attention, flash_attention_backward
 from spbench.impls.kernels.permutation import WITHIN_TRANSFERS
 from spbench.impls.kernels.ranged_attention import Size
-from tests.measure.engines.short_cut_cells import cell
-from tests.measure.trace.same_traces import differences
+from tests.measure.engines.cells import cell, differences
 
 ROWS = (*WITHIN_TRANSFERS, "permute_rows")
 

@@ -23,8 +23,7 @@ from spbench.bench.measure.trace.meter import Call, Meter
 from spbench.bench.measure.trace.operator_results import described, worked_out
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 from spbench.bench.measure.trace.torch_internals import FakeTensor, FakeTensorMode, fsdp_collectives
-from tests.measure.engines.short_cut_cells import cell
-from tests.measure.trace.same_traces import differences
+from tests.measure.engines.cells import cell, differences
 
 
 class Calls(Meter):

@@ -18,8 +18,7 @@ from spbench.bench.measure.trust.bands import (
     tied,
     with_band,
 )
-from spbench.bench.measure.trust.error_model import ErrorModel
-from spbench.bench.measure.trust.intervals import ANY, Interval
+from spbench.bench.measure.trust.error_model import ANY, ErrorModel, Interval
 from spbench.bench.setting_values import STAND_INS, StandIn
 
 #: intervals of log errors of 0.1 and 0.5; ties up to 5%

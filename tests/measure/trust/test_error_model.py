@@ -9,9 +9,9 @@ from random import Random
 
 import pytest
 
-from spbench.bench.measure.trust.error_model import ErrorModel, StepObservation, coverage, overall
-from spbench.bench.measure.trust.intervals import ANY
+from spbench.bench.measure.trust.error_model import ANY, ErrorModel
 from spbench.bench.setting_values import STOOD_IN
+from spbench.bench.tools.papers.error_fits import StepObservation, coverage, fit, overall
 
 SOURCES = [f"s{number}" for number in range(8)]
 
@@ -51,7 +51,7 @@ def test_new_sources_lie_within_as_often_as_the_level_says() -> None:
 def test_a_biased_source_widens_the_interval() -> None:
     plain = drawn(1)
     biased = [*plain, *drawn(2, ["far"], mean=1.0, between=0), *drawn(3, ["further"], mean=-1.5, between=0)]
-    assert width(ErrorModel.fit(biased)) > 1.5 * width(ErrorModel.fit(plain))
+    assert width(fit(biased)) > 1.5 * width(fit(plain))
     (far,) = [each for each in coverage(biased) if each.source == "far"]
     assert far.within == 0
 
@@ -59,14 +59,14 @@ def test_a_biased_source_widens_the_interval() -> None:
 def test_sources_count_nearly_alike_whatever_number_of_rows_they_have() -> None:
     few = drawn(1, rows=40)
     many = few + 50 * [o for o in few if o.source == "s0"]
-    assert width(ErrorModel.fit(many)) == pytest.approx(width(ErrorModel.fit(few)), rel=0.03)
+    assert width(fit(many)) == pytest.approx(width(fit(few)), rel=0.03)
 
 
 def test_a_source_of_one_row_weighs_half() -> None:
     """Beside three sources that err little, one row that errs far is left out; many rows are not."""
     near = drawn(1, ["a", "b", "c"], within=0.001, between=0.001)
     far = drawn(2, ["far"], mean=1.0, within=0.001, between=0.001)
-    one, all_rows = ErrorModel.fit([*near, far[0]]), ErrorModel.fit([*near, *far])
+    one, all_rows = fit([*near, far[0]]), fit([*near, *far])
     assert width(one) < 0.1
     assert width(all_rows) > 1.0
 
@@ -74,9 +74,9 @@ def test_a_source_of_one_row_weighs_half() -> None:
 def test_steps_of_a_stand_in_have_an_interval_of_their_own_side_and_move_no_other() -> None:
     def stood_in(**errors: list[float]) -> ErrorModel:
         some = [StepObservation(s, STOOD_IN[1], "host", "a", e) for s, of in errors.items() for e in of]
-        return ErrorModel.fit([*drawn(1), *some])
+        return fit([*drawn(1), *some])
 
-    plain = ErrorModel.fit(drawn(1))
+    plain = fit(drawn(1))
     few, many = stood_in(a=[-0.2, -0.9]), stood_in(a=[-0.9], b=[-0.1, 0.5], c=[-0.3], d=[-0.2], e=[-0.4])
     assert replace(few, of_stand_ins={}) == plain
     low, high, words = few.band(STOOD_IN[1], "matmul", "a")
@@ -87,34 +87,34 @@ def test_steps_of_a_stand_in_have_an_interval_of_their_own_side_and_move_no_othe
 
 def test_a_bound_with_few_sources_is_drawn_to_its_class() -> None:
     exact = drawn(2, ["only"], bound="bubble", between=0, within=1e-6)
-    alone = ErrorModel.fit(exact)
+    alone = fit(exact)
     assert width(alone, bound="bubble") < 1e-4
-    among = ErrorModel.fit([*drawn(1), *exact])
+    among = fit([*drawn(1), *exact])
     assert width(among, bound="bubble") == width(among, bound=ANY)  # not narrower for one source that fits
     several = [o for name in ("a", "b", "c") for o in drawn(2, [name], bound="host", between=0, within=1e-6)]
-    assert 1e-4 < width(ErrorModel.fit([*drawn(1), *several]), bound="host") < width(among, bound=ANY)
+    assert 1e-4 < width(fit([*drawn(1), *several]), bound="host") < width(among, bound=ANY)
 
 
 def test_a_bias_that_is_plain_makes_the_interval_uneven_and_keeps_the_time_within() -> None:
-    low, high, _ = ErrorModel.fit(drawn(1, mean=0.5)).band("sourced", "matmul", "a")
+    low, high, _ = fit(drawn(1, mean=0.5)).band("sourced", "matmul", "a")
     assert low < math.exp(-0.5) < high == 1.0  # simulated times are too long
-    low, high, _ = ErrorModel.fit(drawn(1, mean=-0.15)).band("sourced", "matmul", "a")
+    low, high, _ = fit(drawn(1, mean=-0.15)).band("sourced", "matmul", "a")
     assert 1 / low < high
-    low, high, _ = ErrorModel.fit(drawn(1)).band("sourced", "matmul", "a")
+    low, high, _ = fit(drawn(1)).band("sourced", "matmul", "a")
     assert low * high == pytest.approx(1)
 
 
 def test_a_bound_of_one_source_holds_what_that_source_erred_by() -> None:
     """The class's other rows, which weigh as two sources, do not hide it."""
     far = drawn(2, ["only"], bound="links", mean=1.0, between=0, within=0.01)
-    assert width(ErrorModel.fit([*drawn(1), *far]), bound="links") > 2 * 0.99
+    assert width(fit([*drawn(1), *far]), bound="links") > 2 * 0.99
     several = [o for name in "abc" for o in drawn(3, [name], bound="links", between=0.1)]
-    assert width(ErrorModel.fit([*drawn(1), *far, *several]), bound="links") < 2 * 0.99
+    assert width(fit([*drawn(1), *far, *several]), bound="links") < 2 * 0.99
 
 
 def test_what_was_never_measured_has_a_wider_interval_and_says_so() -> None:
     links = drawn(3, bound="links", between=0.3)
-    model = ErrorModel.fit([*drawn(1), *links, *drawn(2, rates="fitted", mean=-0.5)])
+    model = fit([*drawn(1), *links, *drawn(2, rates="fitted", mean=-0.5)])
     assert model.interval("sourced", "matmul")[1] == "sourced rates, matmul: 8 sources, 160 rows"
     widest = max(abs(i.centre) + i.half_width for of in model.intervals.values() for i in of.values())
     interval, words = model.interval("sourced", "host")
@@ -123,18 +123,18 @@ def test_what_was_never_measured_has_a_wider_interval_and_says_so() -> None:
     interval, words = model.interval("datasheet", "matmul")
     assert (interval.centre, interval.half_width) == (0.0, widest)
     assert words.startswith("no measured step on datasheet rates, so the widest of all: 8 sources, ")
-    one = ErrorModel.fit(drawn(1, ["only"], rows=1))
+    one = fit(drawn(1, ["only"], rows=1))
     assert one.interval("sourced", "matmul")[1].endswith(": 1 source, 1 row")
 
 
 def test_a_bound_without_a_step_has_that_of_the_next_worse_class() -> None:
     host = drawn(2, rates="extrapolated", bound="host", between=0.4)
     far = drawn(3, rates="datasheet", between=2.0)
-    model = ErrorModel.fit([*drawn(1), *drawn(4, rates="extrapolated"), *host, *far])
+    model = fit([*drawn(1), *drawn(4, rates="extrapolated"), *host, *far])
     assert model.interval("sourced", "host")[0] == model.intervals["extrapolated"]["host"]
     # no narrower than any of its own class
     near = drawn(2, rates="extrapolated", bound="bubble", between=0.0, within=1e-3)
-    wide = ErrorModel.fit([*drawn(1, between=0.5), *near])
+    wide = fit([*drawn(1, between=0.5), *near])
     assert wide.interval("sourced", "bubble")[0].half_width >= wide.intervals["sourced"]["matmul"].half_width
 
 
@@ -142,9 +142,9 @@ def test_a_class_of_few_sources_is_no_narrower_than_the_next_worse() -> None:
     """One or two sources do not say how sources differ."""
     worse = drawn(2, between=0.5, rates="extrapolated")
     few, three = (drawn(1, ["a", "b", "c"][:n], between=0.01) for n in (2, 3))
-    model = ErrorModel.fit([*few, *worse])
+    model = fit([*few, *worse])
     assert width(model) == width(model, "extrapolated")
-    assert width(ErrorModel.fit([*three, *worse])) < width(model)
+    assert width(fit([*three, *worse])) < width(model)
 
 
 def test_machines_and_kernels_are_left_out_as_sources_are() -> None:
@@ -164,7 +164,7 @@ def test_machines_and_kernels_are_left_out_as_sources_are() -> None:
 
 def test_without_a_measured_step_there_is_no_model() -> None:
     with pytest.raises(ValueError, match="no measured step"):
-        ErrorModel.fit([])
+        fit([])
     assert coverage(drawn(1, ["only"])) == []
 
 
@@ -172,7 +172,7 @@ def test_a_strategy_that_was_never_measured_has_a_wider_interval() -> None:
     """One of two strategies of each source errs 20% more than the other."""
     errors = drawn(1, within=0.01)
     errors += [StepObservation(o.source, o.rates, o.bound, "b", o.log_error + 0.2) for o in errors]
-    model = ErrorModel.fit(errors)
+    model = fit(errors)
     known, other = model.band("sourced", "matmul", "b"), model.band("sourced", "matmul", "c")
     assert other[0] < known[0]
     assert other[1] > known[1]
@@ -184,10 +184,10 @@ def test_a_strategy_that_was_never_measured_has_a_wider_interval() -> None:
 def test_a_bound_that_only_better_rates_have_is_as_wide_as_the_class() -> None:
     of_bubbles = drawn(3, ["p", "q", "r"], between=0.02, bound="bubble")
     wide = drawn(2, between=0.4, within=0.05, rates="extrapolated")
-    model = ErrorModel.fit([*drawn(1), *of_bubbles, *wide])
+    model = fit([*drawn(1), *of_bubbles, *wide])
     widths = [width(model, rates, "bubble") for rates in ("sourced", "extrapolated", "datasheet")]
     assert widths[0] < widths[1] == pytest.approx(width(model, "extrapolated"))
-    unseen = ErrorModel.fit([*drawn(1), *wide, *drawn(4, mean=2.0, between=0.5, rates="transferred")])
+    unseen = fit([*drawn(1), *wide, *drawn(4, mean=2.0, between=0.5, rates="transferred")])
     assert width(unseen, "extrapolated", "bubble") > 2 * widths[1]
 
 
@@ -199,7 +199,7 @@ def test_the_price_of_a_part_is_found_from_the_errors_of_steps(share: float) -> 
         for source in SOURCES
         for six in (6.0, 6.0, 1 / 6)
     ]
-    model = ErrorModel.fit([*drawn(1, rates="extrapolated", within=0.01, between=0.01), *rows])
+    model = fit([*drawn(1, rates="extrapolated", within=0.01, between=0.01), *rows])
     assert model.of_unknown["transferred"] == pytest.approx(math.log(6), rel=1e-6)
     ends = [model.band("transferred", "host", "a", part)[:2] for part in (0.02, 0.05, share)]
     assert all(
@@ -234,11 +234,11 @@ def test_ties_are_of_differences_within_a_source() -> None:
         for run in range(5)
         for _ in range(4)
     ]
-    model = ErrorModel.fit(errors)
+    model = fit(errors)
     assert width(model) > 0.5
     assert math.log(model.tie("sourced")) == pytest.approx(1.28 * 0.02 * math.sqrt(2), rel=0.3)
     assert model.tie("datasheet") == model.tie("sourced")  # of all
-    assert ErrorModel.fit(drawn(1)).tie("sourced") == 1.0
+    assert fit(drawn(1)).tie("sourced") == 1.0
 
 
 def test_orders_are_counted_by_how_far_simulated_times_are_apart() -> None:
@@ -250,7 +250,7 @@ def test_orders_are_counted_by_how_far_simulated_times_are_apart() -> None:
         error = 0.1 if number % 2 else 0.0
         second = StepObservation(source, "sourced", "matmul", "b", error, "run", math.log(1.08))
         rows += [first, second, StepObservation(source, "sourced", "matmul", "b", 0.0, "other run", 5.0)]
-    model = ErrorModel.fit(rows)
+    model = fit(rows)
     said = "of 8 measured pairs 5 to 10% apart, 50% were in the simulated order"
     assert model.order("sourced", 1.08) == model.order("sourced", 1 / 1.08) == said
     assert model.order("datasheet", 1.08) == said  # of all
@@ -259,7 +259,7 @@ def test_orders_are_counted_by_how_far_simulated_times_are_apart() -> None:
 
 
 def test_the_file_holds_the_model_to_six_digits() -> None:
-    model = ErrorModel.fit([*drawn(1), *drawn(2, rates="fitted")])
+    model = fit([*drawn(1), *drawn(2, rates="fitted")])
     again = ErrorModel.from_dict(model.as_dict())
     assert again.as_dict() == model.as_dict()
     assert again.band("sourced", "matmul", "a")[:2] == pytest.approx(
@@ -269,18 +269,18 @@ def test_the_file_holds_the_model_to_six_digits() -> None:
 
 def test_a_time_that_lacks_a_rate_is_not_the_surer_for_it() -> None:
     lucky = drawn(2, ["other"], between=0.0, within=0.001, rates="substituted")
-    model = ErrorModel.fit([*drawn(1), *lucky])
+    model = fit([*drawn(1), *lucky])
     assert width(model, "substituted") >= width(model)
     # nor narrower than what such times were off by
     off = drawn(2, ["other"], between=0.0, within=0.001, mean=-1.4, rates="substituted")
-    assert ErrorModel.fit([*drawn(1), *off]).band("substituted", "matmul", "a")[1] > math.exp(1.39)
+    assert fit([*drawn(1), *off]).band("substituted", "matmul", "a")[1] > math.exp(1.39)
     # whichever part of the step seems to bound it, by prices of which one is missing
     links = drawn(3, ["links"], between=0.0, within=0.001, mean=-1.4, bound="links", rates="substituted")
-    both = ErrorModel.fit([*drawn(1), *lucky, *links])
+    both = fit([*drawn(1), *lucky, *links])
     assert width(both, "substituted") == width(both, "substituted", "links") > 2 * 1.39
     # nor where all prices are datasheets'
     bare = [replace(o, rates="datasheet") for o in (*lucky, *links)]
-    assert width(ErrorModel.fit(bare), "datasheet") == width(ErrorModel.fit(bare), "datasheet", "links") > 1.0
+    assert width(fit(bare), "datasheet") == width(fit(bare), "datasheet", "links") > 1.0
 
 
 def test_an_error_at_the_end_of_an_interval_lies_within() -> None:

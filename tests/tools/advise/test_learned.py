@@ -178,10 +178,13 @@ def test_stages_are_listed_only_where_model_and_backend_have_them() -> None:
         "causal-transformer-tiny": (True, True),
     }
     for model, (plain, offloaded) in models.items():
-        cell = asked(8).cell.model_copy(update={"model": model, "model_options": {}})
+        cell = asked(8, seq_len=64).cell.model_copy(update={"model": model, "model_options": {}})
         question = replace(asked(8), cell=cell)
         assert has_stages(question, {"backend": "zero2"}) == plain, model
         assert has_stages(question, on_host) == offloaded, model
+
+
+UNLIKE = ("megatron_sp+ulysses", "odysseus+ring_attention")
 
 
 def candidate(strategy: str, **axes: int) -> Candidate:
@@ -205,27 +208,22 @@ def test_two_meshes_alike_make_one_strategy_stand_for_both() -> None:
     assert steps.instead("megatron_sp+ulysses") == "megatron_sp+ulysses"
 
 
-@pytest.mark.parametrize(("second", "nbytes"), [(1.01, 2.0), (1.0, 2.02)])
-def test_other_seconds_or_bytes_are_another_step(second: float, nbytes: float) -> None:
-    assert same(second, nbytes).replaced == {}
-
-
-def test_one_mesh_is_not_enough_and_one_difference_ends_it() -> None:
-    steps = SameSteps()
-    steps.add(candidate("megatron_sp", tp=2), 1.0, 2.0)
-    steps.add(candidate("odysseus", tp=2), 1.0, 2.0)
-    assert steps.replaced == {}
-    steps = same()
-    steps.add(candidate("megatron_sp", tp=8), 1.0, 2.0)
-    steps.add(candidate("odysseus", tp=8), 1.1, 2.0)
-    assert steps.replaced == {}
-
-
-def test_strategies_that_differ_in_two_parts_teach_nothing() -> None:
-    steps = SameSteps()
-    for sp in (2, 4):
-        steps.add(candidate("megatron_sp+ulysses", tp=2, sp=sp), 1.0, 2.0)
-        steps.add(candidate("odysseus+ring_attention", tp=2, sp=sp), 1.0, 2.0)
+@pytest.mark.parametrize(
+    ("steps", "further"),
+    [
+        (same(second=1.01), []),  # another time, or other bytes, on one mesh
+        (same(nbytes=2.02), []),
+        (SameSteps(), [("megatron_sp", {"tp": 2}, 1.0), ("odysseus", {"tp": 2}, 1.0)]),  # one mesh alone
+        (same(), [("megatron_sp", {"tp": 8}, 1.0), ("odysseus", {"tp": 8}, 1.1)]),  # one difference ends it
+        # strategies that differ in two parts
+        (SameSteps(), [(s, {"tp": 2, "sp": n}, 1.0) for s in UNLIKE for n in (2, 4)]),
+    ],
+)
+def test_other_steps_stand_for_none(
+    steps: SameSteps, further: list[tuple[str, dict[str, int], float]]
+) -> None:
+    for strategy, axes, seconds in further:
+        steps.add(candidate(strategy, **axes), seconds, 2.0)
     assert steps.replaced == {}
 
 

@@ -1,5 +1,7 @@
 """spbench run: what is printed where, what is kept, and exit codes.
 
+A run says which attention kernel stood for that which nobody named.
+
 ``--plain-trace``: the quick way to trace gives the numbers of the plain one, bit by bit.
 """
 
@@ -26,6 +28,7 @@ from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, read_
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Measurement, Outcome, Status
 from spbench.bench.row import Row
+from spbench.bench.tools.papers.execution import default_attention
 from tests.bench import fakes
 from tests.bench.fakes import SCENARIO
 from tests.measure.sweep.test_digest import sweep_here
@@ -263,6 +266,32 @@ def test_a_figure_of_which_the_cells_have_nothing_is_an_error(spbench: Run) -> N
     )
     assert (code, said in err) == (1, True)
     assert not list(Path("results/runs/small").glob("*.png"))
+
+
+def row(cluster: str, seconds: float = 1.0, model: str = "llama3-8b", **options: Any) -> dict[str, Any]:
+    return {
+        "cell": {"cluster": cluster, "model": model, "model_options": options},
+        "measurement": {"parts": {"attention_s": seconds}},
+    }
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row("dgx-h100", attention="flash_attention_3")],
+        [row("dgx-h100", 0.0)],  # none at all, as of attention by scores
+        [row("dgx-a100")],  # whose usual kernel is its file's default
+        [row("l40s"), row("local")],
+        [row("dgx-h100", model="tnl-1b")],  # of linear attention, which has no such option
+    ],
+)
+def test_where_one_is_said_or_there_is_no_other_nothing_is_told(rows: list[dict[str, Any]]) -> None:
+    assert default_attention(rows) == []
+
+
+def test_the_kernel_that_is_taken_is_told_once_for_each_cluster() -> None:
+    told = default_attention([row("dgx-h100"), row("dgx-h100", attention="flash"), row("dgx-a100")])
+    assert told == ["flash_attention_2, the default of dgx-h100 (its programs usually run cudnn)"]
 
 
 #: a step of each: all operators alike; a ring, of which the quick way runs a few steps; ranks of unlike work

@@ -28,9 +28,8 @@ from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.models.model import models
 from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.nesting import nesting, pairs
-from tests.measure.engines.cells import supported
+from tests.measure.engines.cells import differing_fields, supported
 from tests.measure.engines.devices import accelerator
-from tests.measure.trace.same_traces import differing_fields
 
 TINY = [name for name in models() if "-tiny" in name]
 #: a strategy, a model and a backend; the other backends do what one of these does

@@ -1,4 +1,4 @@
-"""Intervals of measured times about simulated ones, by what the times rest on and what bounds the step.
+"""How intervals of simulated times are made of measured steps, and how many steps lie within those of others.
 
 Errors are ``log(simulated / measured)``. Rows of one source (one group of people, machines and settings) err
 together, so sources count nearly alike, whatever number of rows they have. An interval is the quantile of
@@ -13,10 +13,25 @@ quantile of that source's own errors. Times that rest on substitutes of rates ha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from statistics import fmean, stdev
+from typing import Literal, NamedTuple
+
+from spbench.bench.measure.trust.error_model import (
+    ANY,
+    EDGES,
+    EVER_WORSE,
+    FITTED,
+    NO_RATE,
+    ErrorModel,
+    Interval,
+    Pairs,
+    distance,
+)
+from spbench.bench.setting_values import STOOD_IN
+from spbench.plots.series import grouped
 
 #: share of times that lie within their interval
 LEVEL = 0.8
@@ -27,58 +42,134 @@ FEW = 3
 #: standard errors from 0 beyond which the mean error of a class is plain, and its intervals are moved by it;
 #: two come about too easily among eight sources, as where one of small calls errs far to one side
 PLAIN = 3.0
-#: classes of rates, each worse than the one before: rates of their own, and the grades of what stands for one
-#: (:mod:`measure.simulator.substitutes`)
-EVER_WORSE = ("sourced", "extrapolated", "transferred", "substituted")
-#: of these, those of what stands for a rate that nobody measured
-NO_RATE = EVER_WORSE[2:]
-#: the same of rates with a fitted scalar: by steps of the same model and strategy, by those of others
-FITTED = ("fitted", "fitted elsewhere")
 #: classes of which a price is missing, or all of them: what bounds a step follows from its prices
 WITHOUT_PRICES = (EVER_WORSE[-1], "datasheet")
-#: in place of a class or of a bound: all of them
-ANY = "any"
-
 #: the least part of its price that work without a rate is taken to have needed
 SHORTEST = 0.05
-
 #: numbers by the source that they are of
 Errors = Mapping[str, Sequence[float]]
+#: intervals by bound, of a class of rates, and of :data:`ANY`
+ByBound = dict[str, Interval]
+#: what steps have in common that are left out together
+LeftOut = Literal["source", "machine", "kernel"]
 
 
 @dataclass(frozen=True)
-class Interval:
-    """An interval of measured times, for a simulated one.
+class StepObservation:
+    """A measured step, and how far its simulated time is from it.
 
     Attributes:
-        centre, half_width: of log(simulated / measured).
-        sources, rows: how many of its own it rests on; where none, it is that of a larger class.
+        source: who measured.
+        rates, bound: as of :class:`Measurement`.
+        strategy: as of a cell.
+        log_error: log(simulated / measured).
+        alike: the same of rows that are compared with each other; "" of one that stands alone.
+        log_time: log(simulated time of a sample), in any unit that rows that are alike share.
+        machine, kernel: the accelerator, and the kernel of its attention; "" where it has none.
+        unknown: the share of the simulated time that has no rate of its own; 0: not told.
     """
 
-    centre: float
-    half_width: float
-    sources: int
-    rows: int
-
-    @property
-    def evidence(self) -> str:
-        """What it rests on, as "1 source, 4 rows"."""
-        sources = "1 source" if self.sources == 1 else f"{self.sources} sources"
-        return f"{sources}, {self.rows} row{'s' if self.rows > 1 else ''}"
-
-    def factors(self, more: float = 0.0) -> tuple[float, float]:
-        """What the simulated time is multiplied by for the ends of the interval, which the simulated time
-        itself is always in.
-
-        Args:
-            more: a further half width, of an error that is independent of the others.
-        """
-        width = math.hypot(self.half_width, more)
-        return min(1.0, math.exp(-self.centre - width)), max(1.0, math.exp(-self.centre + width))
+    source: str
+    rates: str
+    bound: str
+    strategy: str
+    log_error: float
+    alike: str = ""
+    log_time: float = 0.0
+    machine: str = ""
+    kernel: str = ""
+    unknown: float = 0.0
 
 
-#: intervals by bound, of a class of rates, and of :data:`ANY`
-ByBound = dict[str, Interval]
+def fit(observations: Sequence[StepObservation]) -> ErrorModel:
+    """The model of some observations.
+
+    Raises:
+        ValueError: ``observations`` is empty.
+    """
+    stood_in = grouped((o for o in observations if o.rates in STOOD_IN), lambda o: o.rates)
+    if not (observations := [o for o in observations if o.rates not in STOOD_IN]):
+        raise ValueError("no measured step")
+    classes = {ANY: list(observations), **grouped(observations, lambda o: o.rates)}
+    by_rates = {name: _by_bound(some) for name, some in classes.items() if name != ANY}
+    widen(by_rates)
+    ties = {name: _differences(some) for name, some in classes.items()}
+    #: by source, the errors of a class with the shares of their steps that have no rate
+    unknown = {
+        name: {s: [(o.log_error, o.unknown) for o in of] for s, of in _by_source(classes[name]).items()}
+        for name in NO_RATE
+        if name in classes
+    }
+    return ErrorModel(
+        intervals={ANY: {ANY: _by_bound(observations)[ANY]}, **by_rates},
+        strategies=sorted({part for o in observations for part in o.strategy.split("+")}),
+        of_strategies=half_width(_of_strategies(observations)),
+        of_ties={name: half_width(by, ties[ANY]) for name, by in ties.items()} if ties[ANY] else {},
+        of_orders={name: _by_distance(_pairs(some)) for name, some in classes.items()},
+        of_unknown={
+            name: of_unknown(parts, max(i.half_width for i in by_rates[name].values()))
+            for name, parts in unknown.items()
+        },
+        of_stand_ins={name: of_stand_in(_errors(some)) for name, some in stood_in.items()},
+    )
+
+
+def _by_bound(of_class: Sequence[StepObservation]) -> dict[str, Interval]:
+    """The intervals of a class by bound."""
+    by_bound = grouped(of_class, lambda o: o.bound)
+    return intervals_by_bound({bound: _errors(some) for bound, some in by_bound.items()})
+
+
+def _by_source(observations: Sequence[StepObservation]) -> dict[str, list[StepObservation]]:
+    return grouped(observations, lambda o: o.source)
+
+
+def _errors(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
+    return {source: [o.log_error for o in some] for source, some in _by_source(observations).items()}
+
+
+def _of_strategies(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
+    """By source with several strategies, how far the mean error of each is from the source's."""
+    by_source = {}
+    for source, some in _by_source(observations).items():
+        means = [fmean(o.log_error for o in of) for of in grouped(some, lambda o: o.strategy).values()]
+        if len(means) > 1:
+            by_source[source] = [mean - fmean(means) for mean in means]
+    return by_source
+
+
+class ComparedTimes(NamedTuple):
+    """Two layouts of a run: logarithms of the one's time over the other's."""
+
+    source: str
+    simulated: float
+    measured: float
+
+
+def _pairs(observations: Sequence[StepObservation]) -> Iterator[ComparedTimes]:
+    """The pairs of rows that are alike; of the same simulated time none says an order."""
+    alike = grouped((o for o in observations if o.alike), lambda o: (o.source, o.alike))
+    for (source, _), some in alike.items():
+        for a, b in combinations(some, 2):
+            simulated = a.log_time - b.log_time
+            yield ComparedTimes(source, simulated, simulated - (a.log_error - b.log_error))
+
+
+def _differences(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
+    """By source, the differences of the errors of rows that are alike."""
+    pairs = grouped(_pairs(observations), lambda pair: pair.source)
+    return {source: [each.simulated - each.measured for each in some] for source, some in pairs.items()}
+
+
+def _by_distance(compared: Iterable[ComparedTimes]) -> list[Pairs]:
+    """The pairs by how far their simulated times are apart, one for each two of :data:`EDGES`."""
+    classes: list[list[ComparedTimes]] = [[] for _ in pairwise(EDGES)]
+    for each in compared:
+        classes[distance(math.expm1(abs(each.simulated)))].append(each)
+    return [
+        Pairs(sum(c.simulated * c.measured > 0 for c in some), len(some), len({c.source for c in some}))
+        for some in classes
+    ]
 
 
 def intervals_by_bound(errors: Mapping[str, Errors]) -> ByBound:
@@ -137,25 +228,6 @@ def _widen_by(by_rates: dict[str, ByBound], name: str, other: str) -> None:
         by_rates[name][bound] = replace(own, half_width=max(own.half_width, least))
 
 
-def of_missing_bound(by_rates: Mapping[str, Mapping[str, Interval]], rates: str, bound: str) -> Interval:
-    """The interval of a class in which no step with that bound was measured: that of the bound in the next
-    worse class, or of the nearest better one, no narrower than any of its own class; without such a class,
-    the widest of all."""
-    order = next((order for order in (EVER_WORSE, FITTED) if rates in order), ())
-    at = order.index(rates) if order else 0
-    for other in (*order[at + 1 :], *reversed(order[:at])):
-        if bound in by_rates.get(other, {}):
-            return max(by_rates[other][bound], widest(by_rates[rates].values()), key=lambda i: i.half_width)
-    return widest(each for intervals in by_rates.values() for each in intervals.values())
-
-
-def widest(intervals: Iterable[Interval]) -> Interval:
-    """The one with the largest factor, up or down, in both directions: to which side another kind of time
-    errs is not known."""
-    most = max(intervals, key=lambda each: abs(each.centre) + each.half_width)
-    return replace(most, centre=0.0, half_width=abs(most.centre) + most.half_width)
-
-
 def of_unknown(parts: Mapping[str, Sequence[tuple[float, float]]], least: float) -> float:
     """The half width of the price of what has no rate, by the errors of steps of which it is a share: of
     log(measured / simulated) of that part alone, if the rest was right.
@@ -171,13 +243,6 @@ def of_unknown(parts: Mapping[str, Sequence[tuple[float, float]]], least: float)
         for source, some in parts.items()
     }
     return max(least, half_width({source: some for source, some in of_parts.items() if some}))
-
-
-def mixed(known: tuple[float, float], share: float, half_width: float) -> tuple[float, float]:
-    """The factors of a step of which a share has no rate, and the rest those factors."""
-    ends = math.exp(-half_width), math.exp(half_width)
-    low, high = ((1 - share) * rest + share * part for rest, part in zip(known, ends, strict=True))
-    return low, high
 
 
 def of_stand_in(errors: Errors) -> Interval:
@@ -224,3 +289,41 @@ def _weighted(errors: Errors) -> list[tuple[float, float]]:
     """Absolute errors with their weights: a source of n rows has n / (n + 1), the sooner 1 the more rows say
     what is its own, as where errors differ as much within sources as between them."""
     return [(abs(e), 1 / (len(es) + 1)) for es in errors.values() for e in es]
+
+
+class Covered(NamedTuple):
+    """How many rows of a class, of one source, lie within the intervals of the rest.
+
+    Attributes:
+        left_out: the source, machine or kernel whose rows the intervals do not know.
+    """
+
+    rates: str
+    left_out: str
+    source: str
+    rows: int
+    within: int
+
+
+def coverage(observations: Sequence[StepObservation], what: LeftOut = "source") -> list[Covered]:
+    """By what is left out, class and source, how many rows lie within the intervals of the others, to which
+    they are as new as those of a reader who has another machine; nothing where there are no others."""
+    counts = []
+    for left_out, some in grouped(observations, lambda o: getattr(o, what)).items():
+        if not (others := [o for o in observations if getattr(o, what) != left_out]):
+            continue
+        model = fit(others)
+        for (rates, source), rows in grouped(some, lambda o: (o.rates, o.source)).items():
+            within = sum(_within(model, o) for o in rows)
+            counts.append(Covered(rates, left_out, source, len(rows), within))
+    return counts
+
+
+def overall(covered: Sequence[Covered]) -> float:
+    """The share of rows within their intervals, sources counting alike."""
+    return fmean(each.within / each.rows for each in covered)
+
+
+def _within(model: ErrorModel, o: StepObservation) -> bool:
+    low, high, _ = model.band(o.rates, o.bound, o.strategy, o.unknown)
+    return low <= math.exp(-o.log_error) <= high
