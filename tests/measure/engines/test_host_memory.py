@@ -47,9 +47,9 @@ def cell(cluster: str = "dgx-h100", **changes: Any) -> Cell:
 
 def with_host(folder: Path, base: str = "dgx-h100", **figures: int | None) -> str:
     """A cluster with other figures of its host's memory; returns its path."""
-    lines = [
-        f"  {name}: {{value: {'null' if n is None else n}, source: made up}}" for name, n in figures.items()
-    ]
+    # far smaller than those of any host
+    told = "source: made up, note: as it was asked for"
+    lines = [f"  {name}: {{value: {'null' if n is None else n}, {told}}}" for name, n in figures.items()]
     path = folder / "host.yaml"
     path.write_text("\n".join([f"extends: {base}", "about: for tests", "host_memory:", *lines, ""]))
     return str(path)

@@ -196,7 +196,7 @@ run small.yaml --engine x -> unknown engine 'x'
 run small.yaml --world-size four -> 'four' is not a whole number of at least 1
 run small.yaml --world-size -4 -> '-4' is not a whole number of at least 1
 run small.yaml --jobs 0 -> Invalid value for '--jobs'
-run small.yaml --jobs LONG -> (4000 characters)
+run small.yaml --jobs LONG -> (3999 characters)
 run small.yaml --timeout 0 -> Invalid value for '--timeout'
 run small.yaml --timeout nan -> nan is no time to wait
 run small.yaml --format xml -> Invalid value for '--format'
