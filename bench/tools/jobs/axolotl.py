@@ -24,20 +24,6 @@ from spbench.bench.tools.jobs.transformers_step import (
 )
 
 _ADAMS = {"adam", "adamw", "paged_adamw", "ao_adamw", "flash_adamw"}
-_LIGER = {
-    "liger_rms_norm": "norm",
-    "liger_glu_activation": "swiglu",
-    "liger_swiglu": "swiglu",  # its older name
-    "liger_fused_linear_cross_entropy": "loss",
-}
-_OLDER_ATTENTION = {
-    "flash": "flash_attention_2",
-    "sdp": "sdpa",
-    "flex": "flex_attention",
-    "eager": "eager",
-    "xformers": "xformers",
-    "sage": "sage",
-}
 _RING = "ring_attn_func"
 #: keys of fsdp_config that say whether weights are freed after forward; older files have them with a prefix
 _FREED = ("reshard_after_forward", "sharding_strategy")
@@ -140,7 +126,7 @@ def _kept(k: Account) -> Said:
 
 def _attention(k: Account) -> Said:
     """The implementation of attention, also by the switch of an older file."""
-    older = {f"{name}_attention": way for name, way in _OLDER_ATTENTION.items()}
+    older = k.table.content["older_attention"]
     if k.value("attn_implementation") is not None and k.has("attn_implementation"):
         k.ignore("attn_implementation says it", *older)
         return said(k, "attn_implementation")
@@ -150,8 +136,8 @@ def _attention(k: Account) -> Said:
 
 
 def _liger(k: Account) -> Said:
-    names = [name for name in _LIGER if k.value(name)]
-    words, given = [_LIGER[name] for name in names], k.given_of(*_LIGER)
+    kernels = k.table.content["liger"]
+    words, given = [kernels[name] for name in kernels if k.value(name)], k.given_of(*kernels)
     plugins = k.value("plugins") or []
     if _CUT in plugins:
         words.append("loss")
