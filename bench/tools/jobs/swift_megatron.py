@@ -4,7 +4,6 @@ Megatron-LM's arguments with underscores."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from spbench.bench.errors import UserError
@@ -16,10 +15,9 @@ from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.launch import options_of
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.model_names import named_model
-from spbench.bench.tools.jobs.swift import PROCESSES, gpus_of, named_modules, tuning_of
-from spbench.bench.tools.jobs.transformers_step import Adapted, Said
-from spbench.bench.tools.jobs.underscored import as_arguments, outcomes
-from spbench.bench.tools.jobs.variables import variables
+from spbench.bench.tools.jobs.swift import PROCESSES, gpus_of, tuning_of
+from spbench.bench.tools.jobs.transformers_step import Adapted, Said, named_modules
+from spbench.bench.tools.jobs.underscored import as_arguments, job_of_both
 
 
 def read(files: JobFiles) -> Job | None:
@@ -50,11 +48,8 @@ def read(files: JobFiles) -> Job | None:
     adapted = Adapted(*(named_modules(own, name) for name in ("target_modules", "modules_to_save")))
     lora = Said(rank, own.given_of("tuner_type", "lora_rank"))
     set_adapters(own, lora, fields, adapted, separate=False, experts="each")
-    a.problems[:0] = [*problems, *own.problems]
-    a.settings += own.settings
-    a.remarks += own.remarks
-    arguments = [*outcomes(values, a, own), *variables(a)]
-    return replace(a, table=table).job("swift_megatron", files, arguments, files.machine_problems(gpus))
+    own.problems[:0] = problems
+    return job_of_both("swift_megatron", files, gpus, values, a, own)
 
 
 def _fields(own: Account, problems: list[str]) -> Mapping[str, Any]:

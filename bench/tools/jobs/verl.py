@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table
@@ -15,7 +16,6 @@ from spbench.bench.tools.jobs.program_files import script_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.transformers_step import (
     FSDP_1,
-    Adapted,
     Said,
     TransformersStep,
     said,
@@ -93,13 +93,12 @@ def _step(k: Account, gpus: int | None) -> TransformersStep:
         micro_batch=rows,
         batch=_total(k) if k.value(dynamic) else said(k, "data.train_batch_size"),
         packed=Said(bool(k.value(use)), k.given_of(use, dynamic)),
-        adapted=Adapted(said(k, "model.target_modules")),
         cross_entropy=_loss(k),
         **fields,
     )
 
 
-def _fsdp(k: Account) -> dict[str, Said]:
+def _fsdp(k: Account) -> dict[str, Any]:
     """What its own engine says of a step."""
     engine, strategy = "engine", "engine.strategy"
     if k.value(engine) not in ("fsdp", "fsdp2"):
@@ -124,7 +123,7 @@ def _moved(k: Account) -> None:
         k.stand_in("weights or optimizer that are moved between phases", "time and memory", because, *moved)
 
 
-def _automodel(k: Account) -> dict[str, Said]:
+def _automodel(k: Account) -> dict[str, Any]:
     """What its engine of NeMo Automodel says of a step (verl/trainer/config/engine/automodel.yaml)."""
     k.took("NeMo Automodel under FSDP2", "engine", "optim", "engine.distributed_strategy", "engine.strategy")
     if k.value("engine.distributed_strategy") != "fsdp2":
