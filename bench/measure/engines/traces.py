@@ -277,7 +277,8 @@ def _trace(arrays: dict[str, np.ndarray], cell: Cell) -> Trace:
     meter.counts.update(dict(rest.operations))
     operations = [*meter.counts]
     meter.calls += [operations[number] for number in arrays.pop(_CALLS).tolist()]
-    program = None if rest.program is None else Program(**dict(rest.program), **_of(_PROGRAM, arrays))
+    of_program: dict[str, Any] = {**dict(rest.program or ()), **_of(_PROGRAM, arrays)}
+    program = None if rest.program is None else Program(**of_program)
     return Trace(cell, rest.rank, **memories, communication=meter, program=program, found={})
 
 
