@@ -12,7 +12,6 @@ from spbench.bench.tools.jobs.program_files import configuration, deepspeed_of, 
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
 from spbench.bench.tools.jobs.transformers_step import (
     FSDP_1,
-    Adapted,
     Said,
     TransformersStep,
     bits_of,
@@ -24,20 +23,6 @@ from spbench.bench.tools.jobs.transformers_step import (
 )
 
 _ADAMS = {"adam", "adamw", "paged_adamw", "ao_adamw", "flash_adamw"}
-_LIGER = {
-    "liger_rms_norm": "norm",
-    "liger_glu_activation": "swiglu",
-    "liger_swiglu": "swiglu",  # its older name
-    "liger_fused_linear_cross_entropy": "loss",
-}
-_OLDER_ATTENTION = {
-    "flash": "flash_attention_2",
-    "sdp": "sdpa",
-    "flex": "flex_attention",
-    "eager": "eager",
-    "xformers": "xformers",
-    "sage": "sage",
-}
 _RING = "ring_attn_func"
 #: keys of fsdp_config that say whether weights are freed after forward; older files have them with a prefix
 _FREED = ("reshard_after_forward", "sharding_strategy")
@@ -65,13 +50,10 @@ def _step(k: Account) -> TransformersStep:
         sequence_by=_ring(k),
         accumulation=_accumulation(k),
         precision=_precision(k),
-        reentrant=_reentrant(k),
         kept=_kept(k),
         attention=_attention(k),
         liger=_liger(k),
         optimizer=_optimizer(k),
-        lora=_lora(k),
-        adapted=_adapted(k),
         adapted_experts=_adapted_experts(k),
         quantized=_quantized(k),
         fp8=torchao_of(k, bool(k.value("fp8")), "fp8_enable_fsdp_float8_all_gather", "fp8"),
@@ -126,12 +108,6 @@ def _precision(k: Account) -> Said:
     return precision_of(k, *([name for name in each if k.value(name)] for each in names))
 
 
-def _reentrant(k: Account) -> Said:
-    name = "gradient_checkpointing_kwargs.use_reentrant"
-    value = k.value(name)
-    return Said(True if value is None else value, k.given_of(name))
-
-
 def _kept(k: Account) -> Said:
     value, names = k.value("activation_offloading"), k.given_of("activation_offloading")
     offload = value or k.value("gradient_checkpointing") in ("offload", "offload_disk")
@@ -140,7 +116,7 @@ def _kept(k: Account) -> Said:
 
 def _attention(k: Account) -> Said:
     """The implementation of attention, also by the switch of an older file."""
-    older = {f"{name}_attention": way for name, way in _OLDER_ATTENTION.items()}
+    older = k.table.content["older_attention"]
     if k.value("attn_implementation") is not None and k.has("attn_implementation"):
         k.ignore("attn_implementation says it", *older)
         return said(k, "attn_implementation")
@@ -150,8 +126,8 @@ def _attention(k: Account) -> Said:
 
 
 def _liger(k: Account) -> Said:
-    names = [name for name in _LIGER if k.value(name)]
-    words, given = [_LIGER[name] for name in names], k.given_of(*_LIGER)
+    kernels = k.table.content["liger"]
+    words, given = [kernels[name] for name in kernels if k.value(name)], k.given_of(*kernels)
     plugins = k.value("plugins") or []
     if _CUT in plugins:
         words.append("loss")
@@ -173,19 +149,6 @@ def _optimizer(k: Account) -> Said:
     if kind not in _ADAMS:
         return Said(name, k.given_of("optimizer"))
     return Said(f"adam {bits[0]} bits" if bits in ("4bit", "8bit") else "adam", k.given_of("optimizer"))
-
-
-def _lora(k: Account) -> Said:
-    names = k.given_of("adapter", "lora_r")
-    return Said((k.value("lora_r") or 8) if k.value("adapter") in ("lora", "qlora") else 0, names)
-
-
-def _adapted(k: Account) -> Adapted:
-    """The modules with an adapter, of which all linear ones are more than those that are named
-    (loaders/adapter.py), and those that are trained whole."""
-    every, some = "lora_target_linear", "lora_target_modules"
-    targets = Said(None if k.value(every) else k.value(some), k.given_of(every, some))
-    return Adapted(targets, said(k, "lora_modules_to_save"), said(k, "peft_use_dora"))
 
 
 def _adapted_experts(k: Account) -> Said:

@@ -35,50 +35,8 @@ _LATENT_SIZES = [
 ]
 _SILU = {"silu", "torch.nn.functional.silu", "torch.nn.functional.swish"}
 _GELU = {"gelu", "torch.nn.functional.gelu"}
-#: what Megatron-Bridge sets for models of a config.json, by its fields; and by its family
-_SIZES = {
-    "num_hidden_layers": "model.num_layers",
-    "hidden_size": "model.hidden_size",
-    "intermediate_size": "model.ffn_hidden_size",
-    "num_attention_heads": "model.num_attention_heads",
-    "num_key_value_heads": "model.num_query_groups",
-    "head_dim": "model.kv_channels",
-    "vocab_size": "model.vocab_size",
-    "rms_norm_eps": "model.layernorm_epsilon",
-    "rope_theta": "model.rotary_base",
-    "tie_word_embeddings": "model.share_embeddings_and_output_weights",
-    "num_experts": "model.num_moe_experts",
-    "num_experts_per_tok": "model.moe_router_topk",
-    "moe_intermediate_size": "model.moe_ffn_hidden_size",
-}
 #: of types of numbers: what Megatron-LM calls them
 _DTYPES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
-_LLAMA = {
-    "model.normalization": "RMSNorm",
-    "model.gated_linear_unit": True,
-    "model.activation_func": "silu",
-    "model.position_embedding_type": "rope",
-    "model.add_bias_linear": False,
-    "model.hidden_dropout": 0.0,
-    "model.attention_dropout": 0.0,
-    "model.share_embeddings_and_output_weights": False,
-}
-_FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA | {"model.add_qkv_bias": True},
-    "qwen3": _LLAMA | {"model.qk_layernorm": True},
-    # Qwen3MoEModelProvider of models/qwen/qwen_provider.py
-    "qwen3_moe": _LLAMA
-    | {
-        "model.qk_layernorm": True,
-        "model.moe_router_load_balancing_type": "aux_loss",
-        "model.moe_aux_loss_coeff": 1e-3,
-        "model.moe_grouped_gemm": True,
-        "model.moe_token_dispatcher_type": "alltoall",
-        "model.moe_permute_fusion": True,
-    },
-}
 
 
 @cache
@@ -177,10 +135,13 @@ def _from_config(k: Account, config: Mapping[str, Any] | None) -> dict[str, Any]
     if config is None:
         return {}
     family = config["model_type"]
-    if family not in _FAMILIES:
-        k.problems.append(f"config.json: model_type {shown(family)} is none of {', '.join(_FAMILIES)}")
+    content = bridge_table().content
+    families: Mapping[str, Mapping[str, Any]] = content["families"]
+    if family not in families:
+        k.problems.append(f"config.json: model_type {shown(family)} is none of {', '.join(families)}")
         return {}
-    return {**_FAMILIES[family], **{key: config[f] for f, key in _SIZES.items() if config.get(f) is not None}}
+    sizes = {key: config[f] for f, key in content["sizes"].items() if config.get(f) is not None}
+    return {**families[family], **sizes}
 
 
 def _as_arguments(k: Account, values: Mapping[str, Any], from_config: Mapping[str, Any]) -> dict[str, Given]:

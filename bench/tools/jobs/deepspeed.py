@@ -19,14 +19,12 @@ from spbench.bench.tools.jobs.program_files import CLASSES, sorted_files, zero_o
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.transformers_step import (
     FSDP_1,
-    Adapted,
     Said,
     TransformersStep,
     bits_of,
-    either,
     precision_of,
-    replicas_of,
     said,
+    said_in_table,
 )
 
 #: what the keys of the Trainer and of accelerate begin with, and those of two of its sections
@@ -42,9 +40,6 @@ _LENGTHS = ("max_length", "max_seq_length", "block_size", "model_max_length", "c
 #: as transformers names it
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3", "eager")
 _ADAM = {"adam", "adamw", "fusedadam", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "adamw_hf"}
-#: of TRL's loss, which multiplies the head with a tile of tokens and a tile of the vocabulary at a time
-#: (kernels/chunked_logprob.py and trainer/utils.py of TRL 1.16)
-_TILE = 4096, 32768
 _SFT = "SFTConfig"
 
 
@@ -91,8 +86,7 @@ def _named(by_kind: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Any]
 
 def _step(k: Account, contents: Mapping[str, Mapping[str, Any]], files: JobFiles) -> TransformersStep:
     again, kwargs = f"{_TRAINER}gradient_checkpointing", f"{_TRAINER}gradient_checkpointing_kwargs."
-    by_fsdp, offload = f"{_FSDP}activation_checkpointing", f"{kwargs}offload"
-    of_trl, liger = _SFT in contents[CLASSES], f"{_TRAINER}use_liger_kernel"
+    by_fsdp, of_trl = f"{_FSDP}activation_checkpointing", _SFT in contents[CLASSES]
     reentrant = k.value(f"{kwargs}use_reentrant")
     if reentrant is None:
         reentrant = not (of_trl or k.value(by_fsdp))
@@ -102,33 +96,22 @@ def _step(k: Account, contents: Mapping[str, Mapping[str, Any]], files: JobFiles
         k.problems.append(f"{missing}; --given {_TRAINER}per_device_train_batch_size=N")
     if (k.value(evaluated := f"{_TRAINER}per_device_eval_batch_size") or 0) <= (micro.value or 1):
         k.ignore("evaluation holds no more than a step of training", evaluated)
-    words = "norm swiglu" if of_trl else "norm swiglu loss"
-    groups, shards = f"{_PARALLEL}dp_replicate_size", f"{_PARALLEL}dp_shard_size"
     layout = _layout(k, files)
     precision = _precision(k, of_trl)
     return TransformersStep(
-        model=said(k, f"{_TRAINER}model_name_or_path"),
+        **said_in_table(k, "TRL" if of_trl else "transformers"),
         length=_length(k),
         **layout,
-        groups=said(k, groups),
-        replicas=replicas_of(k, shards, groups),
         **sharding_of(k, contents, precision.value, cut=layout["sequence"].value > 1),
         micro_batch=micro,
         accumulation=_given(k, contents, "gradient_accumulation_steps", "gradient_accumulation_steps"),
-        batch=replace(
-            batch := said(k, "train_batch_size"), value=None if batch.value == "auto" else batch.value
-        ),
         precision=precision,
         recompute=Said(bool(k.value(again) or k.value(by_fsdp)), k.given_of(again, by_fsdp) or (again,)),
         reentrant=Said(reentrant, (f"{kwargs}use_reentrant",)),
-        kept=either(k, {offload: "host"}, "device"),
         attention=_attention(k),
-        liger=either(k, {liger: words}, ""),
-        loss_tile=Said(_TILE if of_trl else None, (), "as many logits as a tile of TRL's loss"),
         optimizer=_optimizer(k),
         **fp8_of(k),
-        **trained_of(k),
-        compiled=said(k, f"{_TRAINER}torch_compile"),
+        quantized=bits_of(k, {f"{_TRAINER}load_in_{bits}bit": bits for bits in (4, 8)}),
     )
 
 
@@ -279,11 +262,7 @@ def _fsdp_of(k: Account) -> dict[str, Any]:
     if k.value(wraps) != "TRANSFORMER_BASED_WRAP":
         k.refuse("units of FSDP that are no layers", wraps)
     k.ignore("a unit for each layer", wraps)
-    return {
-        "sharding": Said(of.get(value, "fsdp"), (name,)),
-        "host": either(k, {f"{_FSDP}offload_params": "all"}, ""),
-        "deferred": Said("last", (), "accelerate sums gradients of the last micro-batch"),
-    }
+    return {**said_in_table(k, "fsdp"), "sharding": Said(of.get(value, "fsdp"), (name,))}
 
 
 def _messages(k: Account, precision: str, *, cut: bool) -> Said:
@@ -298,23 +277,6 @@ def _messages(k: Account, precision: str, *, cut: bool) -> Said:
     if asked not in (precision, "fp32"):
         k.refuse(f"gradients of {precision} that are sent in {asked}", name)
     return Said("fp32" if asked == "fp32" else "weights", (name,))
-
-
-def trained_of(k: Account) -> dict[str, Any]:
-    """The fields of adapters and frozen weights in few bits, as TRL's scripts have them."""
-    on, rank = f"{_TRAINER}use_peft", f"{_TRAINER}lora_r"
-
-    def of(name: str, otherwise: Any = None) -> Said:
-        key = f"{_TRAINER}{name}"
-        return Said(k.value(key) or otherwise, k.given_of(key))
-
-    # peft's own targets of most models, where none are named (utils/constants.py)
-    targets = of("lora_target_modules", ["q_proj", "v_proj"])
-    return {
-        "lora": Said(k.value(rank) if k.value(on) else 0, k.given_of(on, rank)),
-        "adapted": Adapted(targets, of("lora_modules_to_save"), of("use_dora")),
-        "quantized": bits_of(k, {f"{_TRAINER}load_in_{bits}bit": bits for bits in (4, 8)}),
-    }
 
 
 def fp8_of(k: Account) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from spbench.bench.tools.jobs.transformers_step import (
     Adapted,
     Said,
     TransformersStep,
-    optimizer_of,
     precision_of,
     said,
     said_in_table,
@@ -44,8 +43,7 @@ def _step(k: Account) -> TransformersStep:
     if k.value("stage") not in ("sft", "pt"):
         k.refuse("reinforcement learning, or preferences", "stage")
     k.ignore("one loss of the next token", "stage")
-    tuned = k.value("finetuning_type")
-    if tuned not in ("full", "lora"):
+    if k.value("finetuning_type") not in ("full", "lora"):
         k.refuse("weights of which some are trained", "finetuning_type")
     k.took("which weights are trained", "finetuning_type")
     again = not k.value("disable_gradient_checkpointing")
@@ -58,8 +56,6 @@ def _step(k: Account) -> TransformersStep:
         recompute=Said(
             again, k.given_of("disable_gradient_checkpointing", "gradient_checkpointing"), "is on"
         ),
-        optimizer=optimizer_of(k, "optim"),
-        lora=Said(k.value("lora_rank") if tuned == "lora" else 0, k.given_of("finetuning_type", "lora_rank")),
         adapted=Adapted(_names(k, "lora_target"), _names(k, "additional_target"), said(k, "use_dora")),
         fp8=_fp8(k),
     )
@@ -83,11 +79,7 @@ def _fp8(k: Account) -> Said:
 
 def _newer_step(k: Account) -> TransformersStep:
     """A job of version 1."""
-    return TransformersStep(
-        **{**said_in_table(k, "1"), **_distribution(k)},
-        lora=_newer_lora(k),
-        adapted=Adapted(said(k, "peft_config.target_modules")),
-    )
+    return TransformersStep(**{**said_in_table(k, "1"), **_distribution(k)}, lora=_newer_lora(k))
 
 
 def _newer_lora(k: Account) -> Said:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -23,41 +24,6 @@ _ARGUMENTS, _BENCHMARK = "MODEL_ARGS", "sbatch_benchmarking.sh"
 _VARIABLE = re.compile(r"\$\{?(\w+)\}?")
 #: GPUs of a node, which the script has where nothing else is said
 _PER_NODE = 8
-#: by the variable DISPATCHER
-_DISPATCHERS: Mapping[str, Mapping[str, object]] = {
-    "alltoall": {"--moe-token-dispatcher-type": "alltoall"},
-    "deepep": {"--moe-token-dispatcher-type": "flex", "--moe-flex-dispatcher-backend": "deepep"},
-    "hybridep": {"--moe-token-dispatcher-type": "flex", "--moe-flex-dispatcher-backend": "hybridep"},
-}
-#: by variables that are 1
-_SWITCHES: Mapping[str, Mapping[str, object]] = {
-    "OPTIMIZER_OFFLOAD": {"--optimizer-cpu-offload": True, "--overlap-cpu-optimizer-d2h-h2d": True},
-    "A2A_OVERLAP": {"--delay-wgrad-compute": True, "--overlap-moe-expert-parallel-comm": True},
-}
-#: the optimizer's states beside matmuls in eight bits
-_NARROW: Mapping[str, object] = {
-    "--use-precision-aware-optimizer": True,
-    "--main-grads-dtype": "fp32",
-    "--main-params-dtype": "fp32",
-    "--exp-avg-dtype": "bf16",
-    "--exp-avg-sq-dtype": "bf16",
-}
-#: by the variable PR, the precision
-_PRECISIONS: Mapping[str, Mapping[str, object]] = {
-    "bf16": {"--tp-comm-overlap": True},
-    "fp8": {"--fp8-recipe": "blockwise", "--fp8-format": "e4m3", **_NARROW},
-    "mxfp8": {"--fp8-recipe": "mxfp8", "--fp8-format": "e4m3", **_NARROW},
-}
-#: beside eight bits, unless the optimizer is on the host
-_GATHERED: Mapping[str, Mapping[str, object]] = {
-    "fp8": {"--fp8-param-gather": True},
-    "mxfp8": {
-        "--fp8-param-gather": True,
-        "--reuse-grad-buf-for-mxfp8-param-ag": True,
-        "--overlap-grad-reduce": True,
-        "--overlap-param-gather": True,
-    },
-}
 
 
 def read(files: JobFiles) -> Job | None:
@@ -90,9 +56,15 @@ def read(files: JobFiles) -> Job | None:
 
 
 @cache
+def _table() -> Mapping[str, Any]:
+    """What the zoo's scripts have: variables of its models, and arguments that variables add."""
+    return read_yaml(Path(__file__).with_suffix(".yaml"))
+
+
+@cache
 def _models() -> Mapping[str, Mapping[str, str]]:
     """The variables of each model of the zoo, where nothing else is said."""
-    content = read_yaml(Path(__file__).with_suffix(".yaml"))
+    content = _table()
     names = content["names"].split()
     return {
         model: dict(zip(names, values.split(), strict=False)) for model, values in content["models"].items()
@@ -133,14 +105,15 @@ def _further(
     command: Command, environment: Mapping[str, str], arguments: Mapping[str, object]
 ) -> Iterator[tuple[str, object]]:
     """The arguments that the benchmark adds by its variables, and those of the command line."""
-    yield from _DISPATCHERS.get(environment.get("DISPATCHER", "deepep"), {}).items()
-    for name, added in _SWITCHES.items():
+    added_by = _table()["added"]
+    yield from added_by["DISPATCHER"].get(environment.get("DISPATCHER", "deepep"), {}).items()
+    for name, added in added_by["switches"].items():
         if environment.get(name) == "1":
             yield from added.items()
     precision = environment.get("PR", "bf16")
-    yield from _PRECISIONS.get(precision, {}).items()
+    yield from added_by["PR"].get(precision, {}).items()
     if environment.get("OPTIMIZER_OFFLOAD") != "1":
-        yield from _GATHERED.get(precision, {}).items()
+        yield from added_by["PR, on the device"].get(precision, {}).items()
     at = next(n for n, word in enumerate(command.words) if word.endswith(_BENCHMARK))
     name, values = "", list[str]()
     own: dict[str, object] = {}

@@ -20,8 +20,7 @@ from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.torchtitan import TorchtitanJob
 from spbench.bench.tools.jobs.transformers_step import Adapted, Said
-from spbench.bench.tools.jobs.underscored import as_arguments, outcomes
-from spbench.bench.tools.jobs.variables import variables
+from spbench.bench.tools.jobs.underscored import as_arguments, job_of_both
 from spbench.bench.yaml_files import read_yaml
 
 #: ${NAME:VALUE}
@@ -88,11 +87,8 @@ def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles, 
     if not problems:
         make_settings(a, files.gpus, files.cluster)
     _beside(own, known)
-    a.problems[:0] = [*problems, *own.problems]
-    a.settings += own.settings
-    a.remarks += own.remarks
-    arguments = [*outcomes(values, a, own), *variables(a)]
-    return replace(a, table=table).job("primus", files, arguments, files.machine_problems(None))
+    own.problems[:0] = problems
+    return job_of_both("primus", files, None, values, a, own)
 
 
 def _typed(table: ArgumentTable, name: str, value: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from spbench.bench.errors import suggestion
 from spbench.bench.files import read_file
+from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.job import MOST_NAMED
 from spbench.bench.tools.jobs.job_files import JobFile, path_and_part
 
@@ -123,25 +124,6 @@ def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 #: of a recipe's function
 _RETURNS = "ConfigContainer"
-#: by the function: what it sets beside the defaults of the configuration (recipes/common.py, 067f987d)
-_PRETRAIN: Mapping[str, Any] = {
-    "train.global_batch_size": 32,
-    "train.micro_batch_size": 2,
-    "ddp.grad_reduce_in_fp32": True,
-    "ddp.overlap_grad_reduce": True,
-    "ddp.overlap_param_gather": True,
-    "ddp.use_distributed_optimizer": True,
-    "dataset.seq_length": 4096,
-    "mixed_precision": "bf16_mixed",
-}
-_TUNE: Mapping[str, Any] = {
-    "train.global_batch_size": 128,
-    "train.micro_batch_size": 1,
-    "ddp.grad_reduce_in_fp32": True,
-    "dataset.seq_length": 2048,
-    "mixed_precision": "bf16_mixed",
-}
-_BEGUN_WITH = {"_pretrain_common": _PRETRAIN, "_sft_common": _TUNE, "_peft_common": _TUNE}
 #: functions that make a recipe of precision
 _PRECISIONS = ("bf16_mixed", "fp16_mixed")
 _MOST_CALLS = 10
@@ -188,8 +170,9 @@ class _Recipe:
 
     def read(self, name: str) -> None:
         self.calls += 1
-        if name in _BEGUN_WITH:
-            self.keys |= _BEGUN_WITH[name]
+        begun_with = argument_table("bridge").content["begun_with"]
+        if name in begun_with:
+            self.keys |= begun_with[name]
         elif name not in self.functions or self.calls > _MOST_CALLS:
             self.unclear.append(f"{name}() is not in the file")
         else:

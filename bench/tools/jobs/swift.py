@@ -15,12 +15,9 @@ from spbench.bench.tools.jobs.launch import Launch, launched, options_of
 from spbench.bench.tools.jobs.program_files import deepspeed_of, script_of, with_deepspeed, with_trainer
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.transformers_step import (
-    Adapted,
     Said,
     TransformersStep,
-    optimizer_of,
     precision_of,
-    said,
     said_in_table,
 )
 from spbench.bench.tools.jobs.variables import variables
@@ -49,8 +46,7 @@ def read(files: JobFiles) -> Job | None:
 
 def _step(k: Account, launch: Launch) -> TransformersStep:
     environment = launch.environment
-    tuned = k.value("tuner_type")
-    if tuned not in ("full", "lora"):
+    if k.value("tuner_type") not in ("full", "lora"):
         k.refuse("weights of which some are trained", "tuner_type")
     asked = precision_of(k, *([name] * bool(k.value(name)) for name in ("bf16", "fp16")))
     dtype = _DTYPES.get(str(k.value("torch_dtype")), "bf16") if asked.value == "fp32" else asked.value
@@ -66,11 +62,6 @@ def _step(k: Account, launch: Launch) -> TransformersStep:
         **deepspeed_of(k, "deepspeed", "ddp"),
         precision=Said(dtype, k.given_of("torch_dtype", "bf16", "fp16")),
         liger=Said(liger, k.given_of("use_liger_kernel")),
-        optimizer=optimizer_of(k, "optim"),
-        lora=Said(k.value("lora_rank") if tuned == "lora" else 0, k.given_of("tuner_type", "lora_rank")),
-        adapted=Adapted(
-            named_modules(k, "target_modules"), named_modules(k, "modules_to_save"), said(k, "use_dora")
-        ),
     )
 
 
@@ -118,10 +109,3 @@ def gpus_of(launch: Launch) -> int | None:
     each, nodes = (environment.get(name, "1") for name in PROCESSES)
     counted = each.isdecimal() and nodes.isdecimal() and len(each + nodes) <= _MOST_DIGITS
     return int(each) * int(nodes) if counted else None
-
-
-def named_modules(k: Account, name: str) -> Said:
-    """The names of modules that an option has: a pattern has signs that names have not."""
-    value = k.value(name)
-    names = value.split() if isinstance(value, str) and re.fullmatch(r"[\w. -]+", value) else value
-    return Said(names, k.given_of(name))

@@ -5,6 +5,7 @@ of it. A reader fills a :class:`TransformersStep` from its own keys, which are t
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,26 +164,43 @@ def said_in_table(k: Account, version: str = "") -> dict[str, Any]:
     return {name: _said_of(k, of) for name, of in (step[version] if version else step).items()}
 
 
-def _said_of(k: Account, of: str | Mapping[str, Any]) -> Said:
+def _said_of(k: Account, of: str | list[Any] | Mapping[str, Any]) -> Any:
     """What a line of the section ``step`` has.
 
     Args:
-        of: keys of a job, of which the first that is given counts; or a mapping with a ``note`` of
+        of: keys of a job, of which the first that is given counts; a list of such lines, the attributes of
+            :class:`Adapted`; or a mapping with a ``note`` of
             ``value``, which all jobs have;
             ``of``, such keys, ``words`` by the keys' value, and ``else``, for any other (if not: the value);
+            or ``or``, in place of a value that is null, 0 or empty;
+            ``when`` beside ``of``, a key, ``is``, those of its values for which ``of`` counts, and ``else``
+            for any other;
             ``any``, keys, of which one is true for the value ``then``, and ``else``; or
-            ``times``, as :func:`replicas_of` has them.
+            ``times``, ``optimizer`` or ``modules``, keys as :func:`replicas_of`, :func:`optimizer_of` and
+            :func:`named_modules` have them.
     """
     if isinstance(of, str):
         return said(k, *of.split())
+    if isinstance(of, list):
+        return Adapted(*(_said_of(k, each) for each in of))
     note = of.get("note", "")
     if "times" in of:
         return replicas_of(k, *of["times"].split())
+    if "optimizer" in of:
+        return optimizer_of(k, of["optimizer"])
+    if "modules" in of:
+        return named_modules(k, of["modules"])
     if names := of.get("any", "").split():
         return Said(of["then" if any(map(k.value, names)) else "else"], k.given_of(*names), note)
     if "of" in of:
         value, first = k.chosen(*of["of"].split())
-        return Said(of.get("words", {}).get(value, of.get("else", value)), k.given_of(first), note)
+        when = of.get("when", "")
+        names = k.given_of(*when.split(), first)
+        if when and k.value(when) not in of["is"]:
+            return Said(of["else"], names, note)
+        if when or "or" in of:
+            return Said(value or of.get("or", value), names, note)
+        return Said(of.get("words", {}).get(value, of.get("else", value)), names, note)
     return Said(of["value"], (), note)
 
 
@@ -198,6 +216,13 @@ def optimizer_of(k: Account, name: str) -> Said:
     value = str(k.value(name)).lower()
     adam = value.removeprefix("paged_").startswith("adamw")
     return Said(("adam 8 bits" if "8bit" in value else "adam") if adam else value, k.given_of(name))
+
+
+def named_modules(k: Account, name: str) -> Said:
+    """The names of modules that an option has: a pattern has signs that names have not."""
+    value = k.value(name)
+    names = value.split() if isinstance(value, str) and re.fullmatch(r"[\w. -]+", value) else value
+    return Said(names, k.given_of(name))
 
 
 def torchao_of(k: Account, on: bool, gathered: str, *names: str) -> Said:

@@ -11,8 +11,10 @@ from typing import Any
 
 from spbench.bench.tools.jobs.account import Account, Given
 from spbench.bench.tools.jobs.argument_tables import argument_table, shown
-from spbench.bench.tools.jobs.job import Argument
+from spbench.bench.tools.jobs.job import Argument, Job
+from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.megatron import given_argument
+from spbench.bench.tools.jobs.variables import variables
 
 #: prefixes of Megatron-LM's switches that turn off, and of keys that these leave out
 _OFF, _LEFT_OUT = ("no-", "disable-"), ("", "add-", "apply-")
@@ -62,7 +64,18 @@ def _argument(key: str, value: Any) -> tuple[str, list[str]]:
     ]
 
 
-def outcomes(values: Mapping[str, Any], a: Account, own: Account) -> Iterator[Argument]:
+def job_of_both(
+    kind: str, files: JobFiles, gpus: int | None, values: Mapping[str, Any], a: Account, own: Account
+) -> Job:
+    """The job of keys of which some are Megatron-LM's arguments, ``a``, and others the program's own."""
+    a.problems[:0] = own.problems
+    a.settings += own.settings
+    a.remarks += own.remarks
+    arguments = [*_outcomes(values, a, own), *variables(a)]
+    return replace(a, table=own.table).job(kind, files, arguments, files.machine_problems(gpus))
+
+
+def _outcomes(values: Mapping[str, Any], a: Account, own: Account) -> Iterator[Argument]:
     """What became of every key, by what became of its argument; ``own``: of the program's own keys."""
     accounted = {argument.name: argument for argument in a.arguments()}
     of_program = {argument.name: argument for argument in own.arguments()}

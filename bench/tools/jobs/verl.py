@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import argument_table
@@ -14,7 +16,6 @@ from spbench.bench.tools.jobs.program_files import script_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.transformers_step import (
     FSDP_1,
-    Adapted,
     Said,
     TransformersStep,
     said,
@@ -23,21 +24,6 @@ from spbench.bench.tools.jobs.transformers_step import (
 from spbench.bench.tools.jobs.variables import variables
 
 _PROGRAMS = re.compile(r"verl\.trainer\.(fsdp_)?sft_trainer(_engine)?")
-#: by keys of its older fsdp_sft_trainer (trainer/config/sft_trainer.yaml before ea9d6c89): those of today
-_OLDER = {
-    "model.partial_pretrain": "model.path",
-    "model.strategy": "engine.strategy",
-    "model.fsdp_config.model_dtype": "engine.model_dtype",
-    "model.fsdp_config.offload_params": "engine.offload_policy",
-    "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
-    "use_remove_padding": "model.use_remove_padding",
-}
-#: what it has by default other than today
-_OLDER_DEFAULTS = {
-    "data.use_dynamic_bsz": False,
-    "model.use_remove_padding": False,
-    "engine.strategy": "fsdp2",
-}
 _PLAIN_LOSS = "VERL_DISABLE_FLASH_ATTN_CE"
 
 
@@ -53,11 +39,12 @@ def read(files: JobFiles) -> Job | None:
         return None
     problems: list[str] = []
     table = argument_table("verl")
-    older = any(word.partition("=")[0].lstrip("+~") in _OLDER for word in launch.arguments)
-    words = [_of_today(word) for word in launch.arguments] if older else launch.arguments
+    names = table.content["older"]
+    older = any(word.partition("=")[0].lstrip("+~") in names for word in launch.arguments)
+    words = [_of_today(word, names) for word in launch.arguments] if older else launch.arguments
     values = dict(overrides_of(words, table, problems))
     if older:
-        values = {**_OLDER_DEFAULTS, **values}
+        values = {**table.content["older_defaults"], **values}
     k = key_account(table, values.items(), overrides=files.environment)
     k.environment = launch.environment
     k.problems += problems
@@ -71,10 +58,10 @@ def read(files: JobFiles) -> Job | None:
     return k.job("verl", files, [*k.arguments(), *variables(k)])
 
 
-def _of_today(word: str) -> str:
-    """An override under the name that its key has today."""
+def _of_today(word: str, names: Mapping[str, str]) -> str:
+    """An override under the name that its key has today; ``names``: by older ones."""
     name, equals, value = word.partition("=")
-    return f"{_OLDER.get(name.lstrip('+~'), name)}{equals}{value}"
+    return f"{names.get(name.lstrip('+~'), name)}{equals}{value}"
 
 
 def _loss(k: Account) -> Said:
@@ -106,13 +93,12 @@ def _step(k: Account, gpus: int | None) -> TransformersStep:
         micro_batch=rows,
         batch=_total(k) if k.value(dynamic) else said(k, "data.train_batch_size"),
         packed=Said(bool(k.value(use)), k.given_of(use, dynamic)),
-        adapted=Adapted(said(k, "model.target_modules")),
         cross_entropy=_loss(k),
         **fields,
     )
 
 
-def _fsdp(k: Account) -> dict[str, Said]:
+def _fsdp(k: Account) -> dict[str, Any]:
     """What its own engine says of a step."""
     engine, strategy = "engine", "engine.strategy"
     if k.value(engine) not in ("fsdp", "fsdp2"):
@@ -137,7 +123,7 @@ def _moved(k: Account) -> None:
         k.stand_in("weights or optimizer that are moved between phases", "time and memory", because, *moved)
 
 
-def _automodel(k: Account) -> dict[str, Said]:
+def _automodel(k: Account) -> dict[str, Any]:
     """What its engine of NeMo Automodel says of a step (verl/trainer/config/engine/automodel.yaml)."""
     k.took("NeMo Automodel under FSDP2", "engine", "optim", "engine.distributed_strategy", "engine.strategy")
     if k.value("engine.distributed_strategy") != "fsdp2":
