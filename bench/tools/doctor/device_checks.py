@@ -186,15 +186,12 @@ def real_ranks() -> Iterator[Observation]:
     text = f"{_RANKS} ranks started in {took:.1f} s, a group in {meeting * 1e3:.0f} ms"
     name, address = gloo_interface()
     text += f", through {name} ({address})" if address else f", through {name}"
-    others = "" if not address.startswith("127.") else _several_nodes(name)
-    yield Observation("Gloo ranks", "ok", text, others)
-
-
-def _several_nodes(name: str) -> str:
-    others = [other for other, address in _interfaces().items() if not address.startswith("127.")]
-    if not others:
-        return ""
-    return f"for several nodes: export GLOO_SOCKET_IFNAME={others[0]}, as {name} reaches this machine alone"
+    others = [other for other, at in _interfaces().items() if not at.startswith("127.")]
+    remedy = ""
+    if others and address.startswith("127."):
+        reach = f"as {name} reaches this machine alone"
+        remedy = f"for several nodes: export GLOO_SOCKET_IFNAME={others[0]}, {reach}"
+    yield Observation("Gloo ranks", "ok", text, remedy)
 
 
 def _cell(engine: str) -> Cell:

@@ -27,6 +27,7 @@ from spbench.bench.tools.papers.comparison import Comparison, Role
 from spbench.bench.tools.papers.selector import QUANTITIES, Mistake, Selector
 from spbench.bench.yaml_files import InferredSetting, PublishedNumber, StrictModel
 from spbench.impls.discovery import named_classes
+from spbench.plots.series import grouped
 
 KINDS_PACKAGE = "spbench.bench.tools.papers.answers"
 
@@ -75,9 +76,7 @@ class ScenarioResults:
 
     def split(self) -> list[ScenarioResults]:
         """The results by variant, cluster and engine, in the order of the cells."""
-        parts: dict[tuple[str, str, str], list[Cell]] = {}
-        for cell in self.cells:
-            parts.setdefault((cell.variant, cell.cluster, cell.engine), []).append(cell)
+        parts = grouped(self.cells, lambda cell: (cell.variant, cell.cluster, cell.engine))
         return [replace(self, cells=cells) for cells in parts.values()]
 
     def measured(self, selector: Selector, field: str) -> OurNumber:

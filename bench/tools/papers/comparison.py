@@ -159,8 +159,8 @@ class Comparison:
     @classmethod
     def of_line(cls, line: Mapping[str, Any]) -> Comparison:
         """The comparison that a line of :func:`read_records` holds."""
-        missing = {field.name: None if field.name in NUMBERS else "" for field in fields(cls)}
-        return cls(**{name: line.get(name, blank) for name, blank in missing.items()})
+        names = (field.name for field in fields(cls))
+        return cls(**{name: line.get(name, None if name in NUMBERS else "") for name in names})
 
     @property
     def record(self) -> dict[str, Any]:

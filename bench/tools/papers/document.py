@@ -95,9 +95,19 @@ def check_documents(paper: str, scenarios: Sequence[str]) -> None:
 def rendered_documents(findings: PaperFindings) -> dict[Path, str]:
     """By path, the text of each document with the parts of the findings' paper written anew; UserError if one
     cannot be read, or nothing was reproduced under the name of one of its parts."""
-    details = _details(findings.paper).as_posix()
+    _, further, further_lines = _FURTHER.get(findings.paper, (None, "", None))
+
+    def content(name: str) -> str:
+        if name == VERDICT:
+            return paper_sections(findings)
+        if name == COMPARED:
+            return markdown(_titled(findings))
+        if further_lines and name == further:
+            return markdown(_once(further_lines(findings.records)))
+        return findings.part(name)
+
     paths = parts_of(findings.paper, findings.scenarios)
-    return {path: _rendered(read_text(path), findings, details) for path in paths}
+    return {path: _replaced(read_text(path), findings.paper, content) for path in paths}
 
 
 def write_documents(findings: PaperFindings) -> list[Path]:
@@ -146,22 +156,6 @@ def _replaced(text: str, paper: str, content: Callable[[str], str | None]) -> st
     return _PART.sub(part, text)
 
 
-def _rendered(text: str, findings: PaperFindings, details: str) -> str:
-    """A document with the parts of the findings' paper written anew; the verdict links to ``details``."""
-    _, further, further_lines = _FURTHER.get(findings.paper, (None, "", None))
-
-    def content(name: str) -> str:
-        if name == VERDICT:
-            return paper_sections(findings, details)
-        if name == COMPARED:
-            return markdown(_titled(findings))
-        if further_lines and name == further:
-            return markdown(_once(further_lines(findings.records)))
-        return findings.part(name)
-
-    return _replaced(text, findings.paper, content)
-
-
 def _once(lines: Sequence[Line]) -> list[Line]:
     """The lines with their first column blank where the line above has the same text there."""
     firsts = [next(iter(line.items())) for line in lines]
@@ -191,36 +185,31 @@ _FIGURE = re.compile(r"\(([^()]+)\)$")
 # -- verdicts ------------------------------------------------------------------------------------------------
 
 
-def paper_sections(findings: PaperFindings, details: str) -> str:
+def paper_sections(findings: PaperFindings) -> str:
     """The sections on a paper, in Markdown: one for its own numbers, and one for each other paper whose
-    numbers stand on its page, each with a verdict and a line for each table or figure.
-
-    Args:
-        details: the page that titles lead to, at their scenario's name.
-    """
+    numbers stand on its page, each with a verdict and a line for each table or figure. Titles lead to the
+    page of details, at their scenario's name."""
     documents = findings.documents
     by_source = grouped(
         findings.scenarios, lambda name: documents[name].published_in if name in documents else ""
     )
-    return "\n".join(
-        _section(findings, source, names, details) for source, names in sorted(by_source.items())
-    )
+    return "\n".join(_section(findings, source, names) for source, names in sorted(by_source.items()))
 
 
-def _section(findings: PaperFindings, source: str, scenarios: Sequence[str], details: str) -> str:
+def _section(findings: PaperFindings, source: str, scenarios: Sequence[str]) -> str:
     paper = papers()[findings.paper]
     verdict = verdict_on([record for record in findings.records if record.scenario in scenarios])
     title = source or (f"{paper.label}, {paper.source}" if "arXiv" in paper.source else paper.title)
-    target = f"{details}#{scenarios[0]}" if source else details
+    target = f"{_details(findings.paper).as_posix()}" + (f"#{scenarios[0]}" if source else "")
     sentences = f"{counts(verdict).capitalize()}. {'' if source else paper.finding}".rstrip()
-    of_scenarios = {name: [*_lines(name, findings, details)] for name in scenarios}
-    without = [_link(name, findings, details, short=True) for name, own in of_scenarios.items() if not own]
+    of_scenarios = {name: [*_lines(name, findings)] for name in scenarios}
+    without = [_link(name, findings, short=True) for name, own in of_scenarios.items() if not own]
     lines = [*chain.from_iterable(of_scenarios.values())]
     text = f"## [{title}]({target}): {verdict.word}\n\n{sentences}\n\n{markdown(lines)}"
     return text + (f"\nWithout published numbers: {', '.join(without)}.\n" if without else "")
 
 
-def _lines(scenario: str, findings: PaperFindings, details: str) -> Iterator[Line]:
+def _lines(scenario: str, findings: PaperFindings) -> Iterator[Line]:
     """The line of a scenario that has numbers to judge: by kind of number its verdict, counts and errors."""
     document = findings.documents.get(scenario)
     records = [record for record in findings.records if record.scenario == scenario]
@@ -228,7 +217,7 @@ def _lines(scenario: str, findings: PaperFindings, details: str) -> Iterator[Lin
     judged = {kind: verdict for kind, verdict in verdicts.items() if verdict.judged}
     if judged:
         yield {
-            "table or figure": _link(scenario, findings, details),
+            "table or figure": _link(scenario, findings),
             "reproduces": "; ".join(_reproduces(*one) for one in judged.items()),
             "why": " ".join(document.not_reproduced.split()) if document else "",
         }
@@ -241,13 +230,13 @@ def _reproduces(kind: str, verdict: PaperVerdict) -> str:
     return ", ".join([f"{kind}: **{verdict.word}**", f"{verdict.met}/{verdict.judged}", *worst])
 
 
-def _link(scenario: str, findings: PaperFindings, details: str, *, short: bool = False) -> str:
+def _link(scenario: str, findings: PaperFindings, *, short: bool = False) -> str:
     """A scenario's title without the paper's name, as a link to its details; ``short``: the figure alone."""
     document = findings.documents.get(scenario)
     title = document.title.replace(f"({findings.paper.upper()}, ", "(") if document else scenario
     if short and (figure := _FIGURE.search(title)):
         title = figure[1]
-    return f"[{title}]({details}#{scenario})"
+    return f"[{title}]({_details(findings.paper).as_posix()}#{scenario})"
 
 
 def kind_of(record: Comparison) -> str:

@@ -163,12 +163,10 @@ def _differences(observations: Sequence[StepObservation]) -> dict[str, list[floa
 
 def _by_distance(compared: Iterable[ComparedTimes]) -> list[Pairs]:
     """The pairs by how far their simulated times are apart, one for each two of :data:`EDGES`."""
-    classes: list[list[ComparedTimes]] = [[] for _ in pairwise(EDGES)]
-    for each in compared:
-        classes[distance(math.expm1(abs(each.simulated)))].append(each)
+    classes = grouped(compared, lambda each: distance(math.expm1(abs(each.simulated))))
     return [
         Pairs(sum(c.simulated * c.measured > 0 for c in some), len(some), len({c.source for c in some}))
-        for some in classes
+        for some in (classes.get(at, []) for at, _ in enumerate(pairwise(EDGES)))
     ]
 
 
@@ -314,7 +312,8 @@ def coverage(observations: Sequence[StepObservation], what: LeftOut = "source") 
             continue
         model = fit(others)
         for (rates, source), rows in grouped(some, lambda o: (o.rates, o.source)).items():
-            within = sum(_within(model, o) for o in rows)
+            bands = ((o, model.band(o.rates, o.bound, o.strategy, o.unknown)) for o in rows)
+            within = sum(low <= math.exp(-o.log_error) <= high for o, (low, high, _) in bands)
             counts.append(Covered(rates, left_out, source, len(rows), within))
     return counts
 
@@ -322,8 +321,3 @@ def coverage(observations: Sequence[StepObservation], what: LeftOut = "source") 
 def overall(covered: Sequence[Covered]) -> float:
     """The share of rows within their intervals, sources counting alike."""
     return fmean(each.within / each.rows for each in covered)
-
-
-def _within(model: ErrorModel, o: StepObservation) -> bool:
-    low, high, _ = model.band(o.rates, o.bound, o.strategy, o.unknown)
-    return low <= math.exp(-o.log_error) <= high

@@ -163,9 +163,7 @@ def _check_measured_tree(scenario: str) -> None:
         _say_once(f"spbench: warning: {warning}")
 
 
-@cache
-def _say_once(text: str) -> None:
-    message(text)
+_say_once = cache(message)
 
 
 def _announce(
@@ -251,20 +249,10 @@ def draw_figure(scenario: Scenario, ran: RanScenario, folder: Path) -> tuple[lis
     figure = scenario.document.figure
     if figure is None or not ran.known:
         return [], False
-    return _drawn(figure, [with_band(row) for row in ran.known], as_frame(ran.comparisons), folder)
+    return draw(figure, [with_band(row) for row in ran.known], as_frame(ran.comparisons), folder)
 
 
-def draw_records(paper: str, records: DataFrame, folder: Path) -> tuple[list[Path], bool]:
-    """The files of the figure of all of a paper's numbers, and whether drawing failed; none where there
-    is no figure of the paper's name.
-
-    Args:
-        records: of `spbench reproduce`.
-    """
-    return _drawn(paper, [], records, folder)
-
-
-def _drawn(
+def draw(
     figure: str, rows: Sequence[Mapping[str, Any]], comparison: DataFrame, folder: Path
 ) -> tuple[list[Path], bool]:
     """The files of a figure, none where there is no such figure, and whether drawing failed."""

@@ -54,7 +54,8 @@ class PaperFindings:
                 "claims",
                 [{name: getattr(r, of) for name, of in columns} | compared(r, _digits([r])) for r in claims],
             )
-        for (table, quantity, variant), rows in by_table(mine).items():
+        tables = grouped((r for r in mine if r.of_table), lambda r: (r.table_name, r.quantity, r.variant))
+        for (table, quantity, variant), rows in tables.items():
             title = f"{table}, {quantity}" + (f" ({variant})" if variant else "")
             statuses = _statuses(rows)
             title += f": {errors_by_role(rows)}" + (f"; status right in {statuses}" if statuses else "")
@@ -98,11 +99,6 @@ class PaperFindings:
 # -- records and their errors -------------------------------------------------------------------------------
 
 
-def by_table(records: Sequence[Comparison]) -> dict[tuple[str, str, str], list[Comparison]]:
-    """The records of published tables by table, quantity and variant, in the order of the first of each."""
-    return grouped((r for r in records if r.of_table), lambda r: (r.table_name, r.quantity, r.variant))
-
-
 def by_answer(records: Sequence[Comparison]) -> dict[tuple[str, str], list[Comparison]]:
     """The records by what they answer and the variant: tables by quantity, claims, formulas and curves."""
     return grouped(records, lambda r: (_what(r), r.variant))
@@ -139,8 +135,7 @@ def role_errors(records: Sequence[Comparison]) -> list[RoleErrors]:
         rows = [r for r in records if r.role == role]
         numbers = distinct(rows)
         # a formula is one number, and is evaluated at many cells
-        compared = rows if role == "formula" else numbers
-        errors = absolute_errors(compared)
+        errors = absolute_errors(rows if role == "formula" else numbers)
         if numbers:
             both = (median(errors), max(errors)) if errors else (None, None)
             of_roles.append(RoleErrors(role, len(numbers), *both))
@@ -282,10 +277,6 @@ class PaperVerdict:
     def median(self) -> float | None:
         return median(self.errors) if self.errors else None
 
-    @property
-    def worst(self) -> float | None:
-        return max(self.errors, default=None)
-
 
 def verdict_on(records: Sequence[Comparison]) -> PaperVerdict:
     """The verdict on records of findings, each published number and run counted once, by its first record."""
@@ -324,7 +315,7 @@ def counts(verdict: PaperVerdict) -> str:
         return "nothing was judged"
     text = f"{verdict.met} of {verdict.judged} numbers met"
     if verdict.median is not None:
-        text += f", median error {percent(verdict.median)}, worst {percent(verdict.worst, 0)}"
+        text += f", median error {percent(verdict.median)}, worst {percent(max(verdict.errors), 0)}"
     if (worst := max(verdict.formula_errors, default=0.0)) > _EXACT:
         text += f"{'; closed forms' if verdict.errors else ', closed forms'} off by up to {percent(worst, 0)}"
     return text

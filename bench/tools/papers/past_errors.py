@@ -170,13 +170,13 @@ def counted_times(paths: Iterable[Path]) -> list[Comparison]:
     Raises:
         UserError: a file cannot be read, or is of a version that did not say what a time rests on.
     """
-    files = ([r for r in read_comparisons(path, OF_TIMES) if _counts(r)] for path in paths)
-    return [record for records in files for record in distinct(records)]
 
+    def counts(r: Comparison) -> bool:
+        is_timed = r.rates and r.bound and r.published and r.reproduced
+        return bool(is_timed and r.is_time and r.role in COUNTED)
 
-def _counts(record: Comparison) -> bool:
-    is_timed = record.rates and record.bound and record.published and record.reproduced
-    return bool(is_timed and record.is_time and record.role in COUNTED)
+    files = (filter(counts, read_comparisons(path, OF_TIMES)) for path in paths)
+    return [record for records in files for record in distinct([*records])]
 
 
 def log_error(record: Comparison) -> float:
@@ -194,29 +194,22 @@ def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> li
         records: of :func:`counted_times`.
         cells: by key; a record whose cell is not there is compared with no other.
     """
-    source_of = publishers()
-
-    def observation(record: Comparison) -> StepObservation:
-        source = source_of(record.source)
+    source_of, seen = publishers(), []
+    for record in records:
+        known: dict[str, Any] = {}
+        if (cell := cells.get(record.cell)) is not None:
+            # the kernel of its attention; "none" of a model without
+            device, kernel = load_cluster(cell.cluster).device, cell.model_options.get("attention", "none")
+            if kernel == "flash" and device.attention is not None:
+                kernel = device.attention.default
+            _, simulated = record.both
+            # a rate is of a run's cells, all of the same length
+            time = 1 / simulated if record.is_rate else simulated / (cell.batch or 1)
+            known = {"alike": _run_name(record, cell), "log_time": math.log(time)}
+            known |= {"machine": device.name, "kernel": kernel}
         rests = record.rates, record.bound, record.strategy, log_error(record)
-        if (cell := cells.get(record.cell)) is None:
-            return StepObservation(source, *rests, unknown=record.share)
-        machine, kernel = _machine_and_kernel(cell)
-        _, simulated = record.both
-        # a rate is of a run's cells, all of the same length
-        time = 1 / simulated if record.is_rate else simulated / (cell.batch or 1)
-        run = _run_name(record, cell)
-        return StepObservation(source, *rests, run, math.log(time), machine, kernel, record.share)
-
-    return [observation(record) for record in records]
-
-
-def _machine_and_kernel(cell: Cell) -> tuple[str, str]:
-    """The accelerator that a cell runs on, and the kernel of its attention; "none" of a model without."""
-    device, kernel = load_cluster(cell.cluster).device, (cell.model_options or {}).get("attention", "none")
-    if kernel == "flash" and device.attention is not None:
-        kernel = device.attention.default
-    return device.name, kernel
+        seen.append(StepObservation(source_of(record.source), *rests, unknown=record.share, **known))
+    return seen
 
 
 def grouped_observations() -> list[StepObservation]:
@@ -251,14 +244,14 @@ def time_lines(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> list
         for source, some in grouped(of_class, lambda each: each[1].source).items():
             within = covered.get((rates, source))
             lines.append(
-                _line(
-                    rates,
-                    source,
-                    len(some),
-                    f"{within.within} of {within.rows}" if within else "",
+                {
+                    "rates": rates,
+                    "measured by": source,
+                    "times": len(some),
                     **_errors([o.log_error for _, o in some]),
                     **_order([record for record, _ in some], cells),
-                )
+                    "within 80% intervals": f"{within.within} of {within.rows}" if within else "",
+                }
             )
         lines.append(_all(rates, [each for each in covered.values() if each.rates == rates]))
     return [*lines, _all("all", list(covered.values()))]
@@ -268,18 +261,17 @@ def class_lines(records: Sequence[Comparison]) -> list[Line]:
     """A line for each class of rates: what it rests on, how many times and sources, the errors of the times,
     and the share within the intervals that the other sources give, in which sources count alike."""
     seen = observations(records, {})
+    of_class = grouped(seen, lambda o: o.rates)
     covered = grouped(coverage(seen), lambda each: each.rates)
     lines = []
-    for rates, some in sorted(
-        grouped(seen, lambda o: o.rates).items(), key=lambda of: [*RESTS_ON].index(of[0])
-    ):
+    for rates, some in sorted(of_class.items(), key=lambda of: [*RESTS_ON].index(of[0])):
         errors = _errors([o.log_error for o in some])
         lines.append(
             {
                 "rates": rates,
                 "rest on": RESTS_ON[rates],
                 "times (sources)": f"{len(some)} ({len({o.source for o in some})})",
-                "median error": errors["median_error"],
+                "median error": errors["median error"],
                 "mean with its sign": errors["bias"],
                 "worst": errors["worst"],
                 "in 80% intervals": shown_share(overall(covered[rates])) if rates in covered else "",
@@ -301,11 +293,11 @@ def left_out_lines(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> 
     for what, name in LEFT_OUT.items():
         covered = coverage(seen, what)
         rows, within = sum(each.rows for each in covered), sum(each.within for each in covered)
-        short = [each for each in covered if each.rows >= GROUP and each.within < TOO_FEW * each.rows]
         named = [
             f"{each.source}, {each.rates}{f' ({each.left_out})' if each.left_out != each.source else ''}: "
             f"{each.within} of {each.rows}"
-            for each in short
+            for each in covered
+            if each.rows >= GROUP and each.within < TOO_FEW * each.rows
         ]
         lines.append(
             {
@@ -319,30 +311,28 @@ def left_out_lines(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> 
     return lines
 
 
-def _line(rates: str, source: str, times: int, within: str, **columns: Any) -> Line:
-    names = ("median error", "mean", "worst", "bias", "runs compared", "tau", "our best from the best")
-    shown = {name: columns.get(name.replace(" ", "_"), "") for name in names}
-    return {"rates": rates, "measured by": source, "times": times, **shown, "within 80% intervals": within}
-
-
 def _errors(errors: Sequence[float]) -> Line:
     """The median, the mean and the worst of the sizes of errors, and their mean with its sign, as parts of
     the published times."""
     parts = [math.expm1(error) for error in errors]
     sizes = [abs(part) for part in parts]
-    shown = {"median_error": median(sizes), "mean": fmean(sizes), "worst": max(sizes)}
+    shown = {"median error": median(sizes), "mean": fmean(sizes), "worst": max(sizes)}
     bias = difference(fmean(parts))
     return {name: f"{three_digits(100 * value)}%" for name, value in shown.items()} | {"bias": bias}
 
 
 def _order(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> Line:
-    if not (runs := orders(records, cells)):
-        return {}
-    best = percent(fmean(run.distance for run in runs))
-    return {"runs_compared": len(runs), "tau": shown_tau(mean_tau(runs)), "our_best_from_the_best": best}
+    runs = orders(records, cells)
+    far = percent(fmean(run.distance for run in runs)) if runs else ""
+    return {"runs compared": len(runs) or "", "tau": shown_tau(mean_tau(runs)), "our best from the best": far}
 
 
 def _all(rates: str, covered: Sequence[Covered]) -> Line:
     sources = f"all, {len({each.source for each in covered})} sources alike"
-    share = shown_share(overall(covered)) if covered else None
-    return _line(rates, sources, sum(each.rows for each in covered), share or "")
+    return {
+        "rates": rates,
+        "measured by": sources,
+        "times": sum(each.rows for each in covered),
+        **dict.fromkeys([*_errors([0.0]), *_order([], {})], ""),
+        "within 80% intervals": shown_share(overall(covered)) if covered else "",
+    }

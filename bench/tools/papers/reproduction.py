@@ -29,7 +29,7 @@ from spbench.bench.tools.papers.comparison import (
     write_csv,
 )
 from spbench.bench.tools.papers.document import write_documents
-from spbench.bench.tools.papers.execution import RanScenario, draw_figure, draw_records, run_cells
+from spbench.bench.tools.papers.execution import RanScenario, draw, draw_figure, run_cells
 from spbench.bench.tools.papers.paper_findings import PaperFindings
 from spbench.bench.tools.papers.past_errors import orders_by_scenario
 from spbench.bench.tools.papers.sources import Paper, one_of
@@ -166,7 +166,8 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
     ]
     if request.write:
         tables += write_documents(findings)
-    drawn, figure_failed = draw_records(paper.name, DataFrame(_lines(records)), request.output / "figures")
+    lines = [record.record for record in records]
+    drawn, figure_failed = draw(paper.name, [], DataFrame(lines), request.output / "figures")
     return _report(paper, asked, findings, [*tables, *files, *drawn], int(failed or figure_failed))
 
 
@@ -179,11 +180,7 @@ def records_of(scenario: Scenario, ran: RanScenario) -> Iterator[Comparison]:
 
 def write_records(records: Sequence[Comparison], path: Path) -> Path:
     """Write records as PAPER.csv has them; returns the path. UserError as of :func:`write_csv`."""
-    return write_csv(DataFrame(_lines(records), columns=list(RECORDS)), path)
-
-
-def _lines(records: Sequence[Comparison]) -> list[dict[str, Any]]:
-    return [record.record for record in records]
+    return write_csv(DataFrame([record.record for record in records], columns=list(RECORDS)), path)
 
 
 def _in_order(
@@ -228,7 +225,8 @@ def _report(
     unpublished = {at: line["errors"] for at, line in enumerate(verdict) if not line["numbers"]}
     important = ("scenario", "compared", "errors", "numbers", "variant", "statuses right")
     table = Table("Verdict", verdict, important, ("errors",), unpublished)
-    content = {"paper": paper.name, "records": _lines(findings.records), "runs": findings.runs}
+    records = [record.record for record in findings.records]
+    content = {"paper": paper.name, "records": records, "runs": findings.runs}
     if findings.orders:
         content["orders"] = [line for lines in findings.orders.values() for line in lines]
     content["files"] = [str(path) for path in files]
@@ -238,7 +236,7 @@ def _report(
     return Output(
         [f"{paper.title} ({paper.source})", table],
         finite(content),
-        _lines(findings.records),
+        records,
         RECORDS,
         notes=[f"{cells} cells: {statuses}", f"{paper.name}: {of_all['errors']}"],
         files=files,

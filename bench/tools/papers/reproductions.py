@@ -77,21 +77,19 @@ _PROVENANCE = ("commit", "torch")
 
 
 def write_kept(rows: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
-    """Write the rows of both scenarios, and the traces of the cells of :data:`LAYERS` that ran. UserError if
-    a file cannot be written; an earlier one is unchanged."""
-    files = [_write_rows(some, folder / name / RESULTS_FILE) for name, some in rows.items()]
+    """Write the rows of both scenarios, in their order, without what depends on the machine that made them,
+    and the traces of the cells of :data:`LAYERS` that ran. UserError if a file cannot be written; an earlier
+    one is unchanged."""
+    files = []
+    for name, some in rows.items():
+        lines = []
+        for row in some:
+            made_by = {key: (row.get("provenance") or {}).get(key) for key in _PROVENANCE}
+            kept = {key: row[key] for key in _KEPT if key in row} | {"provenance": made_by}
+            lines.append(json_line(kept, sort_keys=True))
+        files.append(write_whole(folder / name / RESULTS_FILE, "".join(lines)))
     cells = [Cell.model_validate(row["cell"]) for row in rows[LAYERS] if row["status"] in ("ok", "oom")]
     return files + [write_trace(cell, folder) for cell in cells]
-
-
-def _write_rows(rows: Sequence[Row], path: Path) -> Path:
-    """Write rows in the order of their scenario, without what depends on the machine that made them."""
-    lines = []
-    for row in rows:
-        made_by = {name: (row.get("provenance") or {}).get(name) for name in _PROVENANCE}
-        kept = {name: row[name] for name in _KEPT if name in row} | {"provenance": made_by}
-        lines.append(json_line(kept, sort_keys=True))
-    return write_whole(path, "".join(lines))
 
 
 def trace_path(folder: Path, cell: Cell) -> Path:
@@ -140,13 +138,20 @@ CERTAINTY = "certainty"
 SHORT = ("left out in turn", "groups", "times", "within the 80% interval of the rest")
 
 
-def reproduced(request: Reproduction, address: str | None) -> Iterator[Output]:
-    """Reproduce a paper, or all: the report of each as soon as its cells have run.
+def reproduce(output: Path | None, executor: str | None, **asked: Any) -> Iterator[Output]:
+    """The outputs of `spbench reproduce`, whose options the arguments are: the report of each paper as soon
+    as its cells have run.
 
     Raises:
         UserError: an unknown paper, a wrong scenario, a document that lacks a part, a file that cannot be
             written, or results that :func:`check_same_code` refuses.
     """
+    committed = not asked["write"] and asked_git(Path(), "ls-files", "--", str(FOLDER))
+    request = Reproduction(output=output or (UNFOLLOWED if committed else FOLDER), **asked)
+    if request.output == UNFOLLOWED:
+        message(
+            f"{FOLDER} is committed here: results go to {UNFOLLOWED}; --write writes the committed ones anew"
+        )
     others: dict[str, Callable[[Reproduction], Output]] = {
         STRATEGIES: _strategies,
         **{name: partial(_without_rates, name) for name in WITHOUT_RATES},
@@ -156,7 +161,7 @@ def reproduced(request: Reproduction, address: str | None) -> Iterator[Output]:
     of_papers = [] if request.paper in (*others, BANDS) else scenarios_of(request.asked[0])
     for paper, scenarios in of_papers if request.write else ():
         check_documents(paper.name, [scenario.name for scenario in scenarios])
-    with Crew(run_cell) as crew, opened_executor(address) as there:
+    with Crew(run_cell) as crew, opened_executor(executor) as there:
         request = replace(request, crew=crew, executor=there)
         for paper, scenarios in of_papers:
             yield reproduce_paper(request, paper, scenarios)
@@ -274,14 +279,3 @@ def _all_cells() -> Mapping[str, Cell]:
     declared = [(each, Narrowing(variant=ALL)) for each in scenarios if each.document.paper]
     declared += [(scenario, narrowing) for _, scenario, narrowing in _on_other_clusters()]
     return {cell.key: cell for each in declared for cell in declared_cells(*each)}
-
-
-def reproduce(output: Path | None, executor: str | None, **asked: Any) -> Iterator[Output]:
-    """The outputs of `spbench reproduce`, whose options the arguments are."""
-    committed = not asked["write"] and asked_git(Path(), "ls-files", "--", str(FOLDER))
-    request = Reproduction(output=output or (UNFOLLOWED if committed else FOLDER), **asked)
-    if request.output == UNFOLLOWED:
-        message(
-            f"{FOLDER} is committed here: results go to {UNFOLLOWED}; --write writes the committed ones anew"
-        )
-    return reproduced(request, executor)

@@ -52,35 +52,30 @@ QUANTITY_NAMES = {
 
 def records_by_source(records: Sequence[Comparison]) -> dict[MeasuredSource, list[Comparison]]:
     """The records of each file of measurements that has any; each measured number once."""
-    numbers = distinct(records)
-    by_source = {
-        source: [r for r in numbers if r.source.startswith(f"{source.file}:")]
-        for source in measured_sources()
-    }
-    return {source: some for source, some in by_source.items() if some}
+    by_file = grouped(distinct(records), lambda record: record.source.partition(":")[0])
+    return {source: by_file[source.file] for source in measured_sources() if source.file in by_file}
 
 
 def validation_lines(records: Sequence[Comparison]) -> list[Line]:
     """A line for each source of measurements and quantity, with other predictors of the same runs; then a
     line for each predictor on other runs. ``records`` are of `spbench reproduce measured`."""
     others = published_file(PREDICTORS_FILE).rows
-    lines = []
+    compared: list[tuple[str, str, list[Comparison], list[dict[str, str]]]] = []
     for source, some in records_by_source(records).items():
-        measured = f"{source.measured_by}, {source.machines}"
         for quantity, name in QUANTITY_NAMES.items():
-            if mine := [record for record in some if record.quantity == quantity]:
+            if mine := _of(some, quantity):
                 same = [row for row in others if (row["file"], row["quantity"]) == (source.file, name)]
-                lines.append(_validation_line(measured, name, mine, same))
-    return lines + [
-        _validation_line(row["compared"], row["quantity"], [], [row]) for row in others if not row["file"]
+                compared.append((f"{source.measured_by}, {source.machines}", name, mine, same))
+    compared += [(row["compared"], row["quantity"], [], [row]) for row in others if not row["file"]]
+    return [
+        {
+            "measured by, on": measured,
+            "quantity": quantity,
+            **_errors_and_roles(some),
+            "other predictors": "; ".join(map(_other_predictor, same)),
+        }
+        for measured, quantity, some, same in compared
     ]
-
-
-def _validation_line(
-    measured: str, quantity: str, records: Sequence[Comparison], others: Sequence[Mapping[str, str]]
-) -> Line:
-    predictors = {"other predictors": "; ".join(map(_other_predictor, others))}
-    return {"measured by, on": measured, "quantity": quantity, **_errors_and_roles(records), **predictors}
 
 
 def _errors_and_roles(records: Sequence[Comparison]) -> Line:

@@ -10,7 +10,7 @@ from pandas import DataFrame
 
 from spbench.bench.git import git
 from spbench.bench.tools.papers.comparison import RECORDS
-from spbench.bench.tools.papers.execution import draw_records
+from spbench.bench.tools.papers.execution import draw
 from spbench.bench.tools.papers.reproduction import RUNS
 from tests.tools.commands.conftest import Run
 from tests.tools.commands.small_paper import PUBLISHED, SMALL, TABLE, refuses, spbench
@@ -176,10 +176,10 @@ def test_a_figure_of_all_numbers_is_drawn_where_plots_has_one_of_the_papers_name
 ) -> None:
     numbers = {"published": 2.0, "reproduced": 2.1, "relative_error": 0.05, "role": "predicted"}
     records = [{"table": "t: a", "quantity": "step_time_ms", **numbers}]
-    drawn, failed = draw_records("measured", DataFrame(records), tmp_path)
+    drawn, failed = draw("measured", [], DataFrame(records), tmp_path)
     assert tmp_path / "measured.png" in drawn
     assert not failed
-    assert draw_records("no_such_paper", DataFrame(records), tmp_path) == ([], False)
+    assert draw("no_such_paper", [], DataFrame(records), tmp_path) == ([], False)
     assert capsys.readouterr().err == ""
-    assert draw_records("measured", DataFrame([{"table": "t: a"}]), tmp_path) == ([], True)
+    assert draw("measured", [], DataFrame([{"table": "t: a"}]), tmp_path) == ([], True)
     assert "the figure measured could not be drawn: KeyError" in capsys.readouterr().err
