@@ -17,7 +17,7 @@ import yaml
 from spbench.bench.command_line.cli import COMMANDS, cli, exit_code
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.scenarios.scenario import load_scenario
-from spbench.bench.tools.changes.history import MEANT_FILE, TARGETS_FILE, read_meant, read_targets
+from spbench.bench.tools.changes.history import MEANT_FILE, TARGETS_FILE, Acceptance, Target, read_entries
 from tests.docs.blocks import ALL_BLOCKS, ROOT, SHELL_BLOCKS, Block, blocks, simple_commands
 from tests.docs.reader import Reader
 
@@ -92,9 +92,9 @@ def test_yaml(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     if block.when == "not run":
         assert content
     elif block.title == MEANT_FILE:
-        assert read_meant(tmp_path)
+        assert read_entries(tmp_path / MEANT_FILE, Acceptance)
     elif block.title == TARGETS_FILE:
-        assert read_targets(tmp_path)
+        assert read_entries(tmp_path / TARGETS_FILE, Target)
     elif "groups" in content:
         assert sum(map(len, load_scenario("block.yaml").cells.values()))
     elif {"extends", "device"} & content.keys():

@@ -8,11 +8,10 @@ says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 from spbench.bench.measure.clusters.cluster import Cluster, Device, cluster_names, load_cluster
-from spbench.bench.measure.clusters.figures import Sourced
+from spbench.bench.measure.clusters.figures import Sourced, named
 from spbench.bench.measure.clusters.kinds_of_work import generation_of
 from spbench.bench.measure.clusters.rates import NO_TABLE, AttentionRate, Direction, Mask
 
@@ -73,17 +72,13 @@ def _carried(
 @cache
 def _cards_with(kernel: str, generation: int) -> list[Cluster]:
     """A cluster of each card that the kernel was measured on, those of the nearest generation first."""
-    by_card = {cluster.device.name: cluster for cluster in reversed([*_measured(kernel)])}
-    return sorted(by_card.values(), key=lambda cluster: abs(generation_of(cluster.device) - generation))
-
-
-def _measured(kernel: str) -> Iterator[Cluster]:
-    for name in cluster_names():
-        cluster = load_cluster(name)
+    by_card = {}
+    for cluster in reversed([*map(load_cluster, cluster_names())]):
         attention = cluster.device.attention
-        rates = {} if attention is None else {str(each): of for each, of in attention.kernels.items()}
-        if any(not rate.limit_flops_per_s.substitute for rate in rates.get(kernel, ())):
-            yield cluster
+        rates = None if attention is None else named(attention.kernels, kernel)
+        if any(not rate.limit_flops_per_s.substitute for rate in rates or ()):
+            by_card[cluster.device.name] = cluster
+    return sorted(by_card.values(), key=lambda cluster: abs(generation_of(cluster.device) - generation))
 
 
 class RatesUnknown(ValueError):
@@ -93,7 +88,7 @@ class RatesUnknown(ValueError):
 def check_rates(cluster: Cluster, precision: str, world: int) -> None:
     """Raise :class:`RatesUnknown` unless the cluster has all figures to time this many ranks."""
     device = cluster.device
-    rate = device.peak_flops_per_s.get(precision)  # type: ignore[call-overload]
+    rate = named(device.peak_flops_per_s, precision)
     if rate is None or rate.value is None:
         raise RatesUnknown(f"{cluster.name}: device.peak_flops_per_s has no {precision}")
     if device.memory_bandwidth_bytes_per_s.value is None:
@@ -102,6 +97,5 @@ def check_rates(cluster: Cluster, precision: str, world: int) -> None:
     if world > (cluster.devices_per_node if links else 1):
         links.append(cluster.network)
     for link in links:
-        assert link is not None
-        if link.latency_s.value is None or link.bandwidth_bytes_per_s.value is None:
+        if not link.known:
             raise RatesUnknown(f"{cluster.name}: a link's latency or bandwidth is unknown")

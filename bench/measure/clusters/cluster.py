@@ -16,7 +16,7 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import read_file
 from spbench.bench.measure.clusters import figures as unit
-from spbench.bench.measure.clusters.figures import Sourced, figures, implausible, inherited
+from spbench.bench.measure.clusters.figures import Sourced, figures, implausible, inherited, named
 from spbench.bench.measure.clusters.rate_tables import wrong_tables
 from spbench.bench.measure.clusters.rates import (
     AttentionRates,
@@ -238,7 +238,7 @@ class Cluster(StrictModel):
 
     def calibration_of(self, precision: str) -> Calibration:
         """The calibration of a precision; where there is none, what datasheets promise."""
-        return {str(name): each for name, each in self.calibration.items()}.get(precision, Calibration())
+        return named(self.calibration, precision) or Calibration()
 
     def rates_of(self, precision: str) -> Rates:
         """What the times of a precision rest on. "fitted": a scalar or rate was fitted to published step
@@ -247,7 +247,7 @@ class Cluster(StrictModel):
         fitted = any(each.fitted_on for _, each in self.sourced)
         if fitted or self.calibration_of(precision).scalars:
             return "fitted"
-        matmuls = {str(name): each for name, each in (self.device.matmul or {}).items()}.get(precision)
+        matmuls = named(self.device.matmul, precision)
         share = matmuls.share if matmuls else self.device.compute_efficiency
         return "datasheet" if share.value is None else "sourced"
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, NonNegativeFloat, NonNegativeInt, Positiv
 from spbench.bench.yaml_files import InferredSetting, StrictModel
 
 Number = TypeVar("Number")
+Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +109,11 @@ class Sourced(StrictModel, Generic[Number]):
     substitute: str = ""
     fitted_on: list[str] = []
     inferred_from: list[InferredSetting] = []
+
+
+def named(entries: Mapping[Any, Entry] | None, name: str) -> Entry | None:
+    """The entry of a mapping by some of a cluster's words that any name asks for; None: it has none."""
+    return None if entries is None else entries.get(name)
 
 
 #: a card may run above the clock that its datasheet's peak is at: an RTX 4090's attention reaches 1.025

@@ -229,9 +229,7 @@ def _kernels(cluster: Cluster) -> Iterator[KindOfWork]:
         source = next(iter(device.operators.values())).source
         figure = f"{len(device.operators)} operators by what they took at {sizes} sizes"
         yield KindOfWork("memory, by operator", figure, source)
-    floor = device.kernel_floor_s
-    if floor.value is None:
-        floor = device.launch_overhead_s
+    floor = device.launch_overhead_s if device.kernel_floor_s.value is None else device.kernel_floor_s
     yield _of("launch of a kernel", floor, shown_time, "it takes no time")
     yield _of(
         "computing beside a collective", device.overlap_loss, "loses {:.3g} s a second", "loses nothing"

@@ -13,7 +13,7 @@ from pydantic import PositiveFloat, PositiveInt, field_validator, model_validato
 
 from spbench.bench.errors import suggestion
 from spbench.bench.measure.clusters import figures as unit
-from spbench.bench.measure.clusters.figures import Sourced
+from spbench.bench.measure.clusters.figures import Sourced, named
 from spbench.bench.yaml_files import InferredSetting, StrictModel
 
 
@@ -123,6 +123,11 @@ class MatmulRate(StrictModel):
     bandwidth_bytes_per_s: Sourced[unit.MemoryRate] = Sourced(value=None, source="one share for all shapes")
     measured: Annotated[dict[PositiveInt, PositiveFloat], unit.FLOPS] = {}
 
+    def seconds(self, peak: float, flops: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+        """Seconds of matmuls by that model, at a peak rate."""
+        reached = peak * (self.share.value or 1.0)
+        return flops / reached + nbytes / (self.bandwidth_bytes_per_s.value or float("inf"))
+
 
 class AttentionRate(StrictModel):
     """An attention kernel: FLOPs a second = limit / (1 + half_length / length).
@@ -188,8 +193,7 @@ class AttentionRates(StrictModel):
         """The rate that was measured of the most similar calls of a kernel ("flash" is the default): of the
         same direction or else of both, then of the same mask, then of the nearest head size. None: the kernel
         has none. ``head_size`` is as :meth:`AttentionRate.counts_as`."""
-        by_name = {str(name): rates for name, rates in self.kernels.items()}
-        of_kernel = by_name.get(self.default if kernel == "flash" else kernel, [])
+        of_kernel = named(self.kernels, self.default if kernel == "flash" else kernel) or []
         rates = [r for r in of_kernel if r.value_head_size is None or r.counts_as(direction) == head_size]
 
         def unlike(rate: AttentionRate) -> tuple[int, bool, int]:
@@ -294,11 +298,19 @@ class Link(StrictModel):
                 "give this node's parts, or crossings: null"
             )
 
+    @property
+    def known(self) -> bool:
+        """Whether messages on it can be timed."""
+        return self.latency_s.value is not None and self.bandwidth_bytes_per_s.value is not None
+
+    def rates_of(self, kind: str) -> list[BusRate]:
+        """The rates of a collective, or those that stand for it."""
+        return named(self.collectives, kind) or self.collectives.get("any", [])
+
     def rate_of(self, kind: str, ranks: int) -> BusRate | None:
         """The rate of a collective in a group of that many ranks: that of the largest size measured which is
         not larger, else of the smallest; None: none is known."""
-        by_kind = {str(name): rates for name, rates in self.collectives.items()}
-        rates = by_kind.get(kind, by_kind.get("any", []))
+        rates = self.rates_of(kind)
         fitting = [rate for rate in rates if rate.ranks is None or rate.ranks <= ranks]
         return next(iter([*reversed(fitting), *rates]), None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -156,13 +156,6 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
 def strategy_problem(name: str) -> str:
     """What is wrong with the name of a strategy, or of several around each other; empty if nothing. A peer
     whose package is not installed cannot be named."""
-    if problem := _name_problem(name):
-        return problem
-    missing = absent(requirements(name))
-    return f"strategy {name} needs {' and '.join(missing)}; {INSTALL}" if missing else ""
-
-
-def _name_problem(name: str) -> str:
     listed = [*names("strategy"), *names("peer")]
     for part in name.split(PLUS):
         if part not in listed and part not in names("as-published"):
@@ -171,7 +164,8 @@ def _name_problem(name: str) -> str:
         nesting(name)
     except ValueError as error:
         return str(error)
-    return ""
+    missing = absent(requirements(name))
+    return f"strategy {name} needs {' and '.join(missing)}; {INSTALL}" if missing else ""
 
 
 def refusal(cell: Cell) -> str:
@@ -211,13 +205,6 @@ def option_mistakes(
         defaults = nesting(name).options_type()
     else:
         defaults, others = backends()[name].options_type(), list(TrainingOptions.model_fields)
-    return list(_mistakes(given, defaults, others))
-
-
-def _mistakes(
-    given: Mapping[str, Any], defaults: Any, others: Sequence[str]
-) -> Iterator[tuple[list[str], str]]:
-    """As :func:`option_mistakes`; ``others`` are further keys that may stand there."""
     own = [field.name for field in fields(defaults)]
     keys = [*others, *own]
     what = "unknown key" if others else "unknown option"
@@ -226,12 +213,11 @@ def _mistakes(
     ]
     here = {name: value for name, value in given.items() if name in own}
     mistakes += [([name], message) for name, message in wrong_values(defaults, here)]
-    yield from mistakes
-    if not mistakes:
-        try:
-            options = replace(defaults, **here)
-        except ValueError as error:
-            yield [], str(error)
-        else:
-            yield from (([name], message) for name, message in values_without_effect(options, here))
-            yield from (([], problem) for problem in getattr(options, "problems_of_sizes", ()))
+    if mistakes:
+        return mistakes
+    try:
+        options = replace(defaults, **here)
+    except ValueError as error:
+        return [([], str(error))]
+    mistakes += [([name], message) for name, message in values_without_effect(options, here)]
+    return mistakes + [([], problem) for problem in getattr(options, "problems_of_sizes", ())]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,57 +37,39 @@ from spbench.impls.axes import unused_axes
 Path_ = tuple[str, ...]
 
 
-def _by_engine(name: str) -> Callable[[Cell], str]:
-    def problem(cell: Cell) -> str:
-        if name in engine_class(cell.engine).heeds:
-            return ""
-        return f"the engine {cell.engine} does not heed it"
-
-    return problem
-
-
-def _of_learning(cell: Cell) -> str:
-    return "a training run gives losses alone, and does not heed it" if cell.learning is not None else ""
-
-
-def _of_pipelines(cell: Cell) -> str:
-    return "" if cell.sizes.pp > 1 else "there are no pipeline stages to schedule"
-
-
-def _of_training(cell: Cell) -> str:
-    return "" if cell.training.step == "training" else "an inference step has no optimizer"
-
-
-#: what keeps a cell from heeding a setting, by the setting's path; "" where it heeds it
-_PROBLEMS: Mapping[Path_, Sequence[Callable[[Cell], str]]] = {
-    ("rank",): (_by_engine("rank"), _of_learning),
-    ("timing",): (_by_engine("timing"), _of_learning),
-    ("meters",): (_by_engine("meters"), _of_learning),
-    ("training", "schedule"): (_of_pipelines,),
-    ("training", "stage_layers"): (_of_pipelines,),
-    ("training", "moments"): (_by_engine("training.moments"), _of_training),
-    ("training", "steps"): (_by_engine("training.steps"), _of_learning),
-    ("training", "batch_on_device"): (_by_engine("training.batch_on_device"),),
-    ("training", "alloc_retries"): (_by_engine("training.alloc_retries"), _of_learning),
-}
+#: settings that not every cell heeds; of these those of pipelines, and those that training runs give no use
+_PARTLY_HEEDED = (
+    *("rank", "timing", "meters", "training.schedule", "training.stage_layers", "training.moments"),
+    *("training.steps", "training.batch_on_device", "training.alloc_retries"),
+)
+_OF_PIPELINES = ("training.schedule", "training.stage_layers")
+_NOT_LEARNING = ("rank", "timing", "meters", "training.steps", "training.alloc_retries")
 _DEFAULTS = Cell(model="", strategy="", batch=1, seq_len=1)
+
+
+def _unheeded(cell: Cell, name: str) -> str:
+    """What keeps a cell from heeding one of these settings; "" where it heeds it."""
+    if name in _OF_PIPELINES:
+        return "" if cell.sizes.pp > 1 else "there are no pipeline stages to schedule"
+    if name not in engine_class(cell.engine).heeds:
+        return f"the engine {cell.engine} does not heed it"
+    if name in _NOT_LEARNING and cell.learning is not None:
+        return "a training run gives losses alone, and does not heed it"
+    inference = name == "training.moments" and cell.training.step != "training"
+    return "an inference step has no optimizer" if inference else ""
 
 
 def ignored(cells: Sequence[Cell]) -> Iterator[tuple[Path_, str]]:
     """The settings that some of the cells have and none of them heeds, each with why and what to do."""
-    for path, problems in _PROBLEMS.items():
-        given = [cell for cell in cells if _at(cell, path) != _at(_DEFAULTS, path)]
-        reasons = [next(filter(None, (problem(cell) for problem in problems)), "") for cell in given]
-        if given and all(reasons):
-            yield path, f"{reasons[0]}; leave it out"
+    for name in _PARTLY_HEEDED:
+        of = attrgetter(name)
+        reasons = [_unheeded(cell, name) for cell in cells if of(cell) != of(_DEFAULTS)]
+        if reasons and all(reasons):
+            yield tuple(name.split(".")), f"{reasons[0]}; leave it out"
     for cell in cells:
         if cell.rank is not None and cell.rank >= cell.sizes.world:
             yield ("rank",), f"there is no rank {cell.rank}: give one from 0 to {cell.sizes.world - 1}"
             break
-
-
-def _at(cell: Cell, path: Path_) -> object:
-    return reduce(getattr, path, cell)
 
 
 #: "available": CUDA where this machine has it, else the CPU
@@ -230,15 +212,20 @@ def _content(
 
 def _origin(path: Sequence[str | int], layers: _Layers) -> list[str | int]:
     """The path of a setting in the file, from its path in a cell: in the layer that has the last word."""
-    for place, layer in layers:
-        at: Any = layer
-        for step in path:
-            if not isinstance(at, Mapping) or step not in at:
-                break
-            at = at[step]
-        else:
-            return [*place, *path]
-    return [*next(place for place, _ in layers if place[0] == "groups"), *path]
+    said = (place for place, layer in layers if _at(layer, path) is not _NOTHING)
+    return [*next(said, next(place for place, _ in layers if place[0] == "groups")), *path]
+
+
+_NOTHING = object()
+
+
+def _at(settings: Any, path: Sequence[str | int]) -> Any:
+    """What settings have at a path; _NOTHING: it leads nowhere."""
+    for step in path:
+        if not isinstance(settings, Mapping) or step not in settings:
+            return _NOTHING
+        settings = settings[step]
+    return settings
 
 
 def _cell(content: Mapping[str, Any], layers: _Layers, folder: Path) -> Cell:
@@ -251,22 +238,23 @@ def _cell(content: Mapping[str, Any], layers: _Layers, folder: Path) -> Cell:
         content = with_documents(content, folder)
     except UserError as error:
         raise Problem(_origin(("model_options", DOCUMENTS), layers), str(error)) from error
+    return checked(content, lambda at, said: Problem(_origin(at, layers), said + _sweep(content, at)))
+
+
+def checked(content: Mapping[str, Any], problem: Callable[[Sequence[str | int], str], Exception]) -> Cell:
+    """The cell of some settings; raises ``problem`` of the path and the message of what is wrong first."""
     try:
         cell = Cell.model_validate(content, strict=True)
     except ValidationError as error:
-        path, message = first_problem(Cell, error)
-        raise Problem(_origin(path, layers), message + _sweep(content, path)) from error
+        raise problem(*first_problem(Cell, error)) from error
     for path, message in impossible(cell):
-        raise Problem(_origin(path, layers), message + _sweep(content, path))
+        raise problem(path, message)
     return cell
 
 
 def _sweep(content: Mapping[str, Any], path: Sequence[str | int]) -> str:
     """How a sweep over a setting is written whose value is a list, where lists do not multiply."""
-    at: Any = content
-    for step in path:
-        at = at[step] if isinstance(at, Mapping) and step in at else None
-    if not isinstance(at, list) or not path or path[0] in (*MULTIPLYING, "mesh", "meters"):
+    if not isinstance(_at(content, path), list) or not path or path[0] in (*MULTIPLYING, "mesh", "meters"):
         return ""
     return "; a list here is no sweep: write a group, or a variant, for each value"
 
@@ -307,7 +295,11 @@ def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
         load_cluster(cell.cluster)
     except UserError as error:
         yield ("cluster",), str(error)
-    yield from _impossible_sizes(cell)
+    axes = strategy_axes(cell.strategy)
+    for axis in unused_axes(axes, cell.sizes.by_axis):
+        n = cell.sizes.by_axis[axis]
+        mend = f"write sizes: {{{axes[0]}: {n}}}" if axes else "leave it out"
+        yield ("sizes", axis), f"{n}: the strategy {cell.strategy} does not use the axis {axis}; {mend}"
     if cell.learning is not None and cell.search is not None:
         yield ("learning",), "cannot be together with a search; leave one out"
     for quantity in ("batch", "seq_len"):
@@ -325,11 +317,3 @@ def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
         config = cell.model_config_json if section == "model_options" else None
         for below, message in option_mistakes(section, name, options, config) if options else ():
             yield (section, *below), message
-
-
-def _impossible_sizes(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
-    axes = strategy_axes(cell.strategy)
-    for axis in unused_axes(axes, cell.sizes.by_axis):
-        n = cell.sizes.by_axis[axis]
-        mend = f"write sizes: {{{axes[0]}: {n}}}" if axes else "leave it out"
-        yield ("sizes", axis), f"{n}: the strategy {cell.strategy} does not use the axis {axis}; {mend}"

@@ -16,14 +16,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.measure.scenarios.choices import unknown
-from spbench.bench.measure.scenarios.expand import Problem, expand, impossible
+from spbench.bench.measure.scenarios.expand import Problem, checked, expand
 from spbench.bench.setting_values import with_suffix
-from spbench.bench.yaml_files import InferredSetting, dotted, find_file, first_problem, read_yaml, validate
+from spbench.bench.yaml_files import InferredSetting, dotted, find_file, read_yaml, validate
 from spbench.bench.yaml_text import YAMLProblem, load
 from spbench.plots import FIGURES
 
@@ -89,14 +89,7 @@ def changed(cell: Cell, settings: Mapping[str, Any]) -> Cell:
             if not isinstance(at, dict):
                 raise UserError(f"{FLAG} {name}: unknown setting; {part} has no parts")
         at[[first, *rest][-1]] = value
-    try:
-        changed_cell = Cell.model_validate(content, strict=True)
-    except ValidationError as error:
-        path, message = first_problem(Cell, error)
-        raise UserError(f"{FLAG} {dotted(path)}: {message}") from error
-    for path, message in impossible(changed_cell):
-        raise UserError(f"{FLAG} {dotted(path)}: {message}")
-    return changed_cell
+    return checked(content, lambda path, message: UserError(f"{FLAG} {dotted(path)}: {message}"))
 
 
 def written(settings: Mapping[str, Any]) -> str:

@@ -50,9 +50,7 @@ def ring_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
     n, crossings = group.size, group.nodes - 1
     # a piece passes N - 1 links, one less than there are nodes of them between nodes (as NCCL counts)
     latency = (n - 1 - crossings) * group.within.latency + crossings * group.between.latency
-    bandwidth = group.within.bandwidth if group.most_on_a_node > 1 else float("inf")
-    if crossings:
-        bandwidth = min(bandwidth, group.between.bandwidth * group.cards)
+    bandwidth = group.bandwidth
     if kind in ROUNDS:
         return ROUNDS[kind] * (latency + (n - 1) * nbytes / n / bandwidth)
     if kind == "all_to_all":
@@ -163,8 +161,6 @@ _PLATEAU, _PLATEAU_VOLTA, _PLATEAU_BYTES = 1.4, 1.9, 64
 _BY_RINGS = ("all_gather", "reduce_scatter", "broadcast", "reduce")
 _REACHED: dict[NcclProtocol, float] = {"ll128": 0.92, "simple": 1.0}
 
-_RINGED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
-
 
 def nccl_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
     """Seconds of a collective, by the algorithm and protocol that take least; see :func:`ring_seconds`.
@@ -175,7 +171,7 @@ def nccl_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
         return pairwise_seconds(nbytes / group.size, group)
     if kind == "barrier":
         return nccl_seconds("all_reduce", 1.0, group)
-    if kind not in _RINGED:
+    if kind not in ("all_reduce", *_BY_RINGS):
         raise NotImplementedError(f"there is no cost for collective {kind!r}")
     return min(way_seconds(kind, nbytes, group, way) for way in _ways(kind, group))
 
@@ -219,7 +215,7 @@ def way_seconds(kind: str, nbytes: float, group: GroupLinks, way: _Way) -> float
 
 
 def _steps(kind: str, n: int) -> int:
-    return {"all_reduce": 2 * (n - 1), "all_gather": n - 1, "reduce_scatter": n - 1}.get(kind, n)
+    return ROUNDS[kind] * (n - 1) if kind in ROUNDS else n
 
 
 def _bus_bandwidth(kind: str, group: GroupLinks, way: _Way) -> float:
@@ -227,23 +223,17 @@ def _bus_bandwidth(kind: str, group: GroupLinks, way: _Way) -> float:
     settings, (algorithm, protocol) = _settings(group), way
     limits, on = _FACTS.limits[settings.generation], min(group.nodes, 3) - 1
     channels = settings.channels.value or float("inf")
-    link = group.within.bandwidth if group.most_on_a_node > 1 else float("inf")
-    if group.nodes > 1:
-        link = min(link, group.between.bandwidth * group.cards)
+    link = group.bandwidth
     low_latency = (limits["ll"][0] if on == 0 else _FACTS.ll_between[settings.cpu][on - 1]) * _GB
     if algorithm == "ring":
-        by_protocol = {
-            "ll": min(low_latency, link * 0.5),
-            "ll128": min(link * 0.92, channels * limits["ring_ll128"][on] * _GB),
-            "simple": link,
-        }
-        return by_protocol[protocol]
-    tree = min(link * 0.92, channels * limits["tree"][on] * _GB)
-    lines = 7 / 9 if on == 0 else 120 / 128
+        simple, of_ll, of_ll128 = link, link * 0.5, link * 0.92
+    else:
+        simple = min(link * 0.92, channels * limits["tree"][on] * _GB)
+        of_ll, of_ll128 = simple / 3.8, simple * (7 / 9 if on == 0 else 120 / 128)
     by_protocol = {
-        "ll": min(tree / 3.8, low_latency),
-        "ll128": min(tree * lines, channels * limits["tree_ll128"][on] * _GB),
-        "simple": tree,
+        "ll": min(of_ll, low_latency),
+        "ll128": min(of_ll128, channels * limits[f"{algorithm}_ll128"][on] * _GB),
+        "simple": simple,
     }
     return by_protocol[protocol]
 

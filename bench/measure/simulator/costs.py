@@ -13,15 +13,18 @@ once share the node's network cards, and within it the ways out of its parts
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from spbench.bench.measure.clusters.carried_rates import RatesUnknown, rate_of_call
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
+from spbench.bench.measure.clusters.figures import named
 from spbench.bench.measure.clusters.rates import (
     AttentionRates,
     CollectiveModel,
+    Link,
     MatmulRate,
     operator_seconds,
 )
@@ -106,19 +109,17 @@ class Costs:
         self.host = cluster.host
         self.overlap_loss = device.overlap_loss.value or 0.0
         self.rates = [
-            (figure.value or 0.0) if (figure := device.peak_flops_per_s.get(name)) is not None else 0.0  # type: ignore[call-overload]
+            (figure.value or 0.0) if (figure := named(device.peak_flops_per_s, name)) is not None else 0.0
             for name in PRECISION_NAMES
         ]
         network, node = cluster.network, cluster.node_link or cluster.network
         # a missing figure is refused by check_rates where it matters; here it only must not be used
-        self.between = LinkRate(
-            network.latency_s.value or 0.0, self._bandwidth(network.bandwidth_bytes_per_s.value)
-        )
-        self.within = LinkRate(node.latency_s.value or 0.0, self._bandwidth(node.bandwidth_bytes_per_s.value))
+        self.between, self.within = self._link(network), self._link(node)
         self.nics = network.nics_per_node
 
-    def _bandwidth(self, value: float | None) -> float:
-        return (value or float("nan")) * self.calibration.link_efficiency
+    def _link(self, link: Link) -> LinkRate:
+        bandwidth = link.bandwidth_bytes_per_s.value or float("nan")
+        return LinkRate(link.latency_s.value or 0.0, bandwidth * self.calibration.link_efficiency)
 
     def node(self, rank: int) -> int:
         """The node that a rank is on."""
@@ -128,14 +129,14 @@ class Costs:
         """Seconds of each event that is a kernel, without launch overhead; 0 for the others."""
         calibration = self.calibration
         computing = program.flops > 0
-        rate = self._rates(program)
+        rate, operands_s = self._rates(program)
         if np.any(rate[computing] == 0):
             missing = {PRECISION_NAMES[i] for i in np.unique(program.precision[computing & (rate == 0)])}
             raise RatesUnknown(
                 f"{self.cluster.name}: device.peak_flops_per_s has no {', '.join(sorted(missing))}"
             )
         compute = np.divide(program.flops, rate, out=np.zeros(len(program)), where=computing)
-        compute += self._operands(program)
+        compute += operands_s
         seconds = (
             np.maximum(compute, program.nbytes / self.memory_bandwidth())
             + program.strided * calibration.strided_element_s
@@ -155,13 +156,11 @@ class Costs:
             of_kind = (program.category == MATMUL) & (program.precision == number)
             if matmuls.table.value is not None:
                 calls = np.flatnonzero(of_kind & program.shape.any(axis=1))
-                peak = self.rates[number] * (matmuls.share.value or 1.0)
-                bandwidth = matmuls.bandwidth_bytes_per_s.value or float("inf")
                 by_table = matmul_seconds(
                     matmuls.table.value,
                     program.shape[calls],
                     program.nbytes[calls],
-                    lambda flops, nbytes, peak=peak, bandwidth=bandwidth: flops / peak + nbytes / bandwidth,  # type: ignore[misc]
+                    partial(matmuls.seconds, self.rates[number]),
                 )
                 strided = program.strided[calls] * self.calibration.strided_element_s
                 kept = self.calibration.compute_efficiency * (matmuls.sustained.value or 1.0)
@@ -172,23 +171,17 @@ class Costs:
     def _set_grouped_matmuls(self, program: Program, seconds: np.ndarray) -> None:
         """Put what matmuls of several experts in one call take into ``seconds``, where the card has rates of
         their own."""
-        rates = self.cluster.device.grouped_matmul
-        names = [number for number, name in enumerate(program.names) if name in GROUPED_MATMULS]
-        if not rates or not names:
-            return
-        for precision, rate in rates.items():
+        for precision, rate in self.cluster.device.grouped_matmul.items():
             number = PRECISION_NAMES.index(precision)
-            calls = np.isin(program.name, names) & (program.precision == number)
-            reached = self.rates[number] * (rate.share.value or 1.0)
-            bandwidth = rate.bandwidth_bytes_per_s.value or float("inf")
-            alone = program.flops[calls] / reached + program.nbytes[calls] / bandwidth
+            calls = program.calls_of(GROUPED_MATMULS) & (program.precision == number)
+            alone = rate.seconds(self.rates[number], program.flops[calls], program.nbytes[calls])
             seconds[calls] = alone / (rate.sustained.value or 1.0)
 
     def _set_operators(self, program: Program, seconds: np.ndarray) -> None:
         """Put what calls of operators that move memory take into ``seconds``, of those that were measured."""
         for name, times in self.cluster.device.operators.items():
             if name in program.names:
-                calls = program.name == program.names.index(name)
+                calls = program.calls_of([name])
                 seconds[calls] = operator_seconds(times.value or (), program.nbytes[calls])
 
     def _set_host_copies(self, program: Program, seconds: np.ndarray) -> None:
@@ -205,8 +198,8 @@ class Costs:
             FROM_PAGEABLE: memory.pageable_to_device_bytes_per_s.value,
         }
         for name, rate in of_pageable.items():
-            if rate is not None and name in program.names:
-                these = program.name == program.names.index(name)
+            if rate is not None:
+                these = program.calls_of([name])
                 seconds[these] = program.nbytes[these] / min(rate, bytes_per_s)
 
     def _known(self, figure: float | None, name: str, what: str) -> float:
@@ -238,34 +231,31 @@ class Costs:
         computes = (program.category == ATTENTION) & (program.flops > 0)
         return np.where(computes, max(attention, self.floor_s), self.floor_s)
 
-    def _rates(self, program: Program) -> np.ndarray:
-        """FLOPs a second of each event, by its precision and category; 0: not known."""
+    def _rates(self, program: Program) -> tuple[np.ndarray, np.ndarray]:
+        """FLOPs a second of each event, by its precision and category; 0: not known. And the seconds that
+        moving a product's operands adds to multiplying them."""
         peak, device = np.array(self.rates), self.cluster.device
         efficiency = (device.compute_efficiency.value or 1.0) * self.calibration.compute_efficiency
         reached, own = (peak * efficiency)[program.precision], device.attention_efficiency.value
+        operands_s = np.zeros(len(program))
         for number, matmuls in self._matmuls():
+            of_precision = program.precision == number
             share = (matmuls.share.value or 1.0) * self.calibration.compute_efficiency
-            reached[program.precision == number] = peak[number] * share
+            reached[of_precision] = peak[number] * share
+            products = of_precision & (program.category == MATMUL)
+            bandwidth = matmuls.bandwidth_bytes_per_s.value or float("inf")
+            operands_s[products] = program.nbytes[products] / bandwidth
         if own is not None:
             of_attention = peak * own * self.calibration.efficiency
             reached = np.where(program.category == ATTENTION, of_attention[program.precision], reached)
         if device.attention is not None:
             self._set_attention_rates(program, device.attention, reached)
-        return reached
+        return reached, operands_s
 
     def _matmuls(self) -> list[tuple[int, MatmulRate]]:
         """The rates of matmuls that the card has, with the index of their precision."""
         of_precision = self.cluster.device.matmul or {}
         return [(PRECISION_NAMES.index(name), matmuls) for name, matmuls in of_precision.items()]
-
-    def _operands(self, program: Program) -> np.ndarray:
-        """Seconds that moving a product's operands adds to multiplying them, of each event."""
-        seconds = np.zeros(len(program))
-        for number, matmuls in self._matmuls():
-            of_kind = (program.category == MATMUL) & (program.precision == number)
-            bandwidth = matmuls.bandwidth_bytes_per_s.value or float("inf")
-            seconds[of_kind] = program.nbytes[of_kind] / bandwidth
-        return seconds
 
     def _set_attention_rates(self, program: Program, rates: AttentionRates, reached: np.ndarray) -> None:
         """Put the rates of attention without scores, in half precisions, into ``reached``, where the card has

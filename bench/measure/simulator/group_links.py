@@ -54,6 +54,12 @@ class GroupLinks(NamedTuple):
         return max(self.on_node.values())
 
     @property
+    def bandwidth(self) -> float:
+        """Of a ring through the group: the slower of its links within a node and its cards."""
+        within = self.within.bandwidth if self.most_on_a_node > 1 else float("inf")
+        return min(within, self.between.bandwidth * self.cards) if self.nodes > 1 else within
+
+    @property
     def cards(self) -> float:
         """Network cards of a node for each of the groups that leave it: a ring on each, so a group alone on
         its node has them all, as far as its devices can feed them. The node that has fewest counts."""
@@ -98,18 +104,11 @@ def crossed(cluster: Cluster, one: int, other: int) -> list[Crossing]:
 def seconds_a_byte(cluster: Cluster, sends: Sequence[tuple[int, int]]) -> list[float]:
     """The least seconds a byte of sends within nodes, as (source, destination), that go on at once, by the
     ways out that they share."""
-    leaving: Counter[tuple[int, int]] = Counter()
-    for one, other in sends:
-        leaving.update((each.devices, one // each.devices) for each in crossed(cluster, one, other))
+    ways = [[(each, one // each.devices) for each in crossed(cluster, one, other)] for one, other in sends]
+    leaving = Counter((each.devices, part) for way in ways for each, part in way)
     return [
-        max(
-            (
-                leaving[each.devices, one // each.devices] / _bandwidth(each)
-                for each in crossed(cluster, one, other)
-            ),
-            default=0.0,
-        )
-        for one, other in sends
+        max((leaving[each.devices, part] / _bandwidth(each) for each, part in way), default=0.0)
+        for way in ways
     ]
 
 
@@ -146,11 +145,7 @@ def _leaving(
     others = {part: on_node[part // a_node] - ranks for part, ranks in in_part.items()}
     size = len(members)
     if kind == "all_to_all":
-        return {
-            part: round(ranks * others[part] * nbytes / size)
-            for part, ranks in in_part.items()
-            if others[part]
-        }
+        return {part: round(in_part[part] * rest * nbytes / size) for part, rest in others.items() if rest}
     a_hop = nbytes if kind in _IN_CHAINS else float(WIRE_SHARE[kind](size)) * nbytes
     return {part: round(a_hop) for part, rest in others.items() if rest}
 

@@ -10,7 +10,7 @@ attention by what their rate on a card depends on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -227,9 +227,13 @@ class Program:
     def world(self) -> int:
         return prod(self.mesh)
 
+    def calls_of(self, names: Collection[str]) -> np.ndarray:
+        """[events]: whether each is a call of one of some operators."""
+        return np.isin(self.name, [number for number, name in enumerate(self.names) if name in names])
+
     def unpriced_calls(self) -> dict[str, int]:
         """How often each of the operators without a known price is called."""
-        return {name: int((self.name == self.names.index(name)).sum()) for name in self.unpriced}
+        return {name: int(self.calls_of([name]).sum()) for name in self.unpriced}
 
     def phase_of(self, event: int) -> str:
         """The phase that an event belongs to."""

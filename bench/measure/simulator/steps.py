@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,6 @@ from spbench.bench.measure.simulator.program import (
 )
 
 
-@dataclass
 class Steps:
     """A program without the kernels of its compute stream, and the ranks that run it.
 
@@ -39,31 +38,20 @@ class Steps:
             but other posts). Those to the same peer go one after another.
     """
 
-    program: Program
-    all_ranks: np.ndarray
-    simulated: np.ndarray
-    ranks: np.ndarray = field(init=False)
-    at: np.ndarray = field(init=False)
-    kinds: list[int] = field(init=False)
-    streams: list[int] = field(init=False)
-    partners: list[int] = field(init=False)
-    names: list[int] = field(init=False)
-    nbytes: list[float] = field(init=False)
-    at_once: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        program, self.ranks = self.program, self.all_ranks[self.simulated]
+    def __init__(self, program: Program, all_ranks: np.ndarray, simulated: np.ndarray):
+        self.program, self.all_ranks, self.simulated = program, all_ranks, simulated
+        self.ranks = all_ranks[simulated]
         self.at = np.flatnonzero((program.kind != KERNEL) | (program.stream != COMPUTE_STREAM))
         step_of = np.full(len(program), -1)
         step_of[self.at] = np.arange(len(self.at))
-        self.kinds = program.kind[self.at].tolist()
-        self.streams = program.stream[self.at].tolist()
+        self.kinds: list[int] = program.kind[self.at].tolist()
+        self.streams: list[int] = program.stream[self.at].tolist()
         partner = program.partner[self.at]
         waits = program.kind[self.at] == WAIT
         partner[waits] = step_of[partner[waits]]
-        self.partners = partner.tolist()
-        self.names = program.name[self.at].tolist()
-        self.nbytes = program.nbytes[self.at].tolist()
+        self.partners: list[int] = partner.tolist()
+        self.names: list[int] = program.name[self.at].tolist()
+        self.nbytes: list[float] = program.nbytes[self.at].tolist()
         self.at_once = self._peers_at_once()
 
     def __len__(self) -> int:

@@ -11,14 +11,14 @@ their grade (:mod:`measure.trust`).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from spbench.bench.measure.clusters.carried_rates import rate_of_call
-from spbench.bench.measure.clusters.cluster import Device, Grade
-from spbench.bench.measure.clusters.figures import Sourced
+from spbench.bench.measure.clusters.cluster import Grade
+from spbench.bench.measure.clusters.figures import Sourced, named
 from spbench.bench.measure.clusters.kinds_of_work import generation_of
 from spbench.bench.measure.clusters.rates import AttentionRate, Link
 from spbench.bench.measure.simulator.costs import Costs, node_of
@@ -70,7 +70,7 @@ def kernel_substitutes(costs: Costs, program: Program) -> _Found:
     device = costs.cluster.device
     others = memory
     for name, times in device.operators.items():
-        of_name = _named(program, [name])[others]
+        of_name = program.calls_of([name])[others]
         if times.substitute:
             yield Substitute("memory, by operator", times.substitute, "transferred"), others[of_name]
         others = others[~of_name]
@@ -81,14 +81,7 @@ def kernel_substitutes(costs: Costs, program: Program) -> _Found:
         yield Substitute("memory", text, "transferred"), others
 
 
-def _named(program: Program, names: Collection[str]) -> np.ndarray:
-    """[events]: whether each is a call of one of some operators."""
-    return np.isin(program.name, [number for number, name in enumerate(program.names) if name in names])
-
-
-def _attention(
-    costs: Costs, program: Program, all_calls: np.ndarray
-) -> Iterator[tuple[Substitute, np.ndarray]]:
+def _attention(costs: Costs, program: Program, all_calls: np.ndarray) -> _Found:
     device, left = costs.cluster.device, all_calls.copy()
     own_share, rates = device.attention_efficiency.value is not None, device.attention
     for call, events in attention_calls(program):
@@ -138,40 +131,32 @@ def _unlike(rate: AttentionRate, call: AttentionCall) -> str:
 
 def _matmuls(costs: Costs, program: Program, calls: np.ndarray) -> _Found:
     device, fitted = costs.cluster.device, costs.calibration.compute_efficiency != 1
-    own = {str(name): each.share for name, each in (device.matmul or {}).items()}
-    peaks = {str(name): each.substitute for name, each in device.peak_flops_per_s.items()}
     for number, name in enumerate(PRECISION_NAMES):
-        share = own.get(name, device.compute_efficiency)
+        own, peak = named(device.matmul, name), named(device.peak_flops_per_s, name)
+        share = device.compute_efficiency if own is None else own.share
         events = np.flatnonzero(calls & (program.precision == number))
-        if (grouped := device.grouped_matmul.get(name)) is not None:  # type: ignore[call-overload]
-            of_experts = _named(program, GROUPED_MATMULS)[events]
+        if (grouped := named(device.grouped_matmul, name)) is not None:
+            of_experts = program.calls_of(GROUPED_MATMULS)[events]
             if text := grouped.share.substitute:
                 yield Substitute(f"grouped {name} matmuls", text, "transferred"), events[of_experts]
             events = events[~of_experts]
-        if text := share.substitute or peaks.get(name, ""):
+        if text := share.substitute or (peak.substitute if peak else ""):
             yield Substitute(f"{name} matmuls", text, "transferred"), events
         elif share.value is None and not fitted:
             yield Substitute(f"{name} matmuls", "the datasheet's peak", "substituted"), events
-        elif own and name not in own and not fitted:
+        elif device.matmul and own is None and not fitted:
             yield Substitute(f"{name} matmuls", "the share of other precisions", "transferred"), events
-        yield from _beyond_table(device, name, program, events)
-        rates = (device.matmul or {}).get(name)  # type: ignore[call-overload]
-        if name in ("fp16", "bf16") and generation_of(device) >= 7 and not (rates and rates.unaligned):
+        if own is not None and own.table.value is not None and not own.share.substitute:
+            shaped = events[program.shape[events].any(axis=1)]
+            covered = matmuls_covered(own.table.value, program.shape[shaped])
+            by = "the nearest of its table"
+            yield Substitute(f"{name} matmuls", by, "extrapolated"), shaped[~covered]
+            if own.sustained.value is None:  # it is not known what of its rates a step keeps
+                by = "its table of short calls, without a power limit"
+                yield Substitute(f"{name} matmuls", by, "extrapolated"), shaped[covered]
+        if name in ("fp16", "bf16") and generation_of(device) >= 7 and not (own and own.unaligned):
             unaligned = events[program.aligned[events] < ALIGNED]
             yield Substitute(f"{name} matmuls of unaligned rows", "aligned ones", "substituted"), unaligned
-
-
-def _beyond_table(device: Device, precision: str, program: Program, matmuls: np.ndarray) -> _Found:
-    """The matmuls of a precision that the card's table of them does not reach, and those that it has where
-    it is not known what of its rates a step keeps."""
-    own = {str(name): each for name, each in (device.matmul or {}).items()}.get(precision)
-    if own is not None and own.table.value is not None and not own.share.substitute:
-        events = matmuls[program.shape[matmuls].any(axis=1)]
-        covered = matmuls_covered(own.table.value, program.shape[events])
-        yield Substitute(f"{precision} matmuls", "the nearest of its table", "extrapolated"), events[~covered]
-        if own.sustained.value is None:
-            by = "its table of short calls, without a power limit"
-            yield Substitute(f"{precision} matmuls", by, "extrapolated"), events[covered]
 
 
 def transfer_substitutes(costs: Costs, steps: Steps) -> _Found:
@@ -260,10 +245,9 @@ def _of_link(costs: Costs, name: str, within: bool, parts: int | None) -> Iterat
 
 def _other_group(link: Link, name: str, parts: int) -> str:
     """How a collective differs from that which its rate was measured of; "" where it does not."""
-    by_kind = {str(kind): rates for kind, rates in link.collectives.items()}
-    if name == "all_to_all" and name not in by_kind:
+    if name == "all_to_all" and name not in link.collectives:
         return "the rate of other collectives"
-    sizes = [rate.ranks for rate in by_kind.get(name, by_kind.get("any", [])) if rate.ranks is not None]
+    sizes = [rate.ranks for rate in link.rates_of(name) if rate.ranks is not None]
     if sizes and not min(sizes) <= parts <= max(sizes):
         return f"its rate of {min(sizes) if parts < min(sizes) else max(sizes)} ranks"
     return ""

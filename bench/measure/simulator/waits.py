@@ -154,14 +154,13 @@ class _Crossing:
     def _leave(self, kind: int, partner: int) -> np.ndarray:
         """[simulated ranks]: whether such a step leaves the rank's node."""
         program, ranks = self._steps.program, self._steps.ranks
+        others = ranks[:, None]
         if kind == COLLECTIVE:
-            members = program.groups[partner].members_by_rank(ranks, program.mesh)
-            apart: np.ndarray = (node_of(members, self._cluster) != self._nodes[:, None]).any(1)
-            return apart
-        if kind in (SEND, RECV):
-            peers = shifted_ranks(ranks, program.peers[partner], program.mesh)
-            return np.asarray(node_of(peers, self._cluster) != self._nodes)
-        return np.zeros(len(ranks), dtype=bool)
+            others = program.groups[partner].members_by_rank(ranks, program.mesh)
+        elif kind in (SEND, RECV):
+            others = shifted_ranks(ranks, program.peers[partner], program.mesh)[:, None]
+        apart: np.ndarray = (node_of(others, self._cluster) != self._nodes[:, None]).any(1)
+        return apart
 
 
 def covered(start: np.ndarray, end: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from spbench.bench.files import write_together
 from spbench.bench.measure.sweep.results import RESULTS_FILE
 from spbench.bench.row import Row
 from spbench.bench.tools.changes import EXPORTS
-from spbench.bench.tools.changes.history import Target, read_targets
+from spbench.bench.tools.changes.history import TARGETS_FILE, Target, read_entries
 from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
 from spbench.bench.tools.changes.metrics import Reading, has_exact_engine, readings
 from spbench.bench.tools.changes.result_files import Origin, Results, origin_of, read_results, suite_of
@@ -195,23 +195,21 @@ def read_suites(
         UserError: something cannot be read, results have no base, two results have one name, or the gate
             does not judge them (:func:`check_gate`).
     """
-    places: dict[str, Path] = {}
-    for path in paths:
-        if other := places.get(suite_of(path)):
-            raise UserError(f"{other} and {path} are both called {suite_of(path)!r}; rename one of them")
-        places[suite_of(path)] = path
-    suites = []
-    for name, path in places.items():
-        before = base and read_results(_base_of(name, base, alone=len(places) == 1))
+    suites: dict[str, Suite] = {}
+    for name, path in ((suite_of(path), path) for path in paths):
+        if name in suites:
+            other = suites[name].results.path
+            raise UserError(f"{other} and {path} are both called {name!r}; rename one of them")
+        before = base and read_results(_base_of(name, base, alone=len(paths) == 1))
         previous = None
-        if previous_base and (len(places) == 1 or _is_results(previous_base / name)):
+        if previous_base and (len(paths) == 1 or _is_results(previous_base / name)):
             place = _base_of(name, previous_base, alone=True)
             previous = read_results(place) if _is_results(place) or not place.is_dir() else None
         results = read_results(path, judged=base is not None)
         if before:
             check_gate(before, results)
-        suites.append(Suite(name, results, before or None, previous, commit))
-    return suites
+        suites[name] = Suite(name, results, before or None, previous, commit)
+    return [*suites.values()]
 
 
 def not_run(paths: Sequence[Path], base: Path | None) -> list[str]:
@@ -280,7 +278,7 @@ def command(
     """
 
     suites = read_suites(results, base, previous_base, commit)
-    goals = read_targets(targets) if targets else ()
+    goals = read_entries(targets / TARGETS_FILE, Target) if targets else ()
     request = ExportRequest(suites, output, goals, not_run(results, base))
     exported = EXPORTS.load(system)(request)
     if targets is not None and "targets" not in request.heeded:

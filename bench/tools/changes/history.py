@@ -96,18 +96,12 @@ class Acceptance(_SeriesSelector):
         return any(name.startswith(self.commit) for name in hashes[first + 1 : last + 1])
 
 
-def read_targets(folder: Path) -> tuple[Target, ...]:
-    """The targets of a history; none without a file. UserError if it cannot be read or is wrong."""
-    return _entries(folder / TARGETS_FILE, Target)
+def read_entries(path: Path, kind: type[Entry]) -> tuple[Entry, ...]:
+    """The targets, or the steps that were meant, of a file, whose one key is its name; none without a file.
 
-
-def read_meant(folder: Path) -> tuple[Acceptance, ...]:
-    """The accepted steps of a history; none without a file. UserError if it cannot be read or is wrong."""
-    return _entries(folder / MEANT_FILE, Acceptance)
-
-
-def _entries(path: Path, kind: type[Entry]) -> tuple[Entry, ...]:
-    """The entries of a file, whose one key is the file's name."""
+    Raises:
+        UserError: it cannot be read or is wrong.
+    """
     if not path.exists() and not path.is_symlink():  # a link to nothing was meant to be a file
         return ()
     section: Any = {path.stem: (list[kind], ...)}  # type: ignore[valid-type]
@@ -249,4 +243,5 @@ def read_history(folder: Path) -> History:
             f"{folder} has no records of runs: spbench record RESULTS --history {folder} adds the first"
         )
     records.sort(key=lambda record: (record.commit.date, record.commit.hash, record.date))
-    return History(folder, tuple(records), read_targets(folder), read_meant(folder))
+    targets = read_entries(folder / TARGETS_FILE, Target)
+    return History(folder, tuple(records), targets, read_entries(folder / MEANT_FILE, Acceptance))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from spbench.bench.command_line.options import printed
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.tools.changes.history import Assessment, History, Target, counts, read_history
 from spbench.bench.tools.changes.series import Series, Step
+from spbench.plots.series import grouped
 
 #: series at most that are shown commit by commit, and of which an overview has the quiet ones too
 _IN_FULL, _AT_A_GLANCE = 3, 20
@@ -100,24 +100,6 @@ def _count(number: int, what: str) -> str:
 # -- what changed, by strategy ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Alike:
-    """What is to be said alike of the cells of a strategy.
-
-    Attributes:
-        keys: of the cells.
-        changes: from small to large, as people read them.
-    """
-
-    verdict: str
-    metric: str
-    strategy: str
-    commits: str | None = None
-    keys: frozenset[str] = frozenset()
-    changes: tuple[str, ...] = ()
-    step: Step | None = None
-
-
 _CHANGES = (
     Column("", "verdict"),
     Column("metric", "metric"),
@@ -139,36 +121,34 @@ def changes_table(assessments: Sequence[Assessment]) -> Iterator[Table]:
         yield Table.of("What changed, by strategy", _CHANGES, lines, important=important, below=below)
 
 
-def _missed(assessments: Sequence[Assessment]) -> Iterator[_Alike]:
-    groups: dict[tuple[_Alike, str], list[str]] = defaultdict(list)
-    for each in assessments:
-        for target in each.missed:
-            series = each.series
-            alike = _Alike("missed target", series.metric.name, strategy_of(series.cell))
-            groups[alike, _target_text(target, series)].append(series.cell)
-    for (alike, text), cells in groups.items():
-        yield replace(alike, keys=frozenset(cells), changes=(text,))
+def _missed(assessments: Sequence[Assessment]) -> Iterator[dict[str, Any]]:
+    missed = [(each.series, target) for each in assessments for target in each.missed]
+    names = ("metric", "strategy", "changes")
+    alike = grouped(missed, lambda m: (m[0].metric.name, strategy_of(m[0].cell), (_target_text(m[1], m[0]),)))
+    for of, some in alike.items():
+        keys = {series.cell for series, _ in some}
+        yield {"verdict": "missed target", **dict(zip(names, of, strict=True)), "keys": keys}
 
 
-def _steps(assessments: Sequence[Assessment]) -> Iterator[_Alike]:
-    groups: dict[_Alike, list[tuple[Series, Step]]] = defaultdict(list)
-    for each in sorted(assessments, key=lambda each: not each.regressions):
-        series = each.series
-        for step in reversed(each.steps):
-            verdict = _verdict(step)
-            if not step.meant and step.verdict == "regression" and step not in each.regressions:
-                verdict += " (undone)"
-            groups[_Alike(verdict, series.metric.name, strategy_of(series.cell), step.commit_range)].append(
-                (series, step)
-            )
-    for alike, steps in groups.items():
-        worst_first = sorted(steps, key=lambda pair: -abs(pair[1].change))
-        yield replace(
-            alike,
-            keys=frozenset(series.cell for series, _ in steps),
-            changes=tuple(series.difference(step.before, step.after) for series, step in worst_first[::-1]),
-            step=worst_first[0][1],
-        )
+def _steps(assessments: Sequence[Assessment]) -> Iterator[dict[str, Any]]:
+    """Changes are from small to large."""
+    ordered = sorted(assessments, key=lambda each: not each.regressions)
+    for of, some in grouped(((a, step) for a in ordered for step in reversed(a.steps)), _about).items():
+        rising = sorted(some, key=lambda pair: -abs(pair[1].change))[::-1]
+        yield {
+            **dict(zip(("verdict", "metric", "strategy", "commits"), of, strict=True)),
+            "keys": {each.series.cell for each, _ in some},
+            "changes": [each.series.difference(step.before, step.after) for each, step in rising],
+            "step": rising[-1][1],
+        }
+
+
+def _about(pair: tuple[Assessment, Step]) -> tuple[str, str, str, str]:
+    """What is said alike of steps in the cells of a strategy."""
+    (assessment, step), series = pair, pair[0].series
+    stands = step.meant or step.verdict != "regression" or step in assessment.regressions
+    verdict = _verdict(step) + ("" if stands else " (undone)")
+    return verdict, series.metric.name, strategy_of(series.cell), step.commit_range
 
 
 def strategy_of(key: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from spbench.bench.tools.changes.change_points import change_points
+from spbench.bench.tools.changes.change_points import ChangePoint, change_points
 from spbench.bench.tools.changes.metrics import METRICS, STATUSES, Metric, Reading, has_exact_engine, readings
 from spbench.bench.tools.changes.record_command import Commit, RunRecord
 from spbench.bench.units import six_digits
@@ -207,30 +207,24 @@ class Step:
 
 def steps(series: Series) -> list[Step]:
     """The steps of a series, the earliest first; none is said to be meant."""
-    if not series.exact:
-        changes = change_points([point.value for point in series.points])
-        places = [(c.last_before, c.first_after, c.before, c.after, c.drift) for c in changes]
-    else:
-        places = list(_exact_changes([point.value for point in series.points], series.metric.tolerance))
+    values, tolerance = [point.value for point in series.points], series.metric.tolerance
     return [
         Step(
-            series.points[last],
-            series.points[first],
-            before,
-            after,
-            "regression" if series.metric.excess(before, after) > 0 else "improvement",
-            drift,
+            series.points[change.last_before],
+            series.points[change.first_after],
+            change.before,
+            change.after,
+            "regression" if series.metric.excess(change.before, change.after) > 0 else "improvement",
+            change.drift,
         )
-        for last, first, before, after, drift in places
+        for change in (_exact_changes(values, tolerance) if series.exact else change_points(values))
     ]
 
 
-def _exact_changes(
-    values: Sequence[float], tolerance: float
-) -> Iterator[tuple[int, int, float, float, bool]]:
+def _exact_changes(values: Sequence[float], tolerance: float) -> Iterator[ChangePoint]:
     level = values[0]
     for place, value in enumerate(values):
         # beside the beginning of a level, so that changes below the tolerance do not add up unseen
         if abs(value - level) > tolerance * abs(level):
-            yield place - 1, place, level, value, False
+            yield ChangePoint(place - 1, place, level, value)
             level = value

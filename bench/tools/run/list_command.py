@@ -74,7 +74,7 @@ def cluster_output(name: str, figure: Path | None = None) -> Output:
 
 def _drawn(cluster: Cluster, figure: Path) -> list[Path]:
     """The files of the figure of a cluster's rates; UserError if it has none, or they cannot be written."""
-    from spbench.bench.measure.simulator.rate_curves import attention_curves, link_curves, product_curves
+    from spbench.bench.tools.run.rate_curves import attention_curves, link_curves, product_curves
     from spbench.plots.rates import draw_cluster_rates
 
     of_kinds = {"size": product_curves, "length": attention_curves, "message": link_curves}

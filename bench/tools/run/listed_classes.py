@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -18,6 +17,7 @@ from spbench.impls.models.huggingface.published import Published, published_mode
 from spbench.impls.models.model import model_preset, models
 from spbench.impls.registries import strategies
 from spbench.impls.strategies.base import Strategy
+from spbench.plots.series import grouped
 
 
 def of_classes(kind: str) -> dict[str, str]:
@@ -148,9 +148,7 @@ def _line(model: Published) -> dict[str, Any]:
 
 def _owners(models: Sequence[Published]) -> Iterator[dict[str, Any]]:
     """A line for each owner: how many names, from which to which size, and what they are called."""
-    owners: dict[str, list[Published]] = defaultdict(list)
-    for model in models:
-        owners[model.name.partition("/")[0]].append(model)
+    owners = grouped(models, lambda model: model.name.partition("/")[0])
     for owner, own in sorted(owners.items(), key=lambda item: item[0].lower()):
         families = dict.fromkeys(_MEMBER.sub("", model.name.partition("/")[2]) for model in own)
         yield {

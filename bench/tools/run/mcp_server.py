@@ -49,9 +49,10 @@ class CommandTool:
 
     @property
     def parameters(self) -> Mapping[str, click.Parameter]:
-        """The options and arguments that a call may give, by the names of a tool's arguments."""
+        """The options and arguments that a call may give, by the names of a tool's arguments: `--seq-len`
+        as seq_len."""
         return {
-            _argument(each): each
+            max(each.opts, key=len).lstrip("-").replace("-", "_"): each
             for each in COMMANDS.load(self.command).params  # type: ignore[attr-defined]
             if each.expose_value and each.name not in _LEFT_OUT
         }
@@ -99,13 +100,6 @@ TOOLS = {
         CommandTool("explain", "import", ("--explain",)),
     )
 }
-
-
-def _argument(parameter: click.Parameter) -> str:
-    """What a tool calls a parameter: an option's own name, `--seq-len` as seq_len."""
-    if isinstance(parameter, click.Argument):
-        return parameter.name or ""
-    return max(parameter.opts, key=len).lstrip("-").replace("-", "_")
 
 
 def _schema_of(parameter: click.Parameter) -> dict[str, Any]:

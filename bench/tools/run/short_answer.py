@@ -30,11 +30,10 @@ def part_of(content: Any, pointer: str, start: int) -> Any:
         UserError: there is no such part.
     """
     for escaped in str(pointer).split("/")[1:]:
-        name = escaped.replace("~1", "/").replace("~0", "~")
-        names = _names(content)
-        if name not in names:
-            raise UserError(f"the answer has no part {shown(pointer)}{suggestion(name, names)}")
-        content = content[name if isinstance(content, dict) else int(name)]
+        name, entries = escaped.replace("~1", "/").replace("~0", "~"), _entries(content)
+        if name not in entries:
+            raise UserError(f"the answer has no part {shown(pointer)}{suggestion(name, entries)}")
+        content = entries[name]
     if not isinstance(start, int) or start < 0:
         raise UserError(f"start must be a whole number of at least 0, not {shown(start)}")
     if isinstance(content, dict):
@@ -55,7 +54,7 @@ def short_answer(content: Any, pointer: str = "", start: int = 0) -> str:
             text += f"\nand of {len(cuts) - _MOST_NAMED} further parts" * (len(cuts) > _MOST_NAMED)
         if len(text) <= MOST:
             return text
-    parts = [f"{pointer}/{_escaped(name)}" for name in _names(content)]
+    parts = [f"{pointer}/{_escaped(name)}" for name in _entries(content)]
     return f"The answer has no room; ask for a part of it: {' '.join(parts)}"[:MOST]
 
 
@@ -63,27 +62,18 @@ def _cut(content: Any, at: str, start: int, entries: int, characters: int, cuts:
     """A value with at most so many entries and characters; ``cuts`` gets a line for each cut."""
     if isinstance(content, float):
         return float(f"{content:.6g}")
-    if isinstance(content, str) and len(content) > characters:
-        cuts.append(f"{at}: {len(content) - characters} characters from {start + characters} on")
+    if isinstance(content, str) and (left := len(content) - characters) > 0:
+        cuts.append(f"{at}: {left} characters from {start + characters} on")
         return content[:characters]
-    is_table = isinstance(content, dict) and len(content) > 1 and {*map(type, content.values())} == {str}
-    if isinstance(content, list) or is_table:
-        if left := len(content) - entries:
-            cuts += [f"{at}: {left} entries from {start + entries} on{_reasons(content) * (not start)}"] * (
-                left > 0
-            )
-        names = _names(content)[:entries]
-    elif isinstance(content, dict):
-        names = [*content]
-    else:
+    if not isinstance(content, (dict, list)):
         return content
-
-    def inner(name: Any, value: Any) -> Any:
-        return _cut(value, f"{at}/{_escaped(name)}", 0, entries, characters, cuts)
-
-    if isinstance(content, dict):
-        return {name: inner(name, content[name]) for name in names}
-    return [inner(start + i, value) for i, value in enumerate(content[:entries])]
+    inner = _entries(content, start)
+    is_list = isinstance(content, list) or (len(inner) > 1 and {*map(type, inner.values())} == {str})
+    if is_list and (left := len(inner) - entries) > 0:
+        cuts.append(f"{at}: {left} entries from {start + entries} on{_reasons(content) * (not start)}")
+        inner = dict([*inner.items()][:entries])
+    cut = {n: _cut(each, f"{at}/{_escaped(n)}", 0, entries, characters, cuts) for n, each in inner.items()}
+    return cut if isinstance(content, dict) else [*cut.values()]
 
 
 def _reasons(table: Any) -> str:
@@ -96,10 +86,11 @@ def _reasons(table: Any) -> str:
     return f"; in all {'; '.join(counted)}{f'; {more} other texts' if more > 0 else ''}"
 
 
-def _names(content: Any) -> list[str]:
-    if isinstance(content, dict):
-        return [*content]
-    return [str(i) for i in range(len(content))] if isinstance(content, list) else []
+def _entries(content: Any, start: int = 0) -> dict[str, Any]:
+    """The entries of a table, or of a list from a place on, by their names in a pointer."""
+    if isinstance(content, list):
+        return {str(i): each for i, each in enumerate(content, start)}
+    return content if isinstance(content, dict) else {}
 
 
 def _escaped(name: Any) -> str:

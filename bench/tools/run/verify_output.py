@@ -116,8 +116,7 @@ def _output(verdicts: Sequence[Verdict], named: Sequence[str], files: list[Path]
     unproven = [name for name in dict.fromkeys(named) if verdicts and name not in judged]
     notes = [f"{name}: all cases are unsupported, so nothing is proven of it" for name in unproven]
     notes += [", ".join(f"{count} {status}" for status, count in counts.items()) or "nothing to verify"]
-    faults, others = _by_whether_faults(verdicts)
-    refused, green = ([v for v in others if v["status"] == each] for each in ("unsupported", "green"))
+    refused, green = ([v for v in verdicts if v["status"] == each] for each in ("unsupported", "green"))
     return Output(
         _sections(verdicts),
         verdicts,
@@ -125,7 +124,7 @@ def _output(verdicts: Sequence[Verdict], named: Sequence[str], files: list[Path]
         notes=notes,
         files=files,
         code=0 if judged and not unproven and set(counts) <= _NO_FAULTS else 1,
-        details=[*_each(faults), *_folded("Unsupported", refused), *_each(green)],
+        details=[*_each(_faults(verdicts)), *_folded("Unsupported", refused), *_each(green)],
     )
 
 
@@ -188,19 +187,16 @@ def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
     like ones together."""
     if not rows:
         return []
-    faults, _ = _by_whether_faults(rows)
+    faults = _faults(rows)
     red = [row for row in faults if row["status"] == "RED"]
     wrong = ", ".join(dict.fromkeys(row["strategy"] for row in red))
     verdict = [f"{wrong} wrong: {len(red)} of {len(rows)} cases are RED"] if red else []
     return [*verdict, *_explanations(red), _by_strategy(rows), *_folded("Not green", faults, _FIRST)]
 
 
-def _by_whether_faults(rows: Sequence[Verdict]) -> tuple[list[Verdict], list[Verdict]]:
-    """The verdicts that are neither green nor unsupported, and the others."""
-    kinds: tuple[list[Verdict], list[Verdict]] = [], []
-    for row in rows:
-        kinds[row["status"] in ("green", "unsupported")].append(row)
-    return kinds
+def _faults(rows: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts that are neither green nor unsupported."""
+    return [row for row in rows if row["status"] not in ("green", "unsupported")]
 
 
 def _explanations(wrong: Sequence[Verdict]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.engine import engines
 from spbench.bench.measure.engines.traces import trace_key
-from spbench.bench.measure.scenarios.expand import _PROBLEMS, expand, ignored
+from spbench.bench.measure.scenarios.expand import _PARTLY_HEEDED, expand, ignored
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
 from spbench.bench.measure.sweep.sweep import as_row, changed_parts
@@ -64,7 +64,7 @@ def with_setting(setting: str, value: Any, cell: dict[str, Any]) -> dict[str, An
 
 
 def test_every_setting_and_every_engine_is_here() -> None:
-    assert {".".join(path) for path in _PROBLEMS} == {*VALUES}
+    assert {*_PARTLY_HEEDED} == {*VALUES}
     assert {*engines()} >= {*HEEDED}
 
 

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.changes.history import Assessment, History, read_history, read_targets
+from spbench.bench.tools.changes.history import (
+    TARGETS_FILE,
+    Assessment,
+    History,
+    Target,
+    read_entries,
+    read_history,
+)
 from spbench.bench.tools.changes.record_command import add_record
 from tests.tools.changes.records import MACHINE, OTHER, Cell, cell, commit, nightly, noisy, record
 
@@ -176,7 +183,7 @@ def test_one_bad_night_misses_no_target(tmp_path: Path) -> None:
 def test_targets_that_are_a_link_to_nothing_are_not_left_out(tmp_path: Path) -> None:
     (tmp_path / "targets.yaml").symlink_to("gone.yaml")
     with pytest.raises(UserError, match=r"targets\.yaml"):
-        read_targets(tmp_path)
+        read_entries(tmp_path / TARGETS_FILE, Target)
 
 
 @pytest.mark.parametrize(

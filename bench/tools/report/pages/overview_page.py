@@ -14,18 +14,9 @@ from spbench.bench.row import Row
 from spbench.bench.tools.papers.paper_findings import counts, distinct, role_errors, verdict_on
 from spbench.bench.tools.papers.sources import MEASURED
 from spbench.bench.tools.papers.validation import records_by_source, validation_lines
+from spbench.bench.tools.report import report_markdown as md
 from spbench.bench.tools.report.gathered import CellResult, Gathered, PaperResults
 from spbench.bench.tools.report.page import DataTable, Page, Part
-from spbench.bench.tools.report.report_markdown import (
-    BADGES,
-    code,
-    dated,
-    link,
-    listed,
-    most_misses,
-    plain,
-    quantity_words,
-)
 from spbench.bench.tools.report.what_changed import changes
 from spbench.bench.units import GIB
 from spbench.plots.series import gpus, grouped, settings, strategy
@@ -38,8 +29,8 @@ _MOST_ERRORS = 100
 def pages(gathered: Gathered) -> Iterator[Page]:
     """index.html."""
     parts = {
-        "papers": listed(map(_sentence, gathered.papers)),
-        "changes": listed(changes(gathered)),
+        "papers": md.listed(map(_sentence, gathered.papers)),
+        "changes": md.listed(changes(gathered)),
         "errors": [_by_role(gathered), _errors(gathered)],
         "measured": _measured(gathered),
         "best": _best(gathered),
@@ -55,17 +46,17 @@ def _sentence(paper: PaperResults) -> str:
     about, path = paper.paper, f"paper-{paper.paper.name}.html"
     records = paper.records_of("")
     verdict = verdict_on(records)
-    text = f"{link(about.label, path)} {BADGES[verdict.word]}: "
+    text = f"{md.link(about.label, path)} {md.BADGES[verdict.word]}: "
     if verdict.word == "not run":
-        return text + f"{code(f'spbench reproduce {about.name}')} does it."
+        return text + f"{md.code(f'spbench reproduce {about.name}')} does it."
     text += f"{counts(verdict)}."
     if about.finding:
         text += f" {about.finding}"
-    elif misses := most_misses(records):
+    elif misses := md.most_misses(records):
         title = paper.scenarios[misses[0]].document.title if misses[0] in paper.scenarios else misses[0]
-        text += f" Most misses: {link(title, f'{path}#{misses[0]}')} ({misses[1]})."
+        text += f" Most misses: {md.link(title, f'{path}#{misses[0]}')} ({misses[1]})."
     others = ((source, verdict_on(paper.records_of(source))) for source in paper.sources if source)
-    return text + "".join(f" On its page too, {plain(source)}: {counts(of)}." for source, of in others)
+    return text + "".join(f" On its page too, {md.plain(source)}: {counts(of)}." for source, of in others)
 
 
 def _by_role(gathered: Gathered) -> DataTable | None:
@@ -95,7 +86,7 @@ def _errors(gathered: Gathered) -> DataTable | None:
             "error": record.relative_error,
             "published": record.published,
             "ours": record.reproduced,
-            "quantity": quantity_words(record.quantity),
+            "quantity": md.quantity_words(record.quantity),
             **{name: getattr(record, name) for name in ("role", "cell")},
         }
         for paper in gathered.papers
@@ -132,7 +123,7 @@ predictions are public, and else with what their authors state. [All numbers.](p
             "error": record.relative_error,
             "measured": record.published,
             "ours": record.reproduced,
-            "quantity": quantity_words(record.quantity),
+            "quantity": md.quantity_words(record.quantity),
             "role": record.role,
             "note": record.note,
         }
@@ -188,11 +179,11 @@ def _cells(gathered: Gathered) -> str:
     """How many cells there are, how they ended, and what made them."""
     counted = Counter(cell.row["status"] for cell in gathered.cells).most_common()
     statuses = ", ".join(f"{n} {'out of memory' if status == 'oom' else status}" for status, n in counted)
-    commits = _named(dated(commit_of(cell.row)) for cell in gathered.cells)
+    commits = _named(md.dated(commit_of(cell.row)) for cell in gathered.cells)
     torches = _named((cell.row.get("provenance") or {}).get("torch") for cell in gathered.cells)
-    by = [f"from commit {plain(commits)}"] * bool(commits)
-    by += [f"with torch {plain(torches)}"] * bool(torches)
-    return listed([f"{len(gathered.cells)} cells: {statuses}", *by])
+    by = [f"from commit {md.plain(commits)}"] * bool(commits)
+    by += [f"with torch {md.plain(torches)}"] * bool(torches)
+    return md.listed([f"{len(gathered.cells)} cells: {statuses}", *by])
 
 
 def _named(values: Iterable[str | None]) -> str:

@@ -16,21 +16,10 @@ from spbench.bench.measure.sweep.sweep import changed_parts
 from spbench.bench.measure.verify.verdicts import Verdict, read_verdicts, verified_code
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.reproductions import LAYERS, read_trace
+from spbench.bench.tools.report import report_markdown as md
 from spbench.bench.tools.report import strategy_numbers as numbers
 from spbench.bench.tools.report.gathered import CellResult, Gathered
 from spbench.bench.tools.report.page import DataTable, Page, Part
-from spbench.bench.tools.report.report_markdown import (
-    code,
-    codes,
-    dated,
-    link,
-    listed,
-    markdown_table,
-    marked,
-    plain,
-    shown,
-)
-from spbench.bench.tools.report.strategy_numbers import layer_drawing
 from spbench.impls.registries import absent, peers, strategies
 from spbench.impls.strategies.base import Strategy
 from spbench.plots.style import model_name, strategy_name
@@ -67,7 +56,7 @@ def docstring(text: str) -> str:
 def _all(gathered: Gathered, classes: Mapping[str, type[Strategy]], verdicts: Sequence[Verdict]) -> Page:
     lines = [
         {
-            "strategy": f"{link(strategy_name(name), f'strategy-{name}.html')} ({code(name)})",
+            "strategy": f"{md.link(strategy_name(name), f'strategy-{name}.html')} ({md.code(name)})",
             **_about(cls),
             "verification": _verified([verdict for verdict in verdicts if verdict["strategy"] == name]),
             "cells in results": len(numbers.uses(name, gathered.cells)),
@@ -76,7 +65,7 @@ def _all(gathered: Gathered, classes: Mapping[str, type[Strategy]], verdicts: Se
     ]
     of_peers = [
         {
-            "peer": plain(name),
+            "peer": md.plain(name),
             **_about(cls),
             "package": f"{', '.join(cls.requires)}{' (not installed here)' * bool(absent(cls.requires))}",
         }
@@ -86,7 +75,7 @@ def _all(gathered: Gathered, classes: Mapping[str, type[Strategy]], verdicts: Se
         "strategies.html",
         "Strategies",
         "strategies.md",
-        {"strategies": markdown_table(lines), "peers": markdown_table(of_peers)},
+        {"strategies": md.markdown_table(lines), "peers": md.markdown_table(of_peers)},
         GROUP,
         30,
         "Strategies that divide the training of one sequence among several devices.",
@@ -105,11 +94,13 @@ def _verified(own: Sequence[Verdict]) -> str:
     """How verification ended; green only of the present code."""
     counted = numbers.count_by_status(own)
     if not own:
-        return marked("unjudged", "not run")
+        return md.marked("unjudged", "not run")
     if counted["red"]:
-        return marked("bad", f"{counted['red']} red")
+        return md.marked("bad", f"{counted['red']} red")
     green = f"{counted['green']} green"
-    return marked("good", green) if _is_of_this_code(own) else marked("unjudged", f"{green}, of earlier code")
+    if _is_of_this_code(own):
+        return md.marked("good", green)
+    return md.marked("unjudged", f"{green}, of earlier code")
 
 
 def _is_of_this_code(own: Sequence[Verdict]) -> bool:
@@ -145,13 +136,13 @@ def _one(gathered: Gathered, cls: type[Strategy], verdicts: Sequence[Verdict]) -
 
 def _facts(cls: type[Strategy]) -> str:
     facts = {
-        "Name": code(cls.name),
+        "Name": md.code(cls.name),
         "Source": docstring(cls.source),
         "Mesh axes": ", ".join(cls.axes) or "none: one device",
-        "Composes": f"around another strategy, as {code(f'{cls.name}+NAME')}" if cls.can_enclose else "",
-        "Options": ", ".join(f"{code(f.name)} ({plain(f.default)})" for f in fields(cls.options_type)),
+        "Composes": f"around another strategy, as {md.code(f'{cls.name}+NAME')}" if cls.can_enclose else "",
+        "Options": ", ".join(f"{md.code(f.name)} ({md.plain(f.default)})" for f in fields(cls.options_type)),
     }
-    return listed(f"{what}: {text}" for what, text in facts.items() if text)
+    return md.listed(f"{what}: {text}" for what, text in facts.items() if text)
 
 
 def _at(cell: Cell) -> str:
@@ -164,7 +155,7 @@ def _made(row: Row, cell: Cell) -> str:
     commit = f"{commit_of(row) or 'unknown'} on {str(row.get('time') or 'an unknown day')[:10]}"
     changed = changed_parts(cell, row)
     since = f"; **since then there have been changes of: {', '.join(changed)}** ({_MAKE} makes it anew)"
-    return f"From commit {code(commit)}{since if changed else ''}."
+    return f"From commit {md.code(commit)}{since if changed else ''}."
 
 
 def _layers(gathered: Gathered, name: str) -> Iterator[Part]:
@@ -183,15 +174,15 @@ There is no trace of a layer of it: a line in `scenarios/layers.yaml` and {_MAKE
             continue
         ranks, of = cell.sizes.world, "-".join(["", *map(str, cell.strategy_options.values())])
         options = "".join(f", {option} {value}" for option, value in cell.strategy_options.items())
-        on = f"{ranks} rank{'s' * (ranks > 1)}{options}"
+        on, mesh = f"{ranks} rank{'s' * (ranks > 1)}{options}", md.code(cell.mesh_text)
         yield f"""### One layer on {on} {{#layer{of}}}
 
 A simulated training step of {_at(cell)}, with one layer and a small vocabulary, on the mesh
-{code(cell.mesh_text)} of the cluster {code(cell.cluster)}. Each rank has a row of kernels and one or two rows
+{mesh} of the cluster {md.code(cell.cluster)}. Each rank has a row of kernels and one or two rows
 of communication; lines between rows are messages, light bars are waits. Point at a bar to read its numbers.
 {_made(row, cell)}"""
         for phase in ("forward", "backward"):
-            yield layer_drawing(trace, phase, f"layer{of}-{phase}", f"{_at(cell)}, on {on}")
+            yield numbers.layer_drawing(trace, phase, f"layer{of}-{phase}", f"{_at(cell)}, on {on}")
         caption = f"What each rank's time of the step goes to{options}"
         yield DataTable(f"times{of}", caption, numbers.time_lines(trace))
         yield """Communication is exposed where a rank waits while bytes move, hidden where it computes
@@ -210,13 +201,14 @@ def _bytes(row: Row | None, cells: Sequence[CellResult]) -> Iterator[Part]:
         if differ:
             words = (
                 f"{line['phase']} {line['collective']} on {line['axis'] or 'no axis'}: "
-                f"{shown(line['metered (bytes)'])} bytes metered, "
-                f"{shown(line['closed form (bytes)'])} by the closed form."
+                f"{md.shown(line['metered (bytes)'])} bytes metered, "
+                f"{md.shown(line['closed form (bytes)'])} by the closed form."
                 for line in differ
             )
-            yield f"{marked('bad', f'{len(differ)} of {len(lines)} entries differ.')} {' '.join(words)}"
+            yield f"{md.marked('bad', f'{len(differ)} of {len(lines)} entries differ.')} {' '.join(words)}"
         elif lines:
-            yield marked("unjudged" if changed_parts(cell, row) else "good", "Every entry is equal, exactly.")
+            word = "unjudged" if changed_parts(cell, row) else "good"
+            yield md.marked(word, "Every entry is equal, exactly.")
         else:
             yield "It sends nothing."
         if lines:
@@ -225,33 +217,33 @@ def _bytes(row: Row | None, cells: Sequence[CellResult]) -> Iterator[Part]:
 a cell makes this comparison; one that differs has the status `mismatch`."""
             yield DataTable("formula", f"Bytes that one rank sends in a training step: {_at(cell)}", lines)
     if wrong := [cell for cell in cells if cell.row["measurement"].get("formula_difference")]:
-        keys = codes(each.row["key"] for each in wrong[:5]) + ", ..." * (len(wrong) > 5)
-        yield f"{marked('bad', f'{len(wrong)} of {len(cells)} cells in the results differ:')} {keys}"
+        keys = md.codes(each.row["key"] for each in wrong[:5]) + ", ..." * (len(wrong) > 5)
+        yield f"{md.marked('bad', f'{len(wrong)} of {len(cells)} cells in the results differ:')} {keys}"
 
 
 def _verification(name: str, verdicts: Sequence[Verdict], results: str) -> Iterator[Part]:
     own = [verdict for verdict in verdicts if name in verdict["strategy"].split("+")]
     folder = f"{results}/verification"
     if not own:
-        command = code(f"spbench verify --strategy {name} --output {folder}")
-        yield f"""There are no verdicts on it in {code(folder)}. Outputs and every gradient on every rank are
+        place, command = md.code(folder), md.code(f"spbench verify --strategy {name} --output {folder}")
+        yield f"""There are no verdicts on it in {place}. Outputs and every gradient on every rank are
 set beside one device in float64 by {command}."""
         return
     counted = numbers.count_by_status(own)
     mark = "bad" if counted["red"] else "good" if _is_of_this_code(own) else "unjudged"
-    facts = [f"{marked(mark, str(counted['red']) + ' red')} cases"]
+    facts = [f"{md.marked(mark, str(counted['red']) + ' red')} cases"]
     facts.append(f"**{counted['green']} green** cases")
     facts.append(f"**{counted['unsupported']}** cases that it says it cannot run")
     judged = [verdict for verdict in own if verdict["status"] == "green" and verdict["dtype"] == "fp64"]
     if worst := max(judged, key=lambda verdict: verdict["error"] or 0.0, default=None):
         error, limit = worst["error"] or 0.0, worst["limit"] or 0.0
         facts.append(f"**{error:.1e}** is the largest relative error in float64; {limit:.0e} is allowed")
-    yield listed(facts)
+    yield md.listed(facts)
     yield "Outputs and every gradient on every rank are set beside one device in float64."
     verified = {(v["commit"], v["torch"], v["time"][:10], v["code"] == verified_code()) for v in own}
-    yield listed(
-        f"Verified on {day} with torch {torch} at commit {code(dated(commit) or 'unknown')}; the strategies, "
-        f"models and kernels {'are the same now' if same else 'have changed since'}."
+    yield md.listed(
+        f"Verified on {day} with torch {torch} at commit {md.code(md.dated(commit) or 'unknown')}; "
+        f"the strategies, models and kernels {'are the same now' if same else 'have changed since'}."
         for commit, torch, day, same in sorted(verified, key=str)
     )
     caption = "Relative errors against one device in float64: the worst tensor of all ranks and cases"
@@ -275,8 +267,8 @@ def _uses(name: str, cells: Sequence[CellResult]) -> str:
     """The cells of the results that use the strategy, with links to them."""
 
     def line(of: Mapping[str, Any]) -> str:
-        outer = "" if of["strategy"] == name else f" as {code(of['strategy'])}"
+        outer = "" if of["strategy"] == name else f" as {md.code(of['strategy'])}"
         count = f"{of['cells']} cell{'s' * (of['cells'] > 1)}"
-        return f"{link(of['scenario'], of['link'])}{outer}: {count} ({of['of which']})"
+        return f"{md.link(of['scenario'], of['link'])}{outer}: {count} ({of['of which']})"
 
-    return listed(map(line, numbers.scenario_lines(cells))) or "None of the results uses it."
+    return md.listed(map(line, numbers.scenario_lines(cells))) or "None of the results uses it."

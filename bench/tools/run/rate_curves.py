@@ -8,7 +8,7 @@ from typing import get_args
 
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster, Precision
 from spbench.bench.measure.clusters.rate_tables import rates_along
-from spbench.bench.measure.clusters.rates import AttentionRate, Link
+from spbench.bench.measure.clusters.rates import AttentionRate, MatmulRate
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import MATMUL, AttentionCall
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
@@ -62,9 +62,12 @@ def product_curves(cluster: Cluster) -> Iterator[RateCurve]:
             )
         seconds = costs.kernels(program.program()) + costs.launch_s
         rates = [2.0 * n**3 / each for n, each in zip(SIZES, seconds, strict=True)]
-        table = None if own is None else own.table.value
-        measured = {} if own is None else own.measured if table is None else rates_along(table, HEADS, GROUPS)
-        yield RateCurve("Matmuls", precision, SIZES, rates, measured)
+        yield RateCurve("Matmuls", precision, SIZES, rates, {} if own is None else _measured(own))
+
+
+def _measured(rate: MatmulRate | AttentionRate) -> Mapping[int, float]:
+    table = rate.table.value
+    return rate.measured if table is None else rates_along(table, HEADS, GROUPS)
 
 
 def attention_curves(cluster: Cluster) -> Iterator[RateCurve]:
@@ -72,30 +75,21 @@ def attention_curves(cluster: Cluster) -> Iterator[RateCurve]:
     attention = cluster.device.attention
     for kernel, rates in attention.kernels.items() if attention is not None else ():
         for rate in rates:
-            table = rate.table.value
-            calls = [
-                AttentionCall("forward", "causal", rate.head_size, HEADS, length, length, length)
-                for length in LENGTHS
-            ]
-            at = [
-                rate.at(call.length) if table is None else attention_rate(rate, call, GROUPS)
-                for call in calls
-            ]
-            measured = rate.measured if table is None else rates_along(table, HEADS, GROUPS)
-            yield RateCurve(f"Attention, {kernel}", _attention_name(rate), LENGTHS, at, measured)
-
-
-def _attention_name(rate: AttentionRate) -> str:
-    values = f"/{rate.value_head_size}" if rate.value_head_size else ""
-    return f"{rate.head_size}{values}, {rate.mask}, {rate.direction or 'both'}"
+            at = list(map(rate.at, LENGTHS))
+            if rate.table.value is not None:
+                alike = [AttentionCall("forward", "causal", rate.head_size, HEADS, n, n, n) for n in LENGTHS]
+                at = [attention_rate(rate, call, GROUPS) for call in alike]
+            values = f"/{rate.value_head_size}" if rate.value_head_size else ""
+            name = f"{rate.head_size}{values}, {rate.mask}, {rate.direction or 'both'}"
+            yield RateCurve(f"Attention, {kernel}", name, LENGTHS, at, _measured(rate))
 
 
 def link_curves(cluster: Cluster) -> Iterator[RateCurve]:
     """Bus bandwidth, wire bytes a second of a rank, of collectives and sends: of each kind within a node and
     on two nodes, and of an all-reduce by ranks."""
     node, costs = cluster.devices_per_node, Costs(cluster, Calibration())
-    within = node > 1 and _known(cluster.node_link)
-    between = _known(cluster.network) and (node == 1 or within)
+    within = node > 1 and cluster.node_link is not None and cluster.node_link.known
+    between = cluster.network.known and (node == 1 or within)
     panels = {"Within a node": (node, 1)} if within else {}
     for panel, (ranks, peer) in (panels | ({"On two nodes": (2 * node, node)} if between else {})).items():
         for kind in _KINDS:
@@ -105,12 +99,6 @@ def link_curves(cluster: Cluster) -> Iterator[RateCurve]:
     by_ranks |= {f"{n} nodes": n * node for n in _NODES} if between else {}
     for name, ranks in by_ranks.items():
         yield _link_curve("All-reduce by ranks", name, _collective(costs, _KINDS[0], ranks), ranks, _KINDS[0])
-
-
-def _known(link: Link | None) -> bool:
-    return (
-        link is not None and link.latency_s.value is not None and link.bandwidth_bytes_per_s.value is not None
-    )
 
 
 def _collective(costs: Costs, kind: str, ranks: int) -> Callable[[int], float]:
