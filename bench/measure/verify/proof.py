@@ -1,10 +1,10 @@
 """Whether cells may be measured: no speed is shown of code whose gradients are not proven right.
 
 A strategy and a backend are proven for their code. Those of this package are, if :data:`PROVEN` names the
-package's code, because `spbench verify` was green on all of it. All others (of users, those that call other
-packages, and all of a package that was changed since) are verified in small before their first row: with the
-tiny presets of the cell's model, on a few Gloo ranks of this machine. The cache keeps what was green, so that
-each is verified once.
+package's code, because `spbench verify` was green on its strategies; the tests verify its backends. All
+others (of users, those that call other packages, and all of a package that was changed since) are verified in
+small before their first row: with the cell's model shrunk, on a few Gloo ranks of this machine. The cache
+keeps what was green, so that each is verified once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOST, MOST_OF_EACH = 4, 2
 #: bytes of the cache of what was green, whose entries have one
 _CACHE_BYTES = 2**20
 
-#: is told in a line what is verified
+#: takes a line that says what is verified
 Say = Callable[[str], None]
 
 
@@ -91,10 +91,9 @@ class _Small(NamedTuple):
 
 
 def _cases(cell: Cell) -> list[_Small]:
-    """What must be verified before the cell is measured; nothing where it is proven, or refused. Later cases
-    are for where earlier ones are unsupported: the strategy on fewer ranks. A backend beside a strategy
-    without axes is verified with those of the package.
-    """
+    """The cases to verify before the cell is measured; none where it is proven, or refused. Later cases, of
+    the strategy on fewer ranks, count where earlier ones are unsupported. A backend beside a strategy without
+    axes is verified with the package's strategies."""
     cls, backend = nesting(cell.strategy), cell.training.backend
     of_strategy = bool(cls.axes) and not _is_proven(*cls.classes)
     of_backend = cell.sizes.world > 1 and not _is_proven(backend_class(backend))
@@ -124,13 +123,13 @@ def _cases(cell: Cell) -> list[_Small]:
 
 
 def _key(cases: Sequence[_Small]) -> str:
-    """Names what is verified, and the code of which."""
+    """A name for what is verified and for its code: where either changes, it is verified again."""
     packages = versions(["torch", *cases[0].case.strategy.requires])
     return _digest([tuple(each) for each in cases], packages, verified_code())
 
 
 def _verdict(pool: Ranks, cases: Sequence[_Small]) -> Outcome | None:
-    """What cells end as that the cases stand for; None: one of most ranks is green, and none of them red."""
+    """The outcome of cells that these cases stand for; None: a case is green, and none beside it is red."""
     for _, of_size in groupby(cases, key=lambda each: (each.case.strategy.name, each.sizes)):
         rows = [verify_case(pool, each.case, each.sizes, model_name=each.model) for each in of_size]
         if red := next((row for row in rows if row.status == "RED"), None):
