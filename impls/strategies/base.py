@@ -92,6 +92,7 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
     #: a frozen dataclass of what may be chosen about this strategy
     options_type: ClassVar[type[Options]] = Options
     options: Options
+    within: Strategy | None
     #: one line for `spbench list`
     summary: ClassVar[str] = "one device; the reference"
     #: where the method is described
@@ -160,12 +161,6 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
         yield self
         if self.within is not None:
             yield from self.within.nested()
-
-    @property
-    @final
-    def nested_axes(self) -> tuple[str, ...]:
-        """The axes of this strategy and of all within it."""
-        return tuple(axis for strategy in self.nested() for axis in strategy.axes)
 
     @classmethod
     @final

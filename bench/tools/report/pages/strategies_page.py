@@ -20,7 +20,8 @@ from spbench.bench.tools.report import report_markdown as md
 from spbench.bench.tools.report import strategy_numbers as numbers
 from spbench.bench.tools.report.gathered import CellResult, Gathered
 from spbench.bench.tools.report.page import DataTable, Page, Part
-from spbench.impls.registries import absent, peers, strategies
+from spbench.impls.discovery import absent
+from spbench.impls.registries import peers, strategies
 from spbench.impls.strategies.base import Strategy
 from spbench.plots.style import model_name, strategy_name
 
