@@ -99,6 +99,8 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
     source: ClassVar[str] = ""
     #: whether training programs of the day offer it, so that `spbench fit` proposes it; not inherited
     usual: ClassVar[bool] = False
+    #: whether `spbench advise` tries it
+    searched: ClassVar[bool] = True
     #: whether it can be around a strategy that spreads positions: its attention calls ``super()`` with some
     #: of the heads and every position that it was given
     can_enclose: ClassVar[bool] = False
