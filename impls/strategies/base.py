@@ -99,7 +99,7 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
     source: ClassVar[str] = ""
     #: whether training programs of the day offer it, so that `spbench fit` proposes it; not inherited
     usual: ClassVar[bool] = False
-    #: whether `spbench advise` tries it
+    #: whether `spbench advise` tries it: by default one without ``requires``; not inherited
     searched: ClassVar[bool] = True
     #: whether it can be around a strategy that spreads positions: its attention calls ``super()`` with some
     #: of the heads and every position that it was given
@@ -115,6 +115,7 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.usual = bool(vars(cls).get("usual", False))
+        cls.searched = bool(vars(cls).get("searched", not cls.requires))
         MESH_AXES.add(vars(cls).get("axes", ()))
         if unknown := sorted(set(cls.meets) - set(MEETINGS)):
             known = ", ".join(MEETINGS)

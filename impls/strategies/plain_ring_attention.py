@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spbench.impls.attended import Attended
+from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.rings import ring, shift
 from spbench.impls.strategies.base import Site
 from spbench.impls.strategies.grid import as_sequences
@@ -95,8 +95,13 @@ class PlainRingAttention(GridChunks):
     meets = frozenset({"causal_attention", "full_attention"})
     searched = False
 
-    def causal_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # type: ignore[override]
-        return self.attend(q, k, v, True) if self.size > 1 else super().causal_attention(q, k, v)
+    def causal_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
+    ) -> Tensor:
+        # it heeds neither documents nor windows nor sinks, so on several ranks it is given none
+        if self.size == 1:
+            return super().causal_attention(q, k, v, attended, sinks)
+        return self.attend(q, k, v, True)
 
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return self.attend(q, k, v, False) if self.size > 1 else super().full_attention(q, k, v)
