@@ -78,8 +78,8 @@ def layer_figure(bars: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[s
                 line.set(linewidth=height, solid_capstyle="butt")
             for each in messages:
                 if each["phase"] == phase:
-                    ends = [each["start"], each["end"]], [rows[each["from"]], rows[each["to"]]]
-                    ax.plot(*ends, color=INK, linewidth=0.8, gid="message")
+                    times, places = [each["start"], each["end"]], [rows[each["from"]], rows[each["to"]]]
+                    ax.plot(times, places, color=INK, linewidth=0.8, gid="message")
             ax.set_yticks(range(len(rows)), rows)
             ax.set(ylim=(len(rows) - 0.5, -0.5), title=phase, xlabel="ms from the step's start")
             ax.margins(x=0)

@@ -60,7 +60,7 @@ def kept(folder: Path) -> list[list[dict[str, str]]]:
 
 
 def _drawing(name: str, lines: Sequence[Mapping[str, str]]) -> DataTable:
-    first, layouts = lines[0], [line | _interval(line) for line in lines]
+    first, layouts = lines[0], [{**line, **_interval(line)} for line in lines]
     title = (
         f"{model_name(first['model'])} on {first['gpus']} GPUs of {first['cluster']}, "
         f"batch {first['batch']}, sequence length {length_text(int(first['seq_len']))}"
