@@ -17,16 +17,15 @@ from spbench.impls.models.blocks.adapters import OpeningAdapters
 from spbench.impls.models.blocks.experts import MixtureModule
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import model_preset
-from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.layers import Linear
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
 from tests.measure.engines.cells import assert_real_ranks_send_the_same
-from tests.measure.verify.assertions import assert_green, assert_red
+from tests.measure.verify.assertions import assert_red
 from tests.measure.verify.expert_faults import in_each_block
 from tests.measure.verify.planting import planted
-from tests.slow import mostly_slow, slow
+from tests.slow import slow
 
 MODEL, RANK = "causal-transformer-tiny-gqa", 4
 
@@ -37,58 +36,8 @@ def adapted(**options: Any) -> CausalTransformerModel:
     return model
 
 
-STRATEGIES = ("tensor_parallel", "megatron_sp", "ulysses", "ring_attention", "upipe", "fpdt", "odysseus")
-BACKENDS = ("legacy_ddp", "ddp", "zero1", "zero2", "zero3", "megatron")
-
-
-@pytest.mark.parametrize("n", mostly_slow((1, 2, 4), 4))
-@pytest.mark.parametrize("strategy", mostly_slow(STRATEGIES, "tensor_parallel", "megatron_sp", "ulysses"))
-@pytest.mark.parametrize("variant", [0, 1])
-def test_ranks_compute_what_one_device_does(pool: RankPool, strategy: str, n: int, variant: int) -> None:
-    model = adapted(**adapted().adapter_variants()[variant])
-    assert_green(pool, Case(strategy_class(strategy), model, "model"), n)
-
-
-@pytest.mark.parametrize("model", ["moe-tiny", "mla-tiny", "hybrid-tiny"])
-@pytest.mark.parametrize("strategy", mostly_slow(("megatron_sp", "ulysses"), "megatron_sp"))
-def test_layers_have_the_adapters_that_their_projections_can_take(
-    pool: RankPool, strategy: str, model: str
-) -> None:
-    """Experts and latents have their own; linear attention is frozen."""
-    alone = {"mtp_layers": 0} if model == "mla-tiny" else {}
-    plain = model_preset(model, alone)
-    assert isinstance(plain, CausalTransformerModel)
-    options = plain.adapter_variants()[0]
-    assert_green(pool, Case(strategy_class(strategy), model_preset(model, {**alone, **options}), "model"), 2)
-
-
 TARGETS = ("o_proj", "gate_proj", "up_proj", "down_proj", "experts")
 ALL = {"lora_rank": RANK, "lora_targets": TARGETS, "shared_inner": 24}
-#: Mixtral's uneven routing beside shared experts, and all tokens to three experts of twelve
-UNEVEN = {**ALL, "routing": "zipf:1.5", "recompute": "selective"}
-FEW = {**ALL, "routing": "zipf:40", "z_weight": 0.01, "expert_weighting": "input"}
-KEPT = {"recompute_modules": ("moe_act", "shared_experts"), "library": "transformer-engine"}
-
-
-@pytest.mark.parametrize("options", [{**UNEVEN, **KEPT}, slow(FEW), slow({**FEW, "stacked_experts": True})])
-@pytest.mark.parametrize("strategy", mostly_slow(("ulysses", "megatron_sp"), "ulysses", "megatron_sp"))
-def test_each_expert_has_adapters_where_its_rank_is(
-    pool: RankPool, strategy: str, options: dict[str, Any]
-) -> None:
-    case = Case(strategy_class(strategy), model_preset("moe-tiny", options), "model", folds={"ep": 2})
-    assert_green(pool, case, 2)
-
-
-@pytest.mark.parametrize("options", [{}, slow({"q_lora_rank": None})])
-@pytest.mark.parametrize(
-    "strategy", mostly_slow(("tensor_parallel", "megatron_sp", "ulysses"), "megatron_sp")
-)
-def test_projections_of_latents_have_adapters_with_their_recomputation(
-    pool: RankPool, strategy: str, options: dict[str, Any]
-) -> None:
-    again = {"recompute": "selective", "recompute_modules": ("mla_up_proj",)}
-    case = Case(strategy_class(strategy), latent(**again, **options), "model")
-    assert_green(pool, case, 2)
 
 
 def latent(**options: Any) -> CausalTransformerModel:
@@ -116,12 +65,6 @@ def test_a_frozen_expert_keeps_no_input_and_has_no_gradient() -> None:
     torch.testing.assert_close(
         x.grad, 2 * torch.cat([frozen[0].sum(0).expand(2, -1), frozen[1].sum(0).expand(3, -1)])
     )
-
-
-@pytest.mark.parametrize("n", mostly_slow((2, 4), 2))
-@pytest.mark.parametrize("backend", mostly_slow(BACKENDS, "zero1", "zero3", "megatron"))
-def test_backends_sum_the_gradients_of_adapters_alone(pool: RankPool, backend: str, n: int) -> None:
-    assert_green(pool, Case(strategy_class("ulysses"), adapted(), "model", backend=backend), n)
 
 
 # -- planted faults --------------------------------------------------------------------------------------

@@ -9,12 +9,9 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.memory.allocator import MIB, rounded
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.nesting import nesting
 from tests.impls.models.test_kept_by_libraries import SMALL, L, kept_by_a_layer
 from tests.measure.engines.cells import on_real_ranks, seen
-from tests.measure.verify.assertions import assert_green
 from tests.slow import slow
 
 LOCAL = {"library": "megatron-local", "attention": "unfused"}
@@ -26,14 +23,6 @@ CHOICES: list[dict[str, Any]] = [
     {**LOCAL, "position": "rotary", "rotary_share": 0.5, "unfused": ["rope", "bias_gelu"]},
     {**TRANSFORMER_ENGINE, "mlp": "swiglu", "unfused": ["bias_swiglu"]},
 ]
-SPLIT: dict[str, dict[str, str]] = {"tensor_parallel": {}, "megatron_sp": {"vocabulary": "split"}}
-
-
-@pytest.mark.parametrize("options", [CHOICES[0], CHOICES[1], *(slow(each) for each in CHOICES[2:])])
-@pytest.mark.parametrize("strategy", ["tensor_parallel", slow("megatron_sp")])
-def test_gradients_are_those_of_one_device(pool: RankPool, strategy: str, options: dict[str, Any]) -> None:
-    model = model_preset("gpt3-tiny", options)
-    assert_green(pool, Case(nesting(strategy), model, "model", options=SPLIT[strategy]), {"tp": 2})
 
 
 @pytest.mark.parametrize("options", [CHOICES[0], *(slow(each) for each in CHOICES[1:])])
@@ -147,8 +136,3 @@ def test_the_compiler_times_the_kernels_of_the_first_step(flush_mib: int, copies
     first, later = peaks_of_steps(cross_entropy="native", **tuning)
     assert first - native[0] == pytest.approx(more_mib * MIB, abs=4096)  # a sum more, a sum less
     assert later == native[1]
-
-
-def test_bert_without_a_binary_head(pool: RankPool) -> None:
-    model = model_preset("bert-tiny", {"binary_head": False})
-    assert_green(pool, Case(nesting("tensor_parallel"), model, "model"), {"tp": 2})

@@ -180,20 +180,6 @@ def test_bytes_of_a_ring_are_those_of_keys_and_of_values() -> None:
 STRATEGIES = ("ring_attention", "all_gather_kv", "ulysses", "megatron_sp", "tensor_parallel", "fpdt", "upipe")
 
 
-@pytest.mark.parametrize("strategy", mostly_slow(STRATEGIES, "megatron_sp"))
-@pytest.mark.parametrize("n", mostly_slow((2, 3, 4), 4))
-def test_ranks_compute_what_one_device_does(pool: RankPool, strategy: str, n: int) -> None:
-    assert_green(pool, Case(strategy_class(strategy), latent(mtp_layers=2), "model"), n)
-
-
-@pytest.mark.slow  # and by `spbench verify`
-@pytest.mark.parametrize("placement", ["zigzag", "striped"])
-@pytest.mark.parametrize("strategy", ["ring_attention", "all_gather_kv"])
-def test_placements(pool: RankPool, strategy: str, placement: str) -> None:
-    case = Case(strategy_class(strategy), latent(), "model", options={"placement": placement})
-    assert_green(pool, case, 3)
-
-
 @pytest.mark.parametrize("strategy", mostly_slow(STRATEGIES, "all_gather_kv"))
 def test_real_ranks_send_what_virtual_ones_do(pool: RankPool, strategy: str) -> None:
     axis = strategy_class(strategy).axes[0]

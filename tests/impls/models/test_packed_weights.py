@@ -17,20 +17,16 @@ from spbench.impls.kernels.packed_weights import BLOCK, BLOCK_OF_SCALES, NF4, Pa
 from spbench.impls.layout import mark_shard, shard_of
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import Model, model_preset
-from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
 from tests.measure.engines.cells import assert_real_ranks_send_the_same
-from tests.measure.verify.assertions import assert_green, assert_red
+from tests.measure.verify.assertions import assert_red
 from tests.measure.verify.planting import planted
-from tests.slow import mostly_slow, slow
 
 MODEL = "causal-transformer-tiny-gqa"
 #: rows of 64 and 128 features, so that a rank of four has whole numbers of float64 and whole blocks
 SIZES = {"hidden": 64, "inner": 128, "head_dim": 16}
-STRATEGIES = ("tensor_parallel", "megatron_sp", "ulysses", "ring_attention")
-SPARSE = {"experts": 4, "experts_per_token": 2, "shared_inner": 32, "expert_inner": 16}
 
 
 def packed(bits: int, **options: Any) -> Model:
@@ -75,30 +71,6 @@ def test_eight_bits_have_a_scale_a_row() -> None:
     scales = torch.tensor([2.0, 127.0]).view(torch.uint8)
     expected = codes * torch.tensor([[2 / 127], [1.0]])
     torch.testing.assert_close(unpack_weight(numbers, scales, 8), expected)
-
-
-@pytest.mark.parametrize("n", mostly_slow((1, 2, 4), 2))
-@pytest.mark.parametrize(
-    "strategy", mostly_slow(("tensor_parallel", "megatron_sp", "ulysses"), "megatron_sp")
-)
-@pytest.mark.parametrize(
-    "options",
-    [{"recompute": "full", "qkv_bias": True}, slow({"separate_projections": True})],
-)
-def test_ranks_compute_what_one_device_does(
-    pool: RankPool, strategy: str, n: int, options: dict[str, Any]
-) -> None:
-    assert_green(pool, Case(strategy_class(strategy), packed(4, **options), "model"), n)
-
-
-@pytest.mark.parametrize("strategy", ["megatron_sp", slow("ulysses")])
-def test_routed_experts_are_not_packed_and_shared_ones_are(pool: RankPool, strategy: str) -> None:
-    assert_green(pool, Case(strategy_class(strategy), packed(4, **SPARSE), "model"), 2)
-
-
-@pytest.mark.parametrize("backend", mostly_slow(("ddp", "zero2", "zero3", "megatron"), "zero3"))
-def test_backends_gather_what_is_packed(pool: RankPool, backend: str) -> None:
-    assert_green(pool, Case(strategy_class("ulysses"), packed(8), "model", backend=backend), 2)
 
 
 def test_real_ranks_send_what_virtual_ones_do(pool: RankPool) -> None:

@@ -19,13 +19,8 @@ from spbench.impls.models.blocks.decoder_layer import DecoderBlock
 from spbench.impls.models.blocks.feed_forward import MlpModule
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import strategies
-from spbench.impls.strategies.megatron_sp import MegatronSP
-from spbench.impls.strategies.nesting import Nesting
-from spbench.impls.strategies.tensor_parallel import TensorParallel
-from spbench.impls.strategies.ulysses import Ulysses
 from spbench.impls.tiles import Tiling
 from tests.impls.models.test_recomputation import gradients, kernels, trace
-from tests.measure.verify.assertions import assert_green
 
 GROUPED = "causal-transformer-tiny-gqa"
 TILES = {"mlp_tile": 5, "loss_tile": 5}
@@ -49,22 +44,6 @@ def test_liger_s_tiles_are_a_power_of_two() -> None:
     """32 parts of 475,000 tokens in Llama-3-8B, rounded up: 14,844 to 16,384."""
     lengths = model_preset("llama3-8b", {"loss_tile": "liger"}).loss_tiling.lengths(475_000)
     assert lengths == [16384] * 28 + [475_000 - 28 * 16384]
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("vocabulary", ["whole", "split"])
-def test_a_strategy_s_ranks_have_as_many_tiles(pool: RankPool, vocabulary: str) -> None:
-    """Else ranks would wait for collectives that others do not call. 6 positions of 3 samples a rank are 4
-    tiles of 5, 5, 5 and 3; what is sent is what the closed form says."""
-    model = model_preset(GROUPED, TILES)
-    assert_green(pool, Case(MegatronSP, model, "model", options={"vocabulary": vocabulary}))
-
-
-@pytest.mark.slow
-def test_within_another_strategy(pool: RankPool) -> None:
-    model = model_preset(GROUPED, TILES | {"recompute": "full", "cross_entropy": "in_place"})
-    strategy = Nesting((TensorParallel, Ulysses))
-    assert_green(pool, Case(strategy, model, "model"), strategy.meshes(4)[0])
 
 
 @pytest.mark.parametrize("recompute", [{}, FULL, {**FULL, "recompute_early_stop": True}, {"tiling": "fpdt"}])

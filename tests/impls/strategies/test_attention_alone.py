@@ -96,18 +96,6 @@ def test_all_three_gradients(
         assert_green(pool, Case(strategy, model, "attention", dtype, 3, seq_len, 0, options), n)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("strategy", [RingAttention, AllGatherKV])
-def test_a_middle_rank_of_a_placement(pool: RankPool, strategy: type[Strategy], placement: str) -> None:
-    options = {"placement": placement}
-    assert_green(pool, Case(strategy, replace(CAUSAL, rotary=True), "attention", options=options), 3)
-
-
-@pytest.mark.parametrize("cls", [Lasp, Lasp2])
-def test_chunks_of_several_blocks_and_a_rest(pool: RankPool, cls: type[Strategy]) -> None:
-    assert_green(pool, Case(cls, THREE_HEADS, "attention", "fp64", 1, 3 * 600), 3)
-
-
 @pytest.mark.parametrize("fault", recurrence_faults.OF_STATES)
 def test_planted_faults_of_states_are_red(pool: RankPool, fault: type[Strategy]) -> None:
     # one position of weak decay is less than bf16 can tell

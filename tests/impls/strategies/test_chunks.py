@@ -12,48 +12,16 @@ from torch import Tensor
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.kernels.copy_stream import CopyStream
 from spbench.impls.models.model import model_preset
 from spbench.impls.place import ALONE
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.fpdt import FPDT, FPDTOptions
-from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.upipe import UPipe, rounds_of
 from spbench.impls.training.step import default_dtype, initialize
 from tests.impls.models.deferred_streams import Device
-from tests.measure.verify.assertions import assert_green
-from tests.measure.verify.attention_model import AttentionModel
 
 GROUPED = "causal-transformer-tiny-gqa"  # 12 heads in 4 groups
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(
-    ("strategy", "options", "sizes"),
-    [
-        ("upipe", {"heads_a_round": 2}, 3),
-        ("upipe", {"heads_a_round": 6}, 2),
-        ("fpdt", {"chunk": 9}, 3),  # and a last chunk of 6
-        ("fpdt", {"chunk": 4, "offload": False}, 2),
-        ("upipe+ring_attention", {"placement": "zigzag"}, {"sp": 2, "cp": 2}),
-        ("upipe+ulysses", {"heads_a_round": 6}, {"sp": 2, "cp": 2}),
-        ("upipe+fpdt", {"heads_a_round": 6, "chunk": 8}, {"sp": 2, "cp": 2}),
-    ],
-)
-def test_options_are_green(pool: RankPool, strategy: str, options: dict[str, Any], sizes: Any) -> None:
-    model = model_preset(GROUPED, {"layers": 1, "recompute": "full"})
-    assert_green(pool, Case(nesting(strategy), model, "model", options=options), sizes)
-
-
-def test_heads_that_are_given_are_sent_in_rounds_by_two_ranks_too(pool: RankPool) -> None:
-    assert_green(pool, Case(UPipe, AttentionModel("causal_attention"), "attention"), 2)
-
-
-def test_heads_are_padded(pool: RankPool) -> None:
-    model = model_preset("causal-transformer-tiny", {"layers": 1, "heads": 6})
-    assert_green(pool, Case(FPDT, model, "model", options={"pad_heads": True}), 4)
 
 
 def test_rounds_send_a_group_once() -> None:

@@ -17,8 +17,7 @@ from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.odysseus import Odysseus
-from tests.measure.verify.assertions import assert_green, assert_red
-from tests.slow import slow
+from tests.measure.verify.assertions import assert_red
 
 #: strategy -> the options with which it splits the vocabulary
 SPLIT: dict[str, dict[str, str]] = {"tensor_parallel": {}, "megatron_sp": {"vocabulary": "split"}}
@@ -80,18 +79,6 @@ def test_held_logits_live_through_backward() -> None:
     assert held.peak_memory_bytes - freed.peak_memory_bytes == part
 
 
-@pytest.mark.parametrize("n", [slow(3), 4])
-@pytest.mark.parametrize("loss", ["gathered", "gathered_float32"])
-@pytest.mark.parametrize("way", ["plain", "as_given"])
-@pytest.mark.parametrize("strategy", SPLIT)
-def test_gathered_logits_give_the_gradients_of_one_device(
-    pool: RankPool, strategy: str, way: str, loss: str, n: int
-) -> None:
-    options = {**SPLIT[strategy], "loss": loss}
-    model = model_preset("causal-transformer-tiny", {"cross_entropy": way})
-    assert_green(pool, Case(nesting(strategy), model, "model", options=options), {"tp": n})
-
-
 def test_whole_logits_cannot_be_gathered() -> None:
     with pytest.raises(ValueError, match="use it with vocabulary: split"):
         nesting("megatron_sp").options_type(loss="gathered")
@@ -108,30 +95,7 @@ def test_the_loss_of_torch_has_four_tensors_at_once() -> None:
     assert 2.4 * part < beside - in_place < 2.6 * part
 
 
-@pytest.mark.parametrize("strategy", SPLIT)
-def test_the_loss_of_torch_gives_the_gradients_of_one_device(pool: RankPool, strategy: str) -> None:
-    model = model_preset("causal-transformer-tiny", {"cross_entropy": "loss_parallel"})
-    assert_green(pool, Case(nesting(strategy), model, "model", options=SPLIT[strategy]), {"tp": 4})
-
-
 GROUPED = "causal-transformer-tiny-gqa"
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("strategy", "options", "model", "sizes"),
-    [
-        ("odysseus", {"mlp": "gathered", "gathered": "reused"}, {"recompute": "full"}, 2),
-        ("odysseus", {"mlp": "gathered"}, {"separate_projections": True, "mlp_tile": 5}, 4),
-        ("odysseus", {"mlp": "whole", "vocabulary": "split"}, {"recompute": "operators"}, 2),
-        ("odysseus+ring_attention", {"mlp": "gathered"}, {}, {"tp": 2, "sp": 2}),
-    ],
-)
-def test_options_are_green(
-    pool: RankPool, strategy: str, options: dict[str, Any], model: dict[str, Any], sizes: Any
-) -> None:
-    preset = model_preset(GROUPED, {"layers": 1, **model})
-    assert_green(pool, Case(nesting(strategy), preset, "model", options=options), sizes)
 
 
 class _OwnGradientAlone(Odysseus):

@@ -21,7 +21,6 @@ from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ulysses import Ulysses
 from tests.measure.verify import expert_faults as faults
 from tests.measure.verify.assertions import assert_green, assert_red
-from tests.slow import slow
 
 BERT, DECODER = model_preset("bert-tiny"), model_preset("causal-transformer-tiny")
 LINEAR = model_preset("tnl-tiny", {"attention_norm": "head"})
@@ -66,33 +65,12 @@ def test_every_pair_on_every_tiny_model_and_variant() -> None:
 # -- options, and three around each other ------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("outer", "placement"),
-    [
-        *(("tensor_parallel", "zigzag"), ("megatron_sp", "striped"), ("ulysses", "zigzag")),
-        *(slow("tensor_parallel", "striped"), slow("megatron_sp", "zigzag"), slow("ulysses", "striped")),
-    ],
-)
-def test_placements_of_a_ring_within(pool: RankPool, outer: str, placement: str) -> None:
-    strategy = nesting(f"{outer}+ring_attention")
-    case = Case(strategy, DECODER, "model", options={"placement": placement})
-    assert_green(pool, case, strategy.meshes(4)[0])
-
-
 @pytest.mark.parametrize("order", [("sp", "cp"), ("cp", "sp")], ids="-".join)
 def test_ulysses_and_a_ring_in_both_orders_of_the_mesh(pool: RankPool, order: tuple[str, str]) -> None:
     case = Case(nesting("ulysses+ring_attention"), DECODER, "model", options={"placement": "zigzag"})
     row = verify_case(pool, case, dict.fromkeys(order, 2))
     assert row.status == "green", row
     assert row.mesh == "x".join(f"{axis}2" for axis in order)
-
-
-def test_padded_heads_within_tensor_parallelism(pool: RankPool) -> None:
-    model = model_preset("causal-transformer-tiny", {"heads": 6})
-    case = Case(nesting("tensor_parallel+ulysses"), model, "model", options={"pad_heads": True})
-    row = verify_case(pool, case, {"tp": 2, "sp": 2})  # 3 heads a rank
-    assert row.status == "green", row
 
 
 @pytest.mark.slow
@@ -136,16 +114,6 @@ def test_planted_fault_is_red(
     row = assert_red(pool, case(fault, strategy, folds), 2, *tensors)
     if fault is faults.ExpertGradientsTimesEp:
         assert row.factor == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "folds"),
-    [(Ulysses, 2, {"ep": 2}), *(slow(*each) for each in ((RingAttention, 4, {"ep": 2, "etp": 2}),))],
-)
-def test_without_a_fault_it_is_green(
-    pool: RankPool, strategy: type[Strategy], ranks: int, folds: dict[str, int]
-) -> None:
-    assert_green(pool, case(CausalTransformerModel, strategy, folds), ranks)
 
 
 def test_in_half_precision_choices_are_those_of_the_reference(pool: RankPool) -> None:

@@ -31,7 +31,6 @@ LATENT = model_preset("mla-tiny")
 ROTARY = AttentionModel("causal_attention", rotary=True)
 TNL = model_preset("tnl-tiny", {"attention_norm": "head"})
 IN_PLACE = {"library": "transformer-engine", "cross_entropy": "in_place", "recompute": "selective"}
-LOCAL = {"library": "megatron-local", "attention": "unfused", "recompute": "full"}
 #: two heads of keys and values, each of which two of four ranks hold
 REPLICATED = model_preset("causal-transformer-tiny-gqa", {"kv_heads": 2})
 GROUPED, CHUNKS = AttentionModel(kv_heads=4), {"chunk": 8}
@@ -200,21 +199,6 @@ def test_linformer_gradient_without_its_all_reduce(pool: RankPool) -> None:
 
 def test_a_norm_of_all_heads_before_the_all_to_all_is_green(pool: RankPool) -> None:
     assert_green(pool, Case(Ulysses, heads.KeyNormModel(), "attention"))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "strategy_options", "model", "options"),
-    [
-        (MegatronSP, SPLIT, "causal-transformer-tiny-gqa", IN_PLACE),
-        (MegatronSP, SPLIT, "gpt3-tiny", LOCAL | {"recompute_method": "block"}),
-        (TensorParallel, {}, "gpt3-tiny", LOCAL | {"recompute_layers": 2}),
-        (TensorParallel, {}, "bert-tiny", {"pre_norm": True, "library": "transformer-engine"}),
-    ],
-)
-def test_models_of_libraries_are_green(
-    pool: RankPool, strategy: type[Strategy], strategy_options: dict[str, str], model: str, options: dict
-) -> None:
-    assert_green(pool, Case(strategy, model_preset(model, options), "model", options=strategy_options), 2)
 
 
 def test_faults_are_not_registered() -> None:

@@ -5,7 +5,6 @@ Packed documents against documents one by one, and the faults that public code h
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,12 +15,9 @@ from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.attended import Attended
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.nesting import nesting
-from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.training.step import initialize
 from tests.measure.verify import document_faults as faults
-from tests.measure.verify.assertions import assert_green, assert_red
-from tests.slow import slow
+from tests.measure.verify.assertions import assert_red
 
 #: of four ranks' chunks of 6 positions, one and a part
 WINDOWED = model_preset("causal-transformer-tiny", {"window": 8, "sinks": True})
@@ -45,23 +41,6 @@ def test_planted_fault_is_red(
     pool: RankPool, fault: type[Strategy], axis: str, tensors: tuple[str, ...]
 ) -> None:
     assert_red(pool, Case(fault, WINDOWED, "attention"), {axis: 4}, *tensors)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [
-        ("ring_attention", {"placement": "zigzag"}),
-        ("all_gather_kv", {"placement": "by_work"}),
-        slow("fpdt", {"chunk": 8}),
-        slow("upipe", {"heads_a_round": 3}),
-    ],
-)
-def test_windows_of_some_layers_are_green_wherever_positions_lie(
-    pool: RankPool, strategy: str, options: dict[str, Any]
-) -> None:
-    """The placement is that of the model, not of the layer."""
-    model = model_preset("hybrid-tiny", {"pattern": "WS", "window": 5, "sinks": True, "documents": (17, 7)})
-    assert_green(pool, Case(nesting(strategy), model, "model", options=options))
 
 
 def attention(window: int, sinks: torch.Tensor | None) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -164,9 +143,3 @@ def test_a_state_that_is_not_reset_is_red(pool: RankPool, fault: type[Strategy])
     # of which the first ends at the edge of the second rank
     model = model_preset("tnl-tiny", {"documents": (12, 7, 5), "attention_norm": "head"})
     assert "of other documents" in assert_red(pool, Case(fault, model, "model"), 4).verdict
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("placement", ["zigzag", "zigzag_by_document", "by_work"])
-def test_documents_longer_than_a_rank_are_green(pool: RankPool, placement: str) -> None:
-    assert_green(pool, Case(RingAttention, PACKED, "model", options={"placement": placement}), 4)
