@@ -28,7 +28,7 @@ from tests.impls.backends.one_device import (
     assert_sends_its_closed_form,
     cell,
 )
-from tests.impls.backends.test_experts import MESHES, with_experts
+from tests.impls.backends.test_backends import MESHES, with_experts
 from tests.impls.models.deferred_streams import Device
 from tests.measure.verify import backend_faults as faults
 from tests.slow import slow

@@ -29,7 +29,7 @@ from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import default_dtype, initialize
 from tests.impls.models.deferred_streams import Device
-from tests.impls.models.test_kept_by_libraries import kept_by_a_layer
+from tests.impls.models.test_fusions import kept_by_a_layer
 
 MODEL, ALL = "causal-transformer-tiny", ["swiglu", "rope"]
 L, H, HEADS, INNER = 128, 64, 4, 128

@@ -20,7 +20,7 @@ from spbench.impls.models.model import model_preset
 from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.training.step import initialize
-from tests.impls.models.test_kept_by_libraries import kept_by_a_layer
+from tests.impls.models.test_fusions import kept_by_a_layer
 from tests.measure.engines.cells import assert_real_ranks_send_the_same
 from tests.measure.verify.assertions import assert_green
 from tests.slow import mostly_slow
