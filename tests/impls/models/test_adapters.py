@@ -27,11 +27,9 @@ from spbench.impls.strategies.layers import Linear
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
 from spbench.impls.training.step import initialize
-from tests.measure.engines.cells import assert_real_ranks_send_the_same
 from tests.measure.verify.assertions import assert_red
 from tests.measure.verify.expert_faults import in_each_block
 from tests.measure.verify.planting import planted
-from tests.slow import slow
 
 MODEL, RANK = "causal-transformer-tiny-gqa", 4
 
@@ -131,34 +129,7 @@ def test_faults_in_adapters_of_experts_are_red(
 
 # -- sizes, bytes and memory -----------------------------------------------------------------------------
 
-OPTIONS = {"lora_rank": RANK, "tied": True}
 WHOLE = {"lora_rank": RANK, "lora_whole": ["embedding", "head"]}
-#: weights that are not trained are in no bucket
-OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "training"),
-    [
-        ({"pp": 2}, {"micro_batches": 2, "backend": "ddp"}),
-        slow({"dp": 2}, {"backend": "zero3"}),
-        slow({"tp": 2}, {"backend": "megatron"}),
-        ({"dp": 2}, {"backend": "megatron", **OVERLAPPED}),
-        ({"pp": 2, "tp": 2}, {"micro_batches": 2, "backend": "zero3"}),
-        ({"dp": 2, "ep": 2}, {"backend": "zero3"}),
-    ],
-)
-def test_real_ranks_send_what_virtual_ones_do(
-    pool: RankPool, sizes: dict[str, int], training: dict[str, Any]
-) -> None:
-    strategy = "megatron_sp" if "tp" in sizes else "single"
-    cell = {"model": MODEL, "strategy": strategy, "sizes": sizes, "batch": 4, "seq_len": 24}
-    both = {"model_options": OPTIONS, "training": training}
-    if {"pp", "tp"} <= sizes.keys():
-        both |= {"model_options": WHOLE, "strategy_options": {"vocabulary": "split"}}
-    if "ep" in sizes:
-        both |= {"model": "moe-tiny", "model_options": {**ALL, "stacked_experts": True, "routing": "even"}}
-    assert_real_ranks_send_the_same(pool, Cell.model_validate(cell | both))
 
 
 def test_a_rank_holds_states_of_adapters_alone() -> None:
@@ -276,22 +247,6 @@ def test_eight_bits_have_a_scale_a_row() -> None:
     scales = torch.tensor([2.0, 127.0]).view(torch.uint8)
     expected = codes * torch.tensor([[2 / 127], [1.0]])
     torch.testing.assert_close(unpack_weight(numbers, scales, 8), expected)
-
-
-def test_real_ranks_send_packed_weights_as_virtual_ones_do(pool: RankPool) -> None:
-    cell = {
-        "model": MODEL,
-        "strategy": "single",
-        "sizes": {"dp": 2},
-        "batch": 4,
-        "seq_len": 24,
-        "precision": "bf16",
-    }
-    options = {"lora_rank": 4, "frozen_bits": 4, **SIZES}
-    cell |= {"model_options": options, "training": {"backend": "zero3"}}
-    assert_real_ranks_send_the_same(pool, Cell.model_validate(cell))
-    with pytest.raises(ValueError, match="numbers of 16 bits hold packed weights; set precision"):
-        Cell.model_validate({**cell, "precision": "fp32"})  # where they would take twice the bytes
 
 
 def _of_the_other_rank(self: Any, honest: Any, strategy: Strategy, *sizes: Any) -> nn.Module:

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.bench.cell import Cell
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.attended import Attended
@@ -21,9 +20,7 @@ from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.training.step import initialize
 from tests.impls.models.test_fusions import kept_by_a_layer
-from tests.measure.engines.cells import assert_real_ranks_send_the_same
 from tests.measure.verify.assertions import assert_green
-from tests.slow import mostly_slow
 
 MODEL = "mla-tiny"
 B, L = 2, 6
@@ -176,15 +173,6 @@ def test_bytes_of_a_ring_are_those_of_keys_and_of_values() -> None:
 
 
 # -- on ranks --------------------------------------------------------------------------------------------
-
-STRATEGIES = ("ring_attention", "all_gather_kv", "ulysses", "megatron_sp", "tensor_parallel", "fpdt", "upipe")
-
-
-@pytest.mark.parametrize("strategy", mostly_slow(STRATEGIES, "all_gather_kv"))
-def test_real_ranks_send_what_virtual_ones_do(pool: RankPool, strategy: str) -> None:
-    axis = strategy_class(strategy).axes[0]
-    cell = Cell(model=MODEL, strategy=strategy, sizes={axis: 2}, batch=2, seq_len=24)
-    assert_real_ranks_send_the_same(pool, cell)
 
 
 @pytest.mark.slow

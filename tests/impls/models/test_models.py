@@ -264,19 +264,6 @@ def test_a_share_of_rope_turns_the_first_features_alone(library: str) -> None:
     torch.testing.assert_close(turned[..., :4].norm(dim=-1), q[..., :4].norm(dim=-1))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sizes"),
-    [("tensor_parallel", {"tp": 4}), ("megatron_sp", {"tp": 4}), ("ulysses", {"sp": 4})],
-)
-def test_wide_heads_send_what_the_closed_form_says(strategy: str, sizes: dict[str, int]) -> None:
-    of: Any = {"sizes": sizes, "batch": 2, "seq_len": 24, "model_options": {"head_dim": 8}}
-    cell = Cell.model_validate({"model": "causal-transformer-tiny-gqa", "strategy": strategy, **of})
-    measured = VirtualEngine().measure(cell)
-    assert measured.status == "ok", measured.reason
-    assert measured.formula_difference == []
-    assert measured.communication
-
-
 def test_a_model_counts_the_parameters_of_its_own_blocks() -> None:
     spec = importlib.util.spec_from_file_location("two_step_lm", EXAMPLES / "two_step_lm.py")
     module = importlib.util.module_from_spec(spec)

@@ -86,24 +86,6 @@ def kernels(of: Trace) -> Counter[str]:
     return Counter(program.names[program.name[i]] for i in range(len(program)) if program.kind[i] == 0)
 
 
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("strategy", ["tensor_parallel", "megatron_sp", "ulysses", "ring_attention"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("recompute", [OPERATORS, EARLY, EARLY | {"recompute_layers": 2}])
-def test_bytes_are_those_of_the_closed_form(strategy: str, dropout: float, recompute: dict[str, Any]) -> None:
-    axis = "tp" if strategy in ("tensor_parallel", "megatron_sp") else "sp"
-    options = recompute | {"layers": 4, "dropout": dropout}
-    found = trace(model=GROUPED, strategy=strategy, sizes={axis: 2}, model_options=options)
-    assert found.measurement(None).formula_difference == []
-
-
-@pytest.mark.parametrize("backend", ["zero3", "zero2"])
-def test_sharded_weights_are_gathered_no_more_often(backend: str) -> None:
-    training = {"backend": backend, "micro_batches": 2}
-    found = trace(model_options=OPERATORS, sizes={"dp": 2}, batch=4, training=training)
-    assert found.measurement(None).formula_difference == []
-
-
 # -- what runs again -----------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,6 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import plan, rank_classes
 from spbench.bench.measure.engines.tracing import trace
-from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.beside_values import seen_pairs
 from spbench.impls.attended import Attended
@@ -88,26 +87,6 @@ def test_gradients_round_a_ring_leave_half_a_block_out_of_the_peak() -> None:
     peaks, traced = peaks_of_ranks(4, "all_gather_kv", placement="zigzag", gradients="ring")
     half_a_block = 4 * (768 // 4) * 48 * 2  # of k and v in bfloat16
     assert max(peaks) - half_a_block <= traced <= max(peaks)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    ("model", "placement"),
-    [
-        ("causal-transformer-tiny", "zigzag"),
-        ("st-dit-tiny", "contiguous"),
-        *(slow("causal-transformer-tiny", placement) for placement in ("contiguous", "striped")),
-    ],
-)
-@pytest.mark.parametrize("around", ["tensor_parallel", "megatron_sp", "ulysses"])
-def test_within_another_strategy(around: str, model: str, placement: str) -> None:
-    axes = ("sp", "cp") if around == "ulysses" else ("tp", "sp")
-    sizes = {**dict.fromkeys(axes, 2), "dp": 2}
-    of: Any = {"model_options": {"checkpointing": True}, "strategy_options": {"placement": placement}}
-    asked = cell(f"{around}+all_gather_kv", sizes, model=model, precision="bf16", **of)
-    measured = VirtualEngine().measure(asked)
-    assert measured.formula_difference == []
-    assert {*axes} <= {row["axis"] for row in measured.communication}
 
 
 def misuse(mesh: DeviceMesh) -> list[str]:
@@ -246,7 +225,6 @@ def test_no_rank_holds_more_than_those_that_are_traced(strategy: str, window: in
 
 
 PLACED: list[type[PlacedChunks]] = [RingAttention, AllGatherKV]
-GRID = AttentionModel("full_attention")
 LINEAR = AttentionModel("linear_attention")
 SIZES = [*((p, 4) for p in PLACEMENTS), ("striped", 1)]
 

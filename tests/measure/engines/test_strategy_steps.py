@@ -3,9 +3,7 @@ virtual ranks and real ranks send the same bytes.
 Strategies around each other: virtual ranks, real ranks and closed forms agree, axis by axis."""
 
 import pickle
-from collections.abc import Iterator
 from fractions import Fraction
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,25 +12,14 @@ from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.impls.models.model import models
 from spbench.impls.place import ALONE
 from spbench.impls.registries import backends, strategies, strategy_class
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.nesting import Nesting, nesting, pairs
 from spbench.impls.strategies.upipe import UPipe
-from tests.measure.engines.cells import ATTEMPTS, assert_real_ranks_send_the_same, on_real_ranks, seen
-from tests.slow import mostly_slow, slow
+from tests.measure.engines.cells import ATTEMPTS, on_real_ranks, seen
+from tests.slow import mostly_slow
 
-#: of sequences: each strategy with models that it can run
-PAIRS = [
-    *product(("ulysses", "megatron_sp"), ("bert-tiny", "causal-transformer-tiny", "linear-transformer-tiny")),
-    *product(("ring_attention",), ("causal-transformer-tiny", "linear-transformer-tiny")),
-    ("all_gather_kv", "causal-transformer-tiny"),
-]
-#: of which real ranks are of every run
-ALWAYS = ("megatron_sp", "bert-tiny"), ("ring_attention", "linear-transformer-tiny")
-#: of grids
-STRATEGIES = ("dsp", "ulysses", "megatron_sp", "ring_attention", "all_gather_kv", "tensor_parallel")
 GRID = "st-dit-tiny"
 
 
@@ -40,72 +27,6 @@ def cell_of(strategy: str, n: int, model: str = GRID, **changes: Any) -> Cell:
     sizes, batch = strategy_class(strategy).sizes_for(n), 2 if model == GRID else 3
     options = {"model": model, "strategy": strategy, "sizes": sizes, "batch": batch, "seq_len": 24}
     return Cell.model_validate(options | changes)
-
-
-def real_cases() -> Iterator[Any]:
-    """By default few: others are compared in :mod:`tests.measure.engines.test_peaks`. 3 and 4 ranks do not
-    divide the 2 places of a frame."""
-    for (strategy, model), n, kept in product(PAIRS, (2, 3, 4), (True, False)):
-        always = (strategy, model) in ALWAYS and (n, kept) == (2, True)
-        case = strategy, n, model, {"checkpointing": kept}
-        yield case if always else slow(*case)
-    for strategy in STRATEGIES:
-        case = strategy, 3, GRID, {"checkpointing": True, "layers": 1}
-        yield case if strategy == "dsp" else slow(*case)
-    yield slow("dsp", 4, GRID, {"checkpointing": False, "layers": 1})
-
-
-@pytest.mark.parametrize(("strategy", "n", "model", "options"), [*real_cases()])
-def test_real_ranks_send_what_virtual_ones_do(
-    pool: RankPool, strategy: str, n: int, model: str, options: dict[str, Any]
-) -> None:
-    """Their peaks are compared elsewhere, for Gloo copies what it reduce-scatters."""
-    assert_real_ranks_send_the_same(
-        pool, cell_of(strategy, n, model, precision="bf16", model_options=options)
-    )
-
-
-def of_settings() -> Iterator[Any]:
-    """Ranks, checkpointing and precision, of which two combinations are of every run."""
-    for settings in product((2, 4, 8, 64), (False, True), ("fp16", "fp32", "fp64")):
-        always = settings in ((2, True, "fp32"), (64, False, "fp16"))
-        yield settings if always else slow(*settings)
-
-
-def check_formula(cell: Cell, rank: int) -> None:
-    measured = tracing.trace(cell, rank=rank).measurement(None)
-    assert measured.formula_difference == []
-    assert measured.communication
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize(("n", "checkpointing", "precision"), [*of_settings()])
-@pytest.mark.parametrize(("strategy", "model"), PAIRS)
-def test_formula_is_what_virtual_ranks_send(
-    strategy: str, n: int, model: str, checkpointing: bool, precision: str
-) -> None:
-    options = {"heads": 64, "hidden": 128, "checkpointing": checkpointing}
-    if hasattr(models()[model], "inner"):
-        options["inner"] = 192
-    check_formula(
-        cell_of(strategy, n, model, seq_len=128, precision=precision, model_options=options), rank=n - 1
-    )
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("strategy", "model"),
-    [
-        ("ulysses", "bert-tiny"),
-        ("megatron_sp", "bert-tiny"),
-        ("ring_attention", "causal-transformer-tiny"),
-        ("all_gather_kv", "causal-transformer-tiny"),
-    ],
-)
-def test_formula_between_pipeline_stages_and_replicas(strategy: str, model: str) -> None:
-    sizes = {**strategy_class(strategy).sizes_for(2), "pp": 2, "dp": 2}
-    cell = cell_of(strategy, 2, model, batch=4, sizes=sizes, precision="fp16")
-    assert VirtualEngine().measure(cell).formula_difference == []
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -120,48 +41,6 @@ def test_what_is_told_is_of_a_rank_that_sends(n: int) -> None:
 
 
 # -- grids ---------------------------------------------------------------------------------------------------
-
-ST_DIT = GRID, {"temporal": 16, "patch": 4}, 16 * 4 * 16
-CUBE = "transformer-3d-tiny", {"leading": (16, 16)}, 16**3
-
-
-SHAPES = [(*ST_DIT, 1, 16, True), (*CUBE, 0, 8, False), (*ST_DIT, 0, 8, False), (*CUBE, 1, 16, True)]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "shape"),
-    [
-        # each strategy in one shape, each shape with some strategies; in the slow run all with all
-        slow(strategy, shape) if (n - m) % 4 else (strategy, shape)
-        for n, strategy in enumerate(STRATEGIES)
-        for m, shape in enumerate(SHAPES)
-    ],
-)
-def test_formula_of_grids_is_what_virtual_ranks_send(strategy: str, shape: Any) -> None:
-    model, options, seq_len, grid_dim, n, checkpointing = shape
-    cell = cell_of(
-        strategy,
-        n,
-        model=model,
-        seq_len=seq_len,
-        precision="fp16",
-        model_options={**options, "heads": 16, "hidden": 32, "checkpointing": checkpointing},
-        strategy_options={} if strategy == "tensor_parallel" else {"grid_dim": grid_dim},
-    )
-    check_formula(cell, rank=n - 1)
-
-
-@pytest.mark.parametrize(("temporal", "spatial", "rank"), [(10, 6, 0), (7, 3, 3)])
-def test_formula_pays_for_padding(rank: int, temporal: int, spatial: int) -> None:
-    options = {"temporal": temporal, "layers": 1}
-    cell = cell_of("dsp", 4, seq_len=temporal * spatial, model_options=options)
-    assert tracing.trace(cell, rank).measurement(None).formula_difference == []
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp_flat"])
-def test_formula_with_replicas(backend: str) -> None:
-    cell = cell_of("dsp", 2, sizes={"sp": 2, "dp": 2}, precision="bf16", training={"backend": backend})
-    assert VirtualEngine().measure(cell).formula_difference == []
 
 
 def inference(strategy: str, n: int, **changes: Any) -> Cell:
@@ -178,10 +57,6 @@ def test_inference_is_the_forward_of_a_training_step(strategy: str) -> None:
     assert inferred.peak_memory_bytes < trained.peak_memory_bytes / 3
     assert inferred.peak_held["parameters"] > 0
     assert not inferred.peak_held.get("gradients", 0) + inferred.peak_held.get("optimizer_state", 0)
-
-
-def test_inference_on_real_ranks(pool: RankPool) -> None:
-    assert_real_ranks_send_the_same(pool, inference("dsp", 3))
 
 
 @pytest.mark.parametrize(
@@ -276,20 +151,6 @@ def test_four_axes_send_what_the_closed_form_says(backend: str) -> None:
     # of what is not split, of heads and features, of columns of the sequence
     summed = {"dp_tp_sp", "dp_sp", "dp_tp"} if backend != "legacy_ddp" else {"tp_sp", "sp", "tp", "dp"}
     assert axes >= summed
-
-
-@pytest.mark.parametrize(
-    ("strategy", "sizes"),
-    [
-        ("tensor_parallel+ulysses+ring_attention", {"tp": 2, "sp": 3, "cp": 4}),
-        ("megatron_sp+ulysses+ring_attention", {"tp": 2, "sp": 2, "cp": 2, "dp": 2}),
-    ],
-)
-def test_three_around_each_other_send_what_the_closed_form_says(strategy: str, sizes: dict[str, int]) -> None:
-    measured = VirtualEngine().measure(
-        nested_cell(strategy, "causal-transformer-tiny", sizes, {"seq_len": 48})
-    )
-    assert measured.formula_difference == []
 
 
 def test_a_tensor_between_stages_is_sent_in_parts_of_both_axes() -> None:

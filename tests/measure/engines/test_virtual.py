@@ -63,42 +63,6 @@ def test_virtual_ranks_are_as_real_ones(
     assert all(bool(v.counts) is (n > 1) for v in virtually)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("strategy", [*AXES])
-@pytest.mark.parametrize(
-    ("changes", "precision"),
-    [
-        ({}, "fp16"),
-        ({"layers": 1, "linformer": 32}, "bf16"),
-        ({"layers": 1, "checkpointing": True}, "fp64"),
-        *(
-            slow(changes, precision)
-            for changes, others in (
-                ({}, ("bf16", "fp64")),
-                ({"layers": 1, "linformer": 32}, ("fp16", "fp64")),
-                ({"layers": 1, "checkpointing": True}, ("fp16", "bf16")),
-            )
-            for precision in others
-        ),
-    ],
-)
-def test_formula_at_paper_scale(strategy: str, precision: str, changes: dict[str, Any]) -> None:
-    # 64 heads, so that they can be split over 64 ranks too
-    options = {"layers": 2, "heads": 64, "vocabulary": 1024, "vocabulary_multiple": 1} | changes
-    cell = cell_of(
-        strategy,
-        64,
-        model="bert-base",
-        batch=5,
-        seq_len=640,
-        precision=precision,
-        model_options=options,
-    )
-    measured = tracing.trace(cell, rank=63).measurement(None)
-    assert measured.formula_difference == []
-    assert measured.communication
-
-
 def sent(strategy: str, n: int, **changes: Any) -> dict[tuple[str, str], Fraction]:
     return tracing.trace(cell_of(strategy, n, **changes)).communication.sent_bytes()
 
