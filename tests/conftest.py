@@ -45,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 #: the files whose tests take longest, from 4 s of a busy core on, the longest first: files whose ranks wait
 #: for each other, in turns with files of one process, which fill the gaps
 LONGEST = (
+    "impls/test_green.py",
     "measure/verify/test_cases.py",
     "measure/engines/test_short_cuts.py",
     "impls/backends/test_backends.py",

@@ -26,7 +26,10 @@ def cases(path: Path) -> list[Any]:
             chosen = [field for field, value in fields.items() if isinstance(value, list)]
             for values in product(*(fields[field] for field in chosen)):
                 case = fields | dict(zip(chosen, values, strict=True))
-                words = [name, *(str(value) for value in (values if chosen else row.values()))]
+                words = [
+                    name,
+                    *(str(case[field]) for field in {**row, **dict.fromkeys(chosen)} if field in case),
+                ]
                 marks = () if _often(case, default) else pytest.mark.slow
                 parameters.append(pytest.param(case, id=" ".join(words), marks=marks))
     return parameters

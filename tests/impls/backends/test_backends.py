@@ -118,13 +118,6 @@ def test_groups_of_ranks_share_a_copy_each(
     assert_sends_its_closed_form(pool, asked.model_copy(update={"precision": "fp16"}))
 
 
-def test_groups_that_do_not_divide_the_ranks() -> None:
-    for groups in (3, 4):
-        training = {**HYBRID, "data_parallel_replicate_degree": groups, "micro_batches": 1}
-        with pytest.raises(Unsupported, match=f"replicate_degree {groups} does not cut 4 ranks"):
-            VirtualEngine().measure(cell("zero3", "single", sizes={"dp": 4}, training=training))
-
-
 @pytest.mark.parametrize("backend", [name for name, cls in backends().items() if not cls.pipelined])
 def test_whole_models_only(backend: str) -> None:
     with pytest.raises(Unsupported, match=f"the backend {backend} .* no pipeline stages; use pp 1"):

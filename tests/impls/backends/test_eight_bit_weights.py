@@ -19,7 +19,6 @@ from spbench.impls.backends import main_weights
 from spbench.impls.backends.buffer_layout import Sharding
 from spbench.impls.backends.main_gradients import GradientBucket
 from spbench.impls.backends.megatron import Megatron
-from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.muon import (
     DECAY,
     MOMENTUM,
@@ -181,19 +180,6 @@ def test_a_weight_is_a_byte_an_element_and_its_transpose_another_where_matmuls_n
     assert (cast[1], kept[1], both[1]) == (0, 8, 0)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"distributed_optimizer": True, "optimizer": "host"},
-        {"distributed_optimizer": True, "update": "muon"},
-    ],
-)
-def test_what_does_not_go_with_kept_weights_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="fp8_param_gather"):
-        MegatronOptions(fp8_param_gather=True, **options)
-
-
 def weights() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 5), (7,))]
@@ -226,14 +212,6 @@ def test_moments_have_two_bytes_and_are_rounded() -> None:
     assert [x.dtype for x in adam.tensors()] == [torch.bfloat16] * 4
     change = torch.cat([(a - b).flatten() for a, b in zip(ours, exact, strict=True)]).abs().max()
     assert 1e-6 < change < 1e-3  # of steps of 0.01 each
-
-
-@pytest.mark.parametrize(
-    "options", [{"optimizer": "host", "distributed_optimizer": True}, {"update": "muon"}]
-)
-def test_options_that_cannot_be(options: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="exp_avg_dtype: bf16 needs update: adam"):
-        MegatronOptions(exp_avg_dtype="bf16", **options)  # type: ignore[arg-type]
 
 
 def test_moments_are_narrow_on_weights_in_bf16_alone() -> None:
@@ -418,18 +396,3 @@ def test_moments_of_matrices_take_four_bytes() -> None:
     settings: dict[str, Any] = {"with_moments": True, "steps": 5}
     muon = Muon([Matrix(x, torch.Size((3, 4)))], [y], PRECISIONS["bf16"], **settings)
     assert sorted(t.numel() for t in muon.tensors()) == [1, 3, 3, 12]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"muon_steps": 3}, "muon_steps needs update: muon"),
-        ({"update": "muon", "muon_steps": 0}, "muon_steps is a number of steps from 1 on, not 0"),
-        ({"update": "muon", "layer_wise_layout": False}, "needs distributed_optimizer"),
-        ({**PACKED, "optimizer": "host"}, "update: muon has no optimizer: host"),
-        ({**PACKED, "num_distributed_optimizer_instances": 2}, "has no num_distributed_optimizer_instances"),
-    ],
-)
-def test_what_cannot_be_together_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MegatronOptions(**options)

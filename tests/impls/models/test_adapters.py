@@ -182,25 +182,6 @@ def test_dropout_is_of_what_adapters_take_and_the_same_where_layers_are_recomput
     assert abs(ones.mean() - 1) < 0.05
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"lora_targets": ["query"]}, "lora_targets has words of q_proj"),
-        ({"lora_targets": ["q_proj"]}, "name all or none of them, or set separate_projections"),
-        ({"lora_targets": []}, "names no projection"),
-        ({"lora_whole": ["head"], "tied": True}, "needs lora_rank and a head of its own"),
-        ({"lora_whole": ["norm"]}, "lora_whole has words of embedding, head"),
-        ({"lora_targets": ["experts"]}, "this model has no experts for adapters; name some of q_proj, "),
-        ({"recompute": "operators"}, "neither mtp_layers nor recompute: operators"),
-        ({"lora_dropout": 1.0}, "at least 0 and below 1"),
-        ({"lora_dropout": 0.1, "mlp_tile": 7}, "goes with neither mlp_tile nor"),
-    ],
-)
-def test_options_that_do_not_fit(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        adapted(**options)
-
-
 #: rows of 64 and 128 features, so that a rank of four has whole numbers of float64 and whole blocks
 SIZES = {"hidden": 64, "inner": 128, "head_dim": 16}
 
@@ -300,16 +281,3 @@ def test_each_use_unpacks_a_weight(recompute: str, times: int, monkeypatch: pyte
     module(model.inputs(1, 24, torch.Generator().manual_seed(0)))["loss"].backward()
     assert set(unpacked.values()) == {times}
     assert len(unpacked) == 4 * model.layers  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"frozen_bits": 5}, "frozen_bits is 4, 8 or 16"),
-        ({"lora_rank": 0}, "below 16 needs lora_rank"),
-        ({"mlp_tile": 8}, "MLPs without mlp_tile"),
-    ],
-)
-def test_options_that_do_not_fit_packed_weights(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        packed(4, **options)

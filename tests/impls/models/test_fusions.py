@@ -15,7 +15,6 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.simulator.program import ATTENTION
 from spbench.bench.measure.trace.operator_prices import MATMULS
 from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
-from spbench.impls.models.model import model_preset
 from tests.measure.engines.cells import on_real_ranks, seen
 from tests.slow import slow
 
@@ -83,24 +82,6 @@ def test_transformer_engine_gives_up_the_joint_projection_where_it_must_copy() -
     # of queries, keys and values in one tensor; with RoPE q and k are others, and v would keep all three
     assert kept(library="transformer-engine", position="rotary") == kept(library="transformer-engine")
     assert kept(position="rotary") - kept() == 2 * 2 * h
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"unfused": ["softmax"]}, "unfused has words of masked_softmax, bias_gelu, .*, not 'softmax'"),
-        ({"unfused": ["rope"], "library": "torch"}, "library torch does not"),
-        ({"autotune_flush_kib": 1}, "autotune_flush_kib needs cross_entropy: native"),
-        (
-            {"cross_entropy": "native", "autotune_copies": 1},
-            "autotune_copies stand beside autotune_flush_kib",
-        ),
-        ({"cross_entropy": "native", "autotune_flush_kib": -1}, "at least 0"),
-    ],
-)
-def test_what_cannot_be_left_out_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        model_preset("gpt3-tiny", LOCAL | options)
 
 
 def peaks_of_steps(**options: Any) -> list[int]:

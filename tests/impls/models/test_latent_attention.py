@@ -142,21 +142,6 @@ def test_closed_forms_count_the_parameters(options: dict[str, Any], stages: int)
         assert site.dims["elements"] == sum(p.numel() for p in built(model, stage).parameters())
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"kv_heads": 4}, "latent attention has no kv_heads"),
-        ({"qk_rope_head_dim": 3}, "RoPE turns pairs, but qk_rope_head_dim is 3"),
-        ({"kv_lora_rank": 0}, "need latent attention; set kv_lora_rank"),
-        ({"padded_values": True, "v_head_dim": 7}, "v_head_dim 7 is above the head size of keys"),
-        ({"position": "learned"}, "multi-token prediction has no learned positions"),
-    ],
-)
-def test_options_that_do_not_fit(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        latent(**options)
-
-
 def test_a_strategy_that_knows_one_head_size_refuses() -> None:
     peer = strategy_class("torch_context_parallel").planned(2)
     with pytest.raises(Unsupported, match="has no values of another head size than keys"):

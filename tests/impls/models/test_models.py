@@ -24,7 +24,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.impls.composition import Stage
 from spbench.impls.layout import Unsupported
@@ -44,8 +43,6 @@ from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.step import default_dtype, initialize
 from tests.plugins.additions import EXAMPLES
-
-TINY = "causal-transformer-tiny"
 
 
 def built_parameters(model: Model, seq_len: int) -> dict[str, int]:
@@ -127,37 +124,6 @@ def test_padding_is_never_attended_and_all_else_is(name: str, options: dict[str,
     assert not torch.equal(before[padded], after[padded])
     first = torch.zeros_like(padded).index_fill(1, torch.tensor(0), True)
     assert (before != hidden(first)).any(-1)[~padded].all()
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("bert-base", {"heads": 5}, "hidden 768 is not divisible by heads 5"),
-        ("st-dit-xl", {"heads": 5}, "hidden 1152 is not divisible by heads 5"),
-        ("bert-base", {"softmax": "sparse"}, "softmax is one of fused, plain, megatron"),
-        ("bert-base", {"mask_shape": "round"}, "mask_shape is one of keys, square"),
-        ("bert-base", {"linformer": 8, "mask_shape": "square"}, "Linformer"),
-        *(("tnl-1b", {"kv_heads": n}, f"kv_heads {n} does not divide heads 16") for n in (3, 0, 32)),
-        ("tnl-1b", {"kv_heads": 4}, "kv_heads needs softmax attention, which no layer of this model has"),
-        ("tnl-1b", {"qk_norm": True}, "qk_norm needs softmax attention, which no layer of this model has"),
-        ("tnl-1b", {"heads": 5}, "hidden 2048 is not divisible by heads 5"),
-        ("tnl-1b", {"attention_norm": "layer"}, "attention_norm is one of hidden, head"),
-        ("tnl-1b", {"cross_entropy": True}, "cross_entropy is one of plain, fused"),
-        (TINY, {"rotary_share": 0.25}, "RoPE turns pairs, but rotary_share 0.25 of a head's 4 features"),
-        (TINY, {"rotary_share": 1.5}, "rotary_share is above 0 and at most 1, not 1.5"),
-        (TINY, {"head_dim": 0}, "head_dim is at least 1, not 0"),
-    ],
-)
-def test_impossible_options(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        model_preset(name, options)
-
-
-def test_unknown_names() -> None:
-    with pytest.raises(KeyError, match="bert-base"):
-        model_preset("bart")
-    with pytest.raises(KeyError, match="layers"):
-        model_preset("bert-base", {"depth": 3})
 
 
 def test_presets_are_not_changed_by_options() -> None:
@@ -311,29 +277,6 @@ def test_zigzag_halves_the_work_of_the_last_rank_of_a_ring() -> None:
     assert contiguous.step_time_s / zigzag.step_time_s == pytest.approx(7.5 / 4, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"training": {}}, "attention-call has no weights to train; set training: {step: inference}"),
-        (
-            {"strategy": "tensor_parallel", "sizes": {"tp": 2}},
-            "this model is given its heads",
-        ),
-        ({"strategy": "ulysses", "sizes": {"sp": 3}}, "32 attention heads cannot be split over 3 ranks"),
-    ],
-)
-def test_what_cannot_run_is_refused(settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(Unsupported, match=reason):
-        plan(call(**{"seq_len": 3 * LENGTH} | settings))
-
-
-def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="heads 32 are not divisible by kv_heads 5"):
-        model_preset("attention-call", {"kv_heads": 5})
-    with pytest.raises(ValueError, match="attention"):
-        model_preset("attention-call", {"attention": "unfused"})
-
-
 def test_inputs_are_drawn_by_heads() -> None:
     inputs = model_preset("attention-call", {"head_size": 4}).inputs(2, 3, torch.Generator().manual_seed(0))
     assert {name: list(x.shape) for name, x in inputs.items()} == {
@@ -374,23 +317,6 @@ def test_softmax_layers_alone_have_a_gate() -> None:
     assert isinstance(softmax, SoftmaxAttention)
     assert softmax.gated
     assert model_preset("qwen3-next-dense", {"output_gate": False}) != model
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"pattern": ""}, "pattern has letters of S"),
-        ({"pattern": "GX"}, r"G \(Gated DeltaNet\), M \(Mamba-2\), each with -, E or neither, not 'GX'"),
-        ({"pattern": "G--S"}, "not 'G--S'"),
-        ({"pattern": "-G"}, "not '-G'"),
-        ({"pattern": "S", "autotune_states_kib": 1}, "autotune_states_kib needs a layer of G or M"),
-        ({"recurrence": "fast"}, "recurrence is one of chunked, sequential, not 'fast'"),
-        ({"state_key_heads": 5}, "key_heads 5 does not divide heads 12 of a recurrence"),
-    ],
-)
-def test_what_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        model_preset("gated-deltanet-tiny", options)
 
 
 def test_inputs_of_convolutions_die_there(monkeypatch: pytest.MonkeyPatch) -> None:

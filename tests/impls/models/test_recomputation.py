@@ -186,29 +186,3 @@ def test_the_peak_is_that_of_the_reentrant_checkpoint(
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"recompute": "selective"}, "recompute_reentrant needs recompute: full"),
-        ({"recompute": "operators"}, "recompute_reentrant needs recompute: full"),
-        (FULL | {"recompute_early_stop": True}, "a reentrant checkpoint runs whole"),
-    ],
-)
-def test_what_it_does_not_go_with_is_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        model_preset("causal-transformer-tiny", {**options, "recompute_reentrant": True})
-
-
-def test_separate_projections_are_of_torch() -> None:
-    with pytest.raises(ValueError, match="separate_projections needs library: torch"):
-        model_preset(GROUPED, SEPARATE | {"library": "transformer-engine"})
-    refused = trace_error(strategy="tensor_parallel", sizes={"tp": 3})
-    assert "3 ranks do not divide 4 heads of keys and values" in refused
-
-
-def trace_error(**changes: Any) -> str:
-    with pytest.raises(ValueError) as error:
-        trace(model=GROUPED, model_options=SEPARATE, **changes)
-    return str(error.value)

@@ -119,13 +119,6 @@ def test_one_tile_s_intermediate_results_exist_at_once() -> None:
     assert peak(1024) - peak(256) > 10 * of_hidden
 
 
-def test_no_product_is_kept_of_a_tile() -> None:
-    with pytest.raises(ValueError, match="recompute: operators keeps matmuls, and mlp_tile keeps none"):
-        model_preset(GROUPED, {"recompute": "operators", "mlp_tile": 4})
-    with pytest.raises(ValueError, match="tiling: fpdt needs mlp_tile or loss_tile"):
-        model_preset(GROUPED, {"tiling": "fpdt"})
-
-
 def test_inference_makes_no_gradient() -> None:
     asked = {"model_options": {"layers": 2, **TILES}, "training": {"step": "inference"}}
     assert kernels(trace(**asked))["mm"] == 2 * (2 + 2 * 4) + 4

@@ -24,11 +24,10 @@ from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.lasp import Lasp
-from spbench.impls.strategies.lasp2 import Lasp2, Lasp2H
+from spbench.impls.strategies.lasp2 import Lasp2
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.repeated_attention import RepeatedAttention
 from spbench.impls.strategies.ring_attention import RingAttention
-from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
 from tests.measure.verify import document_faults, recurrence_faults
 from tests.measure.verify import recurrence_faults as faults
@@ -122,24 +121,6 @@ def test_heads_that_ranks_do_not_divide_are_padded(pool: RankPool, heads: int, m
     assert (refused.status, "option pad_heads" in refused.reason) == ("unsupported", True)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "n", "model", "seq_len", "message"),
-    [
-        (Lasp, 4, LINEAR, 25, "25 is not divisible by 4 ranks; use a sequence length of 24 or 28"),
-        (Lasp, 4, CAUSAL, 24, "lasp has no causal softmax attention"),
-        *(
-            (Ulysses, n, CAUSAL, 840, rf"12 attention heads .* {n} ranks; use {nearest}, or")
-            for n, nearest in ((5, "4 or 6"), (24, "12"), (7, "6 or 12"))
-        ),
-    ],
-)
-def test_sizes_that_are_refused(
-    strategy: type[Strategy], n: int, model: AttentionModel, seq_len: int, message: str
-) -> None:
-    with pytest.raises(Unsupported, match=message):
-        strategy.planned(n).check(model.sites(1, seq_len))
-
-
 def test_masks_of_own_queries_are_refused() -> None:
     site, _ = AttentionModel("attention").sites(1, 24)
     rows = type(site)(site.kind, 1, {**site.dims, "mask_rows": 24})
@@ -207,31 +188,6 @@ MIXERS = ["gated-deltanet-tiny", "mamba2-tiny"]
 @pytest.mark.parametrize("fault", faults.OF_RECURRENCES)
 def test_planted_faults_are_red(pool: RankPool, fault: type[Strategy], name: str) -> None:
     assert_red(pool, Case(fault, model_preset(name, ONE), "attention"), 3, "output y", "gradient of")
-
-
-@pytest.mark.parametrize(
-    ("strategy", "n", "name", "seq_len", "message"),
-    [
-        (Lasp, 4, "mamba2-tiny", 8, "chunks of 2 positions lack .* 3 rows .* at least 12"),
-        (TensorParallel, 3, "mamba2-tiny", 24, "3 ranks do not divide 4 heads of keys of a recurrence"),
-        (Ulysses, 5, "mamba2-tiny", 25, "12 attention heads cannot be split over 5 ranks"),
-        (Lasp2H, 4, "hybrid-tiny", 24, "a recurrence has no zigzag placement"),
-        (
-            Lasp2H,
-            4,
-            "gated-deltanet-tiny",
-            24,
-            "is for hybrids, which this model is not; use lasp, lasp2",
-        ),
-        (Lasp2H, 4, "causal-transformer-tiny", 24, "is for hybrids, .* use all_gather_kv"),
-    ],
-)
-def test_sizes_of_recurrences_that_are_refused(
-    strategy: type[Strategy], n: int, name: str, seq_len: int, message: str
-) -> None:
-    options = {"placement": "zigzag"} if strategy is Lasp2H else {}
-    with pytest.raises(Unsupported, match=message):
-        strategy.planned(n, options=options).check(model_preset(name).sites(1, seq_len))
 
 
 def test_heads_that_ranks_can_share_out_are_sent_as_they_are() -> None:

@@ -26,7 +26,7 @@ from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.fpdt import FPDT, FPDTOptions
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.odysseus import Odysseus
-from spbench.impls.strategies.upipe import UPipe, rounds_of
+from spbench.impls.strategies.upipe import rounds_of
 from spbench.impls.training.step import default_dtype, initialize
 from tests.impls.models.deferred_streams import Device
 from tests.measure.verify.assertions import assert_red
@@ -42,29 +42,6 @@ def test_rounds_send_a_group_once() -> None:
     assert rounds_of(32, 8, 8, 3) is None
     wide = rounds_of(32, 8, 2, 8)
     assert (wide.sets, wide.each, wide.keys, wide.queries) == (2, 1, 2, 4)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options", "size", "message"),
-    [
-        (UPipe, {}, 8, "12 attention heads cannot be split over 8 ranks; use 6 or 12, or ulysses with its"),
-        (UPipe, {"heads_a_round": 2}, 4, "use heads_a_round 1 or 3"),
-        (FPDT, {"chunk": 10}, 4, "chunks of 10 positions cannot be split over 4 ranks; use chunk 8 or 12"),
-        (
-            FPDT,
-            {},
-            5,
-            "sequence length 24 is not divisible by twice 5 ranks; use a sequence length of 20 or 30",
-        ),
-        (FPDT, {"chunk": 8}, 8, "12 attention heads cannot be split over 8 ranks; use 6 or 12, or the"),
-    ],
-)
-def test_sizes_that_cannot_be_run(
-    strategy: type[Strategy], options: dict[str, Any], size: int, message: str
-) -> None:
-    plan = strategy.planned(size, options=options)
-    with pytest.raises(Unsupported, match=message.replace("(", r"\(")):
-        plan.check(model_preset(GROUPED).sites(3, 24))
 
 
 def cell(strategy: str, **changes: Any) -> Cell:

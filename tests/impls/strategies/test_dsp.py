@@ -17,9 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import spbench
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.layout import MEETINGS, SITE_KINDS
-from spbench.impls.models.model import model_preset
 from spbench.impls.place import Place
-from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.dsp import DynamicSequenceParallel, plan_switches, switched_elements
 from spbench.impls.strategies.grid import Grid, part_of
@@ -169,18 +167,6 @@ def test_parts_are_all_and_no_more(size: int, parts: int) -> None:
 
 
 # -- steps -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", ["dsp", "ulysses", "megatron_sp", "ring_attention"])
-def test_a_dim_that_a_grid_has_not_is_told(strategy: str) -> None:
-    sites = model_preset("st-dit-tiny").sites(1, 24)
-    with pytest.raises(Unsupported, match="a grid of 2 dims has no dim 2; use grid_dim 0 to 1"):
-        strategy_class(strategy).planned(2, options={"grid_dim": 2}).check(sites)
-
-
-def test_sequences_of_one_dim_are_refused() -> None:
-    with pytest.raises(Unsupported, match="dsp has no causal softmax attention"):
-        DynamicSequenceParallel.planned(2).check(model_preset("causal-transformer-tiny").sites(1, 24))
 
 
 PAGE = Path(__file__).parents[3] / "docs" / "add_strategy.md"

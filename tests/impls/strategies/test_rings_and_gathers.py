@@ -26,9 +26,8 @@ from spbench.impls.collectives import Ring
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.models.model import model_preset
 from spbench.impls.place import Place
-from spbench.impls.registries import strategies, strategy_class
+from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.all_gather_kv import AllGatherKV, joint_meetings
-from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.meetings import Meetings, meeting
 from spbench.impls.strategies.placed_chunks import PlacedChunks, PlacementOptions
 from spbench.impls.strategies.placements import PLACEMENTS
@@ -224,8 +223,6 @@ def test_no_rank_holds_more_than_those_that_are_traced(strategy: str, window: in
     assert max(peaks) == max(peaks[each.first] for each in rank_classes(asked))
 
 
-PLACED: list[type[PlacedChunks]] = [RingAttention, AllGatherKV]
-LINEAR = AttentionModel("linear_attention")
 SIZES = [*((p, 4) for p in PLACEMENTS), ("striped", 1)]
 
 
@@ -276,34 +273,6 @@ def test_joint_blocks_cover_what_causality_allows(n: int, placement: str, length
         assert found[0][1] == slice(None)  # all queries
         calls.add(len(found))
     assert max(calls) <= {"contiguous": 2, "zigzag": 3, "striped": n}[placement]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "model", "placement", "message"),
-    [
-        *(
-            (s, AttentionModel(), "zigzag", "36 is not divisible by twice 4 ranks; use .* 32 or 40")
-            for s in PLACED
-        ),
-        *(
-            (s, AttentionModel("full_attention"), "striped", "a grid has no striped placement; use")
-            for s in PLACED
-        ),
-        (RingAttention, LINEAR, "striped", "linear attention has no striped placement; use"),
-        (
-            AllGatherKV,
-            LINEAR,
-            "striped",
-            "all_gather_kv has no linear attention; use lasp, lasp2, ring_attention, ulysses, or",
-        ),
-    ],
-)
-def test_what_cannot_be(
-    strategy: type[PlacedChunks], model: AttentionModel, placement: str, message: str
-) -> None:
-    strategies()  # as where one is looked up: all are there to be named
-    with pytest.raises(Unsupported, match=message):
-        strategy.planned(4, options={"placement": placement}).check(model.sites(1, 36))
 
 
 def test_unknown_placement() -> None:

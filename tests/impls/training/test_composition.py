@@ -22,7 +22,7 @@ from spbench.impls.composition import Composition, rank_module
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.place import Place
 from spbench.impls.registries import strategy_class
-from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
+from spbench.impls.strategies.base import Strategy, shard_of
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.pipeline import summed
 from spbench.impls.training.step import Training, initialize
@@ -245,7 +245,6 @@ def test_planted_faults_are_seen(
 
 
 SEQ_LEN = 24
-INTERLEAVED = TrainingOptions(micro_batches=4, schedule="interleaved", virtual_stages=2)
 
 
 @pytest.mark.one_in(2)
@@ -268,34 +267,6 @@ def test_every_stage_sends_what_the_closed_form_says(strategy: str, pp: int, dp:
     assert result.formula_difference == []
     if pp * dp > 1 or cls.axes:
         assert result.communication
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"sizes": Sizes(pp=3)}, "4 layers cannot be split over 3 pipeline stages; use 1, 2, 4"),
-        ({"training": TrainingOptions(micro_batches=3)}, "batch 8 cannot be divided into 3 micro-batches"),
-        ({"sizes": Sizes(dp=3)}, "use 6 or 9"),
-        ({"sizes": Sizes(pp=4), "training": INTERLEAVED}, "4 layers cannot be split over 8 pipeline stages"),
-        (
-            {"sizes": Sizes(pp=2), "training": TrainingOptions(micro_batches=2, stage_layers=[1, 2])},
-            "stage_layers has 2 stages with 3 layers in all; give 2 numbers that make 4",
-        ),
-        (
-            {"sizes": Sizes(pp=4), "training": INTERLEAVED.model_copy(update={"microbatch_group_size": 3})},
-            "microbatch_group_size 3 is not between pp 4 and 4 micro-batches",
-        ),
-        ({"training": INTERLEAVED}, "for several pipeline stages; use pp 2 or more"),
-        (
-            {"sizes": Sizes(pp=4), "training": INTERLEAVED.model_copy(update={"micro_batches": 2})},
-            "cannot run 2 micro-batches on pp 4; use 4",
-        ),
-    ],
-)
-def test_sizes_that_do_not_divide(change: dict[str, object], reason: str) -> None:
-    cell = Cell(model="bert-tiny", strategy="single", batch=8, seq_len=SEQ_LEN, model_options=OPTIONS)
-    with pytest.raises(Unsupported, match=reason):
-        VirtualEngine().measure(cell.model_copy(update=change))
 
 
 def test_virtual_stages_are_those_of_one_schedule() -> None:
