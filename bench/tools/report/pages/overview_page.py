@@ -11,6 +11,7 @@ from typing import Any
 from spbench.bench.measure.engines.engine import engines
 from spbench.bench.measure.sweep.provenance import commit_of
 from spbench.bench.row import Row
+from spbench.bench.tools.papers.comparison import joined, lines_of
 from spbench.bench.tools.papers.paper_findings import counts, distinct, role_errors, verdict_on
 from spbench.bench.tools.papers.sources import MEASURED
 from spbench.bench.tools.papers.validation import records_by_source, validation_lines
@@ -64,7 +65,7 @@ def _by_role(gathered: Gathered) -> DataTable | None:
     lines = []
     for paper in gathered.papers:
         for of in role_errors(paper.records):
-            verdict = verdict_on([record for record in paper.records if record.role == of.role])
+            verdict = verdict_on(paper.records[paper.records["role"] == of.role])
             lines.append(
                 {
                     "paper and role": f"{paper.paper.label}, {of.role}",
@@ -90,7 +91,7 @@ def _errors(gathered: Gathered) -> DataTable | None:
             **{name: getattr(record, name) for name in ("role", "cell")},
         }
         for paper in gathered.papers
-        for record in distinct(paper.records)
+        for record in lines_of(distinct(paper.records))
         if record.relative_error is not None and record.role != "formula"
     ]
     lines.sort(key=lambda line: -abs(line["error"]))
@@ -104,10 +105,8 @@ def _errors(gathered: Gathered) -> DataTable | None:
 
 def _measured(gathered: Gathered) -> Iterator[Part]:
     """The table of README.md, errors by who measured beside those of other predictors; then each number."""
-    records = [
-        record for paper in gathered.papers if paper.paper.name == MEASURED for record in paper.records
-    ]
-    if not records:
+    records = joined(paper.records for paper in gathered.papers if paper.paper.name == MEASURED)
+    if records.empty:
         yield "No measurement of a real machine was compared: `spbench reproduce measured` does it."
         return
     yield f"""What others measured on real GPUs, with every setting, beside what virtual ranks predict. Errors
@@ -128,7 +127,7 @@ predictions are public, and else with what their authors state. [All numbers.](p
             "note": record.note,
         }
         for source, some in records_by_source(records).items()
-        for record in some
+        for record in lines_of(some)
     ]
     caption = f"Ours beside what real machines measured, the first {_MOST_ERRORS} of {len(lines)}"
     yield DataTable("measured", caption, lines, sortable=True, percent=("error",), most=_MOST_ERRORS)

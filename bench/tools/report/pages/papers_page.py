@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.tools.papers.paper_findings import by_answer, counts, errors_by_role, verdict_on
+from spbench.bench.tools.papers.comparison import groups
+from spbench.bench.tools.papers.paper_findings import counts, errors_by_role, verdict_on
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
 from spbench.bench.tools.report.page import DataTable, Page, Part, folded
 from spbench.bench.tools.report.report_markdown import BADGES, code, dated, link, plain, quantity_words
@@ -58,7 +59,7 @@ def _verdicts(paper: PaperResults) -> DataTable | None:
     lines = []
     for scenario in paper.in_order:
         source = scenario.document.published_in
-        for (what, variant), some in by_answer(paper.records_of_scenario(scenario.name)).items():
+        for (what, variant), some in groups(paper.records_of_scenario(scenario.name), "answer", "variant"):
             verdict = verdict_on(some)
             table, colon, quantity = what.partition(": ")
             compared = f"{table}{colon}{quantity_words(quantity)}"
@@ -125,6 +126,6 @@ def _made(paper: PaperResults, scenario: str) -> str:
     counted = ", ".join(f"{run.get(status, 0)} {word}" for status, word in _STATUSES.items())
     cells = link(f"{run['cells']} cells", f"cells.html#scenario={scenario}")
     records = paper.records_of_scenario(scenario)
-    errors = f" **{errors_by_role(records)}.**" if records else ""
+    errors = f" **{errors_by_role(records)}.**" if len(records) else ""
     code_version = f"commit {code(dated(run['commit'])) or 'unknown'} with torch {run['torch']}"
     return f"{cells}: {counted}; by {code_version}.{errors}"
