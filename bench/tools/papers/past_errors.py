@@ -125,9 +125,9 @@ def orders_by_scenario(scenarios: Iterable[Scenario], records: DataFrame) -> dic
     return by_name
 
 
-def shown_tau(tau: float) -> str:
+def shown_tau(tau: float | None) -> str:
     """Tau with two digits after the point; "" where there is none."""
-    return "" if math.isnan(tau) else f"{tau:.2f}"
+    return "" if tau is None or math.isnan(tau) else f"{tau:.2f}"
 
 
 # -- step times ----------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from pandas import DataFrame
 from spbench.bench.cell import Cell
 from spbench.bench.measure.trust.bands import PEAK, RESERVED
 from spbench.bench.measure.trust.fit_certainty import FITS, NO, TIGHT, Evidence, Filled, kinds_of
-from spbench.bench.setting_values import STOOD_IN
 from spbench.bench.tools.papers.comparison import (
     FILLED,
     frame_of,
@@ -125,17 +124,12 @@ def predictor_errors(other: Mapping[str, str]) -> list[float]:
 _COUNTS_WIRE = "elements that a GPU sends"
 #: quantities of papers and of others that are a peak
 _PEAKS = ("memory_mb", "memory_gb", "peak_memory_gib")
-#: what the times of a cluster rest on, by the classes of rates
-_RATES = {
-    "published steps, rates from benchmarks": ("sourced", "extrapolated", "transferred"),
-    "published steps, a scalar fitted to other steps": ("fitted", "fitted elsewhere"),
-    "published steps, datasheets alone": ("datasheet",),
-    "published steps of programs that another stands in for": STOOD_IN,
-}
+#: classes of rates that are measured, if of another length, card or kernel
+_MEASURED_RATES = ("sourced", "extrapolated", "transferred")
 
 
 def trust_lines(folder: Path) -> list[Line]:
-    """The errors of each kind of number in nine lines, and how many of these numbers were predicted.
+    """The errors of memory, bytes and all step times in four lines, and how many of them were predicted.
 
     Args:
         folder: the files of `spbench reproduce`.
@@ -153,21 +147,18 @@ def trust_lines(folder: Path) -> list[Line]:
     )
     others = joined(some for name, some in by_paper.items() if name != EXPERTS)
     cases = read_csv(folder / f"{CASES}_errors.csv")[1]
-    tests = "Megatron-LM's own tests on A100, H100 and GB200"
-    kinds = [
-        ("peak memory", "Megatron-LM on 8 B200, every rank", _of(on_b200, "peak_memory_gib")),
-        ("reserved memory", "the same runs", _of(on_b200, "reserved_memory_gib")),
-        (
-            "memory at the peak and after a step",
-            tests,
-            frame_of({**line, "relative_error": float(line["error"])} for line in cases),
-        ),
-        ("peak memory", "tables of RSA, LASP, LASP-2 and FPDT", _of(distinct(others), *_PEAKS)),
-        ("bytes sent for a layer", "papers' formulas, at several sizes", _wire_counts(others)),
-    ]
+    of_cases = frame_of({**line, "relative_error": float(line["error"])} for line in cases)
+    peaks = _of(on_b200, "peak_memory_gib"), _of(on_b200, "reserved_memory_gib")
     times = counted_times([*files.values(), folder / f"{DATASHEETS}.csv"])
     times["relative_error"] = [math.expm1(error) for error in log_errors(times)]
-    kinds += [("step time", what, times[times["rates"].isin(classes)]) for what, classes in _RATES.items()]
+    is_measured = times["rates"].isin(_MEASURED_RATES)
+    memory = joined([*peaks, of_cases, _of(distinct(others), *_PEAKS)])
+    kinds = [
+        ("memory", "Megatron-LM on A100 to GB200; tables of RSA, LASP, LASP-2 and FPDT", memory),
+        ("bytes sent for a layer", "papers' formulas, at several sizes", _wire_counts(others)),
+        ("step time, rates from benchmarks", "published steps", times[is_measured]),
+        ("step time, other rates: fitted, substituted, datasheets", "published steps", times[~is_measured]),
+    ]
     return [
         {"quantity": quantity, "compared with": against, **_errors_and_roles(some)}
         for quantity, against, some in kinds
