@@ -165,7 +165,7 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
     orders = orders_by_scenario(scenarios, records)
     findings = PaperFindings(paper.name, records, as_lines(runs, RUNS), documents, orders)
     tables = [
-        write_records(records, request.output / f"{paper.name}.csv"),
+        write_csv(records[[*RECORDS]], request.output / f"{paper.name}.csv"),
         write_csv(runs, request.output / f"{paper.name}_runs.csv"),
     ]
     if request.write:
@@ -189,11 +189,6 @@ def records_of(scenario: Scenario, ran: RanScenario) -> DataFrame:
             texts[FILLED] = f"{part:.6g}"
         records.append(replace(entry, table=entry.table or entry.claim, scenario=scenario.name, **texts))
     return frame_of(records)
-
-
-def write_records(records: DataFrame, path: Path) -> Path:
-    """Write records as PAPER.csv has them; returns the path. UserError as of :func:`write_csv`."""
-    return write_csv(records[[*RECORDS]], path)
 
 
 def _in_order(scenarios: Sequence[str], mine: DataFrame, others: DataFrame) -> DataFrame:

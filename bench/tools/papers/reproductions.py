@@ -31,7 +31,7 @@ from spbench.bench.measure.trust.error_model import ANY
 from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE, Evidence
 from spbench.bench.row import Row, json_line
 from spbench.bench.tools.papers.answer import load_scenario
-from spbench.bench.tools.papers.comparison import RECORDS, as_lines, joined, read_csv
+from spbench.bench.tools.papers.comparison import RECORDS, as_lines, joined, read_csv, write_csv
 from spbench.bench.tools.papers.document import (
     SUMMARY_PAGE,
     TIMES_PAGE,
@@ -60,7 +60,6 @@ from spbench.bench.tools.papers.reproduction import (
     Reproduction,
     records_of,
     reproduce_paper,
-    write_records,
 )
 from spbench.bench.tools.papers.sources import papers, scenarios_of
 from spbench.bench.tools.papers.validation import certainty_lines, filled_runs, memory_errors
@@ -199,7 +198,7 @@ def _without_rates(name: str, request: Reproduction) -> Output:
         lines.append({"scenario": scenario.name, "cluster": str(cluster)})
     if not lines:
         raise UserError(f"no clusters in {FOLDER / name}: run it in a checkout")
-    path = write_records(records, request.output / f"{name}.csv")
+    path = write_csv(records[[*RECORDS]], request.output / f"{name}.csv")
     written = as_lines(records)
     table = Table(f"Published step times {WITHOUT_RATES[name]}", lines)
     return Output([table], {"records": written}, written, RECORDS, files=[path], code=int(failed))

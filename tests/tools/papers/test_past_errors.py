@@ -14,7 +14,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.virtual import VirtualEngine
-from spbench.bench.tools.papers.comparison import frame_of
+from spbench.bench.tools.papers.comparison import frame_of, write_csv
 from spbench.bench.tools.papers.document import write_part
 from spbench.bench.tools.papers.megatron_cases import (
     ERRORS,
@@ -33,7 +33,6 @@ from spbench.bench.tools.papers.past_errors import (
     time_lines,
     with_cells,
 )
-from spbench.bench.tools.papers.reproduction import write_records
 from spbench.bench.tools.papers.sources import departures, varies_by
 
 
@@ -63,7 +62,7 @@ def test_times_to_which_nothing_was_fitted_count_once(tmp_path: Path) -> None:
         record("x.csv:5:step_ms", cell="f", reproduced=None),
         record("x.csv:6:step_ms", cell="g", bound="", rates=""),
     ]
-    path = write_records(frame_of(lines), tmp_path / "field.csv")
+    path = write_csv(frame_of(lines), tmp_path / "field.csv")
     assert [*counted_times([path])["cell"]] == ["a", "c"]
     # the same number on a datasheet is another time
     assert len(counted_times([path, path])) == 4
