@@ -163,6 +163,9 @@ def used() -> Iterator[None]:
         _cache = before
 
 
+keeping_traces = used
+
+
 @dataclass
 class Kept:
     """A trace that is kept, or will be; None: it is yet to be made."""

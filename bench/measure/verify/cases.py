@@ -122,6 +122,9 @@ def verify(
         yield from _rows(ranks, cases, device, explain)
 
 
+verify_cases = verify
+
+
 class _Planned(NamedTuple):
     """A case that is to be run: on which mesh, and the names of its model and of all options."""
 

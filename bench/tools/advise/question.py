@@ -9,11 +9,16 @@ from typing import Any
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.changed_figures import changed_cluster
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.step_times import can_time
-from spbench.bench.measure.scenarios.choices import names, unknown
-from spbench.bench.measure.scenarios.scenario import given_once, option_values, written
+from spbench.bench.measure import (
+    can_time,
+    changed_cluster,
+    given_once,
+    load_cluster,
+    names,
+    option_values,
+    unknown,
+    written,
+)
 from spbench.bench.setting_values import MOST_RANKS, VARIABLES
 from spbench.bench.tools.advise.own_layout import OwnLayout
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of

@@ -19,11 +19,15 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
-from spbench.bench.measure.engines.distributed import DistributedEngine
-from spbench.bench.measure.engines.virtual import trace_classes
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
-from spbench.bench.measure.sweep.provenance import provenance
+from spbench.bench.measure import (
+    Cluster,
+    DistributedEngine,
+    Narrowing,
+    declared_cells,
+    load_cluster,
+    provenance,
+    trace_classes,
+)
 from spbench.bench.tools.calibrate.machine_report import MachineRequest, measured_machine
 from spbench.bench.tools.papers.answer import load_scenario
 

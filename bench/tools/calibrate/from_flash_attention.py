@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from spbench.bench.measure.clusters.rates import AttentionKernel, Direction
+from spbench.bench.measure import AttentionKernel, Direction
 from spbench.bench.tools.calibrate.log_findings import AttentionSpeed, Findings, LogFile
 
 #: the methods that are kernels without scores; "Pytorch" holds them, and those of xFormers are others' again

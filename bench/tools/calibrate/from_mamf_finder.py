@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from itertools import chain
 
-from spbench.bench.measure.clusters.cluster import Precision
+from spbench.bench.measure import Precision
 from spbench.bench.tools.calibrate.log_findings import Findings, LogFile, TimedMatmul
 
 _PRECISIONS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}

@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any, Literal, get_args
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.engine import engines
+from spbench.bench.measure import engines
 from spbench.bench.measurement import Status
 from spbench.bench.row import Row
 from spbench.plots.series import grouped

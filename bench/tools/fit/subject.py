@@ -12,12 +12,20 @@ from typing import Any
 
 from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.plan import model_parameters
-from spbench.bench.measure.scenarios.choices import names, refusal
-from spbench.bench.measure.scenarios.expand import Problem, expand
-from spbench.bench.measure.scenarios.scenario import changed, load_scenario
-from spbench.bench.measure.scenarios.select import ATTENTION, Narrowing, narrowed_cells, with_usual_attention
+from spbench.bench.measure import (
+    ATTENTION,
+    Narrowing,
+    Problem,
+    changed,
+    expand,
+    load_cluster,
+    load_scenario,
+    model_parameters,
+    names,
+    narrowed_cells,
+    refusal,
+    with_usual_attention,
+)
 from spbench.bench.tools.fit.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.fit.suggestions import usual_placement, usual_strategies
 from spbench.bench.tools.jobs.job_files import read_job

@@ -16,9 +16,7 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.command_line.output import Output, Verbatim
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import write_whole
-from spbench.bench.measure.scenarios.choices import refusal
-from spbench.bench.measure.scenarios.scenario import load_scenario
-from spbench.bench.measure.scenarios.select import Narrowing, the_cell
+from spbench.bench.measure import Narrowing, load_scenario, refusal, the_cell
 from spbench.bench.setting_values import VARIABLES
 from spbench.bench.tools.jobs import FLAGS
 from spbench.bench.tools.jobs.argument_tables import argument_table, shown

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import read_text, write_whole
-from spbench.bench.measure.trust.bands import unknown_share
+from spbench.bench.measure import unknown_share
 from spbench.bench.measurement import filled
 from spbench.bench.units import six_digits
 from spbench.bench.yaml_files import finite

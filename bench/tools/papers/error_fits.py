@@ -19,7 +19,7 @@ from itertools import combinations, pairwise
 from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
-from spbench.bench.measure.trust.error_model import (
+from spbench.bench.measure import (
     ANY,
     EDGES,
     EVER_WORSE,

@@ -18,10 +18,7 @@ from typing import Any
 import scipy  # whose parts are imported as they are first used
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
-from spbench.bench.measure.trust.bands import run_of
+from spbench.bench.measure import ALL, Narrowing, Scenario, declared_cells, load_cluster, run_of
 from spbench.bench.setting_values import STOOD_IN
 from spbench.bench.tools.papers.comparison import OF_TIMES, Comparison, read_comparisons
 from spbench.bench.tools.papers.error_fits import Covered, LeftOut, StepObservation, coverage, overall

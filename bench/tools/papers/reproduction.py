@@ -13,13 +13,20 @@ from pandas import DataFrame
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import SweepProgress, message
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells, narrowed_cells
-from spbench.bench.measure.sweep.executor import Executor
-from spbench.bench.measure.sweep.provenance import check_same_code
-from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
-from spbench.bench.measure.sweep.sweep import digests_of_a_run, is_final
-from spbench.bench.measure.sweep.worker import Crew
+from spbench.bench.measure import (
+    ALL,
+    RESULTS_FILE,
+    Crew,
+    Executor,
+    Narrowing,
+    Scenario,
+    check_same_code,
+    declared_cells,
+    digests_of_a_run,
+    is_final,
+    narrowed_cells,
+    read_rows,
+)
 from spbench.bench.row import finite
 from spbench.bench.tools.papers.comparison import (
     RECORDS,

@@ -19,16 +19,23 @@ from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.git import asked as asked_git
-from spbench.bench.measure.engines.run_cell import run_cell
-from spbench.bench.measure.engines.virtual import trace_classes
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
-from spbench.bench.measure.simulator.timeline import trace_events
-from spbench.bench.measure.sweep.results import RESULTS_FILE
-from spbench.bench.measure.sweep.worker import Crew
-from spbench.bench.measure.trust.bands import BANDS_FILE, MEMORY_ERRORS_FILE, packaged_model
-from spbench.bench.measure.trust.error_model import ANY
-from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE, Evidence
+from spbench.bench.measure import (
+    ALL,
+    ANY,
+    BANDS_FILE,
+    CERTAINTY_FILE,
+    MEMORY_ERRORS_FILE,
+    RESULTS_FILE,
+    Crew,
+    Evidence,
+    Narrowing,
+    Scenario,
+    declared_cells,
+    packaged_model,
+    run_cell,
+    trace_classes,
+    trace_events,
+)
 from spbench.bench.row import Row, json_line
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import RECORDS, Comparison, read_csv

@@ -17,8 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.trust.bands import PEAK, RESERVED
-from spbench.bench.measure.trust.fit_certainty import FITS, NO, TIGHT, Evidence, Filled, kinds_of
+from spbench.bench.measure import FITS, NO, PEAK, RESERVED, TIGHT, Evidence, Filled, kinds_of
 from spbench.bench.setting_values import STOOD_IN
 from spbench.bench.tools.papers.comparison import Comparison, read_comparisons, read_csv
 from spbench.bench.tools.papers.megatron_cases import CASES, GOLDEN_FILES, MEMORY

@@ -15,8 +15,7 @@ from typing import Any, Literal, cast
 
 import spbench
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.sweep.results import RESULTS_FILE, flat, read_all_rows
+from spbench.bench.measure import RESULTS_FILE, Scenario, flat, read_all_rows
 from spbench.bench.measurement import Measured, Status
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import answers_of

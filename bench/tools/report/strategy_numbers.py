@@ -11,7 +11,7 @@ from itertools import cycle
 from typing import Any
 from urllib.parse import urlencode
 
-from spbench.bench.measure.verify.verdicts import Verdict
+from spbench.bench.measure import Verdict
 from spbench.bench.row import Row
 from spbench.bench.tools.report.gathered import CellResult
 from spbench.bench.tools.report.page import AXIS, LABELS, DataTable, Drawing, Svg, ticks

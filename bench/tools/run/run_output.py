@@ -14,14 +14,26 @@ from typing import Any, Literal
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column, Output, Table, memory_table
 from spbench.bench.command_line.progress import message
-from spbench.bench.measure.engines.tracing import only_plain_traces
-from spbench.bench.measure.scenarios.choices import refusal
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
-from spbench.bench.measure.sweep.results import RESULTS_FILE, flat, flat_rows, read_rows
-from spbench.bench.measure.sweep.sweep import digests_of_a_run, is_final, outdated
-from spbench.bench.measure.trust.bands import TIE, TIE_LEGEND, priced_by_in_words, shown_band, tied, with_band
-from spbench.bench.measure.trust.fit_certainty import TIGHT, certainty
+from spbench.bench.command_line.shown_times import TIE, TIE_LEGEND, shown_band
+from spbench.bench.measure import (
+    RESULTS_FILE,
+    TIGHT,
+    Narrowing,
+    Scenario,
+    certainty,
+    digests_of_a_run,
+    flat,
+    flat_rows,
+    is_final,
+    narrowed_cells,
+    only_plain_traces,
+    outdated,
+    priced_by_in_words,
+    read_rows,
+    refusal,
+    tied,
+    with_band,
+)
 from spbench.bench.row import FAULTS, Row, finite
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import Comparison

@@ -11,15 +11,21 @@ import torch
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Output, memory_table
 from spbench.bench.command_line.progress import message, remark
+from spbench.bench.command_line.shown_times import shown_band
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.carried_rates import RatesUnknown, check_rates
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.step_times import add_simulated_time
-from spbench.bench.measure.engines.virtual import trace_classes
-from spbench.bench.measure.scenarios.select import Narrowing, the_cell
-from spbench.bench.measure.simulator.timeline import export_trace
-from spbench.bench.measure.trust.bands import priced_by_in_words, shown_band, with_band
-from spbench.bench.measure.verify.proof import unproven
+from spbench.bench.measure import (
+    Narrowing,
+    RatesUnknown,
+    add_simulated_time,
+    check_rates,
+    export_trace,
+    load_cluster,
+    priced_by_in_words,
+    the_cell,
+    trace_classes,
+    unproven,
+    with_band,
+)
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.units import shown_time

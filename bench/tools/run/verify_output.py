@@ -15,25 +15,24 @@ from spbench.bench.cell import TrainingOptions
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.choices import (
-    cell_names,
-    check_known,
-    names,
-    option_mistakes,
-    strategy_problem,
-)
-from spbench.bench.measure.scenarios.expand import chosen_device
-from spbench.bench.measure.scenarios.scenario import FLAG, given
-from spbench.bench.measure.sweep.provenance import provenance
-from spbench.bench.measure.verify import cases
-from spbench.bench.measure.verify.proof import keep_package_proof
-from spbench.bench.measure.verify.verdicts import (
+from spbench.bench.measure import (
     EQUAL,
+    FLAG,
     VERDICTS_FILE,
     Verdict,
     VerifyRow,
+    cell_names,
+    check_known,
+    chosen_device,
+    given,
+    keep_package_proof,
     kept_verdicts,
+    names,
+    option_mistakes,
+    provenance,
+    strategy_problem,
     verified_code,
+    verify_cases,
 )
 from spbench.bench.row import finite
 from spbench.bench.setting_values import names_a_file, read_model_file
@@ -86,7 +85,7 @@ def verified(
     made_by |= {name: provenance()[name] for name in ("commit", "torch")}
     made_by |= {"code": verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
     with kept_verdicts(output, made_by) as verdicts, Progress() as progress:
-        for row in cases.verify(
+        for row in verify_cases(
             [*named, *(pair.name for pair in all_pairs() if pairs)] or None,
             models or None,
             list(world_size or ((4,) if pairs else (1, 2, 3, 4))),

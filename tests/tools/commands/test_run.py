@@ -330,7 +330,7 @@ def test_both_ways_measure_the_same_and_the_plain_one_keeps_no_trace(
     """In this process, which keeps traces as a worker does."""
     (tmp_path / "small.yaml").write_text(SMALL)
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep", traces.used()(sweep_here))
+    monkeypatch.setattr("spbench.bench.tools.papers.execution.run_sweep", traces.used()(sweep_here))
     both(command_line, str(tmp_path / "small.yaml"), tmp_path)
     assert tracing.PLAIN_TRACE not in os.environ
 

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from spbench.bench.files import csv_text
-from spbench.bench.measure.sweep.provenance import commit_of
+from spbench.bench.measure import commit_of
 from spbench.bench.row import finite
 from spbench.bench.tools.report.gathered import CellResult, Gathered
 from spbench.bench.tools.report.page import Html, Page

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spbench.bench.measure.engines.engine import engines
-from spbench.bench.measure.sweep.provenance import commit_of
+from spbench.bench.measure import commit_of, engines
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.paper_findings import counts, distinct, role_errors, verdict_on
 from spbench.bench.tools.papers.sources import MEASURED

@@ -10,10 +10,15 @@ from dataclasses import fields
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.sweep.provenance import commit_of
-from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
-from spbench.bench.measure.sweep.sweep import changed_parts
-from spbench.bench.measure.verify.verdicts import Verdict, read_verdicts, verified_code
+from spbench.bench.measure import (
+    RESULTS_FILE,
+    Verdict,
+    changed_parts,
+    commit_of,
+    read_rows,
+    read_verdicts,
+    verified_code,
+)
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.reproductions import LAYERS, read_trace
 from spbench.bench.tools.report import report_markdown as md
