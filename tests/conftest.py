@@ -48,7 +48,7 @@ LONGEST = (
     "measure/verify/test_cases.py",
     "measure/engines/test_short_cuts.py",
     "impls/backends/test_backends.py",
-    "tools/advise/test_advise.py",
+    "tools/choose/test_advise.py",
     "impls/backends/test_experts.py",
     "impls/strategies/test_grouped_query.py",
     "measure/engines/test_peaks.py",
@@ -75,7 +75,7 @@ LONGEST = (
     "tools/jobs/test_flags.py",
     "plots/test_outputs.py",
     "measure/trace/test_telemetry.py",
-    "tools/advise/test_search.py",
+    "tools/choose/test_search.py",
     "measure/verify/test_windows.py",
     "measure/engines/test_emulated.py",
 )

@@ -1,7 +1,5 @@
 """Every text file is read and written in UTF-8, whatever the locale: Python's default is the locale's."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

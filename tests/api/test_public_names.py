@@ -1,7 +1,5 @@
 """`import spbench` imports nothing else, and has the same names at run time and for type checkers."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import subprocess

@@ -1,7 +1,5 @@
 """The fixture ``spbench`` in the tests of a project that uses spbench."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

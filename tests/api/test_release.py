@@ -1,7 +1,5 @@
 """A release: its metadata agree, its distributions pass twine, and a wheel runs from an empty folder."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -11,8 +11,6 @@ stand there mended too (:mod:`tests.benchmarks.mended`). With SPBENCH_PEERS=FILE
 CSV file. Times are reported, not judged; ours must be right.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The scripts of .ci, with programs in the place of the real ones that write down how they are called."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -77,7 +75,6 @@ def test_a_night_judges_a_tenth_of_the_committed_mistakes(
     ended, calls = run(programs, "mutations", str(tmp_path), failing=failing or "nothing at all 0")
     assert (ended, [call.split()[0] for call in calls]) == (code, ["python", "pytest", "python"])
     frozen = re.fullmatch(r"python scripts/mutations.py --frozen (\S+) --turn \d+", calls[0])
-    assert frozen is not None
     assert (ROOT / frozen[1]).is_file()
 
 

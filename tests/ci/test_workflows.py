@@ -1,7 +1,5 @@
 """The workflows of .github: valid, with few rights, and made of commands that exist."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -115,7 +113,6 @@ def test_commands_and_options_are_there(words: list[str]) -> None:
     command = COMMANDS.load(words[0]) if words[0] in COMMANDS.names() else None
     if command is None and words[0] == "report":
         pytest.skip("spbench report is not there")
-    assert command is not None
     known = {option for parameter in command.params for option in parameter.opts}
     assert {word for word in words if word.startswith("--")} <= known
 

@@ -1,7 +1,5 @@
 """What the tests of pages would catch: planted mistakes in a page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Numbers in the prose of docs/gpu.md and docs/import.md are those of committed files and of arithmetic."""
 
-from __future__ import annotations
-
 import csv
 import re
 from pathlib import Path

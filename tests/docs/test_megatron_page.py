@@ -1,7 +1,5 @@
 """docs/megatron.md has every argument that `spbench import` maps, and options that exist."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from pathlib import Path

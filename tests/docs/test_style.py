@@ -1,7 +1,5 @@
 """The prose of the pages keeps to the rules of style.py, but for the faults that style.yaml counts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import click

@@ -1,8 +1,6 @@
 """The ranks of a pipeline stage, arranged anew for experts. Bounds of options, from both sides. Loops whose
 steps can be chosen among."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Where tokens go by a plan, and what each rank knows of the others from it."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

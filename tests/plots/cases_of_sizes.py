@@ -1,7 +1,5 @@
 """Figures of the largest sizes that fit, and bars of bytes, times and ablations: rows, and what is drawn."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from spbench.plots import expert_skew, lasp, splits

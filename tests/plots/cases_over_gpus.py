@@ -1,7 +1,5 @@
 """Figures over lengths and GPUs: rows, and what is drawn of them."""
 
-from __future__ import annotations
-
 from spbench.plots import dsp, lasp, rsa
 from spbench.plots.methods import draw as draw_methods
 from tests.plots.figure_cases import ALONE, GIB, LOST, TOKENS, TP, Case, Row, formula, sized, steps

@@ -1,8 +1,6 @@
 """What is drawn is what rows and published numbers say: for each figure the points and bars by their ids, the
 legend, titles, axes and notes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from matplotlib.figure import Figure

@@ -1,7 +1,5 @@
 """Figures of other things than rows (rates, answers of advice), files, and figures of nothing."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

@@ -4,8 +4,6 @@ hand. What Megatron-Core's stages keep of the hidden states that they received.
 Every data-parallel backend sends what its closed form says, and holds less than the one before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock

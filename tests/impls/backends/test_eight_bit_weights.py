@@ -1,8 +1,6 @@
 """Weights that Megatron's buffers keep and gather in eight bits: values, faults, bytes sent and held. AdamW
 with moments in another precision than the weights, against torch's."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

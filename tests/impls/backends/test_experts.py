@@ -1,8 +1,6 @@
 """Every backend sums the gradients of experts over the ranks that have copies of them, and shards them over
 these alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Their memory is compared with that of real ranks in tests/measure/engines/test_p
 ZeRO-1 whose gradients are summed after backward, as DeepSpeed's: values, bytes, and what is held.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The backend ``megatron`` with its options: values, planted faults, closed form, bytes held."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Muon in the backend `megatron`: torch's own on 1 to 4 ranks, who updates which matrix, what is sent."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -85,7 +83,6 @@ def by_torch(reference: Training) -> None:
 
     def step() -> None:
         for name, p in matrices.items():
-            assert p.grad is not None
             for x, values, gradient in zip(flat[name], flat_of(p.data, p), flat_of(p.grad, p), strict=True):
                 x.data, x.grad = values, gradient
         for group in (*muon.param_groups, *adam.param_groups):

@@ -6,8 +6,6 @@ Weights that are built on the meta device and divided before they have memory: t
 model that was built whole, and no rank holds more than its part.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -77,7 +75,6 @@ def test_as_many_broadcasts_as_ranks_that_update_something(ranks: int) -> None:
     asked = one_device.cell("zero1", "single", training=WHOLE, batch=ranks, sizes={"dp": ranks})
     (only,) = rank_classes(asked)
     trace = tracing.trace(asked, only.first, events=True)
-    assert trace.program is not None
     names = Counter(trace.program.names[n] for n in trace.program.name)
     sizes = [p.numel() for p in asked_parameters(asked)]
     owned = Counter[int]()

@@ -1,7 +1,5 @@
 """Every operator's fake implementation against its real one."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any

@@ -1,7 +1,5 @@
 """Casts to eight bits against a plain reference, and projections within the bound of their recipe."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext

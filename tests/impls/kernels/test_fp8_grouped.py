@@ -1,8 +1,6 @@
 """Matmuls of experts and latents in eight bits: each expert as a projection of its own, bytes sent. Casts by
 scales of earlier passes: values, the history, one scale on all ranks, bytes of all-reduces."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -83,7 +81,6 @@ def test_an_expert_without_rows_has_no_gradient() -> None:
     each = weights()
     y = grouped_project_fp8(made(sum(ROWS), 128), each, ROWS, RECIPES["tensorwise"])
     y.sum().backward()
-    assert each[1].grad is not None
     assert not each[1].grad.any()
     assert fp8_amax_rows(made(sum(ROWS), 8).detach(), ROWS)[1] == 0
 

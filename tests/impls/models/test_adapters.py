@@ -1,7 +1,5 @@
 """Adapters of low rank: what is trained, what is kept, and ranks beside one device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -145,12 +143,10 @@ def _not_entered(self: Any, honest: Any, x: Tensor, weight: Tensor, bias: Tensor
 
 def _of_the_next(block: MixtureModule) -> None:
     """An expert's rows meet the adapter of another one."""
-    assert block.adapters is not None
     block.adapters.opens_up = nn.ModuleDict(reversed(block.adapters.opens_up.items()))  # type: ignore[operator,arg-type]
 
 
 def _summed_over_all(block: MixtureModule) -> None:
-    assert block.adapters is not None
     for p in block.adapters.parameters():
         p.spbench_expert = False  # type: ignore[attr-defined]
 

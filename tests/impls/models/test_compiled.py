@@ -6,8 +6,6 @@ Checkpoints on the host: gradients are those of checkpoints on the device, also 
 the waits of streams allow, and a wait that is left out is seen.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -220,7 +218,6 @@ def copies(**changes: Any) -> Counter[str]:
         "seq_len": 16,
     }
     program = tracing.trace(Cell.model_validate(asked | changes), events=True).program
-    assert program is not None
     names = [program.names[n] for n, kind in zip(program.name, program.kind, strict=True) if kind == KERNEL]
     return Counter(name for name in names if name in ("to_host_", "to_device_"))
 

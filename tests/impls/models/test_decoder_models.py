@@ -3,8 +3,6 @@
 What a step of causal language models sends and holds, and what its backward keeps.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

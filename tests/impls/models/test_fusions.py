@@ -1,7 +1,5 @@
 """Fusions that a library has or leaves out: gradients, bytes kept, and peaks on virtual and real ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Models on grids: sizes as published, closed forms as built, and the loss that a diffusion step learns."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

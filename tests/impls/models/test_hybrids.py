@@ -1,7 +1,5 @@
 """Hybrids: patterns of layers, their presets, and what is refused."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

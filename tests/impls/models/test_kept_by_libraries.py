@@ -1,7 +1,5 @@
 """What a layer keeps for backward, bytes a token, against counts from the libraries' public code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

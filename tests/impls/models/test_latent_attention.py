@@ -1,7 +1,5 @@
 """Latent attention and multi-token prediction: values, sizes, bytes, and what libraries keep."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A step computes the same products by the layers of any library; attention by scores adds its own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -29,7 +27,6 @@ def flops(backend: str = "ddp", **options: Any) -> tuple[float, float]:
         training={"backend": backend},
     )
     program = trace(cell, events=True).program
-    assert program is not None
     of_attention = program.category == ATTENTION
     return float(program.flops[~of_attention].sum()), float(program.flops[of_attention].sum())
 

@@ -10,8 +10,6 @@ A kind of feed-forward block that a model brings, as the example of plug-ins doe
 One attention call: what it holds, what refuses it, and what bounds its time.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import fields, replace
 from typing import Any
@@ -269,8 +267,6 @@ def test_wide_heads_send_what_the_closed_form_says(strategy: str, sizes: dict[st
 
 def test_a_model_counts_the_parameters_of_its_own_blocks() -> None:
     spec = importlib.util.spec_from_file_location("two_step_lm", EXAMPLES / "two_step_lm.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     model = module.PRESETS["two-step-lm-tiny"]
@@ -313,8 +309,6 @@ def test_zigzag_halves_the_work_of_the_last_rank_of_a_ring() -> None:
         )
         for placement in ("contiguous", "zigzag")
     )
-    assert contiguous.step_time_s is not None
-    assert zigzag.step_time_s is not None
     assert contiguous.step_time_s / zigzag.step_time_s == pytest.approx(7.5 / 4, rel=0.03)
 
 

@@ -1,7 +1,5 @@
 """Frozen weights in few bits: what they unpack to, ranks beside one device, bytes and memory."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiles of MLPs and losses: their numbers, their bytes, what is kept, and faults that others have had."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Skipped where a package is missing: fla-core and ring-flash-attn are of the extra peers, transformers is not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec

@@ -2,8 +2,6 @@
 are installed: which are right, and in which precision. Skipped where a package is missing; ``pip install -e
 '.[peers]'`` brings all."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

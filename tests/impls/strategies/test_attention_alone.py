@@ -1,8 +1,6 @@
 """Attention alone on real ranks: values, all three gradients, bytes, and sizes that strategies refuse. The
 attention of UPipe's rounds: one graph for all of them."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,6 @@
 """Attention in rounds of heads (UPipe) and by chunks of the sequence with keys on the host (FPDT): sizes,
 what is sent, what is held, and copies that come too early or too late."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -60,14 +58,11 @@ def test_heads_are_padded(pool: RankPool) -> None:
 
 def test_rounds_send_a_group_once() -> None:
     eight = rounds_of(32, 8, 8, 1)  # Llama 3 8B: four queries a group, each a round
-    assert eight is not None
     assert (eight.sets, eight.each, eight.keys, eight.queries, eight.runs) == (1, 4, 1, 1, 1)
     replicated = rounds_of(32, 8, 16, 1)  # two ranks have the same keys, and half of their queries each
-    assert replicated is not None
     assert (replicated.sets, replicated.each, replicated.runs) == (1, 2, 2)
     assert rounds_of(32, 8, 8, 3) is None
     wide = rounds_of(32, 8, 2, 8)
-    assert wide is not None
     assert (wide.sets, wide.each, wide.keys, wide.queries) == (2, 1, 2, 4)
 
 

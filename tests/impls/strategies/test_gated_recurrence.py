@@ -2,8 +2,6 @@
 sizes that are refused. Gated recurrences of packed documents on real ranks: values, every gradient, bytes,
 and planted faults."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

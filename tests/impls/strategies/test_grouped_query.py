@@ -1,7 +1,5 @@
 """Grouped-query attention over ranks: weights, values, gradients, bytes and what a rank holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -65,7 +63,6 @@ def test_parts_of_the_weight_make_the_heads_of_the_whole(kv_heads: int, n: int) 
         torch.testing.assert_close(keys, k[:, :, groups])
         torch.testing.assert_close(values, v[:, :, groups])
         shard = shard_of(part.weight)  # type: ignore[arg-type]
-        assert shard is not None
         assert shard.full_shape(part.weight.shape) == [kv_heads, (HEADS // kv_heads + 2) * HEAD_SIZE, HIDDEN]  # type: ignore[arg-type,union-attr]
     torch.testing.assert_close(torch.cat(queries, 2), q.flatten(2, 3))
 

@@ -1,8 +1,6 @@
 """The loss of split logits and of gathered ones: what loss parallelism saves. Odysseus: MLPs on each rank's
 own positions, with weights that are whole or gathered for each product."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -140,7 +138,6 @@ class _OwnGradientAlone(Odysseus):
     """A rank keeps its rows of a gathered weight's gradient from its own positions, and adds no other's."""
 
     def times_gathered(self, x: Tensor, weight: Tensor, dim: int) -> Tensor:
-        assert self.group is not None
         return project(x, gather_from_group(weight, dim, self.group))
 
 

@@ -1,7 +1,5 @@
 """Placements of positions on ranks, of each strategy that has them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import pytest

@@ -1,8 +1,6 @@
 """Ring Attention and gathered keys and values: bytes, memory, within other strategies, misuse of a ring. The
 halo of a window, against a mask of all pairs, for random windows and packings."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Our context parallelism beside torch's own (torch.distributed.tensor.experimental): the same positions on
 each rank, and the same messages, for each rotate method, with load balancing and without."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data and pipeline parallelism around each strategy give the single device's loss and gradients."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

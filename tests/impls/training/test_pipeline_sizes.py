@@ -1,7 +1,5 @@
 """What pipeline stages send beside its closed form, and sizes that cannot be divided."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Predicted peaks are those of whole traces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,14 +38,11 @@ def fits(cell: Cell, value: int) -> bool:
 
 
 def step_of(cell: Cell) -> int:
-    assert cell.search is not None
     ranks = cell.sizes.sp if cell.search.quantity == "seq_len" else 1
     return cell.search.step * ranks
 
 
 def assert_proved(cell: Cell, found: Measurement) -> None:
-    assert found.answer is not None
-    assert cell.search is not None
     assert found.answer % step_of(cell) == 0
     assert found.status == "ok"
     tried = {probe["value"]: probe["status"] for probe in found.proof}
@@ -166,7 +161,6 @@ def test_timed_search_times_its_answer(stages: int) -> None:
         search=search,
     )
     found = largest_that_fits(cell)
-    assert found.answer is not None
     assert [probe["status"] for probe in found.proof].count("oom") >= 1
     alone = VirtualEngine().measure(cell.at(found.answer))
     assert found.step_time_s == alone.step_time_s is not None

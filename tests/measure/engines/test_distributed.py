@@ -1,8 +1,6 @@
 """The distributed engine on this machine's CPUs; and the order of the mesh: the same bytes and memory on
 other ranks, and so other times between nodes."""
 
-from __future__ import annotations
-
 import os
 import re
 import statistics
@@ -48,8 +46,6 @@ def test_two_ranks() -> None:
     expected = VirtualEngine().measure(CELL)
     assert measured.communication == expected.communication
     assert measured.formula == expected.formula
-    assert measured.peak_memory_bytes is not None
-    assert expected.peak_memory_bytes is not None
     # equal unless Gloo's thread held a tensor longer (see test_virtual); never less
     assert expected.peak_memory_bytes <= measured.peak_memory_bytes < 1.1 * expected.peak_memory_bytes
     assert sum(measured.peak_held.values()) == measured.peak_memory_bytes
@@ -133,8 +129,6 @@ def cell(mesh: list[str], strategy: str = "ring_attention", **changes: Any) -> C
 def test_an_axis_across_nodes_takes_longer_and_sends_and_holds_the_same() -> None:
     inside, outside = (VirtualEngine().measure(cell(mesh)) for mesh in ORDERS)
     assert inside.status == outside.status == "ok"
-    assert inside.step_time_s is not None
-    assert outside.step_time_s is not None
     assert outside.step_time_s > 1.2 * inside.step_time_s
     # a mean over ranks, which are summed in another order
     assert inside.breakdown["compute_s"] == pytest.approx(outside.breakdown["compute_s"], rel=1e-12)

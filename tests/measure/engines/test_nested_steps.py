@@ -1,7 +1,5 @@
 """Strategies around each other: virtual ranks, real ranks and closed forms agree, axis by axis."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 
@@ -133,7 +131,6 @@ def test_pairs_are_all_that_can_be() -> None:
 def test_options_of_all_are_given_by_name() -> None:
     found = nesting("ulysses+ring_attention")
     outer = found.configured(ALONE, {"pad_heads": True, "placement": "zigzag"})
-    assert outer.within is not None
     assert (outer.options.pad_heads, outer.within.options.placement) == (True, "zigzag")  # type: ignore[attr-defined]
     assert (outer.axes, outer.within.axes) == (("sp",), ("cp",))
     with pytest.raises(KeyError, match=r"strategy ulysses\+ring_attention has no option 'turn'; it has: "):

@@ -1,7 +1,5 @@
 """Memory in an allocator's blocks, for each class of ranks and at each of several traced steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +83,6 @@ def test_the_step_that_does_not_fit_is_named_and_says_what_it_would_take() -> No
     marks = [("forward", 1), ("optimizer", 2), ("forward", 4), ("backward", 5)]
     log = MemoryLog(sizes, events, marks, LOG.tags, ends=[4, 6])
     found = RankMemory.of(log, capacity=99 * MIB)
-    assert found.failure is not None
     assert (found.failure.step, found.failure.phase) == (2, "forward")
     likes = RankClass(Stage(1, 2), {}, (4, 5, 6))
     assert found.failure.reason(likes) == (
@@ -95,7 +92,6 @@ def test_the_step_that_does_not_fit_is_named_and_says_what_it_would_take() -> No
     assert [row["status"] for row in found.rows(likes)] == ["ok", "ok", "oom"]
     assert (found.peak.nbytes, found.reserved[-1], found.reserved_on_card) == (88 * MIB, 100 * MIB, 70 * MIB)
     within = RankMemory.of(MemoryLog([60 * MIB, 1], [1, 2], [("forward", 1)]), capacity=50 * MIB)
-    assert within.failure is not None
     assert "in set-up on rank 0" in within.failure.reason(ALONE)
     assert not within.failure.steps_fit
     assert [row["status"] for row in within.rows(ALONE)] == ["oom", "oom"]
@@ -103,7 +99,6 @@ def test_the_step_that_does_not_fit_is_named_and_says_what_it_would_take() -> No
 
 def test_a_setup_that_alone_does_not_fit_is_told_so() -> None:
     found = RankMemory.of(LOG, capacity=120 * MIB)
-    assert found.failure is not None
     assert (found.failure.step, found.failure.steps_fit) == (0, True)
     assert [row["status"] for row in found.rows(ALONE)] == ["oom", "ok", "ok"]
     told = "the steps fit at 0.1 GiB, set-up does not: 0.1 GiB"
@@ -161,8 +156,6 @@ def test_a_later_step_has_the_moments_that_the_first_one_makes() -> None:
     assert second == steady
     assert first.at_end == steady.at_end
     # what the last step does and sends is what a step with moments does: the making of them is not in it
-    assert lazy.program is not None
-    assert kept.program is not None
     assert differing_fields(lazy.program, kept.program) == []
     assert lazy.communication.counts == kept.communication.counts
 

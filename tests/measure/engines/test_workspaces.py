@@ -1,7 +1,5 @@
 """Workspaces of libraries: one for each library and thread, of the size that the cluster or the cell says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -60,7 +58,6 @@ def test_a_row_has_them_on_a_cluster_that_says_how_large_they_are() -> None:
     found = VirtualEngine().measure(cell_of())
     assert without.peak_held["workspaces"] == 0
     assert found.peak_held["workspaces"] == 2 * A100["cublas"]
-    assert without.peak_memory_bytes is not None
     assert found.peak_memory_bytes == pytest.approx(without.peak_memory_bytes + 2 * A100["cublas"], rel=1e-2)
     (at_end,) = (row["allocated_bytes"] for row in found.by_class if row["step"])
     assert at_end > 2 * A100["cublas"]  # for ever
@@ -96,7 +93,6 @@ def test_a_card_on_which_cached_memory_must_be_given_back_can_count_as_full(conf
     # of 80 MiB 40 are free again and 20 in use; 60 are asked for
     log = MemoryLog(sizes=[40 * MIB, 20 * MIB, 60 * MIB], events=[1, 2, -1, 3], marks=[("forward", 0)])
     may, may_not = (RankMemory.of(log, 80 * MIB, allocator_of(cell)) for cell in cells)
-    assert may_not.failure is not None
     assert may_not.failure.error.reserved >= 60 * MIB
     reason = may_not.failure.reason(plan(cells[1]).class_of(0))
     assert "without a retry of the allocator" in reason

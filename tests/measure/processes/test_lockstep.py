@@ -4,8 +4,6 @@ whose tensors go through the host's memory compute what ranks with Gloo do.
 Errors against float64 of all ranks in turn, and that sums in half precision show in them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -2,8 +2,6 @@
 unlike those that were measured.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

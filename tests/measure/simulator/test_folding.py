@@ -1,7 +1,5 @@
 """Folded worlds have the times of whole ones, bit by bit; a shift that is no symmetry is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """The host's clock: closed answers of small programs, and any program beside a loop over its events."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 
@@ -110,7 +108,6 @@ def test_on_a_cpu_both_clocks_are_one() -> None:
     b.wait(b.collective("all_reduce", 3, everyone(2)))
     b.kernel("mm", flops=3)
     on = with_host(operator_s=2.0)
-    assert on.host is not None
     alone = timed([b.program()], [[0, 1]], on).step_time_s
     one = timed(
         [b.program()],
@@ -195,7 +192,6 @@ def programs(draw: st.DrawFn) -> Program:
 
 def event_by_event(program: Program, on: Cluster) -> tuple[list[float], float]:
     """When each event starts (a wait: is left), and when all have ended."""
-    assert on.host is not None
     costs, hosts = Costs(on, Calibration()), on.host
     figures = [hosts.seconds(name) for name in ("view_s", "node_s", "module_s")]
     kernel_s = costs.kernels(program)

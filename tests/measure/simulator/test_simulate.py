@@ -1,8 +1,6 @@
 """The simulated timeline against answers known beforehand. What holds of the timeline of any program.
 Programs and clusters that cannot be timed: the error names the rank, the event or the rate."""
 
-from __future__ import annotations
-
 import time
 from itertools import product
 from math import prod

@@ -1,8 +1,6 @@
 """Streams of a library's own: what torch's fully_shard hides, against times worked out by hand. What devices
 of a node share: sends and collectives over a link between two sockets, by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -161,7 +159,6 @@ def forward_of_two_layers(
         x = torch.empty(rows, WIDTH)
         with recorder, recorder.phase("forward"), torch.no_grad():
             model(x)
-        assert recorder.events is not None
         program = recorder.events.program()
     return timed([program], [range(2)], cluster(rate=rate))
 
@@ -201,7 +198,6 @@ def test_a_step_uses_the_streams_of_fully_shard(
     if recorder is Recorder:
         monkeypatch.setenv(tracing.PLAIN_TRACE, "1")
     program = tracing.trace(training(), events=True).program
-    assert program is not None
     assert stream_names(program) == [
         "compute",
         "stream 1: _foreach_copy_, all_gather_copy_in",  # of float32 shards to bfloat16, then in their place

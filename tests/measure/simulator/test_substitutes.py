@@ -1,7 +1,5 @@
 """What is priced by something else than a rate of its own: kernels and links by hand, and words on them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any, get_args
 

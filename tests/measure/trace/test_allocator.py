@@ -5,8 +5,6 @@ alloc_found_block, free_block, try_merge_blocks, release_cached_blocks) with def
 by hand (c10/cuda/CUDACachingAllocator.cpp: find_expandable_block, map_block, unmap_block, get_free_block,
 should_split)."""
 
-from __future__ import annotations
-
 import pytest
 
 from spbench.bench.measure.memory.allocator import CachingAllocator, OutOfMemory, replay
@@ -174,7 +172,6 @@ def test_replay_counts_peaks_and_stops_at_the_failure() -> None:
     assert (fails.peak_allocated, fails.peak_reserved) == (56 * MIB, 56 * MIB)
     assert (fails.events, fits.events) == (6, 10)
     error = fails.out_of_memory
-    assert error is not None
     assert (error.requested, error.allocated, error.reserved) == (8 * MIB, 56 * MIB, 56 * MIB)
 
 

@@ -3,8 +3,6 @@
 The rules of torch's caching allocator written again, slowly and plainly (see ``test_allocator``).
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

@@ -1,7 +1,5 @@
 """What the event log counts of the host's work between two events, on either path."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -32,7 +30,6 @@ def one_step(fast: bool) -> Program:
                 for parameter in module.parameters():
                     parameter.detach().view(-1).add_(1.0)
         assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
-        assert recorder.events is not None
         return recorder.events.program()
 
 

@@ -2,8 +2,6 @@
 or worked out, as torch's fake tensors say it; pieces that are joined at once are not cut. In whose forward or
 backward storages are made."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -85,8 +83,6 @@ def test_an_output_remembered_with_another_shape_is_seen(monkeypatch: pytest.Mon
     wrong = dict(recorder.MEMORY)
     for key, remembered in wrong.items():
         if key[0] is torch.ops.aten._softmax.default or "gelu" in key[0]._schema.name:
-            assert remembered is not None
-            assert remembered.results is not None
             new = remembered.results[0]
             larger = dataclasses.replace(new, stride=tuple(2 * s for s in new.stride))
             wrong[key] = dataclasses.replace(remembered, results=(larger, *remembered.results[1:]))
@@ -148,7 +144,6 @@ def test_operators_are_worked_out_as_the_mode_does() -> None:
             found = worked_out(operator, args, kwargs, attributes)
             expected = described(operator, args, kwargs, operator(*args, **kwargs))
             assert found is not None, operator
-            assert expected is not None
             assert (found.results, found.container) == (expected.results, expected.container), operator
 
 

@@ -1,7 +1,5 @@
 """Ring Self-Attention, Ring Attention and gathered keys with a planted fault each, as real code has had."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

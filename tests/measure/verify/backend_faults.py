@@ -1,7 +1,5 @@
 """Data-parallel backends with a planted fault each. None is a backend that is found by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Strategies that treat packed documents, sliding windows and attention sinks wrongly, as public code has."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

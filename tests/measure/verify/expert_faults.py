@@ -1,8 +1,6 @@
 """Models with experts that have a planted fault each, of the kinds that public code has had. On one rank each
 is as it should be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

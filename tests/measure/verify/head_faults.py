@@ -1,8 +1,6 @@
 """Strategies that send heads, in rounds or by chunks of positions, and grouped queries, with a planted fault
 each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

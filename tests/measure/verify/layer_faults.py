@@ -1,8 +1,6 @@
 """Tensor parallelism, Megatron's sequence parallelism, DSP and strategies around each other, with a planted
 fault each, of the kinds that public code has had."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

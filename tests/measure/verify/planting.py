@@ -4,8 +4,6 @@ The tables of faults are attention_faults.py, head_faults.py, layer_faults.py, d
 recurrence_faults.py and backend_faults.py. None of their classes is registered.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable

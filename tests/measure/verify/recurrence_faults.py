@@ -1,7 +1,5 @@
 """LASP, LASP-2 and Ulysses with planted faults of states between chunks, and of gated recurrences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

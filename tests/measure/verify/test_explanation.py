@@ -1,7 +1,5 @@
 """Where a step goes wrong first: what verification says of planted faults beside that they are wrong."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 The checker rejects the planted faults of experts, and names a tensor that each spoils.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import asdict, replace
 

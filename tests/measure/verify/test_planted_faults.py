@@ -1,7 +1,5 @@
 """The checker rejects every planted fault, and names a tensor that the fault spoils."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

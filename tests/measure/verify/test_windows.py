@@ -3,8 +3,6 @@
 Packed documents against documents one by one, and the faults that public code has had with them.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Models from config.json: parameters exactly as transformers' own models have them, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

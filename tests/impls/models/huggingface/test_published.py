@@ -1,7 +1,5 @@
 """Models by their names on Hugging Face: parameters beside published ones."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
@@ -38,13 +36,11 @@ def test_only_fields_that_count_are_kept() -> None:
 @pytest.mark.parametrize("known", COUNTED, ids=lambda known: known.name)
 def test_parameters_are_as_published(known: Published) -> None:
     ours, published = parameters(model_from_config(known.config)), known.parameters
-    assert published is not None
     assert known.counted is not None
     if published.isdigit():
         assert ours == int(published)
     else:
         rounded = re.fullmatch(r"([\d.]+)([MBT])", published)
-        assert rounded is not None
         # cards of models round down, too: Qwen2.5-32B has 32.76 billion, and says 32.5
         assert ours == pytest.approx(float(rounded[1]) * UNITS[rounded[2]], rel=0.015)
 
@@ -60,7 +56,6 @@ def test_parameters_are_as_published(known: Published) -> None:
 )
 def test_a_name_and_a_preset_are_one_size(name: str, preset: str) -> None:
     known = published_model(name.upper())
-    assert known is not None
     assert known.name == name
     assert parameters(model_from_config(known.config)) == parameters(model_preset(preset))
 
