@@ -23,7 +23,6 @@ from spbench.bench.measure import (
     digests_of_a_run,
     impossible,
     measure,
-    narrowed_cells,
     project_commit,
     read_rows,
     run_cell,
@@ -115,7 +114,7 @@ def _chosen(what: str | PathLike[str] | Scenario | Cell | Iterable[Cell], narrow
     if isinstance(what, str | PathLike):
         what = load_scenario(what)
     if isinstance(what, Scenario):
-        return narrowed_cells(what, narrowing)
+        return narrowing.cells(what)
     if narrowing != Narrowing():
         raise UserError("cells are run as they are; choose among them before, or give a scenario")
     cells = {cell.key: cell for cell in ([what] if isinstance(what, Cell) else what)}

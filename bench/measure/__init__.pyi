@@ -39,7 +39,6 @@ from spbench.bench.measure.engines.deepened_traces import leading_runs as leadin
 from spbench.bench.measure.engines.deepened_traces import stage_layers as stage_layers
 from spbench.bench.measure.engines.deepened_traces import with_layers as with_layers
 from spbench.bench.measure.engines.distributed import SEED as SEED
-from spbench.bench.measure.engines.distributed import DistributedEngine as DistributedEngine
 from spbench.bench.measure.engines.distributed import launch as launch
 from spbench.bench.measure.engines.engine import Engine as Engine
 from spbench.bench.measure.engines.engine import Quantity as Quantity
@@ -117,9 +116,6 @@ from spbench.bench.measure.scenarios.select import ALL as ALL
 from spbench.bench.measure.scenarios.select import ATTENTION as ATTENTION
 from spbench.bench.measure.scenarios.select import NO_KERNEL as NO_KERNEL
 from spbench.bench.measure.scenarios.select import Narrowing as Narrowing
-from spbench.bench.measure.scenarios.select import declared_cells as declared_cells
-from spbench.bench.measure.scenarios.select import narrowed_cells as narrowed_cells
-from spbench.bench.measure.scenarios.select import the_cell as the_cell
 from spbench.bench.measure.scenarios.select import with_usual_attention as with_usual_attention
 from spbench.bench.measure.simulator.costs import Costs as Costs
 from spbench.bench.measure.simulator.group_links import GroupLinks as GroupLinks
@@ -187,7 +183,6 @@ from spbench.bench.measure.trust.error_model import NO_RATE as NO_RATE
 from spbench.bench.measure.trust.error_model import ErrorModel as ErrorModel
 from spbench.bench.measure.trust.error_model import Interval as Interval
 from spbench.bench.measure.trust.error_model import Pairs as Pairs
-from spbench.bench.measure.trust.error_model import distance as distance
 from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE as CERTAINTY_FILE
 from spbench.bench.measure.trust.fit_certainty import FITS as FITS
 from spbench.bench.measure.trust.fit_certainty import NO as NO

@@ -152,7 +152,7 @@ def use() -> None:
 
 
 @contextmanager
-def used() -> Iterator[None]:
+def keeping_traces() -> Iterator[None]:
     """Inside, as after :func:`use`."""
     global _cache
     before = _cache
@@ -161,9 +161,6 @@ def used() -> Iterator[None]:
         yield
     finally:
         _cache = before
-
-
-keeping_traces = used
 
 
 @dataclass

@@ -155,7 +155,7 @@ def _rows(side: str, version: CodeVersion, folder: Path, said: str) -> list[Row]
     Raises:
         UserError: there are none, or they were made by another commit.
     """
-    rows, _ = read_rows(folder / RESULTS_FILE)
+    rows, _ = read_rows(folder)
     if not rows:
         last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
         raise UserError(f"{side} ({version}) cannot run this: {last.removeprefix('spbench: ')}")

@@ -22,7 +22,6 @@ from spbench.bench.measure import (
     load_scenario,
     model_parameters,
     names,
-    narrowed_cells,
     refusal,
     with_usual_attention,
 )
@@ -113,7 +112,7 @@ def _of_scenario(name: str, asked: Asked) -> list[Cell]:
         variant=asked.variant,
         where=asked.where,
     )
-    return narrowed_cells(load_scenario(name), narrowing)
+    return narrowing.cells(load_scenario(name))
 
 
 def _refuse_narrowing(name: str, asked: Asked) -> None:

@@ -11,13 +11,7 @@ from spbench.bench.tools.jobs.job import Argument, Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.program_files import configuration, values_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
-from spbench.bench.tools.jobs.transformers_step import (
-    Adapted,
-    Said,
-    TransformersStep,
-    said,
-    said_in_table,
-)
+from spbench.bench.tools.jobs.transformers_step import Adapted, Said, TransformersStep, said, said_in_table
 from spbench.bench.tools.jobs.variables import variables
 from spbench.impls.models.blocks.adapter_options import LATENT, PROJECTIONS
 

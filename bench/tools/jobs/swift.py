@@ -14,12 +14,7 @@ from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.launch import Launch, launched, options_of
 from spbench.bench.tools.jobs.program_files import deepspeed_of, script_of, with_deepspeed, with_trainer
 from spbench.bench.tools.jobs.transformers_settings import set_step
-from spbench.bench.tools.jobs.transformers_step import (
-    Said,
-    TransformersStep,
-    precision_of,
-    said_in_table,
-)
+from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, precision_of, said_in_table
 from spbench.bench.tools.jobs.variables import variables
 
 #: by torch_dtype

@@ -8,11 +8,7 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.program_files import adapters_of, configuration
 from spbench.bench.tools.jobs.transformers_settings import job_of_files
-from spbench.bench.tools.jobs.transformers_step import (
-    Said,
-    TransformersStep,
-    said_in_table,
-)
+from spbench.bench.tools.jobs.transformers_step import Said, TransformersStep, said_in_table
 
 _TRAIN, _PARALLEL = "train.", "train.accelerator."
 

@@ -14,13 +14,7 @@ from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.launch import launched, overrides_of
 from spbench.bench.tools.jobs.program_files import script_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
-from spbench.bench.tools.jobs.transformers_step import (
-    FSDP_1,
-    Said,
-    TransformersStep,
-    said,
-    said_in_table,
-)
+from spbench.bench.tools.jobs.transformers_step import FSDP_1, Said, TransformersStep, said, said_in_table
 from spbench.bench.tools.jobs.variables import variables
 
 _PROGRAMS = re.compile(r"verl\.trainer\.(fsdp_)?sft_trainer(_engine)?")

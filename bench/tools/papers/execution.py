@@ -25,11 +25,9 @@ from spbench.bench.measure import (
     ResultsFile,
     Scenario,
     at_once,
-    declared_cells,
     digests_of_a_run,
     is_current,
     load_cluster,
-    narrowed_cells,
     opened,
     option_mistakes,
     outdated,
@@ -116,9 +114,9 @@ def run_cells(
         click.Abort: interrupted; it says how many cells are kept.
     """
     _check_measured_tree(scenario.name)
-    declared = declared_cells(scenario, narrowing)
+    declared = narrowing.declared(scenario)
     limit = {} if timeout_s is None else {"timeout_s": timeout_s}
-    cells = [cell.model_copy(update=limit) for cell in narrowed_cells(scenario, narrowing, declared)]
+    cells = [cell.model_copy(update=limit) for cell in narrowing.cells(scenario, declared)]
     digest_of = digests_of_a_run()
     with ResultsFile(folder, fresh=fresh) as results:
         todo = unfinished(cells, results, digest_of)

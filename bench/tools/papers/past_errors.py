@@ -18,7 +18,7 @@ from typing import Any
 import scipy  # whose parts are imported as they are first used
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import ALL, Narrowing, Scenario, declared_cells, load_cluster, run_of
+from spbench.bench.measure import ALL, Narrowing, Scenario, load_cluster, run_of
 from spbench.bench.setting_values import STOOD_IN
 from spbench.bench.tools.papers.comparison import OF_TIMES, Comparison, read_comparisons
 from spbench.bench.tools.papers.error_fits import Covered, LeftOut, StepObservation, coverage, overall
@@ -141,7 +141,7 @@ def orders_by_scenario(scenarios: Iterable[Scenario], records: Sequence[Comparis
     """The :func:`order_lines` of each scenario that has any, by its name."""
     by_name = {}
     for scenario in scenarios:
-        cells = {cell.key: cell for cell in declared_cells(scenario, Narrowing(variant=ALL))}
+        cells = {cell.key: cell for cell in Narrowing(variant=ALL).declared(scenario)}
         if lines := order_lines((r for r in records if r.scenario == scenario.name), cells):
             by_name[scenario.name] = lines
     return by_name

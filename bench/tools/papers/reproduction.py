@@ -21,10 +21,8 @@ from spbench.bench.measure import (
     Narrowing,
     Scenario,
     check_same_code,
-    declared_cells,
     digests_of_a_run,
     is_final,
-    narrowed_cells,
     read_rows,
 )
 from spbench.bench.row import finite
@@ -116,7 +114,7 @@ class Reproduction:
         file = self._runs / scenario.name / RESULTS_FILE
         rows = read_rows(file)[0] if file.is_file() and not self.fresh else []
         kept, digest_of = {row.key: row for row in rows}, digests_of_a_run()
-        cells = narrowed_cells(scenario, narrowing)
+        cells = narrowing.cells(scenario)
         return sum(not is_final(cell, kept.get(cell.key), digest_of) for cell in cells)
 
     def earlier(self, file: str) -> Path:
@@ -202,7 +200,7 @@ def _in_order(
 def _out_of_date(scenarios: Sequence[Scenario], records: Sequence[Comparison]) -> Iterator[str]:
     """The names of scenarios of which there are records of cells that they do not have."""
     for scenario in scenarios:
-        cells = {cell.key for cell in declared_cells(scenario, Narrowing(variant=ALL))}
+        cells = {cell.key for cell in Narrowing(variant=ALL).declared(scenario)}
         mine = (record.cell for record in records if record.scenario == scenario.name)
         if any(key and key not in cells for of_record in mine for key in of_record.split(" / ")):
             yield scenario.name

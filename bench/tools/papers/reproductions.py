@@ -30,7 +30,6 @@ from spbench.bench.measure import (
     Evidence,
     Narrowing,
     Scenario,
-    declared_cells,
     packaged_model,
     run_cell,
     trace_classes,
@@ -285,4 +284,4 @@ def _all_cells() -> Mapping[str, Cell]:
     scenarios = [load_scenario(name) for name in packaged("spbench.scenarios")]
     declared = [(each, Narrowing(variant=ALL)) for each in scenarios if each.document.paper]
     declared += [(scenario, narrowing) for _, scenario, narrowing in _on_other_clusters()]
-    return {cell.key: cell for each in declared for cell in declared_cells(*each)}
+    return {cell.key: cell for scenario, narrowing in declared for cell in narrowing.declared(scenario)}

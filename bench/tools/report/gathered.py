@@ -160,7 +160,7 @@ def gather(results: Path, history: Path | None, baseline: Path | None = None) ->
     cells = list(_cells(baseline, results / "runs", papers))
     if not cells and not any(paper.findings for paper in papers):
         raise UserError(f"{results} has no results; `spbench reproduce all` makes them")
-    rows = read_all_rows(results / "reproduction" / STRATEGIES / SIDE_BY_SIDE / RESULTS_FILE)
+    rows = read_all_rows(results / "reproduction" / STRATEGIES / SIDE_BY_SIDE)
     return Gathered(results, baseline, history, papers, cells, rows)
 
 

@@ -16,7 +16,6 @@ from spbench.bench.command_line.output import Column, Output, Table, memory_tabl
 from spbench.bench.command_line.progress import message
 from spbench.bench.command_line.shown_times import TIE, TIE_LEGEND, shown_band
 from spbench.bench.measure import (
-    RESULTS_FILE,
     TIGHT,
     Narrowing,
     Scenario,
@@ -25,7 +24,6 @@ from spbench.bench.measure import (
     flat,
     flat_rows,
     is_final,
-    narrowed_cells,
     only_plain_traces,
     outdated,
     priced_by_in_words,
@@ -97,8 +95,8 @@ def run(
 
 def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool) -> Output:
     """The cells that would run, those that cannot, and those that are kept from before."""
-    cells = narrowed_cells(scenario, narrowing)
-    rows, problems = ([], []) if fresh else read_rows(folder / RESULTS_FILE)
+    cells = narrowing.cells(scenario)
+    rows, problems = ([], []) if fresh else read_rows(folder)
     for problem in problems:
         message(f"spbench: warning: {problem}")
     kept = {row.key: row for row in rows}

@@ -21,7 +21,6 @@ from spbench.bench.measure import (
     export_trace,
     load_cluster,
     priced_by_in_words,
-    the_cell,
     trace_classes,
     unproven,
     with_band,
@@ -41,7 +40,7 @@ def traced(
 ) -> Output:
     """The outcome of `spbench trace`, whose options the arguments are."""
     narrowing = dataclasses.replace(narrowing, engines=("virtual",))
-    return write_trace(the_cell("a trace", load_scenario(scenario), narrowing, shape), ranks, output)
+    return write_trace(narrowing.only_cell("a trace", load_scenario(scenario), shape), ranks, output)
 
 
 def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:

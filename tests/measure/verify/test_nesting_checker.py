@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.verify.cases import VerifyRow, verify, verify_case
+from spbench.bench.measure.verify.cases import VerifyRow, verify_case, verify_cases
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import model_preset
@@ -58,7 +58,7 @@ def test_every_pair(pool: RankPool, pair: str) -> None:
 @pytest.mark.slow
 def test_every_pair_on_every_tiny_model_and_variant() -> None:
     with RankPool(6) as pool:
-        rows = list(verify(PAIRS, None, [4, 6], pool=pool))
+        rows = list(verify_cases(PAIRS, None, [4, 6], pool=pool))
     assert not [asdict(row) for row in rows if row.status == "RED"]
     assert {row.mesh for row in rows if row.status == "green"} >= {"tp2xsp2", "tp2xsp3", "tp3xsp2", "sp2xcp3"}
 

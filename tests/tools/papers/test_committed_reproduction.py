@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.trust.bands import MEMORY_ERRORS_FILE, packaged_errors, packaged_model
 from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE, Evidence, packaged_evidence
 from spbench.bench.tools.papers.answer import compare
@@ -188,7 +188,7 @@ def test_the_committed_numbers_are_of_published_ones_as_they_are(paper: str) -> 
     committed = findings(paper).records
     for scenario in loaded()[paper]:
         mine = {tuple(getattr(r, k) for k in KEY): r for r in committed if r.scenario == scenario.name}
-        for entry in compare(scenario, declared_cells(scenario, Narrowing()), {}):
+        for entry in compare(scenario, Narrowing().declared(scenario), {}):
             if entry.quantity != "sent_bytes" and entry.role != "curve":
                 line = mine[entry.table or entry.claim, entry.cell, entry.quantity, entry.variant]
                 assert [getattr(line, name) for name in SAME] == [getattr(entry, name) for name in SAME]

@@ -10,15 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import (
-    RESULTS_FILE,
-    Verdict,
-    changed_parts,
-    commit_of,
-    read_rows,
-    read_verdicts,
-    verified_code,
-)
+from spbench.bench.measure import Verdict, changed_parts, commit_of, read_rows, read_verdicts, verified_code
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.reproductions import LAYERS, read_trace
 from spbench.bench.tools.report import report_markdown as md
@@ -165,7 +157,7 @@ def _made(row: Row, cell: Cell) -> str:
 
 def _layers(gathered: Gathered, name: str) -> Iterator[Part]:
     """The timelines of one layer from the kept traces, one for each choice of the strategy's options."""
-    rows = read_rows(gathered.strategies / LAYERS / RESULTS_FILE)[0]
+    rows = read_rows(gathered.strategies / LAYERS)[0]
     cells = [(row, Cell.model_validate(row["cell"])) for row in rows]
     traces = [
         (row, cell, read_trace(gathered.strategies, cell)) for row, cell in cells if cell.strategy == name
