@@ -97,12 +97,10 @@ from spbench.bench.measure.scenarios.choices import names as names
 from spbench.bench.measure.scenarios.choices import option_mistakes as option_mistakes
 from spbench.bench.measure.scenarios.choices import refusal as refusal
 from spbench.bench.measure.scenarios.choices import strategy_problem as strategy_problem
-from spbench.bench.measure.scenarios.choices import unknown as unknown
 from spbench.bench.measure.scenarios.expand import Problem as Problem
 from spbench.bench.measure.scenarios.expand import chosen_device as chosen_device
 from spbench.bench.measure.scenarios.expand import expand as expand
 from spbench.bench.measure.scenarios.expand import impossible as impossible
-from spbench.bench.measure.scenarios.scenario import FLAG as FLAG
 from spbench.bench.measure.scenarios.scenario import PACKAGE as PACKAGE
 from spbench.bench.measure.scenarios.scenario import Document as Document
 from spbench.bench.measure.scenarios.scenario import Scenario as Scenario
@@ -126,8 +124,6 @@ from spbench.bench.measure.simulator.program import AttentionCall as AttentionCa
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder as ProgramBuilder
 from spbench.bench.measure.simulator.simulate import Simulator as Simulator
 from spbench.bench.measure.simulator.table_prices import attention_rate as attention_rate
-from spbench.bench.measure.simulator.timeline import export_trace as export_trace
-from spbench.bench.measure.simulator.timeline import trace_events as trace_events
 from spbench.bench.measure.sweep.executor import Executor as Executor
 from spbench.bench.measure.sweep.executor import opened as opened
 from spbench.bench.measure.sweep.provenance import COMMITS as COMMITS

@@ -81,11 +81,12 @@ def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
     return f"unknown {kind} {shown(name)}{mend}{file}"
 
 
-def check_known(kind: str, given: Iterable[str], allowed: Sequence[str]) -> None:
-    """UserError for the first of some names that nothing of a kind has."""
+def check_known(kind: str, given: Iterable[str], allowed: Sequence[str] | None = None) -> None:
+    """UserError for the first of some names that nothing of a kind has, by default of all its names."""
+    listed = names(kind) if allowed is None else allowed
     for name in given:
-        if name not in allowed:
-            raise UserError(unknown(kind, name, allowed))
+        if name not in listed:
+            raise UserError(unknown(kind, name, listed))
 
 
 #: by kind, what a file has that may be given for its name

@@ -81,7 +81,7 @@ class Narrowing:
             raise UserError(f"scenario {scenario.name} has no variant {self.variant!r}{hint}")
         for cluster in self.clusters:
             load_cluster(cluster)
-        check_known("engine", self.engines, names("engine"))
+        check_known("engine", self.engines)
         cells = [cell for name in chosen for cell in scenario.cells[name]]
         for field, values in (("cluster", self.clusters), ("engine", self.engines)):
             if values:

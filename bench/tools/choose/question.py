@@ -12,11 +12,11 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure import (
     can_time,
     changed_cluster,
+    check_known,
     given_once,
     load_cluster,
     names,
     option_values,
-    unknown,
     written,
 )
 from spbench.bench.setting_values import MOST_RANKS, VARIABLES
@@ -179,8 +179,7 @@ def question(
         UserError: it cannot be asked so.
     """
     for part in (part for name in (*only, *without) for part in name.split(PLUS)):
-        if part not in (known_names := [*names("strategy"), *names("backend")]):
-            raise UserError(unknown("strategy", part, known_names))
+        check_known("strategy", [part], [*names("strategy"), *names("backend")])
     for name in asked.settings:
         _check_setting(name)
     dotted = [pair for pair in fixed if "." in pair[0]]

@@ -15,7 +15,6 @@ from spbench.bench.command_line.progress import SweepProgress, message
 from spbench.bench.errors import UserError
 from spbench.bench.measure import (
     ALL,
-    RESULTS_FILE,
     Crew,
     Executor,
     Narrowing,
@@ -111,8 +110,7 @@ class Reproduction:
 
     def left(self, scenario: Scenario, narrowing: Narrowing) -> int:
         """How many of a scenario's cells are still to be run."""
-        file = self._runs / scenario.name / RESULTS_FILE
-        rows = read_rows(file)[0] if file.is_file() and not self.fresh else []
+        rows = [] if self.fresh else read_rows(self._runs / scenario.name)[0]
         kept, digest_of = {row.key: row for row in rows}, digests_of_a_run()
         cells = narrowing.cells(scenario)
         return sum(not is_final(cell, kept.get(cell.key), digest_of) for cell in cells)

@@ -33,7 +33,6 @@ from spbench.bench.measure import (
     packaged_model,
     run_cell,
     trace_classes,
-    trace_events,
 )
 from spbench.bench.row import Row, json_line
 from spbench.bench.tools.papers.answer import load_scenario
@@ -111,16 +110,9 @@ def write_trace(cell: Cell, folder: Path) -> Path:
     Unsupported if the strategy cannot run the cell. UserError if the file cannot be written."""
     timeline = trace_classes(cell, events=True).simulator()()
     ranks = range(timeline.world_size)
-    other = {
-        "cell": cell.key,
-        "step_time_s": timeline.step_time_s,
-        "by_rank": [timeline.breakdown_of(rank) for rank in ranks],
-    }
-    content = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": [*trace_events(timeline, ranks)]}
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
-    # no time in the file's head: the same trace has the same bytes
-    path = trace_path(folder, cell)
-    return write_whole(path, gzip.compress(text.encode(), mtime=0))
+    by_rank = [timeline.breakdown_of(rank) for rank in ranks]
+    about = {"cell": cell.key, "step_time_s": timeline.step_time_s, "by_rank": by_rank}
+    return timeline.export(trace_path(folder, cell), ranks, **about)
 
 
 def read_trace(folder: Path, cell: Cell) -> Mapping[str, Any] | None:

@@ -18,7 +18,6 @@ from spbench.bench.measure import (
     RatesUnknown,
     add_simulated_time,
     check_rates,
-    export_trace,
     load_cluster,
     priced_by_in_words,
     trace_classes,
@@ -49,30 +48,25 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
     Raises:
         UserError: the cell cannot be timed or run, or it has no such rank.
     """
-
-    cluster, world = load_cluster(cell.cluster), cell.sizes.world
+    world = cell.sizes.world
     try:
-        check_rates(cluster, cell.precision, world)
-    except RatesUnknown as error:
-        raise UserError(f"{cell.key} cannot be timed: {error}; --cluster names another") from error
-    if absent := [rank for rank in ranks if rank >= world]:
-        raise UserError(f"--ranks {absent[0]}: the cell has ranks 0 to {world - 1}")
-    if refused := unproven([cell], say=remark):
-        raise UserError(f"{cell.key}: {refused[cell.key].reason}")
-    torch.set_num_threads(1)
-    remark(f"tracing {cell.key}")
-    try:
+        check_rates(load_cluster(cell.cluster), cell.precision, world)
+        if absent := [rank for rank in ranks if rank >= world]:
+            raise UserError(f"--ranks {absent[0]}: the cell has ranks 0 to {world - 1}")
+        if refused := unproven([cell], say=remark):
+            raise UserError(f"{cell.key}: {refused[cell.key].reason}")
+        torch.set_num_threads(1)
+        remark(f"tracing {cell.key}")
         traces = trace_classes(cell, events=True)
-    except Unsupported as error:
-        raise UserError(f"{cell.key} cannot be run: {error}") from error
-    fits = traces.memory_measurement()
-    if fits.status == "oom":
-        message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
-    try:
+        fits = traces.memory_measurement()
+        if fits.status == "oom":
+            message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
         timeline = traces.simulator()()
     except RatesUnknown as error:
         raise UserError(f"{cell.key} cannot be timed: {error}; --cluster names another") from error
-    export_trace(timeline, output, ranks or [each.first for each in traces.classes])
+    except Unsupported as error:
+        raise UserError(f"{cell.key} cannot be run: {error}") from error
+    timeline.export(output, ranks or [each.first for each in traces.classes])
     add_simulated_time(fits, cell, timeline)
     return _report(cell, fits, output)
 

@@ -17,7 +17,6 @@ from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
 from spbench.bench.measure import (
     EQUAL,
-    FLAG,
     VERDICTS_FILE,
     Verdict,
     VerifyRow,
@@ -27,7 +26,6 @@ from spbench.bench.measure import (
     given,
     keep_package_proof,
     kept_verdicts,
-    names,
     option_mistakes,
     provenance,
     strategy_problem,
@@ -149,8 +147,8 @@ def _check_names(
     for name in strategies:
         if problem := strategy_problem(name):
             raise UserError(problem)
-    check_known("model", [name for name in models if not names_a_file(name)], names("model"))
-    check_known("backend", [backend], names("backend"))
+    check_known("model", [name for name in models if not names_a_file(name)])
+    check_known("backend", [backend])
     check_known("dtype", dtypes, list(PRECISIONS))
     check_known("part", parts, sorted({part for model in all_models().values() for part in model.parts()}))
 
@@ -170,14 +168,14 @@ def _options(changes: Pairs, owners: Sequence[Sequence[str]]) -> dict[str, dict[
         section, _, name = path.partition(".")
         of_a_step = section == "training" and name in TrainingOptions.model_fields
         if not name or section not in options or of_a_step:
-            raise UserError(f"{FLAG} {path}: verify takes {', '.join(f'{each}.OPTION' for each in options)}")
+            raise UserError(f"--set {path}: verify takes {', '.join(f'{each}.OPTION' for each in options)}")
         if not by_section[section]:
-            raise UserError(f"{FLAG} {path} needs what it belongs to by name; add {_OWNERS[section]}")
+            raise UserError(f"--set {path} needs what it belongs to by name; add {_OWNERS[section]}")
         options[section][name] = value
     for section, owner in ((each, name) for each in options if options[each] for name in by_section[each]):
         config = read_model_file(owner) if section == "model_options" and names_a_file(owner) else None
         for below, problem in option_mistakes(section, owner, options[section], config):
-            raise UserError(f"{FLAG} {'.'.join([section, *below])} of {owner}: {problem}")
+            raise UserError(f"--set {'.'.join([section, *below])} of {owner}: {problem}")
     return options
 
 

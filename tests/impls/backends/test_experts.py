@@ -9,12 +9,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.registries import backends
-from tests.impls.backends.one_device import (
-    assert_right,
-    assert_sends_its_closed_form,
-    cell,
-    errors_of_rank,
-)
+from tests.impls.backends.one_device import assert_right, assert_sends_its_closed_form, cell, errors_of_rank
 from tests.measure.verify.backend_faults import NormWithoutExperts
 from tests.slow import mostly_slow
 

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.tools.papers.comparison import (
-    Comparison,
-    read_comparisons,
-)
+from spbench.bench.tools.papers.comparison import Comparison, read_comparisons
 from spbench.bench.tools.papers.sources import MEASURED, measured_sources, papers, published_file
 from spbench.bench.tools.papers.validation import (
     PREDICTORS_FILE,
