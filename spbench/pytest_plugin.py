@@ -122,8 +122,7 @@ class ScenarioRuns:
     ) -> tuple[DataFrame, Sequence[Comparison]]:
         """Leaves cells.jsonl in the folder, and comparison.csv if the scenario has published numbers."""
         from spbench.api import run
-        from spbench.bench.measure.scenarios.select import Narrowing
-        from spbench.bench.measure.sweep.results import read_rows
+        from spbench.bench.measure import Narrowing, read_rows
         from spbench.bench.tools.papers.answer import compare, load_scenario
         from spbench.bench.tools.papers.comparison import write
 
@@ -138,7 +137,7 @@ class ScenarioRuns:
 
     def _write_baseline(self, folder: Path, comparisons: Sequence[Comparison], target: Path) -> None:
         """Make a run's results a baseline; fails the test if a cell has none."""
-        from spbench.bench.measure.sweep.results import read_rows
+        from spbench.bench.measure import read_rows
         from spbench.bench.row import FAULTS
         from spbench.bench.tools.changes.baseline_command import write_baseline
 

@@ -42,7 +42,7 @@ from spbench.bench.measure.engines.distributed import SEED as SEED
 from spbench.bench.measure.engines.distributed import launch as launch
 from spbench.bench.measure.engines.engine import Engine as Engine
 from spbench.bench.measure.engines.engine import Quantity as Quantity
-from spbench.bench.measure.engines.engine import engines as engines
+from spbench.bench.measure.engines.engine import engine_classes as engine_classes
 from spbench.bench.measure.engines.listed import NotAlike as NotAlike
 from spbench.bench.measure.engines.pipeline_stages import SHORT as SHORT
 from spbench.bench.measure.engines.pipeline_stages import ShortSteps as ShortSteps
@@ -168,7 +168,6 @@ from spbench.bench.measure.trust.bands import packaged_model as packaged_model
 from spbench.bench.measure.trust.bands import past_errors as past_errors
 from spbench.bench.measure.trust.bands import priced_by_in_words as priced_by_in_words
 from spbench.bench.measure.trust.bands import run_of as run_of
-from spbench.bench.measure.trust.bands import tied as tied
 from spbench.bench.measure.trust.bands import unknown_share as unknown_share
 from spbench.bench.measure.trust.bands import with_band as with_band
 from spbench.bench.measure.trust.error_model import ANY as ANY

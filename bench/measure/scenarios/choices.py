@@ -12,7 +12,7 @@ from typing import Any, Literal
 from spbench.bench.cell import Cell, TrainingOptions, requirements
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import read_file, resolved
-from spbench.bench.measure.engines.engine import Candidates, engine_class, engines, quantities
+from spbench.bench.measure.engines.engine import Candidates, engine_class, engine_classes, quantities
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.trace.meter import meters
 from spbench.bench.setting_values import remote_name
@@ -32,7 +32,7 @@ OF_CLASSES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     "as-published": as_published,
     "model": models,
     "backend": backends,
-    "engine": engines,
+    "engine": engine_classes,
     "meter": meters,
     "quantity": quantities,
 }

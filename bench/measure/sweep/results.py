@@ -108,7 +108,8 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
     """
     rows: dict[str, Row] = {}
     problems = []
-    for place, line in _lines(path / RESULTS_FILE if path.is_dir() else path):
+    file = path / RESULTS_FILE if path.is_dir() and path.name != RESULTS_FILE else path
+    for place, line in _lines(file):
         try:
             row = parse_row(line)
             rows[row.key] = row

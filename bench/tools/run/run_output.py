@@ -21,7 +21,6 @@ from spbench.bench.measure import (
     Scenario,
     certainty,
     digests_of_a_run,
-    flat,
     flat_rows,
     is_final,
     only_plain_traces,
@@ -29,7 +28,6 @@ from spbench.bench.measure import (
     priced_by_in_words,
     read_rows,
     refusal,
-    tied,
     with_band,
 )
 from spbench.bench.row import FAULTS, Row, finite
@@ -235,11 +233,11 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
     the mesh and not in the number of GPUs: the mesh, and what a GPU sends along its axes; what all rows have
     in common stands in the title. A terminal counts the rows that are unsupported by their reasons."""
     cells = [Cell.model_validate(row.cell) for row in rows]
-    options, ties = _options(cells), tied(rows)
+    options = _options(cells)
     unsupported = {at: row.reason for at, row in enumerate(rows) if row.status == "unsupported"}
     entries: list[Entry] = [
-        {**_flat(row), "options": option, "tie": tie, "communication": row.measurement.communication}
-        for row, option, tie in zip(rows, options, ties, strict=True)
+        {**entry, **_engine(row, entry), "options": option, "communication": row.measurement.communication}
+        for row, entry, option in zip(rows, flat_rows(rows), options, strict=True)
     ]
     shared = {name: entries[0][name] for name in _SHARED if len({entry[name] for entry in entries}) == 1}
     by_gpus, by_mesh = (
@@ -272,11 +270,10 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
     )
 
 
-def _flat(row: Row) -> dict[str, Any]:
-    """As :func:`flat`; the engine of times that a CPU took says so, as its cluster is another machine."""
-    entry = flat(row)
+def _engine(row: Row, entry: Entry) -> dict[str, Any]:
+    """The engine of times that a CPU took, which says so, as its cluster is another machine; else nothing."""
     measured_here = entry.get("step_time_s") and not entry["rates"] and row.cell.get("device") != "cuda"
-    return entry | ({"engine": f"{entry['engine']} on a CPU"} if measured_here else {})
+    return {"engine": f"{entry['engine']} on a CPU"} if measured_here else {}
 
 
 def _unsupported(cells: Sequence[Cell], reasons: Mapping[int, str]) -> dict[int, str]:

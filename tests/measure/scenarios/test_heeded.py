@@ -12,7 +12,7 @@ import yaml
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure.engines.engine import engines
+from spbench.bench.measure.engines.engine import engine_classes
 from spbench.bench.measure.engines.traces import trace_key
 from spbench.bench.measure.scenarios.expand import _PARTLY_HEEDED, expand, ignored
 from spbench.bench.measure.scenarios.scenario import load_scenario
@@ -63,7 +63,7 @@ def with_setting(setting: str, value: Any, cell: dict[str, Any]) -> dict[str, An
 
 def test_every_setting_and_every_engine_is_here() -> None:
     assert {*_PARTLY_HEEDED} == {*VALUES}
-    assert {*engines()} >= {*HEEDED}
+    assert {*engine_classes()} >= {*HEEDED}
 
 
 @pytest.mark.parametrize("engine", HEEDED)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spbench.bench.measure import commit_of, engines
+from spbench.bench.measure import commit_of, engine_classes
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.paper_findings import counts, distinct, role_errors, verdict_on
 from spbench.bench.tools.papers.sources import MEASURED
@@ -146,7 +146,7 @@ def _best(gathered: Gathered) -> list[Part]:
 
 def _machines(gathered: Gathered) -> Iterator[Part]:
     """A line for each engine and cluster whose numbers are measured, not computed."""
-    exact = {name for name, engine in engines().items() if engine.is_exact}
+    exact = {name for name, engine in engine_classes().items() if engine.is_exact}
     measured = [c.row for c in gathered.cells if c.row["cell"].get("engine", "virtual") not in exact]
     if not measured:
         yield """No cell of these results ran on real ranks: `spbench run --scenario communication` has some
