@@ -168,6 +168,7 @@ from spbench.bench.measure.trust.bands import packaged_model as packaged_model
 from spbench.bench.measure.trust.bands import past_errors as past_errors
 from spbench.bench.measure.trust.bands import priced_by_in_words as priced_by_in_words
 from spbench.bench.measure.trust.bands import run_of as run_of
+from spbench.bench.measure.trust.bands import tied as tied
 from spbench.bench.measure.trust.bands import unknown_share as unknown_share
 from spbench.bench.measure.trust.bands import with_band as with_band
 from spbench.bench.measure.trust.error_model import ANY as ANY

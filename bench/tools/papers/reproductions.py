@@ -38,7 +38,6 @@ from spbench.bench.row import Row, json_line
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import RECORDS, Comparison, read_csv
 from spbench.bench.tools.papers.document import (
-    FIRST_PAGE,
     SUMMARY_PAGE,
     TIMES_PAGE,
     TRUST_PAGE,
@@ -127,13 +126,10 @@ def read_trace(folder: Path, cell: Cell) -> Mapping[str, Any] | None:
 
 #: the intervals that the package comes with, below the working directory
 PACKAGED = Path("bench", "measure", "trust")
-#: the argument that fits the intervals, and the parts that it writes: of TIMES_PAGE, of docs/trust.md, and of
-#: that and README.md
+#: the argument that fits the intervals, and the parts that it writes: of TIMES_PAGE, and two of docs/trust.md
 BANDS, TIMES, CLASSES, LEFT = "bands", "times", "classes", "left-out"
 #: of REPRODUCE.md: how sure verdicts on memory are
 CERTAINTY = "certainty"
-#: the columns of :func:`left_out_lines` that README.md has
-SHORT = ("left out in turn", "groups", "times", "within the 80% interval of the rest")
 
 
 def reproduce(output: Path | None, executor: str | None, **asked: Any) -> Iterator[Output]:
@@ -251,13 +247,10 @@ def fit_bands(request: Reproduction) -> Output:
         write_whole(folder / CERTAINTY_FILE, json.dumps(Evidence.of(runs, kinds)._asdict(), indent=1) + "\n"),
     ]
     if request.write:
-        left_out = left_out_lines(records, cells)
-        in_short = [{k: v for k, v in line.items() if k in SHORT} for line in left_out]
         written += [
             write_part(TIMES_PAGE, BANDS, TIMES, markdown(lines)),
             write_part(TRUST_PAGE, BANDS, CLASSES, markdown(class_lines(records))),
-            write_part(TRUST_PAGE, BANDS, LEFT, markdown(left_out)),
-            write_part(FIRST_PAGE, BANDS, LEFT, markdown(in_short)),
+            write_part(TRUST_PAGE, BANDS, LEFT, markdown(left_out_lines(records, cells))),
             write_part(SUMMARY_PAGE, BANDS, CERTAINTY, markdown(verdicts)),
             *write_shared(),
         ]

@@ -18,7 +18,6 @@ from statistics import median
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure import FITS, NO, PEAK, RESERVED, TIGHT, Evidence, Filled, kinds_of
-from spbench.bench.setting_values import STOOD_IN
 from spbench.bench.tools.papers.comparison import Comparison, read_comparisons, read_csv
 from spbench.bench.tools.papers.megatron_cases import CASES, GOLDEN_FILES, MEMORY
 from spbench.bench.tools.papers.paper_findings import ROLES, Line, absolute_errors, distinct
@@ -111,17 +110,12 @@ def predictor_errors(other: Mapping[str, str]) -> list[float]:
 _COUNTS_WIRE = "elements that a GPU sends"
 #: quantities of papers and of others that are a peak
 _PEAKS = ("memory_mb", "memory_gb", "peak_memory_gib")
-#: what the times of a cluster rest on, by the classes of rates
-_RATES = {
-    "published steps, rates from benchmarks": ("sourced", "extrapolated", "transferred"),
-    "published steps, a scalar fitted to other steps": ("fitted", "fitted elsewhere"),
-    "published steps, datasheets alone": ("datasheet",),
-    "published steps of programs that another stands in for": STOOD_IN,
-}
+#: classes of rates that are measured, if of another length, card or kernel
+_MEASURED_RATES = ("sourced", "extrapolated", "transferred")
 
 
 def trust_lines(folder: Path) -> list[Line]:
-    """The errors of each kind of number in nine lines, and how many of these numbers were predicted.
+    """The errors of memory, bytes and all step times in four lines, and how many of them were predicted.
 
     Args:
         folder: the files of `spbench reproduce`.
@@ -142,18 +136,18 @@ def trust_lines(folder: Path) -> list[Line]:
     cases = read_csv(folder / f"{CASES}_errors.csv")[1]
     peaks, reserved = (_of(on_b200, f"{kind}_memory_gib") for kind in ("peak", "reserved"))
     of_cases = [Comparison.of_line({**line, "relative_error": float(line["error"])}) for line in cases]
-    tests = "Megatron-LM's own tests on A100, H100 and GB200"
-    kinds = [
-        ("peak memory", "Megatron-LM on 8 B200, every rank", peaks),
-        ("reserved memory", "the same runs", reserved),
-        ("memory at the peak and after a step", tests, of_cases),
-        ("peak memory", "tables of RSA, LASP, LASP-2 and FPDT", _of(numbers, *_PEAKS)),
-        ("bytes sent for a layer", "papers' formulas, at several sizes", _wire_counts(others)),
+    times = [
+        replace(record, relative_error=math.expm1(log_error(record)))
+        for record in counted_times([*files.values(), folder / f"{DATASHEETS}.csv"])
     ]
-    times = counted_times([*files.values(), folder / f"{DATASHEETS}.csv"])
-    for what, classes in _RATES.items():
-        some = [replace(r, relative_error=math.expm1(log_error(r))) for r in times if r.rates in classes]
-        kinds.append(("step time", what, some))
+    by_rates = grouped(times, lambda record: record.rates in _MEASURED_RATES)
+    memory = [*peaks, *reserved, *of_cases, *_of(numbers, *_PEAKS)]
+    kinds = [
+        ("memory", "Megatron-LM on A100 to GB200; tables of RSA, LASP, LASP-2 and FPDT", memory),
+        ("bytes sent for a layer", "papers' formulas, at several sizes", _wire_counts(others)),
+        ("step time, rates from benchmarks", "published steps", by_rates[True]),
+        ("step time, other rates: fitted, substituted, datasheets", "published steps", by_rates[False]),
+    ]
     return [
         {"quantity": quantity, "compared with": against, **_errors_and_roles(some)}
         for quantity, against, some in kinds

@@ -28,6 +28,7 @@ from spbench.bench.measure import (
     priced_by_in_words,
     read_rows,
     refusal,
+    tied,
     with_band,
 )
 from spbench.bench.row import FAULTS, Row, finite
