@@ -296,7 +296,7 @@ def part_of(content: Any, pointer: str, start: int) -> Any:
 
 
 def short_answer(content: Any, pointer: str = "", start: int = 0) -> str:
-    """The JSON of an answer, or of a part, with six digits, and what is left out, in :data:`MOST` characters."""
+    """The JSON of an answer or a part, with six digits, and what is left out, in :data:`MOST` characters."""
     for entries, characters in _CUTS:
         cuts: list[str] = []
         shown_part = _cut(content, pointer, start, entries, characters, cuts)
