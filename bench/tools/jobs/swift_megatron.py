@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from spbench.bench.tools.jobs.swift import PROCESSES, gpus_of, tuning_of
+
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.adapter_settings import set_adapters
@@ -15,7 +17,6 @@ from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.launch import options_of
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.model_names import named_model
-from spbench.bench.tools.jobs.swift import PROCESSES, gpus_of, tuning_of
 from spbench.bench.tools.jobs.transformers_step import Adapted, Said, named_modules
 from spbench.bench.tools.jobs.underscored import as_arguments, job_of_both
 
