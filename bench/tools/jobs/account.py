@@ -67,6 +67,7 @@ class Account:
         missing: arguments that are refused here, and what is missing.
         problems, remarks: as of :class:`Job`.
         facts: what the reader has worked out itself, by names that rules have with a ``$`` before them.
+        calls: what rules of the table may call.
     """
 
     table: ArgumentTable
@@ -83,6 +84,7 @@ class Account:
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    calls: Mapping[str, Callable[[Account], None]] = field(default_factory=dict)
 
     @property
     def program_arguments(self) -> Mapping[str, ProgramArgument]:

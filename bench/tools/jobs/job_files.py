@@ -25,6 +25,8 @@ from spbench.bench.yaml_files import parse_yaml, read_yaml
 
 #: bytes of a file that is read: job files are written by hand
 MOST_BYTES = 2**20
+#: of a config.json, beside its fields
+MODEL_PATH = "path of the file"
 #: how deep keys are nested by which another program's file is known
 _MOST_NESTED = 3
 _CONFIGURATIONS = (".yaml", ".yml", ".json", ".toml")
@@ -91,6 +93,12 @@ class JobFiles:
         """The only script among the files, beside configurations; None where there is none or several."""
         scripts = [file for file in self.files if file.path.suffix != ".py" and mapping_in(file) is None]
         return scripts[0] if len(scripts) == 1 else None
+
+    @property
+    def models(self) -> list[JobFile]:
+        """The files that are a model's config.json: a YAML may have a ``model_type`` of its program's."""
+        configurations = [file for file in self.files if file.path.suffix == ".json"]
+        return [file for file in configurations if "model_type" in (mapping_in(file) or {})]
 
     def configuration(self, signs: Sequence[str]) -> Mapping[str, Any] | None:
         """The content of the file that has all keys of one of the signs (:func:`has_keys`); None where no

@@ -4,16 +4,22 @@ step they say, and what becomes of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 from spbench.bench.tools.jobs.account import Account, key_account
-from spbench.bench.tools.jobs.argument_tables import program_table, table_content
+from spbench.bench.tools.jobs.argument_tables import (
+    OF_DEEPSPEED,
+    ArgumentTable,
+    flat,
+    program_table,
+    table_content,
+)
 from spbench.bench.tools.jobs.job import Job
-from spbench.bench.tools.jobs.job_files import JobFiles
+from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.launch import program_launch, values_of_launch
-from spbench.bench.tools.jobs.program_files import values_of
 from spbench.bench.tools.jobs.rules import follow
 from spbench.bench.tools.jobs.step_lines import step_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
@@ -59,12 +65,23 @@ def _of_configuration(kind: str, files: JobFiles) -> Account | None:
     table = program_table(kind, version)
     account = key_account(
         table,
-        values_of(files, configuration, table),
+        _values_of(files, configuration, table),
         lambda name: name in table.arguments or not fnmatchcase(name, content.get("left_out", "")),
         overrides=files.environment,
     )
     account.facts["version"] = version
     return account
+
+
+def _values_of(
+    files: JobFiles, content: Mapping[str, Any], table: ArgumentTable
+) -> Iterator[tuple[str, Any]]:
+    """The values of the program's configuration, and of DeepSpeed's."""
+    yield from flat(content, table.arguments)
+    for file in files.files:
+        beside = mapping_in(file) or {}
+        if "zero_optimization" in beside and beside is not content:
+            yield from flat(beside, table.arguments, OF_DEEPSPEED)
 
 
 def _of_script(kind: str, files: JobFiles) -> Account | None:

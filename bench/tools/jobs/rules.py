@@ -79,10 +79,20 @@ def _word_holds(account: Account, word: str) -> bool:
 
 def follow(account: Account, rules: Sequence[Rule]) -> None:
     """Do what rules say, in their order. A verb is a method of :class:`Account` of its name, or ``problem``
-    or ``remark``, with a text; or ``set``, with the path of a setting and a line (:func:`said_of`)."""
+    or ``remark``, with a text; ``set``, with the path of a setting and a line (:func:`said_of`); ``add``,
+    likewise, of which nothing is said of the arguments; or ``call``, with a name (:func:`call`)."""
     for rule in rules:
         for word in str(rule.get("each", "")).split() or [""]:
             _follow(account, _with_word(rule, word) if word else rule)
+
+
+def call(account: Account, name: str) -> None:
+    """Call what the reader has under a name (:attr:`Account.calls`), or follow the table's rules of that
+    name."""
+    if name in account.calls:
+        account.calls[name](account)
+    else:
+        follow(account, account.table.content["rules"][name])
 
 
 def _with_word(part: Any, word: str) -> Any:
@@ -112,9 +122,15 @@ def _follow(account: Account, rule: Rule) -> None:
         case {"remark": remark}:
             account.remarks.append(remark)
         case {"set": path}:
-            said = said_of(account, rule)
-            named = names if "keys" in rule else names_of(account, rule.get("of", ""))
+            # the `else` of a rule with a condition is rules, not the value of a line
+            line = {key: rule[key] for key in rule if key != "else"} if "if" in rule else rule
+            said = said_of(account, line)
+            named = names if "keys" in rule else rule.get("of", "").split()
             account.set(path, said.value, *named, note=said.note)
+        case {"add": path}:
+            account.add(path, said_of(account, rule).value, ", ".join(map(account.spelled, names)))
+        case {"call": name}:
+            call(account, name)
         case {"map": words} | {"map_given": words} | {"count": words}:
             (verb,) = {"map", "map_given", "count"} & texts.keys()
             for name in words.split():
@@ -131,7 +147,8 @@ def names_of(account: Account, words: str) -> list[str]:
     names: list[str] = []
     for word in words.split():
         if word.startswith("$"):
-            names += account.facts[word[1:]]
+            fact = account.facts[word[1:]]
+            names += fact.split() if isinstance(fact, str) else fact
         elif "|" in word:
             names.append(account.chosen(*word.split("|"))[1])
         elif "*" in word:
@@ -197,8 +214,8 @@ def _value_of(account: Account, line: Rule) -> tuple[Any, Sequence[str]]:
         return line["then" if any(map(account.value, names)) else "else"], names
     if "of" not in line:
         return line.get("value"), ()
-    if line["of"].startswith("$"):
-        value, first = account.known(line["of"]), ""
+    if line["of"].startswith("$") or line["of"] in account.environment:
+        value, first = account.known(line["of"]), line["of"]
     else:
         value, first = account.chosen(*line["of"].split())
     if when := line.get("when", ""):

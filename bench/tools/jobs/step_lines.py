@@ -11,7 +11,7 @@ from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import OF_DEEPSPEED
-from spbench.bench.tools.jobs.rules import Rule, Said, follow, holds, said, said_of
+from spbench.bench.tools.jobs.rules import Functions, Rule, Said, follow, holds, said, said_of
 from spbench.bench.tools.jobs.transformers_step import Adapted, TransformersStep
 from spbench.impls.models.blocks.adapter_options import LATENT, PROJECTIONS
 
@@ -31,29 +31,32 @@ _BROUGHT = {
 }
 
 
-def step_of(account: Account) -> TransformersStep:
+def step_of(account: Account, own: Functions | None = None) -> TransformersStep:
     """What a job says of its step, by the section ``step`` of its program's table: fields, each with a line
     (:func:`said_of`, and the words of :data:`_FUNCTIONS`), or several such sections. One with a condition
     ``if`` counts where that holds, and its section ``else`` where not; its ``rules`` are followed first.
     Conditions of later fields have the value of a field as ``$FIELD``, and ``$FIELD.key`` the key that said
-    it."""
+    it; ``facts`` are lines that are no fields. ``own``: functions of the program's own words."""
     content = account.table.content["step"]
     fields: dict[str, Any] = {}
+    functions = {**_FUNCTIONS, **(own or {})}
     for section in content if isinstance(content, list) else [content]:
         if not holds(account, section.get("if", "")):
             section = section.get("else", {})
+        for name, line in section.get("facts", {}).items():
+            _fields(account, name, line, functions)
         follow(account, section.get("rules", ()))
         for name, line in section.items():
-            if name not in ("if", "else", "rules"):
-                fields |= _fields(account, name, line)
+            if name not in ("if", "else", "rules", "facts"):
+                fields |= _fields(account, name, line, functions)
     return TransformersStep(**fields)
 
 
-def _fields(account: Account, name: str, line: Any) -> dict[str, Any]:
+def _fields(account: Account, name: str, line: Any, functions: Functions) -> dict[str, Any]:
     """The field of a line, or the several that its function has."""
     if name == "adapted":
-        return {name: Adapted(**{each: said_of(account, own, _FUNCTIONS) for each, own in line.items()})}
-    value = said_of(account, line, _FUNCTIONS)
+        return {name: Adapted(**{each: said_of(account, own, functions) for each, own in line.items()})}
+    value = said_of(account, line, functions)
     if isinstance(value, dict):
         return value
     account.facts |= {name: value.value, f"{name}.key": (*value.names, "")[0]}
@@ -67,11 +70,11 @@ def either(account: Account, words: Mapping[str, Any], otherwise: Any = None) ->
     return Said(value, given)
 
 
-def _named_modules(account: Account, line: Rule) -> Said:
-    """``modules``: the names of modules that an option has: a pattern has signs that names have not."""
-    value = account.value(line["modules"])
+def named_modules(account: Account, name: str) -> Said:
+    """The names of modules that an option has: a pattern has signs that names have not."""
+    value = account.value(name)
     names = value.split() if isinstance(value, str) and re.fullmatch(r"[\w. -]+", value) else value
-    return Said(names, account.given_of(line["modules"]))
+    return Said(names, account.given_of(name))
 
 
 def _names(account: Account, line: Rule) -> Said:
@@ -281,7 +284,7 @@ def _host(account: Account, zero: str, beside: str, stage: int) -> tuple[str, tu
 #: what reads a line, by the word that it has
 _FUNCTIONS = {
     "times": _replicas,
-    "modules": _named_modules,
+    "modules": lambda account, line: named_modules(account, line["modules"]),
     "names": _names,
     "words_of": _words_of,
     "torchao": _torchao,

@@ -10,7 +10,6 @@ from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import shown
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.model_names import named_model
-from spbench.bench.tools.jobs.program_files import model_files
 from spbench.bench.tools.jobs.rules import Said
 from spbench.bench.tools.jobs.transformers_kernels import set_kernels
 from spbench.bench.tools.jobs.transformers_layout import (
@@ -57,7 +56,7 @@ def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
 
 def _model(k: Account, model: Said, files: JobFiles) -> dict[str, Any]:
     """Set the model: a config.json among the files, or else a name; returns the fields of its file."""
-    configs = [str(file.path) for file in model_files(files)]
+    configs = [str(file.path) for file in files.models]
     name = configs[0] if configs else model.value
     if not isinstance(name, str) or not name:
         key = next((name for name in (*model.names, *_MODELS) if name in k.program_arguments), "")
