@@ -22,10 +22,10 @@ import psutil
 from spbench.bench.command_line.progress import message
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measured_code import code_digest
-from spbench.bench.tools.advise.advice import Advice
-from spbench.bench.tools.advise.ask import answered
-from spbench.bench.tools.advise.question import question
-from spbench.bench.tools.fit.asked import Asked
+from spbench.bench.tools.choose.advice import Advice
+from spbench.bench.tools.choose.ask import answered
+from spbench.bench.tools.choose.asked import Asked
+from spbench.bench.tools.choose.question import question
 from spbench.plots.axes import length_text
 
 FOLDER = Path("results", "advice")

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from spbench.bench.tools.fit.asked import Asked
-from spbench.bench.tools.fit.asking import Asking
-from spbench.bench.tools.fit.fit_verdict import Verdict
-from spbench.bench.tools.fit.subject import subject
-from spbench.bench.tools.fit.suggestions import switches
-from spbench.bench.tools.fit.under_budget import BudgetPlan, Search, as_one, plan_budget
+from spbench.bench.tools.choose.asked import Asked
+from spbench.bench.tools.choose.asking import Asking
+from spbench.bench.tools.choose.fit_verdict import Verdict
+from spbench.bench.tools.choose.subject import subject
+from spbench.bench.tools.choose.suggestions import switches
+from spbench.bench.tools.choose.under_budget import BudgetPlan, Search, as_one, plan_budget
 from spbench.bench.units import GIB
 
 

@@ -149,9 +149,9 @@ def advise(
     """
     from pandas import DataFrame
 
-    from spbench.bench.tools.advise.ask import answered
-    from spbench.bench.tools.advise.question import question
-    from spbench.bench.tools.fit.subject import Asked
+    from spbench.bench.tools.choose.ask import answered
+    from spbench.bench.tools.choose.question import question
+    from spbench.bench.tools.choose.subject import Asked
 
     lengths, ranks = ([each] if each is None or isinstance(each, int) else each for each in (seq_len, gpus))
     questions = [

@@ -1,7 +1,5 @@
 """The rooms of bench are as CONTRIBUTING.md has them, and within the budget that stands there."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

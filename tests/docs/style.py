@@ -10,8 +10,6 @@ style.yaml limits the faults and the words of a page.
 `sentencex` (MIT) splits sentences, `markdown-it-py` (MIT) reads the pages.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,8 +1,6 @@
 """What holds of the figure of every packaged scenario, drawn of a row for each of its cells and of the
 committed published numbers."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Strategies and models in files that are in no package, named by their paths."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

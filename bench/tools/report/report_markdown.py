@@ -7,23 +7,28 @@ words in the colour of a verdict: good, partly, bad or unjudged.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
+from pandas import DataFrame
 
 from spbench.bench.git import day_of
-from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.comparison import groups
 from spbench.bench.tools.papers.paper_findings import Word, verdict_on
 
 _CLASS = re.compile(r"\{(good|partly|bad|unjudged)\}")
 _PLACE = re.compile(r"\s*\{#([\w-]+)\}$")
 _SIGNS = re.compile(r"([\\`*_\[\]<>|#&])")
+_ROLE = re.compile(r"(?::[a-z]+:)?`{1,2}([^`]+)`{1,2}")
+_ARXIV = re.compile(r"arXiv:? ?(\d{4}\.\d{4,5})")
+_GITHUB = re.compile(r"(?<![\w/])((?:github\.com|docs\.pytorch\.org)/[\w./-]*[\w/])")
 
 
 @cache
@@ -74,24 +79,15 @@ def link(text: str, target: str) -> str:
     return f"[{plain(text)}]({target.replace(' ', '%20')})"
 
 
-def listed(lines: Iterable[str]) -> str:
-    """A list of lines in Markdown."""
-    return "".join(f"- {line}\n" for line in lines)
-
-
-def marked(word: str, text: Any) -> str:
-    """Bold text in the colour of a verdict."""
+def marked(text: Any, word: str) -> str:
+    """Bold text in the colour of a verdict, ``word``."""
     return f"**{{{word}}}{text}**"
 
 
-def markdown_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """A table of values that are Markdown, with numbers at the right; nothing without rows."""
-    if not (lines := list(rows)):
-        return ""
-    heads = list(lines[0])
-    marks = ["---:" if all(isinstance(line[head], int) for line in lines) else "---" for head in heads]
-    texts = [heads, marks, *([shown(line[head]) for head in heads] for line in lines)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in texts)
+def docstring(text: str) -> str:
+    """A docstring, or a line of one, as Markdown: its code marked, its papers and repositories linked."""
+    text = _ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", _ROLE.sub(r"`\1`", inspect.cleandoc(text)))
+    return _GITHUB.sub(r"[\1](https://\1)", text)
 
 
 def dated(commits: str) -> str:
@@ -137,10 +133,9 @@ BADGES: dict[Word, str] = {
 }
 
 
-def most_misses(records: Sequence[Comparison]) -> tuple[str, str] | None:
+def most_misses(records: DataFrame) -> tuple[str, str] | None:
     """The scenario with the most misses and their number, as "2 of 8"; None if all are met."""
-    scenarios = dict.fromkeys(record.scenario for record in records)
-    verdicts = {name: verdict_on([r for r in records if r.scenario == name]) for name in scenarios}
+    verdicts = {name: verdict_on(some) for name, some in groups(records, "scenario")}
     name = max(verdicts, key=lambda one: verdicts[one].judged - verdicts[one].met, default=None)
     if name is None or verdicts[name].met == verdicts[name].judged:
         return None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
 from spbench.bench.tools.changes.metrics import Difference
 from spbench.bench.tools.changes.result_files import Results, read_results
 from spbench.bench.tools.report.gathered import Gathered
-from spbench.bench.tools.report.report_markdown import link, marked, plain
+from spbench.bench.tools.report.page import DataTable
 
 _LISTED = 3
 PAGE = "regressions.html"
@@ -68,6 +68,13 @@ class Gate:
         """The differences as lines of a table, the worst first; ``worse by (%)`` is of the base."""
         return [] if self.judgement is None else [_line(each) for each in self.judgement.differences]
 
+    @property
+    def table(self) -> DataTable | None:
+        """The table of differences; None where there are none."""
+        caption = f"{self.scenario}: what differs from the baseline, the worst first"
+        lines = self.lines
+        return DataTable(self.table_name, caption, lines, sortable=len(lines) > 1) if lines else None
+
 
 def gates(baseline: Path, runs: Path) -> Iterator[Gate]:
     """The baselines in a folder, each beside the run of its name."""
@@ -115,16 +122,39 @@ def _line(difference: Difference) -> dict[str, Any]:
     }
 
 
-# -- in sentences of Markdown ----------------------------------------------------------------------------
+# -- in a line of the first page -------------------------------------------------------------------------
 
 
-def changes(gathered: Gathered) -> Iterator[str]:
+@dataclass(frozen=True)
+class Change:
+    """What is worse, better and new since something, or why that is not known.
+
+    Attributes:
+        place: the page's address of the details.
+        since: the earlier state, in words.
+        against: what was judged beside that state.
+        counts: ``worse``, ``better``, ``new`` and ``judged``.
+        worst: the text of a link to the details of each of the first that are worse, and its address.
+        problem: why nothing was judged; empty: something was.
+        word: what to say of that, "Not run" or "Not judged".
+    """
+
+    place: str
+    since: str = ""
+    against: str = ""
+    counts: Mapping[str, int] = field(default_factory=Counter)
+    worst: Sequence[tuple[str, str]] = ()
+    problem: str = ""
+    word: str = "Not run"
+
+
+def changes(gathered: Gathered) -> Iterator[Change]:
     """What is worse, better and new since the baselines, then what the newest commit of the history brought,
     if there is one."""
     yield _since_baselines(list(gates(gathered.baseline, gathered.results / "runs")))
     if gathered.history is not None:
         history, problem, assessments = assessed(gathered.history)
-        yield _in_history(assessments) if history else _not_run(HISTORY, f"{problem} (history)")
+        yield _in_history(assessments) if history else Change(HISTORY, problem=f"{problem} (history)")
 
 
 def assessed(folder: Path | None) -> tuple[History | None, str, list[Assessment]]:
@@ -138,44 +168,26 @@ def assessed(folder: Path | None) -> tuple[History | None, str, list[Assessment]
         return None, str(error), []
 
 
-def _not_run(place: str, problem: str, word: str = "Not run") -> str:
-    return f"{marked('unjudged', word)}: {link('what changed', place)}; {plain(problem)}."
-
-
-def _counted(since: str, counts: Mapping[str, int], against: str, place: str) -> str:
-    """A sentence on how many are worse, better and new, and how many were judged."""
-    worse = marked("bad" if counts["worse"] else "good", f"{counts['worse']} worse")
-    judged = f"{counts['judged']:,} {link('judged', place)}"
-    numbers = f"{worse}, {counts['better']} better, {counts['new']} new of {judged}"
-    return f"Since {since or 'an unknown day'}: {numbers}: {against}."
-
-
-def _since_baselines(baselines: Sequence[Gate]) -> str:
+def _since_baselines(baselines: Sequence[Gate]) -> Change:
     judged = [gate for gate in baselines if gate.judgement is not None]
     against = f"{len(judged)} of {len(baselines)} baselines"
     if not judged:
         refused = "; ".join(gate.problem for gate in baselines if gate.was_run)
         nothing = "nothing was run beside the baselines" if baselines else "there is no baseline"
-        return _not_run(GATES, f"{refused or nothing} ({against})", "Not judged" if refused else "Not run")
+        word = "Not judged" if refused else "Not run"
+        return Change(GATES, problem=f"{refused or nothing} ({against})", word=word)
     sums = sum((gate.counts for gate in judged), Counter[str]())
     days = sorted({day for gate in judged for day in gate.days})
-    since = (
-        f"the baselines committed on {' and '.join(dict.fromkeys([*days[:1], *days[-1:]]))}" if days else ""
-    )
+    since = " and ".join(dict.fromkeys([*days[:1], *days[-1:]]))
     worst = [
-        link(f"{_short(each.where)}: {each.quantity}", f"{PAGE}#{gate.table_name}")
+        (f"{_short(each.where)}: {each.quantity}", f"{PAGE}#{gate.table_name}")
         for gate in judged
-        if gate.judgement
-        for each in gate.judgement.differences
+        for each in (gate.judgement.differences if gate.judgement else ())
         if each.fails
     ]
-    counts = {
-        "judged": sums.total(),
-        "worse": sums["worse"] + sums["missing"],
-        "better": sums["better"],
-        "new": sums["new"],
-    }
-    return " ".join([_counted(since, counts, against, GATES), "; ".join(worst[:_LISTED])])
+    counts = {**sums, "judged": sums.total(), "worse": sums["worse"] + sums["missing"]}
+    since = f"the baselines committed on {since}" if days else "an unknown day"
+    return Change(GATES, since, against, Counter(counts), worst[:_LISTED])
 
 
 def _short(key: str) -> str:
@@ -183,7 +195,7 @@ def _short(key: str) -> str:
     return "/".join(key.split("/")[:3])
 
 
-def _in_history(assessments: Sequence[Assessment]) -> str:
+def _in_history(assessments: Sequence[Assessment]) -> Change:
     """What came with the newest commit that any series has, beside the one before it."""
     commits = {point.commit.hash: point.commit for one in assessments for point in one.series.points}
     *_, before, newest = [None, None, *sorted(commits.values(), key=lambda c: (c.date, c.hash))]
@@ -198,10 +210,8 @@ def _in_history(assessments: Sequence[Assessment]) -> str:
     worse = [series for series, step in steps if step.verdict == "regression"]
     new = sum(len(one.series.points) == 1 for one in now) if before else 0
     against = f"commit {newest.short[:7]}{f' beside {before.short[:7]}' if before else ', the first'}"
-    since = f"commit {before.short[:7]} of {before.date[:10]}" if before else ""
+    since = f"commit {before.short[:7]} of {before.date[:10]}" if before else "an unknown day"
     counts = {"judged": len(now), "worse": len(worse), "better": len(steps) - len(worse), "new": new}
-    listed = "; ".join(link(f"{_short(of.cell)}: {of.metric.name}", HISTORY) for of in worse[:_LISTED])
-    standing = sum(len(one.regressions) for one in assessments)
-    words = "regression of the history stands" if standing == 1 else "regressions of the history stand"
-    stands = f"{marked('bad' if standing else 'good', standing)} {link(words, HISTORY)}."
-    return " ".join(filter(None, [_counted(since, counts, against, HISTORY), listed, stands]))
+    counts["standing"] = sum(len(one.regressions) for one in assessments)
+    worst = [(f"{_short(of.cell)}: {of.metric.name}", HISTORY) for of in worse[:_LISTED]]
+    return Change(HISTORY, since, against, counts, worst)

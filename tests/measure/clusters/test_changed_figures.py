@@ -1,7 +1,5 @@
 """Clusters with figures changed: what changes, what stays, and what cannot be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Training runs: every strategy and size learns as one device does, and a fault shows in the curves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

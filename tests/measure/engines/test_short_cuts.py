@@ -4,8 +4,6 @@ A cell also says which short cuts it takes; one that is not taken any more fails
 planted in each short cut are seen by the same comparison.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -322,7 +320,6 @@ def larger(trace: Trace) -> None:
 
 
 def slower(trace: Trace) -> None:
-    assert trace.program is not None
     trace.program.flops[100] += 1
 
 

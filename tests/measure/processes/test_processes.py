@@ -1,7 +1,5 @@
 """Processes that are forked from a server are as if this process had spawned them, but warm."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle

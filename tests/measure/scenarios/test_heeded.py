@@ -3,8 +3,6 @@
 Scenarios whose model is a config.json: where it is looked for, and what its changes do to rows.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

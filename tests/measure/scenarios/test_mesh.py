@@ -1,8 +1,6 @@
 """The order of the mesh in scenario files: in keys, lists of orders, choosing among cells, and mistakes.
 Where cells' tensors are, and which rank is played: by default, as asked for, and what cannot be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

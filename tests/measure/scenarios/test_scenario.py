@@ -307,7 +307,6 @@ def test_rates_belong_to_a_card_and_to_a_link(tmp_path: Path) -> None:
     other, whose = load("rtx-4090", f"name: A6000, {halved}"), "NVIDIA GeForce RTX 4090 24 GB's"
     assert (other.device.matmul or {})["bf16"].share.substitute == _attention(other).substitute == whose
     assert _attention(other).value == _attention(load_cluster("rtx-4090")).value / 2  # as the peaks are
-    assert other.node_link is not None
     assert other.node_link.bandwidth_bytes_per_s.substitute == whose
     own = load("h200-sxm", "name: H20, matmul: {bf16: {share: {value: 0.5, source: s}}}").device.matmul or {}
     assert (own["bf16"].table.value, own["fp16"].table.value, own["bf16"].share.substitute) == (
@@ -327,7 +326,6 @@ def test_rates_belong_to_a_card_and_to_a_link(tmp_path: Path) -> None:
 
 
 def _attention(cluster: Cluster) -> Any:
-    assert cluster.device.attention is not None
     return cluster.device.attention.kernels["flash_attention_2"][0].limit_flops_per_s
 
 

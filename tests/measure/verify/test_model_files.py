@@ -3,8 +3,6 @@
 Dropout keeps what all ranks of tensor parallelism hold alike. In a file of its own, which ranks import.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

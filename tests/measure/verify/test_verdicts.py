@@ -1,7 +1,5 @@
 """Verdicts in a file: what a later run replaces, and what a reader is told of a spoilt one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.fit.asked import kind_of
+from spbench.bench.tools.choose.asked import kind_of
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import (
     JobFile,

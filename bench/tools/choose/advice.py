@@ -1,0 +1,305 @@
+"""The answer to one question, for people and programs: ties, why the winner wins, and its scenario."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.scenarios.scenario import written
+from spbench.bench.measure.trust.bands import packaged_model, priced_by_in_words, with_band
+from spbench.bench.tools.choose.collective_prices import compute_floor_s, links_floor_s
+from spbench.bench.tools.choose.layouts import folds_anew
+from spbench.bench.tools.choose.possible import Absence
+from spbench.bench.tools.choose.question import Question
+from spbench.bench.tools.choose.ranking import (
+    IN_BLOCKS,
+    NAMED,
+    SPARE,
+    SearchResult,
+    Seen,
+    has_experts,
+    is_tie,
+    ranked,
+    stands_for,
+    tie_limit,
+)
+from spbench.bench.tools.choose.subject import ATTENTION
+from spbench.bench.tools.choose.suggestions import dotted
+from spbench.bench.tools.choose.whole_looks import Price
+from spbench.bench.units import GIB, shown_price
+from spbench.bench.yaml_text import dump
+from spbench.impls.models.model import model_preset
+
+#: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
+_PARTS = {
+    "matmul_s": "matmul",
+    IN_BLOCKS: "matmul in blocks, by a fitted charge",
+    "attention_s": "attention",
+    "memory_bound_s": "memory-bound operators",
+    "intra_node_s": "exposed intra-node communication",
+    "inter_node_s": "exposed inter-node communication",
+    "bubble_s": "bubble",
+    "overhead_s": "launch overhead",
+    "host_s": "waiting for the host",
+}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer to one question.
+
+    Attributes:
+        seconds, cpu_s: that the search took, and of cores: its own and those of its looks, when these were
+            taken.
+        prices: of the named layout's memory switches, and of the other settings that it could have.
+        absence: of the layouts that were asked about; None: nothing was asked.
+    """
+
+    question: Question
+    result: SearchResult
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+    prices: Sequence[Price] = ()
+    absence: Absence | None = None
+
+    @property
+    def ranked(self) -> list[Seen]:
+        """The layouts that are named: those that tie with the fastest, the simplest first, and then the
+        others; and the job's own, in place of one as fast that differs in settings alone, else last."""
+        named, own = ranked(self.result.best)[:NAMED], self.result.own
+        if own is None or not named:
+            return named
+        at = next((at for at, seen in enumerate(named) if stands_for(own, seen)), len(named))
+        return [*named[:at], own, *named[at + 1 :]]
+
+    @property
+    def tie_limit(self) -> float:
+        """The ratio to the shortest time up to which times are a tie; 1.0: nothing fits."""
+        return tie_limit(self.result.best)
+
+    @property
+    def _rates(self) -> str:
+        rates: str = self.result.best[0].measured["rates"]
+        return rates
+
+    def is_tie(self, seen: Seen) -> bool:
+        """Whether it fits, and its time ties with the shortest; see :func:`.ranking.is_tie`."""
+        return seen.fits and is_tie(seen, self.result.best)
+
+    def hidden_ties(self) -> list[Seen]:
+        """Those that tie with the fastest and are not named, the simplest first; none is simpler than a tie
+        that is named."""
+        return [seen for seen in ranked(self.result.best)[NAMED:] if self.is_tie(seen)]
+
+    @property
+    def winner(self) -> Seen | None:
+        """The simplest of the fastest; None: nothing fits."""
+        return next(iter(self.ranked), None)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The question in plain data."""
+        cell = self.question.cell
+        return {
+            "model": cell.model,
+            "cluster": self.question.cluster,
+            **self.question.place,
+            "batch": cell.batch,
+        }
+
+    def table(self) -> list[dict[str, Any]]:
+        """One mapping a layout, with the question."""
+        return [{**self.asked, **record} for record in self.records()]
+
+    def records(self) -> list[dict[str, Any]]:
+        """One mapping a layout, the best first: plain data."""
+        return [self._record(rank, seen) for rank, seen in enumerate(self.ranked, start=1)]
+
+    def _record(self, rank: int, seen: Seen) -> dict[str, Any]:
+        cell, measured = seen.cell, self.measured(seen)
+        step, breakdown = seen.step_s, measured["breakdown"]
+        memory = {name: getattr(seen.memory, name) for name in ("total_bytes", "card_bytes", "spare_bytes")}
+        return {
+            "rank": rank,
+            "yours": seen is self.result.own,
+            "tie": self.is_tie(seen) and sum(map(self.is_tie, self.result.best)) > 1,
+            "strategy": cell.strategy,
+            "mesh": cell.mesh_text,
+            "backend": cell.training.backend,
+            "micro_batch": cell.shape[0] // (cell.sizes.dp * cell.training.micro_batches),
+            "settings": written(settings_beside(self.question.cell, cell)),
+            "attention": model_preset(*cell.model_arguments).attention_kernel,
+            "step_time_s": step,
+            "behind": step / self.result.best[0].step_s - 1,
+            "step_time_low_s": measured.get("step_time_low_s"),
+            "step_time_high_s": measured.get("step_time_high_s"),
+            "tokens_per_s": measured["tokens_per_s"],
+            "mfu": measured["mfu"],
+            "peak_memory_bytes": seen.peak,
+            **memory,
+            "verdict": seen.certainty.word,
+            "sent_bytes": sum(row["sent_bytes"] for row in measured["formula"]),
+            "exposed_communication": breakdown["exposed_communication_s"] / step,
+            "bubble": breakdown["bubble_s"] / step,
+            "bound": measured["bound"],
+            "rates": measured["rates"],
+            "priced_by": measured.get("priced_by") or [],
+            "compute_floor_s": compute_floor_s(measured),
+            "links_floor_s": links_floor_s(cell, measured),
+            "traced": "whole" if seen.exact else "with few layers",
+            "cell": cell.key,
+        }
+
+    def fullness(self) -> str:
+        """A warning of a winner that is too full, with the first that ties and is not; "" of others."""
+        winner = self.winner
+        if winner is None or not winner.fits or not winner.is_full:
+            because = winner.certainty.reason if winner else ""
+            return f"{winner} is tight: {because}" if because else ""
+        left = winner.memory.spare_bytes / GIB
+        text = f"{winner} leaves {left:.1f} GiB, less than {SPARE:.0%} of a card"
+        ties = [s for s in ranked(self.result.best) if self.is_tie(s) and s.exact and s is not winner]
+        if (roomy := next((s for s in ties if not s.is_full), None)) is None:
+            return f"{text}, and so does every tie that was traced whole" if ties else text
+        ratio = roomy.step_s / winner.step_s - 1
+        return f"{text}; {roomy} takes {ratio:+.0%} and leaves {roomy.memory.spare_bytes / GIB:.1f}"
+
+    def folding(self) -> str:
+        """What the fastest layout gains by groups of ranks of its own for experts, in words; "": it has none,
+        or there are no experts. Both were traced whole."""
+        whole = sorted((s for s in self.result.traced if s.fits and s.exact), key=lambda seen: seen.step_s)
+        if not whole or not has_experts(whole[0].cell) or not folds_anew(whole[0].cell.sizes.by_axis):
+            return ""
+        head = f"folding: the fastest layout, {whole[0]}, has its experts over ranks of several axes"
+        other = next((s for s in whole if not folds_anew(s.cell.sizes.by_axis)), None)
+        if other is None:
+            return f"{head}; none without it that was traced fits"
+        mine, theirs = _parts(whole[0]), _parts(other)
+        name = max(_PARTS, key=lambda part: theirs[part] - mine[part])
+        cause = f"{_PARTS[name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
+        return f"{head}; without it {other} takes {other.step_s / whole[0].step_s - 1:+.0%}: {cause}"
+
+    def measured(self, seen: Seen) -> Mapping[str, Any]:
+        """The measurement of a layout, with the interval of its time."""
+        row = {"cell": seen.cell.model_dump(), "measurement": seen.measured}
+        measured: Mapping[str, Any] = with_band(row)["measurement"]
+        return measured
+
+    def priced_by(self) -> str:
+        """What the times of the best layouts are priced by instead of a rate of its own, in words; "": all
+        have rates."""
+        return priced_by_in_words(seen.measured for seen in self.result.best)
+
+    def attention(self) -> str:
+        """The named layout's attention kernel, and what its step would take by others, the shortest first, in
+        words; "": no other was priced."""
+        others = sorted((p for p in self.prices if p.settings.startswith(ATTENTION)), key=lambda p: p.ratio)
+        if self.winner is None or not others:
+            return ""
+        kernel = model_preset(*self.winner.cell.model_arguments).attention_kernel
+        steps = ", ".join(f"{p.settings.partition('=')[2]} {shown_price(p.ratio)}" for p in others)
+        return f"attention by {kernel}; a step by others: {steps}"
+
+    def bars(self) -> list[dict[str, Any]]:
+        """The records, with the seconds of a step by what they are spent on, in words."""
+        return [
+            {**record, "parts": {words: _parts(seen)[name] for name, words in _PARTS.items()}}
+            for seen, record in zip(self.ranked, self.records(), strict=True)
+        ]
+
+    def point(self) -> dict[str, Any]:
+        """A point of a map: the winner's strategy, "" where nothing fits, and whether one ties with it."""
+        winner = self.winner
+        strategy = winner.cell.strategy if winner else ""
+        others = [s for s in self.result.of_strategies if s.cell.strategy != strategy and self.is_tie(s)]
+        return {
+            **self.asked,
+            "strategy": strategy,
+            "mesh": winner.cell.mesh_text if winner else "",
+            "tie": bool(others),
+            "tokens_per_s": winner.measured["tokens_per_s"] if winner else None,
+        }
+
+    def in_words(self) -> str:
+        """The question."""
+        cell = self.question.cell
+        sequences = f"{cell.batch} sequence{'s' if cell.batch != 1 else ''} of {cell.seq_len}"
+        sizes = [cell.model_options.get(name) for name in ("layers", "hidden")]
+        # a job that gives all sizes has a preset in name alone
+        model = f"a model of {sizes[0]} layers of width {sizes[1]}" if all(sizes) else cell.model
+        return f"{model}, {self.question.gpus} GPUs of {self.question.cluster}, {sequences}"
+
+    def why(self) -> str:
+        """Why the winner is before the best of the next strategy, in a sentence with numbers; "" where there
+        is none."""
+        winner = self.winner
+        if winner is None:
+            return ""
+        others = [s for s in self.result.of_strategies if s.cell.strategy != winner.cell.strategy]
+        if not others:
+            if self.question.strategies == [winner.cell.strategy]:
+                return "no other strategy was asked about"
+            return f"no other strategy fits than {winner.cell.strategy}"
+        other = others[0]
+        causes = causes_in_words(other, winner)
+        than = f"{other} {beside_in_words(other, winner)}"
+        apart = other.step_s / winner.step_s
+        if not (self.is_tie(other) and self.is_tie(winner)):
+            head = f"the next strategy, {than}"
+        elif max(apart, 1 / apart) < self.tie_limit:
+            head = f"a tie: {than}, which is within the errors of such times"
+        else:
+            apart = other.uncharged_s / winner.uncharged_s
+            head = f"a tie: {than}, but {apart - 1:+.1%} without a charge fitted where it is little"
+        order = packaged_model().order(self._rates, apart)
+        return "; ".join(filter(None, [head, causes, order]))
+
+
+def beside_in_words(seen: Seen, other: Seen, named: str = "") -> str:
+    """How long a step takes beside another, which is ``named``: by a share, or from twice on by a factor."""
+    ratio = seen.step_s / other.step_s
+    share = abs(ratio - 1)
+    words, joint = f"{share:.{0 if share >= 0.1 else 1}%} {'more' if ratio >= 1 else 'less'} time", "than"
+    if ratio >= 2:
+        words, joint = f"{ratio:.1f} times as long", "as"
+    return f"takes {words} {joint if named else ''} {named}".rstrip()
+
+
+def causes_in_words(other: Seen, winner: Seen) -> str:
+    """The two parts of a step that explain most of why one takes longer than another, or less."""
+    mine, theirs = (_parts(seen) for seen in (winner, other))
+    differences = {name: theirs[name] - mine[name] for name in _PARTS}
+    sign = 1 if other.step_s >= winner.step_s else -1
+    reasons = sorted(differences, key=lambda name: -sign * differences[name])[:2]
+    return ", ".join(
+        f"{_PARTS[name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
+        for name in reasons
+        if sign * differences[name] > 0.001 * winner.step_s
+    )
+
+
+def _parts(seen: Seen) -> dict[str, float]:
+    seconds = {name: float(seen.parts.get(name, 0.0)) for name in _PARTS}
+    return {**seconds, "matmul_s": seconds["matmul_s"] - seconds[IN_BLOCKS]}
+
+
+def settings_beside(asked: Cell, cell: Cell) -> dict[str, Any]:
+    """What a layout sets beside strategy, ranks, backend and micro-batches, by dotted name."""
+    own = {k: v for k, v in cell.model_options.items() if asked.model_options.get(k) != v}
+    settings = dotted("model_options", own) | dotted("strategy_options", cell.strategy_options)
+    if cell.training.virtual_stages > 1:
+        settings["training.virtual_stages"] = cell.training.virtual_stages
+    if cell.mesh is not None:
+        settings["mesh"] = cell.mesh
+    return settings
+
+
+def scenario_text(cells: Sequence[Cell], title: str) -> str:
+    """A scenario file with these cells, to run, verify, trace and ask fit about."""
+    left_out = {"engine", "timing", "model_config_json"}
+    groups = [cell.model_dump(mode="json", exclude_defaults=True, exclude=left_out) for cell in cells]
+    for group in groups:
+        group["sizes"] = {axis: n for axis, n in group.get("sizes", {}).items() if n > 1}
+    return dump({"title": title, "groups": groups})

@@ -1,0 +1,286 @@
+"""What `spbench advise` says: the best layouts, why the first wins, and what became of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.cell import Cell
+from spbench.bench.command_line.output import Column, Output, Table
+from spbench.bench.errors import UserError
+from spbench.bench.files import write_whole
+from spbench.bench.measure.trust.bands import TIE, shown_band
+from spbench.bench.measure.trust.fit_certainty import TIGHT
+from spbench.bench.tools.choose.advice import Advice, scenario_text
+from spbench.bench.tools.choose.behind import NOTHING, own_content, own_in_words, turns
+from spbench.bench.tools.choose.possible import left_out_by_length, spelled
+from spbench.bench.tools.choose.ranking import Seen, simpler
+from spbench.bench.tools.jobs.flags import program_flags
+from spbench.bench.units import GIB, shown_price, shown_share, three_digits
+from spbench.impls.strategies.nesting import PLUS
+
+#: lines for --why, and costs of simpler layouts, where no details are asked for
+_REASONS, _COSTS = 3, 3
+#: budgets are in these, where a step is too little
+_MANY_TOKENS = 1e9
+
+
+def report(
+    answers: Sequence[Advice],
+    why: Mapping[str, int] = {},
+    figure: Path | None = None,
+    output: Path | None = None,
+    program: str = "",
+) -> Output:
+    """The answers for people and for programs.
+
+    Args:
+        why: ranks along axes that are asked about.
+        figure: the layouts of one answer, or a map of several, are drawn there.
+        output: the best layouts are written there, as a scenario.
+        program: in whose arguments the layout named first is shown; "": of none.
+    """
+    files = []
+    details: list[Table | str] = []
+    sections: list[Table | str] = []
+    if len(answers) > 1:
+        sections.append(_map(answers))
+        sections += ["\n".join(lines)] if (lines := [*turns([each.point() for each in answers])]) else []
+    for answer in answers:
+        sections += _sections(answer, program)
+        if absence := answer.absence:
+            title = f"Layouts with {spelled(why)}"
+            sections += [Table(title, absence.lines, most=_REASONS)] if absence.lines else []
+            sections += [absence.sentence] if absence.sentence else []
+        details += _details(answer)
+    if output is not None:
+        cells = [seen.cell for answer in answers for seen in answer.ranked]
+        files.append(write_whole(output, scenario_text(cells, "The best layouts of spbench advise")))
+    if figure is not None:
+        files.append(_drawn(answers, figure))
+    records = [line for answer in answers for line in answer.table()]
+    content = [
+        {
+            "question": answer.asked,
+            "layouts": answer.records(),
+            "why": answer.why(),
+            "prices": [each.content() for each in answer.prices],
+            "strategies": [_brief(seen) for seen in answer.result.of_strategies],
+            "nearest": answer.result.nearest and _brief(answer.result.nearest),
+            "own": own_content(answer),
+            "impossible": answer.result.impossible,
+            "counts": dict(answer.result.counts),
+            "refused": answer.result.refused.reasons,
+            "seconds": answer.seconds,
+            "cpu_s": answer.cpu_s,
+        }
+        for answer in answers
+    ]
+    notes = list(dict.fromkeys(remark for answer in answers for remark in answer.question.remarks))
+    return Output(sections, content, records, notes=notes, files=files, details=details)
+
+
+def _drawn(answers: Sequence[Advice], path: Path) -> Path:
+    """The layouts of one answer, or a map of several, in a file."""
+    from spbench.plots.fit_and_advise import draw_advice, draw_layouts
+
+    if len(answers) > 1:
+        return draw_advice([answer.point() for answer in answers], path)
+    (answer,) = answers
+    if answer.winner is None:
+        raise UserError(f"--figure {path}: nothing fits, so there is nothing to draw")
+    return draw_layouts(answer.in_words(), answer.bars(), path)
+
+
+def _brief(seen: Seen) -> dict[str, Any]:
+    return {
+        "strategy": seen.cell.strategy,
+        "mesh": seen.cell.mesh_text,
+        "step_time_s": seen.step_s,
+        "peak_memory_bytes": seen.peak,
+        "traced": "whole" if seen.exact else "with few layers",
+        "cell": seen.cell.key,
+    }
+
+
+def _map(answers: Sequence[Advice]) -> Table:
+    changed = any(answer.question.figures for answer in answers)
+    columns = [
+        Column("GPUs", "gpus"),
+        Column("length", "seq_len"),
+        Column("batch", "batch"),
+        *([Column("cluster", "figures")] if changed else []),
+        Column("best", "best"),
+        Column("", "tie", lambda tie: TIE if tie else ""),
+        Column("tokens/s a GPU", "tokens_per_s_gpu", three_digits),
+        Column("layouts", "layouts"),
+        Column("took", "seconds", "{:.0f} s".format),
+    ]
+    points = [
+        {
+            **(point := answer.point()),
+            "best": str(answer.winner or ("no layout is possible" if answer.result.impossible else NOTHING)),
+            "tokens_per_s_gpu": (rate := point["tokens_per_s"]) and rate / point["gpus"],
+            "layouts": answer.result.counts["looked at"],
+            "seconds": answer.seconds,
+        }
+        for answer in answers
+    ]
+    return Table.of("Which layout where", columns, points)
+
+
+def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
+    """The layouts, why the first is first, and what is simpler."""
+    asked, winner = answer.in_words(), answer.winner
+    if answer.result.impossible:
+        yield f"{asked}: {answer.result.impossible}"
+    elif winner is None:
+        yield f"{asked}: {NOTHING}{_nearest(answer)}"
+        yield from own_in_words(answer)
+    else:
+        important = ("strategy", "mesh", "step", "needs GiB", "spare", "", "behind")
+        yield Table.of(
+            f"The best layouts: {asked}", _LAYOUT, _layouts(answer), important=important, below=("beside",)
+        )
+        yield from own_in_words(answer)
+        traced = {part for seen in answer.result.traced for part in seen.cell.strategy.split(PLUS)}
+        yield from filter(None, [_told_apart(answer), left_out_by_length(answer.question, traced)])
+        hours = _MANY_TOKENS / answer.records()[0]["tokens_per_s"] / 3600
+        gpu_hours = three_digits(hours * answer.question.gpus)
+        yield f"a billion tokens take {winner} {three_digits(hours)} h, {gpu_hours} GPU-hours"
+        if attention := answer.attention():
+            yield attention
+        if priced_by := answer.priced_by():
+            yield f"priced by something else, with shares of the step: {priced_by}"
+        yield f"{winner}: {answer.why()}"
+        yield from filter(None, [answer.fullness(), answer.folding()])
+        if same := answer.result.same.items():
+            yield "; ".join(f"{b} takes the same steps as {a}, which stands for both" for b, a in same)
+        yield _simplified(answer)
+        if program:
+            yield _as_job(program, winner.cell)
+
+
+def _details(answer: Advice) -> Iterator[Table | str]:
+    """What settings cost, what else was traced, and what became of all layouts."""
+    if answer.prices:
+        yield Table.of(f"What single settings of {answer.winner} cost", _PRICE, answer.prices)
+    if answer.winner is not None and (strategies := [*_others(answer)]):
+        yield f"other strategies (~: by traces of few layers): {', '.join(strategies)}"
+    counts = answer.result.counts
+    if counts["looked at"]:
+        yield (
+            f"{counts['looked at']} layouts looked at in {answer.seconds:.0f} s "
+            f"({answer.cpu_s:.0f} s of cores): "
+            + ", ".join(f"{n} {what}" for what, n in counts.items() if n and what != "looked at")
+        )
+
+
+def _simplified(answer: Advice) -> str:
+    """What it would cost to set less up than the layout named first does."""
+    winner = answer.winner
+    assert winner is not None
+    simpler_ones = simpler(answer.result.best, winner)
+    costs = [f"{seen} takes {seen.step_s / winner.step_s - 1:+.0%}" for seen in simpler_ones if seen.exact]
+    costs += [
+        f"without {each.settings} it takes {1 / each.ratio - 1:+.0%}, {each.saved_bytes / GIB:+.3g} GiB"
+        f"{'' if each.changed.fits else ', and does not fit'}"
+        for each in answer.prices
+        if each.used
+    ]
+    more = f"; {len(costs) - _COSTS} more by --details" if len(costs) > _COSTS else ""
+    return f"to simplify: {'; '.join(costs[:_COSTS]) or 'no simpler layout that was traced fits'}{more}"
+
+
+def _told_apart(answer: Advice) -> str:
+    """The meaning of the marks of the layouts; "" where no layout ties."""
+    if sum(answer.is_tie(seen) for seen in answer.result.best) < 2:
+        return ""
+    text = f"{TIE}: a tie with the fastest (up to {answer.tie_limit - 1:.0%} slower); the simplest is first"
+    if hidden := answer.hidden_ties():
+        fastest = answer.result.best[0]
+        where = f", the fastest of all {fastest}" if fastest in hidden else ""
+        text += f"; {len(hidden)} more tie by traces of few layers{where}"
+    return text
+
+
+def _nearest(answer: Advice) -> str:
+    near = answer.result.nearest
+    if near is None:
+        return ""
+    memory = near.memory
+    needed, missing = (f"{nbytes / GIB:.1f}" for nbytes in (memory.total_bytes, -memory.spare_bytes))
+    what = f"{near} with {near.cell.training.backend}"
+    return f"; the nearest is {what}, which needs {needed} GiB: {missing} more than a card has"
+
+
+def _layouts(answer: Advice) -> Iterator[dict[str, Any]]:
+    """The records of the layouts with what people are shown beside."""
+    for seen, record in zip(answer.ranked, answer.records(), strict=True):
+        beside = record["settings"].replace("model_options.", "").replace("strategy_options.", "")
+        marks = {TIE: record["tie"], "yours": record["yours"], TIGHT: record["verdict"] == TIGHT}
+        mark = " ".join(word for word, has in marks.items() if has)
+        yield {
+            **record,
+            "mark": mark,
+            "band": shown_band(answer.measured(seen)),
+            "beside": beside,
+        }
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f}"
+
+
+def _floors(record: Mapping[str, Any]) -> str:
+    floors = {"compute": record["compute_floor_s"], "links": record["links_floor_s"]}
+    return ", ".join(f"{what} {seconds:.3g} s" for what, seconds in floors.items() if seconds is not None)
+
+
+def _others(answer: Advice) -> Iterator[str]:
+    """The strategies that are not among the best."""
+    shown = {seen.cell.strategy for seen in answer.ranked}
+    best = answer.result.best[0].step_s
+    for seen in answer.result.of_strategies:
+        if seen.cell.strategy not in shown:
+            yield f"{seen} {'' if seen.exact else '~'}{seen.step_s / best - 1:+.0%}"
+
+
+def _as_job(program: str, cell: Cell) -> str:
+    """A layout as arguments of a program, or what that lacks."""
+    flags = program_flags(program, cell)
+    name = flags.program.split()[0]
+    if flags.missing:
+        return f"{name} has no {'; no '.join(flags.missing)}"
+    return f"{name}: {' '.join(' '.join(filter(None, [line.argument, line.value])) for line in flags.lines)}"
+
+
+#: columns of the best layouts, whose items are those of :func:`_layouts`
+_LAYOUT = [
+    Column("", "mark"),
+    Column("strategy", "strategy"),
+    Column("mesh", "mesh"),
+    Column("backend", "backend"),
+    Column("micro-batch", "micro_batch"),
+    Column("beside", "beside"),
+    Column("step", "band"),
+    Column("behind", "behind", lambda behind: f"{behind:+.0%}" if behind else ""),
+    Column("tokens/s", "tokens_per_s", three_digits),
+    Column("MFU", "mfu", shown_share),
+    Column("needs GiB", "total_bytes", _gib),
+    Column("spare", "spare_bytes", _gib),
+    Column("allocated", "peak_memory_bytes", _gib),
+    Column("sends GiB", "sent_bytes", lambda nbytes: f"{nbytes / GIB:.3g}"),
+    Column("exposed", "exposed_communication", shown_share),
+    Column("bubble", "bubble", shown_share),
+    Column("bound", "bound"),
+    Column("floors", "floors", of=_floors),
+]
+#: columns of :class:`Price`
+_PRICE = [
+    Column("setting", "settings"),
+    Column("used", "used", lambda used: "yes" if used else "no"),
+    Column("step", "ratio", shown_price),
+    Column("peak GiB", "saved_bytes", lambda saved: f"{-saved / GIB:+.1f}"),
+]

@@ -1,0 +1,147 @@
+"""Many cells asked at once: functions that workers run on cells, and their outcomes kept on disk, so that the
+same question is answered at once."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from spbench.bench.cell import Cell
+from spbench.bench.command_line.progress import remark
+from spbench.bench.files import DiskCache, cache_folder
+from spbench.bench.measure.engines.run_cell import Run
+from spbench.bench.measure.processes.starting import usable_cores
+from spbench.bench.measure.sweep.executor import Executor
+from spbench.bench.measure.sweep.sweep import digest
+from spbench.bench.measure.sweep.worker import Crew
+from spbench.bench.measure.verify.proof import unproven
+from spbench.bench.measured_code import digest_of_files
+from spbench.bench.measurement import Outcome
+
+#: takes what is done, and the share of the task that is behind, of 1
+Say = Callable[[str, float], None]
+#: under this name a measurement's ``meters`` may have the seconds of a core that it took, ``cpu_s``
+COST = "cost"
+#: bytes of all kept outcomes; one has some 30 kB
+_LIMIT_BYTES = 2**28
+#: statuses that another run would find too
+_KEPT = ("ok", "oom", "unsupported", "mismatch")
+
+
+@functools.cache
+def _code() -> str:
+    """The digest of the files of this room, which are no part of that of measurements."""
+    room = Path(__file__).parent
+    return digest_of_files(room, sorted(room.glob("*.py")))
+
+
+def unheard(text: str, share: float) -> None:
+    """A :data:`Say` that shows nothing."""
+
+
+def within(say: Say, low: float, high: float) -> Say:
+    """A :data:`Say` for a part of a task, which is from one share of it to another."""
+    return lambda text, share: say(text, low + share * (high - low))
+
+
+class Task(NamedTuple):
+    """A cell, and what a worker runs on it: a function of a module, or a partial of one with the rest of its
+    arguments. Tasks that are asked together have cells that are different objects."""
+
+    cell: Cell
+    run: Run
+
+
+def _name(run: Run) -> str:
+    """The name of a function with its arguments."""
+    if isinstance(run, functools.partial):
+        return f"{run.func.__qualname__} {run.args} {run.keywords}"
+    return run.__qualname__
+
+
+class Asking:
+    """Workers that run tasks, which stay until the context is left.
+
+    Args:
+        jobs: workers; None: one a usable core.
+        executor: where tasks run, as many at a time as there is room for; None: here.
+
+    Attributes:
+        jobs: tasks that can run at a time.
+        cpu_s: seconds of a core that the outcomes took when they were made, where they have :data:`COST`.
+    """
+
+    def __init__(self, jobs: int | None = None, executor: Executor | None = None):
+        self.executor, self.cpu_s = executor, 0.0
+        self.jobs = jobs or (usable_cores() if executor is None else executor.at_once)
+        self.crew = Crew()
+        folder = cache_folder()
+        self._cache = None if folder is None else DiskCache(folder / "asked", _LIMIT_BYTES)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.crew.dismiss()
+
+    def __call__(
+        self, tasks: Sequence[Task], enough: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[Task, Outcome]]:
+        """Yield each task with its outcome as soon as it has one.
+
+        Args:
+            enough: asked before a task begins; true: no more is begun.
+        """
+        waiting: list[Task] = []
+        refused = unproven((task.cell for task in tasks), say=remark)
+        for task in tasks:
+            outcome = refused.get(task.cell.key) or self._read(task)
+            if outcome is None:
+                waiting.append(task)
+            else:
+                yield task, self._counted(outcome)
+        for task, outcome in self._here(waiting, enough) if self.executor is None else self._there(waiting):
+            self._write(task, outcome)
+            yield task, self._counted(outcome)
+
+    def _here(self, tasks: Sequence[Task], enough: Callable[[], bool]) -> Iterator[tuple[Task, Outcome]]:
+        waiting, task_of = [*reversed(tasks)], {id(task.cell): task for task in tasks}
+        while (waiting and not enough()) or self.crew.busy:
+            while waiting and not enough() and (worker := self.crew.idle(self.jobs)) is not None:
+                worker.give(*waiting.pop())
+            for cell, outcome in self.crew.ended():
+                yield task_of[id(cell)], outcome
+
+    def _there(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Outcome]]:
+        assert self.executor is not None
+        for _, alike in groupby(tasks, lambda task: _name(task.run)):
+            task_of = {task.cell.key: task for task in alike}
+            run = next(iter(task_of.values())).run
+            cells = [task.cell for task in task_of.values()]
+            for cell, outcome in self.executor.outcomes(cells, run, lambda cell: None):
+                yield task_of[cell.key], outcome
+
+    def _counted(self, outcome: Outcome) -> Outcome:
+        self.cpu_s += outcome.measurement.get("meters", {}).get(COST, {}).get("cpu_s", 0.0)
+        return outcome
+
+    def _key(self, task: Task) -> str:
+        question = json.dumps([_code(), _name(task.run), digest(task.cell)])
+        return hashlib.sha256(question.encode()).hexdigest()
+
+    def _read(self, task: Task) -> Outcome | None:
+        content = None if self._cache is None else self._cache.read(self._key(task))
+        try:
+            return None if content is None else Outcome(**json.loads(content))
+        except (ValueError, TypeError):  # damaged
+            return None
+
+    def _write(self, task: Task, outcome: Outcome) -> None:
+        if self._cache is not None and outcome.status in _KEPT and outcome.final:
+            self._cache.write(self._key(task), json.dumps(asdict(outcome)).encode())

@@ -1,0 +1,340 @@
+"""The candidates of a search, with their estimates."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.tools.choose.estimates import Estimates, WayFigures
+from spbench.bench.tools.choose.layouts import (
+    ORDER,
+    Layout,
+    Refused,
+    Way,
+    backend_settings,
+    folded,
+    layouts,
+    settings_of,
+    things_to_set,
+    ways,
+)
+from spbench.bench.tools.choose.question import Question
+from spbench.bench.tools.choose.references import as_text, has_stages, twins_of
+from spbench.impls.axes import MESH_AXES, spelled
+from spbench.impls.layout import Unsupported
+
+#: a layout whose estimated bytes are so much less than a card has surely fits
+SURELY = 2.0
+#: a layout whose estimated bytes are so much less than a card has probably fits, and so much more, may fit
+_MAY_FIT = 1.25
+#: settings that save memory which is there must be faster than simpler ones by so much, by the estimate
+_SAME = 1.005
+#: what became of layouts that take longer than another that surely fits
+SLOWER = "slower than with other settings that surely fit"
+#: what became of those that were not traced, or not even made candidates
+TOO_SLOW = "too slow by the estimate, or too large after traces of their strategy"
+#: and of those that are no candidates as others of the same ranks take so much less
+TOO_LARGE = "need too much by the estimate"
+#: a layout whose estimated memory is so much more than a card has is not traced
+FAR_TOO_LARGE = 1.25
+#: so many kinds of layouts are to be named; what takes so much longer by the estimate than that many that
+#: probably fit is left out at once
+_NAMED, _FAR = 5, 1.6
+#: of one layout what takes so much longer by the estimate than what needs no more bytes is left out
+_DOMINATED = 1.1
+
+
+def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str] | None:
+    """The axes of several ranks in that order; None: as they are by default."""
+    axes = [axis for axis in order if sizes.get(axis, 1) > 1]
+    return None if axes == sorted(axes, key=MESH_AXES.index) else axes
+
+
+def mesh_alone(cell: Cell) -> str:
+    """The mesh of a cell as text, without the ranks of its experts and whatever the order of its axes."""
+    return _mesh_alone(cell.mesh_sizes)
+
+
+def _mesh_alone(sizes: Mapping[str, int]) -> str:
+    return spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
+
+
+def kind_of_layout(layout: Layout) -> tuple[str, str]:
+    """Strategy and mesh, as of a cell (:func:`mesh_alone`)."""
+    return layout.way.strategy, _mesh_alone(layout.sizes)
+
+
+#: a choice and its value
+Variant = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with a backend and settings of the model.
+
+    Attributes:
+        options: of the strategy.
+        training: backend and its options.
+        saving: settings of the model that take less memory.
+        training_text, saving_text: the same as text.
+        estimated_s, estimated_bytes: of a step, and of the fullest rank.
+        activation_bytes: of the estimated ones, those that are no states of training.
+        twin: ``training`` without the host, where that only makes room; None: it has nothing there.
+    """
+
+    layout: Layout
+    options: Mapping[str, Any]
+    training: Mapping[str, Any]
+    saving: Mapping[str, Any]
+    training_text: str
+    saving_text: str
+    estimated_s: float
+    estimated_bytes: float
+    activation_bytes: float
+    twin: Mapping[str, Any] | None = None
+
+    @property
+    def strategy(self) -> str:
+        """Its name."""
+        return self.layout.way.strategy
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Strategy and mesh, as of a cell (:func:`mesh_alone`): of each kind the best layout is named."""
+        return kind_of_layout(self.layout)
+
+    @property
+    def complexity(self) -> tuple[int, int]:
+        """How many strategies and memory switches it has, and axes of several ranks."""
+        things = things_to_set(self.strategy, self.saving, self.training)
+        return things, sum(n > 1 for n in self.layout.sizes.values())
+
+    @cached_property
+    def variants(self) -> tuple[Variant, ...]:
+        """What another layout of the same way may have other than this one."""
+        of_all = ("backend", self.training_text), ("micro-batch", str(self.layout.micro_batch))
+        fold = self.layout.fold
+        return of_all if fold is None else (*of_all, ("fold", str(fold)))
+
+    def cell(self, asked: Cell) -> Cell:
+        """The cell that it makes of the one that was asked about."""
+        layout, (batch, _) = self.layout, asked.shape
+        training = {**asked.training.model_dump(exclude_defaults=True), **self.training}
+        if asked.training.step == "training":
+            training["micro_batches"] = batch // (layout.dp * layout.micro_batch)
+        if layout.virtual_stages > 1:
+            training |= {"schedule": "interleaved", "virtual_stages": layout.virtual_stages}
+        if layout.stage_layers:
+            training["stage_layers"] = [*layout.stage_layers]
+        return asked.model_copy(
+            update={
+                "mesh": ordered(layout.sizes),
+                "strategy": self.strategy,
+                "strategy_options": dict(self.options),
+                "sizes": Sizes(**layout.sizes),
+                "model_options": {**asked.model_options, **self.saving},
+                "training": TrainingOptions.model_validate(training),
+            }
+        )
+
+
+class Bar:
+    """The estimated seconds above which layouts are no candidates, as far as layouts were looked at.
+
+    Attributes:
+        far: by kind of those that are none, the least estimated seconds.
+    """
+
+    def __init__(self) -> None:
+        self.far: dict[tuple[Way, int, int], float] = {}
+        self._best: dict[tuple[Way, int, int], float] = {}
+        self.most_s = math.inf
+
+    def add(self, layout: Layout, seconds: float) -> None:
+        """A layout that probably fits."""
+        kind = (layout.way, layout.dp, layout.pp)
+        if seconds < self._best.get(kind, math.inf):
+            self._best[kind] = seconds
+            shortest = heapq.nsmallest(_NAMED, self._best.values())
+            self.most_s = _FAR * shortest[-1] if len(shortest) == _NAMED else math.inf
+
+    def passes(self, layout: Layout, seconds: float) -> bool:
+        """Whether a layout that takes so long at the least may be a candidate."""
+        if seconds <= self.most_s:
+            return True
+        kind = (layout.way, layout.dp, layout.pp)
+        self.far[kind] = min(seconds, self.far.get(kind, math.inf))
+        return False
+
+
+def candidates(
+    question: Question,
+    estimates: Estimates,
+    savings: Mapping[str, Mapping[str, Any]],
+    refused: Refused,
+    usable: float = 0.0,
+    left_out: Counter[str] | None = None,
+    bar: Bar | None = None,
+) -> Iterator[Candidate]:
+    """All layouts of a question, with every backend and saving that there is a figure of; of a layout and
+    backend none that takes longer by the estimate than another that surely fits, also with its states on the
+    cards where these are on the host; nor one with more settings that is no faster.
+
+    Args:
+        savings: settings of the model by their text.
+        refused: takes what cannot be.
+        usable: bytes of a card that tensors can have; 0: nothing surely fits.
+        left_out: counts those that take longer, as :data:`SLOWER`, and as :data:`TOO_SLOW`.
+        bar: leaves out what takes far longer than others; None: nothing is far.
+    """
+    forward_only = question.cell.training.step == "inference"
+    settings_by_text = (
+        {"": {}} if forward_only else {as_text(each): each for each in backend_settings(question)}
+    )
+    backends = [settings_by_text[text] for text in estimates.backends]
+    pipelined = [bool(each) and has_stages(question, each) for each in backends]
+    settings = [savings[text] for text in estimates.references]
+    twins = twins_of(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
+    texts = [*estimates.backends], [*estimates.references]
+    left_out = Counter() if left_out is None else left_out
+    choices = _Choices(backends, pipelined, twins, settings, texts, usable, bar or Bar())
+    for way in ways(question):
+        figures_and_options = figures_of(estimates, way, question, refused)
+        if figures_and_options is None:
+            continue
+        figures, options = figures_and_options
+        for unfolded_layout in layouts(question, way, estimates.layers, refused):
+            every = folded(question, unfolded_layout)
+            if every:
+                yield from _of_layouts(every, figures, options, estimates, choices, left_out)
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """What each layout can have: settings of backends, whether these have stages, the places of their twins,
+    settings of the model, and both settings as text; the bytes that it can have, and the seconds."""
+
+    backends: Sequence[Mapping[str, Any]]
+    pipelined: Sequence[bool]
+    twins: Sequence[int | None]
+    settings: Sequence[Mapping[str, Any]]
+    texts: tuple[Sequence[str], Sequence[str]]
+    usable: float
+    bar: Bar
+
+
+def _of_layouts(
+    every: Sequence[Layout],
+    figures: WayFigures,
+    options: Mapping[str, Any],
+    estimates: Estimates,
+    choices: _Choices,
+    left_out: Counter[str],
+) -> Iterator[Candidate]:
+    """The candidates of layouts that differ in the ranks of their experts alone."""
+    backends, settings, usable, bar = choices.backends, choices.settings, choices.usable, choices.bar
+    computing = estimates.computing(every, figures)
+    passing = [bar.passes(each, least) for each, least in zip(every, computing.min(axis=1), strict=True)]
+    near = [each for each, passes in zip(every, passing, strict=True) if passes]
+    far, yielded = (len(every) - len(near)) * len(backends) * len(settings), 0
+    if not near:
+        left_out[TOO_SLOW] += far
+        return
+    times_of = estimates.times(near, figures, computing[passing])
+    activations = estimates.activations(near, figures)
+    memories_of = estimates.states(near, figures)[..., None] + activations[:, None]
+    folds, pipelined = best_folds(times_of, memories_of, usable), np.array(choices.pipelined)[:, None]
+    may = pipelined if near[0].pp > 1 else np.ones_like(pipelined)
+    bar.add(near[0], np.where(may & (memories_of * _MAY_FIT <= usable), times_of, np.inf).min(initial=np.inf))
+    within = times_of <= bar.most_s
+    asked = may & within & folds
+    large = asked & (memories_of > FAR_TOO_LARGE * (usable or np.inf))
+    if large.any() and (large == asked).all():  # the smallest says what would fit
+        large &= memories_of > memories_of[large].min()
+    left = undominated(times_of, memories_of, asked & ~large)
+    for layout, times, memories, own, kept_of in zip(
+        near, times_of, memories_of, activations, left, strict=True
+    ):
+        fitting = np.where(memories * SURELY <= usable, times, np.inf)
+        shortest = fitting.min(axis=1, initial=np.inf)
+        for row in np.flatnonzero(kept_of.any(axis=1)).tolist():
+            twin = None if (other := choices.twins[row]) is None else backends[other]
+            of_twin = np.inf if other is None else shortest[other]
+            kept = np.flatnonzero(promising(times[row], fitting[row], of_twin) & kept_of[row])
+            for at in kept.tolist():
+                seconds, nbytes = float(times[row, at]), float(memories[row, at])
+                chosen = backends[row], settings[at], choices.texts[0][row], choices.texts[1][at]
+                yield Candidate(layout, options, *chosen, seconds, nbytes, float(own[at]), twin)
+            yielded += len(kept)
+    left_out[TOO_SLOW] += far + int((may & ~within).sum())
+    left_out[TOO_LARGE] += int(large.sum())
+    left_out[SLOWER] += int((may & within & ~large).sum()) - yielded
+
+
+def undominated(times: np.ndarray, memories: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    """Which of those ``asked`` about takes hardly longer than any of these that needs no more bytes; all are
+    of one shape."""
+    places = np.flatnonzero(asked)
+    taken, nbytes = times.ravel()[places], memories.ravel()[places]
+    order = np.lexsort((taken, nbytes))
+    near = taken[order] <= _DOMINATED * np.minimum.accumulate(taken[order])
+    kept = np.zeros(asked.size, dtype=bool)
+    kept[places[order[near]]] = True
+    return kept.reshape(asked.shape)
+
+
+def best_folds(times: np.ndarray, memories: np.ndarray, usable: float) -> np.ndarray:
+    """Which of the folds may be the best, bool [folds, backends, settings]: with each backend and settings
+    the fastest of those that probably fit and of those that may fit, else the smallest.
+
+    Args:
+        times, memories: [folds, backends, settings].
+        usable: bytes of a card; 0: anything fits.
+    """
+    kept = np.zeros(times.shape, dtype=bool)
+    if len(kept) == 1:
+        return ~kept
+    smallest = memories.min(axis=0)
+    for most in (usable / _MAY_FIT, usable * _MAY_FIT) if usable else (np.inf,):
+        within = np.where(memories <= np.maximum(most, smallest), times, np.inf)
+        np.put_along_axis(kept, within.argmin(axis=0)[None], True, axis=0)
+    return kept
+
+
+def promising(times: np.ndarray, fitting: np.ndarray, of_twin: float) -> np.ndarray:
+    """Which of the settings, the simplest first, may be the best: none that takes longer than another that
+    surely fits, and of those that take as long as the shortest of these the simplest, alone.
+
+    Args:
+        fitting: the times of those that surely fit; infinite for others.
+        of_twin: the shortest time of the twin with settings with which it surely fits.
+    """
+    shortest = fitting.min(initial=np.inf)
+    kept: np.ndarray = times <= min(shortest, of_twin)
+    if shortest <= of_twin and shortest < np.inf:
+        simplest = int(np.argmax(fitting <= shortest * _SAME))
+        kept[simplest + 1 :] &= times[simplest + 1 :] * _SAME < fitting[simplest]
+        kept[simplest] = True
+    return kept
+
+
+def figures_of(
+    estimates: Estimates, way: Way, question: Question, refused: Refused
+) -> tuple[WayFigures, Mapping[str, Any]] | None:
+    """With the first of the strategy's settings that can be; None: none can."""
+    reason = ""
+    for options in settings_of(question, way.strategy):
+        try:
+            return estimates.figures(way, options), options
+        except Unsupported as refusal:
+            reason = str(refusal)
+    refused.add(str(way), reason)
+    return None

@@ -1,0 +1,305 @@
+"""Estimates of layouts from closed forms and a few small traces; they decide in which order layouts are
+traced, and what is plainly too slow or too large.
+
+One layer of one sample takes on one rank what two small traces say; a layout divides that by its ranks, adds
+what its strategy sends by the closed forms at the speed of the links, fills the pipeline, and adds what the
+backend sends. How much of it really is hidden behind computation only traces tell: :mod:`.learned` has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from spbench.bench.cell import Cell, Sizes
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.engines.plan import planned_strategy
+from spbench.bench.tools.choose.collective_prices import CollectivePrices
+from spbench.bench.tools.choose.layouts import Fold, Layout, Way
+from spbench.bench.tools.choose.references import BackendFigures, Depths, Reference, at_depth
+from spbench.impls.axes import ranks_along
+from spbench.impls.backends.optimizer import PRECISIONS
+from spbench.impls.backends.planned_step import planned_sums
+from spbench.impls.folding import folds
+from spbench.impls.models.model import Model, model_preset
+from spbench.impls.strategies.base import Site
+
+#: shares of computation behind which what a backend sends is taken to be hidden: what it sends once a step,
+#: behind one micro-batch; what it sends with each, behind each. Nothing is where rows go to experts of other
+#: ranks: they wait on the same links until the next layer's weights are there
+_HIDDEN_ONCE, _HIDDEN_EACH = 0.5, 0.8
+#: how often each micro-batch moves the weights of experts through memory, however few its rows are: they are
+#: read in forward and in backward, and their gradients are written
+_MOVED = 3
+#: of the 16 bytes of a parameter that are on the host: what AdamW reads and writes, and what crosses
+_UPDATED, _COPIED = 28 / 16, 8 / 16
+#: how often the rows that go to experts of other ranks are there at once beside those of one rank alone
+_DISPATCHED = 2
+
+
+_NOTHING = Depths(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class WayFigures:
+    """What a rank holds and sends by a way to divide a sample.
+
+    Attributes:
+        sent_s: seconds of what the strategy sends for one sample of one micro-batch.
+        elements: of parameters.
+        alike: the axes of the strategy along which ranks hold the same of most parameters.
+        experts: elements of routed experts, before they are shared out over ranks; they are not among
+            ``elements``.
+        dispatched: bytes of the rows that a rank's tokens of one sample are for their experts.
+    """
+
+    sent_s: Depths
+    elements: Depths
+    alike: tuple[str, ...]
+    experts: Depths = _NOTHING
+    dispatched: Depths = _NOTHING
+
+
+class Estimates:
+    """Estimates for one question.
+
+    Args:
+        cell: of the question, on one rank.
+        gpus: of all layouts.
+        references: by the settings of the model that take less memory, as text; "" for none.
+        backends: by settings as text.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        gpus: int,
+        references: Mapping[str, Reference],
+        backends: Mapping[str, BackendFigures],
+    ):
+        self.cell, self.gpus = cell, gpus
+        self.references, self.backends = references, backends
+        model = model_preset(*cell.model_arguments)
+        self.layers: int = getattr(model, "layers", 1)
+        #: of layers, one of which is what figures here are of
+        self.periods = self.layers / model.period
+        #: by layers: the cell, its model, and the model's sites by parts of the vocabulary
+        self._shallow: dict[int, tuple[Cell, Model, dict[int, list[Site]]]] = {}
+        self._of_backends: dict[tuple[Way, int, int, Fold | None], np.ndarray] = {}
+        self._dispatched: dict[tuple[Fold, int, int, int, float], float] = {}
+        #: seconds of one call of a collective, and of a byte that a kernel moves
+        self.seconds, self._s_of_byte = (prices := CollectivePrices(cell)).seconds, prices.s_of_byte
+
+    def figures(self, way: Way, options: Mapping[str, Any]) -> WayFigures:
+        """What a way sends and holds.
+
+        Raises:
+            Unsupported: it cannot divide the model so.
+        """
+        sizes = {"dp": self.gpus // way.ranks, **way.axes}
+        sent, elements, experts, rows = [], [], [], []
+        settings = {"strategy": way.strategy, "strategy_options": dict(options), "sizes": Sizes(**way.axes)}
+        strategy = planned_strategy(self.cell.model_copy(update=settings))
+        parts, precision = strategy.vocabulary_parts, PRECISIONS[self.cell.precision]
+        for layers in (1, 2):
+            if layers not in self._shallow:
+                cell = at_depth(self.cell, layers)
+                self._shallow[layers] = cell, model_preset(*cell.model_arguments), {}
+            few, model, sites_of = self._shallow[layers]
+            if parts not in sites_of:
+                sites_of[parts] = [*model.sites(1, few.shape[1], parts)]
+            sites = sites_of[parts]
+            if layers == 1:  # deeper models ask for the same, more often
+                strategy.check(sites)
+            entries = strategy.traffic(sites, precision.parameters.itemsize)
+            sent.append(
+                sum(
+                    each.count * self.seconds(each.collective, each.payload_bytes, each.axes, sizes)
+                    for each in entries
+                    if each.phase in ("forward", "backward")
+                )
+            )
+            sums = planned_sums(sites, strategy, 1)
+            of_mesh = [each for each in sums if not folds(each.axes)]
+            weights = (s.count * s.dims.get("experts", 0) for s in sites if s.kind == "parameters")
+            experts.append(float(sum(weights)))
+            elements.append(float(sum(each.elements for each in sums)) - experts[-1])
+            routed = ((s.count, s.dims) for s in sites if s.kind == "experts")
+            of_sample = sum(n * d["B"] * d["L"] * d["K"] * d["H"] for n, d in routed)
+            rows.append(of_sample * precision.parameters.itemsize / way.ranks)
+        most = max(of_mesh, key=lambda each: each.elements, default=None)
+        alike = most.axes if most else ()
+        return WayFigures(Depths(*sent), Depths(*elements), alike, Depths(*experts), Depths(*rows))
+
+    def computing(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
+        """Seconds of a step without what replicas send, [layouts, savings]; here and below layouts differ in
+        their folds alone."""
+        layout, (batch, _) = layouts[0], self.cell.shape
+        ranks, b = layout.way.ranks, layout.micro_batch
+        parts = batch // (layout.dp * b)
+        layer_s, ends_s, _, _ = self._of_savings
+        of_experts = self._experts_s(layouts, way)
+        layer = b * (layer_s / ranks + way.sent_s.layer) + of_experts[:, :1]
+        ends = b * (ends_s / ranks + way.sent_s.ends) + of_experts[:, 1:]
+        stage = self.periods / layout.pp
+        most, last = (max(sizes), sizes[-1]) if (sizes := layout.stage_layers) else (stage, stage)
+        slowest = np.maximum(most * layer, last * layer + ends)  # the loss is on the last stage
+        seconds: np.ndarray = parts * slowest + (layout.pp - 1) * stage * layer / layout.virtual_stages
+        return seconds
+
+    def times(self, layouts: Sequence[Layout], way: WayFigures, computing: np.ndarray) -> np.ndarray:
+        """Seconds of a step, [layouts, backends, savings].
+
+        Args:
+            computing: of :meth:`computing`.
+        """
+        (batch, _), layout = self.cell.shape, layouts[0]
+        parts = batch // (layout.dp * layout.micro_batch)
+        sent = np.stack([self._replicas_s(each, way) for each in layouts])[..., None]
+        part = computing[:, None] / parts
+        alone = np.array([each.fold is None or each.fold == (1, 1) for each in layouts])[:, None, None]
+        sums = np.maximum(0.0, sent[:, 0] - _HIDDEN_ONCE * part)
+        each_s, again_s = (np.maximum(0.0, sent[:, at] - _HIDDEN_EACH * part * alone) for at in (1, 2))
+        each_s = each_s + sent[:, 3]
+        # stages keep whole gradients until their last backward, and most also gathered weights
+        sent_s = sums + (parts * each_s if layout.pp == 1 else each_s + (parts - 1) * again_s)
+        seconds: np.ndarray = computing[:, None] + sent_s + self._host_s(layouts, way)[..., None]
+        return seconds
+
+    def _experts_s(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
+        """Seconds in which a micro-batch's rows go to experts, and kernels move the weights of experts, of a
+        layer and of the rest: [layouts, 2]."""
+        itemsize, b = PRECISIONS[self.cell.precision].parameters.itemsize, layouts[0].micro_batch
+        moved_s = _MOVED * itemsize * self._s_of_byte
+        both = [
+            (b * way.dispatched.layer, moved_s * way.experts.layer),
+            (b * way.dispatched.ends, moved_s * way.experts.ends),
+        ]
+        return np.array(
+            [[self._dispatch_s(at, n) + s / math.prod(at.fold or (1,)) for n, s in both] for at in layouts]
+        )
+
+    def _dispatch_s(self, layout: Layout, nbytes: float) -> float:
+        """Seconds in which rows of so many bytes go to experts and back, and their gradients."""
+        if layout.fold is None or not nbytes:
+            return 0.0
+        # folded axes have the same groups whatever the axes that divide a sample
+        key = (layout.fold, layout.dp, layout.pp, layout.way.ranks, nbytes)
+        if (known := self._dispatched.get(key)) is not None:
+            return known
+        ep, etp = layout.fold
+        to_each = self.seconds("all_to_all", float(f"{nbytes:.2g}"), ("ep",), layout.sizes) if ep > 1 else 0.0
+        gathered = float(f"{nbytes * etp:.2g}")
+        of_parts = self.seconds("all_gather", gathered, ("etp",), layout.sizes) if etp > 1 else 0.0
+        seconds = self._dispatched[key] = 4 * (to_each + of_parts)
+        return seconds
+
+    def _expert_elements(self, layout: Layout, way: WayFigures) -> tuple[float, int]:
+        """(elements of routed experts that a rank has, replicas that have the same ones)."""
+        if layout.fold is None:
+            return 0.0, 1
+        ranks = layout.fold.ep * layout.fold.etp
+        ends = way.experts.ends * (1 if layout.pp == 1 else 0.5)
+        elements = way.experts.layer * self.periods / layout.pp + ends
+        return elements / ranks, layout.stage_ranks // ranks
+
+    def _host_s(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
+        """Seconds of an update on the host and of its copies, [layouts, backends]; all ranks of a node update
+        at once."""
+        sharing = layouts[0].dp * ranks_along(way.alike, layouts[0].sizes)
+        elements = self._elements(layouts[0], way) / sharing
+        held = [self._expert_elements(each, way) for each in layouts]
+        own = np.array([elements + experts / replicas for experts, replicas in held])
+        seconds: np.ndarray = own[:, None] * self._host_s_of_parameter
+        return seconds
+
+    @cached_property
+    def _host_s_of_parameter(self) -> np.ndarray:
+        """Seconds of each parameter of a rank's part on the host and on its link, for each backend."""
+        cluster = load_cluster(self.cell.cluster)
+        host, ranks = cluster.host_memory, min(self.gpus, cluster.devices_per_node)
+        held = np.array([each.host_bytes for each in self.backends.values()], dtype=float)
+        updated = _UPDATED * ranks * held / (host.update_bytes_per_s.value or float("inf"))
+        seconds: np.ndarray = updated + _COPIED * held / (host.bytes_per_s or float("inf"))
+        return seconds
+
+    def _replicas_s(self, layout: Layout, way: WayFigures) -> np.ndarray:
+        """[4, backends]: seconds of what a backend sends once a step, with each micro-batch, and with each in
+        stages; and of the copies of the second from and to buffers."""
+        key = (layout.way, layout.dp, layout.pp, layout.fold)
+        if key in self._of_backends:
+            return self._of_backends[key]
+        experts, _ = self._expert_elements(layout, way)
+        others, sizes = self._elements(layout, way), layout.sizes
+        groups = {("dp", *way.alike): others, ("edp",): experts}
+        sets = [(group, held) for group, held in groups.items() if held]
+        seconds = [
+            sum(self.seconds(name, float(f"{n * held:.2g}"), group, sizes) for group, held in sets)
+            for name, n in self._messages[0]
+        ]
+        copied = [
+            2 * self._s_of_byte * (others + experts) * sum(e.each.values()) for e in self.backends.values()
+        ]
+        sent: np.ndarray = np.vstack([self._messages[1] @ np.array(seconds, dtype=float), copied])
+        self._of_backends[key] = sent
+        return sent
+
+    @cached_property
+    def _messages(self) -> tuple[list[tuple[str, float]], np.ndarray]:
+        """What backends send of each element of parameters, by collective, and which of them each sends once
+        a step, with each micro-batch, and with each in stages [3, backends, messages]."""
+        sent = [[e.once.items(), e.each.items(), e.again.items()] for e in self.backends.values()]
+        messages = [*dict.fromkeys(item for all_of in sent for items in all_of for item in items)]
+        which = [[[each in all_of[at] for each in messages] for all_of in sent] for at in range(3)]
+        return messages, np.array(which, dtype=float).reshape(3, len(sent), len(messages))
+
+    def _elements(self, layout: Layout, way: WayFigures) -> float:
+        ends = way.elements.ends * (1 if layout.pp == 1 else 0.5)
+        return way.elements.layer * self.periods / layout.pp + ends
+
+    def states(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
+        """Bytes of states of training on a rank, [layouts, backends]."""
+        sharing = layouts[0].dp * ranks_along(way.alike, layouts[0].sizes)
+        whole, shared = self._of_states
+        held = np.array([self._expert_elements(each, way) for each in layouts], dtype=float)[..., None]
+        layout = layouts[0]
+        several = self.cell.shape[0] > layout.dp * layout.micro_batch
+        beside = np.array([e.in_backward[layout.pp > 1] for e in self.backends.values()], dtype=float).T
+        whole, shared, of_layer = whole + beside[0], shared + several * beside[1], beside[2]
+        of_others = (whole + shared / sharing) * self._elements(layout, way)
+        experts = [way.experts.layer / math.prod(each.fold or (1,)) for each in layouts]
+        at_once = (way.elements.layer + np.array(experts)[:, None]) / self.layers * self.periods
+        nbytes: np.ndarray = of_others + (whole + shared / held[:, 1]) * held[:, 0]
+        return nbytes + of_layer * at_once
+
+    @cached_property
+    def _of_states(self) -> np.ndarray:
+        """[2, backends]: bytes of an element that every replica has, and that are shared out."""
+        return np.array([(e.whole_bytes, e.shared_bytes) for e in self.backends.values()], dtype=float).T
+
+    def activations(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
+        """Bytes of everything else on the fullest rank at its peak, [layouts, savings]."""
+        (batch, _), layout = self.cell.shape, layouts[0]
+        stages, runs = layout.pp, layout.virtual_stages
+        # of runs of layers in turns, the first rank has as many before its first backward, and one more
+        most = stages if runs == 1 else ((runs - 1) * stages + 2 * (stages - 1) + 1) / runs
+        at_once = min(most, batch // (layout.dp * layout.micro_batch))
+        _, _, layer, ends = self._of_savings
+        sample = self.periods / layout.pp * layer * at_once + ends
+        sent = [
+            _DISPATCHED * way.dispatched.layer if (each.fold or (1, 1)) != (1, 1) else 0.0 for each in layouts
+        ]
+        nbytes: np.ndarray = layout.micro_batch * (sample / layout.way.ranks + np.array(sent)[:, None])
+        return nbytes
+
+    @cached_property
+    def _of_savings(self) -> np.ndarray:
+        """[savings, 4]: seconds of a layer and of the ends, bytes of a layer and of the ends."""
+        depths = [(each.seconds, each.activation_bytes) for each in self.references.values()]
+        rows = [(s.layer, s.ends, b.layer, b.ends) for s, b in depths]
+        return np.array(rows, dtype=float).T

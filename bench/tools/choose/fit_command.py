@@ -1,0 +1,69 @@
+"""`spbench fit`: whether a job fits its cards, what holds the memory, and what would make it fit."""
+
+from __future__ import annotations
+
+import functools
+
+import click
+
+from spbench.bench.command_line.options import (
+    SETTINGS,
+    Bytes,
+    Function,
+    Length,
+    WholeNumber,
+    body,
+    changes,
+    figure_option,
+    given,
+    jobs,
+    many,
+    path_option,
+    printed,
+    variant,
+)
+from spbench.impls.axes import MESH_AXES
+
+
+def _asking(command: Function) -> Function:
+    """Add the options that say what the cells are."""
+    positive = WholeNumber(min=1)
+    options = [
+        click.option("--cluster", metavar="NAME", help="That it runs on: its name (spbench list) or file."),
+        click.option("--gpus", type=positive, help="How many; what scenario, job or sizes say if left out."),
+        click.option("--strategy", help="How a sample is divided; of a scenario, its cells of this one."),
+        click.option("--seq-len", type=Length(), help="Positions of a sequence, as 131072 or 128K."),
+        click.option("--batch", type=Length(), help="Samples of the whole batch."),
+        click.option("--micro-batch", type=Length(), help="Samples of a micro-batch of a replica."),
+        *(click.option(f"--{axis}", type=positive, help=f"Ranks along {axis}.") for axis in MESH_AXES),
+        changes,
+        many("--where", SETTINGS, "Only cells of the scenario with this setting."),
+        variant,
+        given,
+    ]
+    return functools.reduce(lambda inner, option: option(inner), reversed(options), command)
+
+
+@click.command("fit")
+@click.argument("subject", nargs=-1, required=True, metavar="SUBJECT...")
+@_asking
+@click.option("--suggest", is_flag=True, help="Try more changes, where it fits too.")
+@click.option("--longest", is_flag=True, help="Find the longest length and the largest micro-batch that fit.")
+@click.option("--budget", type=Bytes(), help="Choose the switches that need no more at the least cost.")
+@figure_option("Draw memory over the steps, by kind, into this file (.png, .pdf or .svg).")
+@path_option("--snapshot", "Write what PyTorch's memory viewer (pytorch.org/memory_viz) opens.")
+@click.option(
+    "--must-fit", is_flag=True, help="Exit code 1 where it does not fit or is tight, for launchers."
+)
+@jobs
+@printed
+@body("choose.fit_report:fit")
+def command() -> None:
+    """Say whether a job fits its cards, and what would make it fit.
+
+    SUBJECT... is a scenario (name or file), the files of a job that spbench import reads, or a model (name,
+    config.json or .py file) with --cluster, --gpus and --seq-len. The answer is yes, tight (with the reason)
+    or no; it has the fullest ranks, the step and the module at the peak, and what holds the memory then.
+    Where it does not fit, changes that make it fit follow, each proved by a trace: single ones, and pairs
+    where none is enough.
+    """

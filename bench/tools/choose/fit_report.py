@@ -1,0 +1,309 @@
+"""What `spbench fit` says: the answer and what would help, then what holds the memory, and details."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.command_line.output import Column, Output, Table, memory_table, records
+from spbench.bench.command_line.progress import Progress
+from spbench.bench.errors import UserError
+from spbench.bench.measure.scenarios.scenario import given as settings_given
+from spbench.bench.measure.trust.bands import (
+    PEAK,
+    RESERVED,
+    past_errors,
+    priced_by_in_words,
+)
+from spbench.bench.tools.choose.anatomy import Part
+from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
+from spbench.bench.tools.choose.budget_report import (
+    flags_of,
+    plan_content,
+    plan_line,
+    settings_of,
+    step_of,
+    switches_table,
+)
+from spbench.bench.tools.choose.fit_verdict import (
+    MEMORY_COLUMNS,
+    VERDICT_COLUMNS,
+    Verdict,
+    columns,
+    in_program_words,
+    part_of_experts,
+)
+from spbench.bench.tools.choose.fitting import Fitting, fitting
+from spbench.bench.tools.choose.proofs import Proofs
+from spbench.bench.tools.choose.subject import experts_line, model_line, taken, taken_line, tokens_of_rank
+from spbench.bench.tools.jobs.job_files import given_values
+from spbench.bench.units import card_gib, shown_price, shown_share
+from spbench.impls.models.model import model_preset
+
+#: a part of the peak below which a kind is not worth a word
+_SMALL = 0.002
+#: parts of the peak, and changes, that a terminal shows where no details are asked for
+_PARTS, _CHANGES = 4, 2
+#: what no number here has in it
+NOT_MODELLED = (
+    "NCCL's buffers, but for all-to-alls on clusters that know them",
+    "what kernels allocate inside (cuDNN)",
+    "settings of PYTORCH_CUDA_ALLOC_CONF other than expandable_segments and max_split_size_mb",
+    "blocks that record_stream holds back",
+    "what else runs on the card",
+)
+#: options of sizes that are settings of a cell by their own names; the others are axes of its mesh
+_OWN_SIZES = ("seq_len", "batch")
+
+
+def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
+    """The answer for people and for programs; ``must_fit``: with the exit code 1 where something does not
+    fit, or is tight."""
+    fullest, proofs = answer.fullest, answer.proofs
+    backend = fullest.cell.training.backend
+    errors = [each for quantity in (PEAK, RESERVED) if (each := past_errors(backend, quantity))]
+    sections: list[Table | str] = []
+    details: list[Table | str] = []
+    program = answer.subject.job
+    sections.append("\n".join([*_verdict_lines(answer), _first_change(answer)]))
+    model, said = model_line(fullest.cell, answer.subject.name), answer.subject.said
+    sections.append(f"{model}\n{taken_line(fullest.cell, said)}")
+    if len(answer.verdicts) + len(answer.others) > 1:
+        sections += [f"the fullest: {fullest.cell.key}", _cells_table(answer)]
+    sections += [*_help(answer), *switches_table(answer), *_holding(fullest)]
+    # where it does not fit, what would help takes the place of what is there
+    (sections if fullest.fits else details).append(_parts(fullest, program))
+    timed = [fullest, *proofs.fitting] if proofs and proofs.fitting else []
+    if priced_by := priced_by_in_words([each.measurement for each in timed]):
+        sections.append(f"priced by something else, with shares of the step: {priced_by}")
+    details.append(memory_table({fullest.cell.key: fullest.measurement}))
+    details.append("\n".join(f"beside real machines: {each}" for each in errors))
+    details.append(f"not modelled: {'; '.join(NOT_MODELLED)}")
+    cells = records(VERDICT_COLUMNS, answer.verdicts)
+    cells += [{"cell": cell.key, "fits": None, "reason": reason} for cell, reason in answer.others]
+    content = {
+        "fits": answer.fits,
+        "verdict": fullest.certainty.word,
+        "tight_because": fullest.certainty.reason,
+        "cells": cells,
+        "detail": {
+            "cell": fullest.cell.key,
+            **{name: value for name, value in asdict(fullest.anatomy).items() if name != "curve"},
+            "priced_by": fullest.measurement.get("priced_by") or [],
+            "by_class": fullest.measurement["by_class"],
+        },
+        "suggestions": proofs and _suggestions(answer, proofs),
+        "largest": answer.sizes and asdict(answer.sizes),
+        "budget": answer.plan and plan_content(answer, answer.plan),
+        "errors": [vars(each) for each in errors],
+        "not_modelled": list(NOT_MODELLED),
+        "model": model,
+        "taken": {each.what: vars(each) for each in taken(fullest.cell, said)},
+        "tokens_of_rank": tokens_of_rank(fullest.cell),
+        "remarks": list(answer.subject.remarks),
+        "files": [str(path) for path in files],
+    }
+    code = int(must_fit and not answer.surely_fits)
+    return Output(sections, content, cells, (), answer.subject.remarks, files, code, details)
+
+
+def _verdict_lines(answer: Fitting) -> list[str]:
+    """Whether the fullest fits, by how much, why that is not sure, and where the peak is."""
+    fullest = answer.fullest
+    because = [f"tight, as {reason}" for reason in filter(None, [fullest.certainty.reason])]
+    return [str(fullest), *because, fullest.peak(answer.subject.job)]
+
+
+# -- what is there -------------------------------------------------------------------------------------------
+
+
+def _cells_table(answer: Fitting) -> Table:
+    lines = [
+        (
+            *(each.cell.key, each.certainty.answer, card_gib(each.memory.total_bytes)),
+            *(card_gib(each.memory.spare_bytes), each.where_in(answer.subject.job)),
+        )
+        for each in answer.verdicts
+    ]
+    lines += [(cell.key, "-", "", "", reason) for cell, reason in answer.others]
+    names = ("cell", "fits", "needs GiB", "spare GiB", "on")
+    table = [dict(zip(names, line, strict=True)) for line in lines]
+    return Table("Which cells fit", table, ("cell", "fits", "spare GiB", "needs GiB"), below=("on",))
+
+
+def _holding(verdict: Verdict) -> Iterator[Table | str]:
+    """The number that decides, beside others that programs show; and of what kinds the peak is."""
+    anatomy, memory = verdict.anatomy, verdict.memory
+    context, nccl = (
+        "unknown" if nbytes is None else card_gib(nbytes)
+        for nbytes in (memory.context_bytes, memory.nccl_bytes)
+    )
+    least = f"least of PyTorch {card_gib(memory.tensors_bytes)}, CUDA context {context}, NCCL {nccl}"
+    numbers = (
+        ("needed", memory.total_bytes, least),
+        ("allocated", anatomy.peak_memory_bytes, "torch.cuda.max_memory_allocated"),
+        ("reserved", anatomy.reserved_memory_bytes, "torch.cuda.max_memory_reserved where room is ample"),
+        ("nvidia-smi", verdict.shown_by_nvidia_smi, "reserved on this card, CUDA context, NCCL"),
+    )
+    lines = [{"memory": what, "GiB": card_gib(nbytes), "of": meaning} for what, nbytes, meaning in numbers]
+    title = "Memory of the fullest ranks: what is needed decides"
+    yield Table(title, lines, ("GiB", "memory"), below=("of",))
+    shown = ((name, n) for name, n in anatomy.held.items() if n > _SMALL * anatomy.peak_memory_bytes)
+    held = ", ".join(f"{name.replace('_', ' ')} {card_gib(n)}" for name, n in shown)
+    yield f"allocated at the peak: {held}"
+    if of_experts := experts_line(verdict.cell):
+        yield of_experts
+    if on_host := verdict.on_host():
+        yield on_host
+
+
+def _parts(verdict: Verdict, program: str) -> Table:
+    """What holds the peak, by kind and the module in whose forward or backward it was made."""
+    peak = verdict.anatomy.peak_memory_bytes
+    experts = bool(getattr(model_preset(*verdict.cell.model_arguments), "experts", 0))
+
+    def of_experts(part: Part) -> str | None:
+        return part_of_experts(part.kind, part.module, experts) or None
+
+    def place(module: str) -> str | None:
+        return in_program_words(module, program) if module else None
+
+    columns = [
+        Column("what", "kind", lambda kind: kind.replace("_", " ") or "others"),
+        Column("allocated in", "module", place),
+        *([Column("of", "of", of=of_experts)] if experts else []),
+        Column("tensors", "tensors"),
+        Column("GiB", "bytes", card_gib),
+        Column("share", "share", shown_share, of=lambda part: part.bytes / peak),
+    ]
+    title = f"What holds the peak ({verdict.moment_in(program)})"
+    return Table.of(title, columns, verdict.anatomy.parts, most=_PARTS)
+
+
+# -- what would help -----------------------------------------------------------------------------------------
+
+
+def _first_change(answer: Fitting) -> str:
+    """The third line of an answer: the fastest change that makes it fit, or that takes less where it fits."""
+    proofs = answer.proofs
+    if answer.plan is not None:
+        return plan_line(answer, answer.plan)
+    if proofs is None:
+        return "no change is needed; --suggest tries those that take less memory"
+    if not proofs.fitting:
+        what = "takes less memory" if answer.fullest.fits else "makes it fit"
+        return f"no change {what}: {_tried(proofs)}"
+    first = proofs.fitting[0]
+    price = _price(answer, first)
+    room = f"{card_gib(first.memory.spare_bytes)} GiB to spare" + (f", step {price}" if price else "")
+    what = "takes less memory" if answer.fullest.fits else "makes it fit"
+    return f"{what}: {flags_of(answer, first) or f'--set {shlex.quote(settings_of(first))}'} ({room})"
+
+
+def _price(answer: Fitting, verdict: Verdict) -> str | None:
+    ratio = verdict.price(answer.fullest)
+    return shown_price(ratio) if ratio else None
+
+
+def _tried(proofs: Proofs) -> str:
+    pairs = f" and {proofs.pairs_tried} pairs of them" if proofs.pairs_tried else ""
+    return f"{proofs.tried} single ones{pairs} tried"
+
+
+def _help(answer: Fitting) -> Iterator[Table | str]:
+    """The changes that help, and the largest sizes that fit."""
+    if (proofs := answer.proofs) is not None:
+        what = "take less memory" if answer.fullest.fits else "make it fit"
+        if proofs.fitting:
+            shown = [
+                Column("--set", "set", of=settings_of),
+                Column("flags", "flags", of=lambda verdict: flags_of(answer, verdict, lack=True) or None),
+                Column("needs GiB", "total_bytes", card_gib, attrgetter("memory.total_bytes")),
+                Column("spare GiB", "spare_bytes", card_gib, attrgetter("memory.spare_bytes")),
+                Column("step", "step_time_s", of=step_of),
+                Column("step, relative", "price", of=lambda verdict: _price(answer, verdict)),
+                Column("what", "what", of=attrgetter("change.words")),
+            ]
+            title = f"Changes that {what}, the fastest first ({_tried(proofs)})"
+            important = ("needs GiB", "spare GiB", "step", "step, relative")
+            below = ("--set", "flags", "what")
+            yield Table.of(title, shown, proofs.fitting, important=important, below=below, most=_CHANGES)
+        elif proofs.closest is not None:
+            yield _closest(answer, proofs.closest)
+        yield f"for another layout: {answer.advise}"
+    if (sizes := answer.sizes) is not None:
+        batch = f" (batch {sizes.batch})" if sizes.micro_batch else ""
+        yield (
+            f"the longest length that fits: {sizes.seq_len or 'none'}; "
+            f"the largest micro-batch: {sizes.micro_batch or 'none'}{batch}; each with all else as it is"
+        )
+
+
+def _closest(answer: Fitting, near: Verdict) -> str:
+    price = _price(answer, near)
+    needs = f"{card_gib(near.memory.total_bytes)} GiB" + (f" and {price} of the step's time" if price else "")
+    return f"the closest change, --set {settings_of(near)}, needs {needs}: set it and ask again"
+
+
+def _suggestions(answer: Fitting, proofs: Proofs) -> dict[str, Any]:
+    """The changes for programs."""
+    of_change = [
+        Column("--set", "set", of=settings_of),
+        *columns(what="change.words", other_job="change.other_job", cell="cell.key"),
+        Column("fits", "fits", of=lambda verdict: verdict.measurement["status"] == "ok"),
+        *MEMORY_COLUMNS,
+        Column("peak", "peak_memory_bytes", of=lambda verdict: verdict.measurement["peak_memory_bytes"]),
+        *columns(step_time_s="step_s"),
+        Column("price", "relative_step_time", of=lambda verdict: verdict.price(answer.fullest)),
+    ]
+    flags = Column("flags", "flags", of=lambda verdict: flags_of(answer, verdict))
+    return {
+        "found": records([*of_change, flags], proofs.fitting),
+        "tried": proofs.tried,
+        "pairs_tried": proofs.pairs_tried,
+        "closest": next(iter(records(of_change, [proofs.closest] if proofs.closest else [])), None),
+        "advise": answer.advise,
+    }
+
+
+def fit(
+    subject: Sequence[str],
+    cluster: str | None,
+    gpus: int | None,
+    strategy: str | None,
+    micro_batch: int | None,
+    changes: Sequence[tuple[str, str]],
+    given: Sequence[str],
+    where: Sequence[tuple[str, str]],
+    variant: str | None,
+    suggest: bool,
+    longest: bool,
+    budget: int | None,
+    figure: Path | None,
+    snapshot: Path | None,
+    must_fit: bool,
+    jobs: int | None,
+    **sizes: int | None,
+) -> Output:
+    """The outcome of `spbench fit`, whose options the arguments are; ``sizes``: --seq-len, --batch, and the
+    ranks along each axis."""
+    own = {name if name in _OWN_SIZES else f"sizes.{name}": size for name, size in sizes.items()}
+    settings = {name: size for name, size in own.items() if size is not None} | settings_given(changes)
+    asked = Asked(cluster, gpus, strategy, settings, micro_batch, where, variant, given_values(given))
+    if must_fit and longest:
+        raise UserError(
+            "--must-fit judges the sizes as they are, and --longest looks for others; leave one out"
+        )
+    if kind_of(subject) == "model":
+        ask_for({"--cluster NAME": cluster, "--seq-len N": settings.get("seq_len")}, subject[0])
+    with Progress() as progress:
+
+        def verdict_first(answer: Fitting) -> None:
+            progress.keep("\n".join(_verdict_lines(answer)))
+
+        answer = fitting(subject, asked, progress.at, jobs, suggest, longest, budget, verdict_first)
+    return report(answer, answer.written(figure, snapshot), must_fit)

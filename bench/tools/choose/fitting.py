@@ -1,0 +1,281 @@
+"""The answer of `spbench fit`: its cells examined, changes that help the fullest, and the largest sizes. Also
+a rank's memory as a snapshot of PyTorch's, as ``torch.cuda.memory._dump_snapshot`` writes them, for its
+viewer (https://pytorch.org/memory_viz) and for ``torch.cuda._memory_viz``."""
+
+from __future__ import annotations
+
+import pickle
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
+from spbench.bench.files import cache_folder, write_whole
+from spbench.bench.measure.engines import traces, tracing
+from spbench.bench.measure.engines.rank_memory import allocator_of
+from spbench.bench.measure.engines.step_times import can_time
+from spbench.bench.measure.memory.allocator import CachingAllocator
+from spbench.bench.measure.memory.allocator_settings import ExpandableSegments
+from spbench.bench.measure.scenarios.scenario import written
+from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.bench.measure.trust.fit_certainty import FITS
+from spbench.bench.measurement import Outcome
+from spbench.bench.tools.choose.anatomy import examine, trace_stage
+from spbench.bench.tools.choose.asked import Asked
+from spbench.bench.tools.choose.asking import Asking, Say, Task, within
+from spbench.bench.tools.choose.fit_verdict import Verdict
+from spbench.bench.tools.choose.proofs import ENOUGH, MOST, Largest, Proofs, largest, prove
+from spbench.bench.tools.choose.subject import Subject, model_line, slow_words, subject
+from spbench.bench.tools.choose.under_budget import BudgetPlan, plan_budget
+from spbench.plots.style import length_text, model_name, strategy_name
+
+#: share of the time that tracing the cells takes, roughly, where changes are tried after it
+_EXAMINED = 0.4
+#: settings of what is trained, whatever the layout
+_OF_THE_JOB = ("precision", "model_options")
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """Whether cells fit, and what would help.
+
+    Attributes:
+        verdicts: of the cells that can run.
+        others: cells that cannot, with the reasons.
+        proofs: changes of the fullest cell; None: not asked for.
+        sizes: the largest that fit; None: not asked for.
+        plan: switches of the fullest cell for a budget; None: not asked for.
+        advise: the command line that searches for another layout.
+    """
+
+    subject: Subject
+    verdicts: Sequence[Verdict]
+    others: Sequence[tuple[Cell, str]] = ()
+    proofs: Proofs | None = None
+    sizes: Largest | None = None
+    plan: BudgetPlan | None = None
+    advise: str = ""
+
+    @property
+    def fullest(self) -> Verdict:
+        """The verdict with the least room, of those that do not fit if there are any, else of the tight."""
+        return min(
+            self.verdicts,
+            key=lambda each: (each.fits, each.certainty.word == FITS, each.memory.spare_bytes),
+        )
+
+    @property
+    def fits(self) -> bool:
+        """Whether every cell can run and fits."""
+        return not self.others and self.fullest.fits
+
+    @property
+    def surely_fits(self) -> bool:
+        """Whether every cell can run and fits, and none is tight."""
+        return self.fits and all(each.certainty.word == FITS for each in self.verdicts)
+
+    def written(self, figure: Path | None, snapshot: Path | None) -> list[Path]:
+        """Write a figure and a snapshot of the fullest ranks, where a path is given; returns the paths."""
+        at, files = self.fullest, []
+        if figure is not None:
+            from spbench.plots.fit_and_advise import draw_memory  # matplotlib, which takes half a second
+
+            usable = at.measurement["usable_memory_bytes"]
+            batch, length = at.cell.shape
+            shape = f"batch {batch}, sequence length {length_text(length)}, {at.cell.precision}"
+            layout = f"{strategy_name(at.cell.strategy)}, {at.cell.mesh_text}"
+            title = f"{model_name(at.cell.model)} on {at.cell.cluster}: {layout}, {shape}"
+            files.append(draw_memory(asdict(at.anatomy), usable, title, figure))
+        if snapshot is not None:
+            files.append(write_snapshot(at.cell, at.anatomy.ranks[0], snapshot))
+        return files
+
+
+def fitting(
+    words: Sequence[str],
+    asked: Asked,
+    say: Say,
+    jobs: int | None,
+    suggest: bool,
+    longest: bool,
+    budget_bytes: int | None = None,
+    examined_first: Callable[[Fitting], None] = lambda answer: None,
+) -> Fitting:
+    """Examine the cells that words stand for.
+
+    Args:
+        words, asked: as of :func:`subject`.
+        say: takes what is done, and the share that is behind.
+        jobs: workers; None: one a usable core.
+        suggest: try changes also where the fullest fits, and more of them.
+        longest: search for the largest sizes.
+        budget_bytes: that the fullest rank may need; switches for it are chosen, in place of changes.
+        examined_first: takes the verdicts, before what would help is looked for, if it is.
+
+    Raises:
+        UserError: the words stand for nothing, or no cell can run.
+    """
+    about = subject(words, asked)
+    with Asking(jobs) as asking:
+        examined = [*_examined(about, asking, within(say, 0, _EXAMINED))]
+        verdicts = [Verdict(cell, outcome.measurement) for cell, outcome in examined if outcome.measurement]
+        others = [(cell, outcome.reason) for cell, outcome in examined if not outcome.measurement]
+        if not verdicts:
+            cell, reason = others[0]
+            raise UserError(f"{cell.key}: {reason}")
+        answer = Fitting(about, verdicts, others)
+        fullest, proofs, sizes, plan = answer.fullest, None, None, None
+        if suggest or longest or budget_bytes is not None or not fullest.fits:
+            examined_first(answer)
+        if budget_bytes is not None:
+            plan = plan_budget(fullest.cell, budget_bytes, asking, within(say, _EXAMINED, 1))
+        elif suggest or not fullest.fits:
+            proofs = prove(fullest, asking, MOST if suggest else ENOUGH, within(say, _EXAMINED, 1))
+        if longest:
+            behind = _EXAMINED if proofs is None else 1.0
+            say("looking for the longest length and the largest micro-batch", behind)
+            sizes = largest(fullest.cell, asking)
+    return Fitting(about, verdicts, others, proofs, sizes, plan, advise_command(words, fullest.cell, asked))
+
+
+def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:
+    """The command line that searches for the fastest layout of what a cell trains, on as many GPUs.
+
+    Args:
+        words: that it was asked about with.
+        asked: what else; of its settings those of the model and the precision are the job's own.
+    """
+    batch, seq_len = cell.shape
+    own = {name: value for name, value in asked.settings.items() if name.split(".")[0] in _OF_THE_JOB}
+    parts = [*(f"--model {shlex.quote(word)}" for word in words), f"--cluster {shlex.quote(cell.cluster)}"]
+    parts += [f"--gpus {cell.sizes.world}", f"--seq-len {seq_len}", f"--batch {batch}"]
+    parts += [f"--given {shlex.quote(f'{name}={value}')}" for name, value in asked.given.items()]
+    return " ".join(["spbench advise", *parts, *([f"--set {shlex.quote(written(own))}"] if own else [])])
+
+
+def _examined(about: Subject, asking: Asking, say: Say) -> Iterator[tuple[Cell, Outcome]]:
+    """The cells with their outcomes, in their order."""
+    cells = about.cells
+    tasks = [Task(cell, examine) for cell in cells]
+    beside = stages_beside(cells, asking.jobs)
+    say(f"tracing a step of {model_line(cells[0], about.name)}{slow_words(cells[0])}", 0)
+    outcomes: dict[str, Outcome] = {}
+    for task, outcome in asking([*beside[:1], *tasks, *beside[1:]]):
+        if task.run is examine:  # of a stage it finds the trace, or what is wrong with it
+            outcomes[task.cell.key] = outcome
+            say(f"{about.shown(task.cell)}: {outcome.status}", len(outcomes) / len(cells))
+            if outcome.status in ("failed", "timeout"):
+                raise RuntimeError(f"{task.cell.key}: {outcome.reason}")
+    yield from ((cell, outcomes[cell.key]) for cell in cells)
+
+
+def stages_beside(cells: Sequence[Cell], jobs: int) -> list[Task]:
+    """The stages of pipelines that are worth tracing beside the cells themselves: each trace is kept on disk,
+    where the worker that examines the whole cell finds it. None where workers have enough to do, or nothing
+    is kept.
+
+    The last one and the second: who examines a cell begins with the first. The stages between differ in their
+    micro-batches alone, and few of them are traced.
+    """
+    if len(cells) >= jobs or cache_folder() is None:
+        return []
+    return [
+        Task(cell.model_copy(), partial(trace_stage, stage=stage))
+        for cell in cells
+        for stage in sorted({1, cell.sizes.pp - 1} - {0}, reverse=True)
+        if cell.sizes.pp > 1
+    ]
+
+
+#: where addresses begin, as they do on a card
+_BASE = 0x7F0000000000
+
+
+def write_snapshot(cell: Cell, rank: int, path: Path) -> Path:
+    """Write the set-up and the traced steps of a rank; returns the path.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    with traces.used():
+        log = tracing.trace(cell, rank, events=can_time(cell)).memory
+    return write_whole(path, pickle.dumps(snapshot(log, allocator_of(cell))))
+
+
+def snapshot(log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator) -> dict[str, Any]:
+    """A log as its events and its segments at the end, the blocks as that allocator gives them out on a card
+    without a limit. In place of a stack trace stand a storage's kind, module and phase; ``time_us`` is
+    the number of the event."""
+    allocator, kinds, streams = kind(), log.categories(), log.streams or [0] * len(log.sizes)
+    held: dict[int, Any] = {}
+    frames: dict[int, list[dict[str, Any]]] = {}
+    storages: dict[int, int] = {}
+    events: list[dict[str, Any]] = []
+
+    def note(action: str, at: int, number: int, address: int, nbytes: int) -> None:
+        stream, of = streams[number], frames[number]
+        place = {"addr": _BASE + address, "size": nbytes, "stream": stream, "frames": of, "time_us": at}
+        events.append({"action": action, **place})
+
+    for at, event in enumerate(log.events):
+        number = abs(event) - 1
+        nbytes = log.sizes[number]
+        if event < 0 and number in held:
+            block = held.pop(number)
+            for action in ("free_requested", "free_completed"):
+                note(action, at, number, block.address, nbytes)
+            del storages[block.address]
+            allocator.give_back(block)
+        elif event > 0 and nbytes:
+            reserved = allocator.reserved
+            held[number] = block = allocator.take(nbytes, streams[number])
+            module = log.place_names[log.places[number]] if log.places else ""
+            step, phase = log.step_of(at), log.phase_of(at)
+            words = (kinds[number], module, f"{phase} of step {step}" if step else phase)
+            frames[number] = [{"name": word, "filename": "spbench", "line": 0} for word in words if word]
+            storages[block.address] = number
+            if allocator.reserved > reserved:
+                note("segment_alloc", at, number, block.address, allocator.reserved - reserved)
+            note("alloc", at, number, block.address, nbytes)
+    segments = []
+    for blocks in allocator.segments():
+        stream, small = allocator.pool_of(blocks[0][0])
+        pool = {"stream": stream, "segment_type": "small" if small else "large"}
+        pool["is_expandable"] = kind is ExpandableSegments
+        segments.append({**_segment(blocks, storages, log.sizes, frames), **pool})
+    return {"segments": segments, "device_traces": [events], "allocator_settings": {}}
+
+
+def _segment(
+    blocks: list[tuple[int, int, bool]],
+    storages: Mapping[int, int],
+    sizes: list[int],
+    frames: Mapping[int, list[dict[str, Any]]],
+) -> dict[str, Any]:
+    allocated = sum(nbytes for _, nbytes, free in blocks if not free)
+    total = sum(nbytes for _, nbytes, _ in blocks)
+    shown = [
+        {
+            "address": _BASE + address,
+            "size": nbytes,
+            "requested_size": 0 if free else sizes[storages[address]],
+            "state": "inactive" if free else "active_allocated",
+            "frames": [] if free else frames[storages[address]],
+        }
+        for address, nbytes, free in blocks
+    ]
+    return {
+        "device": 0,
+        "address": _BASE + blocks[0][0],
+        "total_size": total,
+        "allocated_size": allocated,
+        "active_size": allocated,
+        "requested_size": sum(each["requested_size"] for each in shown),
+        "segment_pool_id": (0, 0),
+        "frames": [],
+        "blocks": shown,
+    }

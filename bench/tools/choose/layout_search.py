@@ -1,0 +1,274 @@
+"""The search: layouts in the order of their estimates, the promising ones traced with few layers, the best
+of these with all.
+
+What a trace of few layers finds also says how far the estimates of its strategy on these axes, of its backend
+and of its micro-batches are off, and the order is mended by it. The search ends where no layout is left that
+would be faster than the fifth best even if it took as little time as :meth:`Learned.least_s` says, or where
+many traces in a row have gained the best nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
+from spbench.bench.tools.choose.asking import Asking, Say, unheard
+from spbench.bench.tools.choose.candidates import (
+    FAR_TOO_LARGE,
+    SLOWER,
+    TOO_LARGE,
+    TOO_SLOW,
+    Bar,
+    Candidate,
+    candidates,
+    mesh_alone,
+)
+from spbench.bench.tools.choose.estimates import Estimates
+from spbench.bench.tools.choose.layouts import Way, things_to_set
+from spbench.bench.tools.choose.learned import UNKNOWN, Learned, Waiting
+from spbench.bench.tools.choose.looked_at import SAME_STEP, LookedAt
+from spbench.bench.tools.choose.possible import why_impossible
+from spbench.bench.tools.choose.question import Question
+from spbench.bench.tools.choose.ranking import (
+    NAMED,
+    SearchResult,
+    Seen,
+    complexity,
+    has_experts,
+    ranked,
+    tie_limit,
+)
+from spbench.bench.tools.choose.references import references, savings_of
+from spbench.bench.tools.choose.whole_looks import WholeLooks, changes_beside, cheaper_savings
+
+#: layouts that are traced with few layers at once, a worker
+_AT_ONCE = 3
+#: so many of the best are wanted
+BEST = NAMED
+#: after so many traces of few layers, of strategies that were traced before, by which the best together were
+#: not faster by so much, none is awaited
+_PATIENCE, _GAIN = 12, 1.02
+#: of so many stages a trace takes several times as long, and counts as so many
+_DEEP, _COUNTS = 8, 3
+#: from which share of a search's time to which its parts are, roughly: small traces, traces of few layers,
+#: also beside the best, of which there are some so many, and traces of all layers
+_BEHIND = {"small": (0.08, 0.15), "few": (0.15, 0.4), "all": (0.4, 1.0)}
+_BESIDE = 6
+#: a layout whose estimated memory is so much less probably fits
+_ROOM = 1.1
+#: rounds of traces, each of as many as there are workers, of simpler layouts
+_SIMPLER = 4
+
+
+class Search(LookedAt):
+    """The search for one question; see the module.
+
+    Args:
+        asking: traces layouts.
+        say: takes what is done.
+
+    Attributes:
+        every: the candidates, once there are some.
+    """
+
+    def __init__(self, question: Question, asking: Asking, say: Say = unheard):
+        super().__init__(question, asking, say)
+        #: a layout that takes more than :attr:`most_bytes` is not traced; above these estimated bytes none is
+        self.too_large = FAR_TOO_LARGE * self.usable
+        self.every, self.bar, self.learned = list[Candidate](), Bar(), Learned()
+        #: by layout, its candidates, the fastest by the estimate first
+        self._of_layouts: dict[int, list[Candidate]] = defaultdict(list)
+        self._roomy = set[str]()  # strategies of which a layout will probably fit
+        self.whole = WholeLooks(self)
+
+    def run(self) -> SearchResult:
+        """Search.
+
+        Raises:
+            UserError: no layout is possible.
+        """
+        if reason := why_impossible(self.question):
+            raise UserError(reason)
+        self._enumerate()
+        waiting = [c for c in self.every if c.estimated_bytes <= self.too_large]
+        if not waiting:  # the nearest that would fit is asked for
+            waiting = sorted(self.every, key=lambda c: c.estimated_bytes)[: 2 * BEST]
+            self.most_bytes = float("inf")
+        self.behind.begin(f"{len(self.every)} layouts, of which {len(waiting)} may fit", *_BEHIND["few"])
+        (counts := self.result.counts)[TOO_LARGE] += len(self.every) - len(waiting)
+        if own := self.question.own:  # it may be the best too
+            self.result.own = next(iter(self.looked_at([own.looked_at], "all_layers")), None)
+        self._roomy = {c.strategy for c in waiting if c.estimated_bytes * _ROOM <= self.most_bytes}
+        for candidate in sorted(waiting, key=lambda each: each.estimated_s):
+            self._of_layouts[id(candidate.layout)].append(candidate)
+        left = Waiting(waiting)
+        self._few_layers(left)
+        if self.most_bytes < self.usable and not self.fitting():  # also those that hardly do
+            self.most_bytes = self.usable
+            self._few_layers(left)
+        self._simpler(left)
+        counts[TOO_SLOW] += len(left)
+        self._polish()
+        self.behind.begin("the best with all layers", *_BEHIND["all"])
+        self.whole.run()
+        while self.seen and not self.fitting() and not (near := min(self.seen.values(), key=_peak)).exact:
+            self.looked_at([near.cell], "all_layers")  # what few layers say it needs may be too much
+            self.whole.run()
+        self._conclude()
+        return self.result
+
+    def _enumerate(self) -> None:
+        """Make all candidates, with their estimates by small traces.
+
+        Raises:
+            UserError: none can be traced.
+        """
+        self.behind.begin("small traces of the model and of the backends", *_BEHIND["small"])
+        question, counts, refused = self.question, self.result.counts, self.result.refused
+        savings = savings_of(question)
+        estimates = Estimates(
+            question.cell, question.gpus, *references(question, self.asking, savings, self.behind.ended)
+        )
+        every = candidates(question, estimates, savings, refused, self.usable, counts, bar=self.bar)
+        self.every = [*every]
+        if not self.every:
+            reasons = ", or ".join(dict.fromkeys(refused.reasons.values()))
+            reason = reasons or "no backend or setting can be traced"
+            raise UserError(f"no layout of {question.gpus} GPUs can be traced: {reason}")
+        counts["cannot be"] = len(refused.reasons)
+        others = sum(counts[each] for each in (SLOWER, TOO_SLOW, TOO_LARGE))
+        counts["looked at"] = len(self.every) + others + len(refused.reasons)
+
+    # -- few layers ------------------------------------------------------------------------------------
+
+    def _few_layers(self, waiting: Waiting) -> None:
+        """Trace candidates with few layers until none is left that could be among the best."""
+        best_s, patience = float("inf"), _PATIENCE
+        # layouts with experts take long to trace: traces of all parts of a strategy tell of it too
+        told = self.learned.knows_parts if has_experts(self.question.cell) else self.learned.knows
+        while patience > 0 and (batch := self._next(waiting)):
+            again = sum(_COUNTS if each.layout.pp >= _DEEP else 1 for each in batch if told(each.strategy))
+            self._look(batch)
+            if self.same.replaced:  # leave out candidates whose steps are those of another strategy
+                others = waiting.leave_out(lambda strategy: self.same.instead(strategy) != strategy)
+                self.result.counts[SAME_STEP] += others
+            if best := self.best_layouts():
+                patience -= again
+                sum_s = sum(seen.step_s for seen in best[:BEST])
+                if len(best) < BEST or sum_s * _GAIN < best_s:
+                    best_s, patience = sum_s, _PATIENCE
+                self.behind.expect(
+                    f"{len(self.seen)} layouts traced with few layers; the best: {best[0].step_s:.3g} s, "
+                    f"{best[0]}",
+                    max(patience, 0) + _BESIDE,
+                )
+
+    def _next(self, waiting: Waiting) -> list[Candidate]:
+        """Take the most promising that could be among the best, one of each way and of each new strategy."""
+        best = self.best_layouts()
+        bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
+        of_kind = {(seen.cell.strategy, mesh_alone(seen.cell)): seen.step_s for seen in best}
+        expected_s, least_s = self.learned.bounds(waiting)
+        places = np.flatnonzero(waiting.left & (least_s <= bar))
+        chosen: dict[int, Candidate] = {}
+        begun: set[str | Way] = set()
+        for at in places[np.argsort(expected_s[places], kind="stable")].tolist():
+            candidate = waiting.candidates[at]
+            name, way = candidate.strategy, candidate.layout.way
+            soonest_s = min(expected_s[[*chosen]], default=float("inf"))
+            if len(chosen) >= _AT_ONCE * max(2, self.asking.jobs) or expected_s[at] > UNKNOWN * soonest_s:
+                break  # what takes so much longer has time until these are traced
+            if name in begun or way in begun or least_s[at] > of_kind.get(candidate.kind, bar):
+                continue
+            if not self._may_fit(candidate) or self._outdone(candidate):
+                continue
+            if not self.learned.knows(name):
+                # the first of a strategy tells how long its steps are only where one like it may fit
+                if name in self._roomy and candidate.estimated_bytes * _ROOM > self.most_bytes:
+                    continue
+                if begun & (parts := self.learned.unsettled_parts(name)):
+                    continue  # what one of them shows of the part tells of the others
+                begun |= {name, *parts}
+            begun.add(way)
+            chosen[at] = candidate
+        waiting.take(chosen)
+        return [*chosen.values()]
+
+    def _simpler(self, waiting: Waiting) -> None:
+        """Look at layouts that by their estimates tie with the fastest, and are simpler than the one that
+        would be named first, or as simple and of a strategy that was not traced."""
+        for _ in range(_SIMPLER if self.fitting() else 0):
+            best = self.best_layouts()
+            (things, *axes), most_s = complexity(ranked(best)[0].cell)[:2], tie_limit(best) * best[0].step_s
+            named = things - things_to_set("single", self.question.cell.model_options, {}), *axes
+            expected_s = self.learned.bounds(waiting).expected_s
+            places = waiting.simpler(named, expected_s, most_s, self.learned.knows, self._may_fit)
+            chosen = {at: waiting.candidates[at] for at in islice(places, self.asking.jobs)}
+            waiting.take(chosen)
+            self._look([*chosen.values()])
+
+    def _may_fit(self, candidate: Candidate) -> bool:
+        return self.learned.least_bytes(candidate) <= self.most_bytes
+
+    def _outdone(self, candidate: Candidate) -> bool:
+        """Whether the same layout, with other settings of the model or with its states on the cards, takes
+        no longer by the estimate and surely fits."""
+        for rival in self._of_layouts[id(candidate.layout)]:
+            if rival is candidate:
+                return False  # the next ones take longer
+            alike = rival.training in (candidate.training, candidate.twin)
+            if alike and self.learned.most_bytes(rival) <= self.usable:
+                return True
+        return False
+
+    def _look(self, chosen: Sequence[Candidate]) -> None:
+        cells = [candidate.cell(self.question.cell) for candidate in chosen]
+        candidate_of = {cell.key: candidate for cell, candidate in zip(cells, chosen, strict=True)}
+        for seen in self.looked_at(cells, "few_layers"):
+            found = candidate_of[seen.cell.key], seen.step_s, seen.peak
+            self.learned.add(*found)
+            self.same.add(*found)
+        self.learned.fit()
+
+    # -- beside the best -----------------------------------------------------------------------------
+
+    def _polish(self) -> None:
+        """Look at single changes of the best."""
+        if not (fitting := self.fitting()):
+            return
+        changes = changes_beside(self.question, best := fitting[0].cell)
+        self.behind.expect(f"{len(changes)} single changes of the best", len(changes))
+        self._changes_looked_at(changes)
+        waiting = cheaper_savings(self.question, best)
+        while waiting:
+            begun = waiting[: self.asking.jobs]
+            self._changes_looked_at(begun)
+            if any((seen := self.seen.get(cell.key)) and seen.fits for cell in begun):
+                break  # the next ones save more memory, and take longer
+            waiting = waiting[len(begun) :]
+
+    def _changes_looked_at(self, changes: Sequence[Cell]) -> None:
+        cells = [cell for cell in changes if cell.key not in self.seen]
+        self.result.counts["looked at"] += len(cells)
+        self.looked_at(cells, "few_layers")
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def _conclude(self) -> None:
+        result, fitting = self.result, self.fitting()
+        result.traced, result.same = [*self.seen.values()], self.same.replaced
+        result.best = self.best_layouts()
+        result.of_strategies = self.best_strategies()
+        if not fitting and self.seen:
+            result.nearest = min(self.seen.values(), key=_peak)
+        result.counts["traced with few layers"] = len(self.seen)
+        result.counts["of these with all layers"] = sum(s.depth == "all_layers" for s in result.traced)
+
+
+def _peak(seen: Seen) -> int:
+    return seen.peak

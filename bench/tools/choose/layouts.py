@@ -1,0 +1,328 @@
+"""The layouts that a search looks at: strategies, alone and around each other, times the ranks along axes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from spbench.bench.cell import Sizes
+from spbench.bench.errors import UserError, suggestion
+from spbench.bench.tools.choose.question import Question
+from spbench.impls.axes import ranks_along, spelled
+from spbench.impls.folding import EXPERT_AXES, FOLDED_AXES, folds
+from spbench.impls.registries import backends, strategies
+from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
+
+#: the order of the mesh: tensor parallel ranks next to each other, since they send most
+ORDER = ("dp", "pp", "cp", "sp", "tp")
+#: strategies around each other, at the most; a mesh has no more axes for them
+_DEEPEST = 3
+#: positions of a rank and micro-batch from which larger micro-batches make kernels no faster
+_MANY_POSITIONS = 16384
+#: micro-batches are doubled so often at the most
+_DOUBLINGS = 4
+#: what may be fixed beside the axes of a mesh
+_OTHERS = ("micro_batch", *FOLDED_AXES)
+#: runs of layers a rank of the pipeline holds
+_VIRTUAL_STAGES = (1, 2)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to divide a sample, with the ranks along the axes of its strategies, each 2 or more."""
+
+    strategy: str
+    axes: Mapping[str, int]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.strategy, *self.axes.items()))
+
+    @cached_property
+    def ranks(self) -> int:
+        """Ranks that share a sample."""
+        return math.prod(self.axes.values())
+
+    def __str__(self) -> str:
+        return f"{self.strategy} {spelled(self.axes)}"
+
+
+class Fold(NamedTuple):
+    """Ranks of a stage among which experts are shared out, and among which each of them is split."""
+
+    ep: int
+    etp: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way with the ranks around it.
+
+    Attributes:
+        micro_batch: samples of one.
+        fold: of the experts; None: the model has none.
+        stage_layers: layers of each stage; empty: all have as many.
+    """
+
+    way: Way
+    dp: int
+    pp: int
+    micro_batch: int
+    virtual_stages: int = 1
+    fold: Fold | None = None
+    stage_layers: tuple[int, ...] = ()
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis."""
+        folded = {} if self.fold is None else {k: n for k, n in self.fold._asdict().items() if n > 1}
+        return {"dp": self.dp, "pp": self.pp, **self.way.axes, **folded}
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of a stage of the pipeline."""
+        return self.dp * self.way.ranks
+
+
+def folds_anew(sizes: Mapping[str, int]) -> bool:
+    """Whether experts have other groups of ranks than tensor parallelism and parts of the replicas: ``etp``
+    is not the ranks along tp, or ``ep`` does not divide the replicas."""
+    ep, etp, tp, dp = (sizes.get(axis, 1) for axis in ("ep", "etp", "tp", "dp"))
+    return etp != tp or dp % ep != 0
+
+
+def switch_of(option: str) -> str:
+    """The memory switch that an option of a model belongs to: recompute_layers and recompute_method say how
+    what recompute switches on is done."""
+    return "recompute" if option.startswith("recompute") else option
+
+
+def things_to_set(strategy: str, model: Iterable[str], training: Mapping[str, Any]) -> int:
+    """How many strategies there are, and memory switches: of the options of a model, by name, and of a
+    backend those that hold states on the host."""
+    strategies = 0 if strategy == "single" else len(strategy.split(PLUS))
+    return strategies + len({*map(switch_of, model)}) + ("host" in training.values())
+
+
+@dataclass
+class Refused:
+    """Layouts that cannot be, and why, as far as no trace is needed to say so."""
+
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def add(self, what: str, reason: str) -> None:
+        """One more."""
+        self.reasons.setdefault(what, reason)
+
+
+def divisors(n: int) -> list[int]:
+    """The divisors of n, in ascending order."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def searched_strategies(question: Question) -> list[Nesting]:
+    """The strategies that may be asked, alone and around each other; no peers, which stand for the same.
+    Where a program is given, those that it has, alone or around others that it has alone."""
+    own = [name for name, cls in strategies().items() if cls.searched and settings_of(question, name)]
+    searched = []
+    for depth in range(1, _DEEPEST + 1):
+        for parts in itertools.permutations(own, depth):
+            if not question.allows(PLUS.join(parts)):
+                continue
+            try:
+                nested = nesting(PLUS.join(parts))
+            except ValueError:
+                continue
+            if settings_of(question, nested.name):
+                searched.append(nested)
+    return searched
+
+
+def ways(question: Question) -> Iterator[Way]:
+    """The ways to divide a sample over a divisor of the ranks."""
+    for strategy in searched_strategies(question):
+        for axes in _meshes(strategy.axes, question.gpus, question.fixed):
+            yield Way(strategy.name, axes)
+
+
+def _meshes(axes: tuple[str, ...], ranks: int, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Ranks along each axis, 2 or more, that together divide the ranks, with every fixed axis among them."""
+    if any(n > 1 and axis not in (*axes, "dp", "pp", *_OTHERS) for axis, n in fixed.items()):
+        return
+    if not axes:
+        yield {}
+        return
+    axis, *others = axes
+    for n in divisors(ranks)[1:]:
+        if axis not in fixed or n == fixed[axis]:
+            own = {k: v for k, v in fixed.items() if k != axis}
+            for rest in _meshes(tuple(others), ranks // n, own):
+                yield {axis: n, **rest}
+
+
+def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iterator[Layout]:
+    """The replicas, stages and micro-batches around a way.
+
+    Args:
+        layers: of the model.
+        refused: takes what cannot be.
+    """
+    batch, length = question.cell.shape
+    around, fixed = question.gpus // way.ranks, question.fixed
+    given = spelled({axis: fixed.get(axis, 1) for axis in FOLDED_AXES}).strip("1·")
+    forward_only = question.cell.training.step == "inference"
+    for pp in [1] if forward_only else divisors(around):
+        dp = around // pp
+        if fixed.get("pp", pp) != pp or fixed.get("dp", dp) != dp:
+            continue
+        what = f"{way} dp{dp} pp{pp}"
+        sizes = unequal_stages(question, layers, pp)
+        if batch % dp:
+            refused.add(what, f"{batch} sequences are no whole number for {dp} replicas")
+        elif sizes is None:
+            refused.add(what, f"{layers} layers are no whole number for {pp} stages")
+        elif given and not folded(question, Layout(way, dp, pp, 1)):
+            refused.add(what, f"{given} fits neither the experts nor the {dp * way.ranks} ranks of a stage")
+        else:
+            samples_of = _micro_batches(question, way, batch // dp, length)
+            for samples in [batch // dp] if forward_only else samples_of:
+                for virtual in _VIRTUAL_STAGES:
+                    parts = batch // (dp * samples)
+                    if virtual == 1 or (pp > 1 and layers % (pp * virtual) == 0 and parts % pp == 0):
+                        yield Layout(way, dp, pp, samples, virtual, None, sizes)
+
+
+def unequal_stages(question: Question, layers: int, stages: int) -> tuple[int, ...] | None:
+    """The layers of each stage where these do not divide them, as Megatron-LM's pipeline layouts have them:
+    the embedding, the loss and each head that predicts a further token count as a layer, and the first stages
+    between the ends get what is left over. Empty: they divide them. None: there is no such division, or kinds
+    of layers repeat."""
+    if layers % stages == 0:
+        return ()
+    last = 1 + getattr(question.model, "mtp_layers", 0)
+    each, more = divmod(layers + 1 + last, stages)
+    if each <= last or question.model.period > 1:
+        return None
+    between = [each + (n < more) for n in range(stages - 2)]
+    first = each - 1 + (more > stages - 2)
+    return (first, *between, layers - first - sum(between))
+
+
+def folded(question: Question, layout: Layout) -> list[Layout]:
+    """A layout with its experts over the ranks of a stage in each way that can be: ``ep`` divides these and
+    the experts, and ``etp`` is 1 or the ranks along tp. The layout itself for a model without experts."""
+    experts: int = getattr(question.model, "experts", 0)
+    if not experts:
+        return [layout]
+    fixed, width = question.fixed, question.model.expert_width  # type: ignore[attr-defined]
+    own = layout.way, layout.dp, layout.pp, layout.micro_batch, layout.virtual_stages
+    return [
+        Layout(*own, Fold(ep, etp), layout.stage_layers)
+        for etp in dict.fromkeys((1, layout.way.axes.get("tp", 1)))
+        if layout.stage_ranks % etp == 0 and width % etp == 0 and fixed.get("etp", etp) == etp
+        for ep in divisors(math.gcd(experts, layout.stage_ranks // etp))
+        if fixed.get("ep", ep) == ep
+    ]
+
+
+def other_folds(sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Half and twice the ranks along ep, and experts that are split over the ranks along tp."""
+    ep, etp, tp = (sizes.get(axis, 1) for axis in ("ep", "etp", "tp"))
+    for other in (ep // 2, 2 * ep):
+        if other:
+            yield {"sizes.ep": other}
+    if tp > 1:
+        yield {"sizes.etp": tp if etp == 1 else 1, "sizes.ep": max(1, ep * etp // (tp if etp == 1 else 1))}
+
+
+def _micro_batches(question: Question, way: Way, samples: int, length: int) -> Iterator[int]:
+    """Samples of a micro-batch of a replica: doubled until kernels become no faster."""
+    if "micro_batch" in question.fixed:
+        if samples % question.fixed["micro_batch"] == 0:
+            yield question.fixed["micro_batch"]
+        return
+    for n in (2**k for k in range(_DOUBLINGS + 1)):
+        if n == 1 or (samples % n == 0 and n * length // way.ranks <= _MANY_POSITIONS):
+            yield n
+
+
+def strategy_settings(strategy: str, heeded: Collection[str] = ()) -> list[dict[str, Any]]:
+    """The settings of a strategy that are worth a look: the most promising of each of its classes, and then
+    those with one class's other settings. ``heeded``: of :meth:`Options.searched`."""
+    kinds = dict.fromkeys(cls.options_type for cls in nesting(strategy).classes)
+    searched = [[*kind.searched(heeded)] for kind in kinds]
+    first = {name: value for kind in searched for name, value in kind[0].items()}
+    others = [{**first, **settings} for kind in searched for settings in kind[1:]]
+    return [first, *others]
+
+
+def settings_of(question: Question, strategy: str) -> list[dict[str, Any]]:
+    """The settings of a strategy that are worth a look, and that the program has, if one is given."""
+    settings = strategy_settings(strategy, question.heeded)
+    if not question.program:
+        return settings
+    sizes = Sizes(dp=2, **dict.fromkeys(nesting(strategy).axes, 2))
+    cells = [question.on_two(strategy=strategy, sizes=sizes, strategy_options=each) for each in settings]
+    return [each for each, cell in zip(settings, cells, strict=True) if question.runs(cell, "strategy")]
+
+
+def backend_settings(question: Question) -> list[dict[str, Any]]:
+    """The settings of ``training`` for each backend that is searched, and each of its own choices; of an
+    option that is given those that have it so, where a backend without it is as others are by default.
+
+    Raises:
+        UserError: no backend has an option that is given, or none as it is given.
+    """
+    searched = {name: cls for name, cls in sorted(backends().items()) if cls.searched}
+    defaults = {name: asdict(cls.options_type()) for name, cls in searched.items()}
+    of_any = {name: value for each in defaults.values() for name, value in each.items()}
+    settings = [
+        each
+        for name, cls in searched.items()
+        if question.allows_backend(name)
+        for own in cls.options_type.searched()
+        if (each := question.own.training(name, own) if question.own else {"backend": name, **own})
+        and question.runs(question.on_two(each), "training")
+    ]
+    for name, value in question.options.items():
+        section, _, option = name.partition(".")
+        if section != "training":
+            continue
+        if option not in of_any:
+            raise UserError(f"--fixed {name}: no backend that is searched has it{suggestion(option, of_any)}")
+        has = [{**of_any, **defaults[each["backend"]], **each}[option] for each in settings]
+        settings = [each for each, own in zip(settings, has, strict=True) if own == value]
+        if not settings:
+            there = ", ".join(dict.fromkeys(map(str, has)))
+            raise UserError(f"--fixed {name}={value}: no backend is searched with it; they have {there}")
+    return settings
+
+
+def of_one_axis(mesh: Mapping[str, int]) -> dict[str, int]:
+    """A mesh with one axis in place of all that divide a sample: its folded axes have the same groups."""
+    ranks = mesh["cp"] * mesh["sp"] * mesh["tp"]
+    return {"dp": mesh["dp"], "pp": mesh["pp"], "cp": 1, "sp": 1, "tp": ranks}
+
+
+def groups_of(axes: tuple[str, ...], mesh: Mapping[str, int]) -> np.ndarray:
+    """The ranks of every group along these axes [groups, ranks]; folded ones are of a stage."""
+    if folds(axes):
+        ranks = np.arange(ranks_along(ORDER, mesh)).reshape([mesh[axis] for axis in ORDER])
+        ranks = np.moveaxis(ranks, ORDER.index("pp"), 0).reshape(
+            mesh["pp"], *(mesh[axis] for axis in EXPERT_AXES)
+        )
+        order = ["pp", *EXPERT_AXES]
+    else:
+        order = [*ORDER]
+        ranks = np.arange(ranks_along(order, mesh)).reshape([mesh[axis] for axis in order])
+    last = [order.index(axis) for axis in axes]
+    return np.moveaxis(ranks, last, range(-len(last), 0)).reshape(-1, np.prod([mesh[a] for a in axes]))

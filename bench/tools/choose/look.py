@@ -1,0 +1,297 @@
+"""What workers trace for `spbench advise`: the step time and the peak of a cell, from traces of fewer layers
+and micro-batches.
+
+A layer more, or a micro-batch more once the pipeline is full, adds the same time to a step each time, and the
+same bytes: so both follow from traces of two depths and two counts. Peaks of a deep model are those of
+:func:`deep_peak`, which a transient of the first layers can put far too high: so no price is printed of such
+a look. A look at all layers finds what `spbench run` does; of very many micro-batches few are traced, and the
+peak lacks what a rank holds of the others' inputs (less than 0.01%).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.clusters.carried_rates import RatesUnknown
+from spbench.bench.measure.engines import virtual
+from spbench.bench.measure.engines.deepened_traces import leading_runs, stage_layers, with_layers
+from spbench.bench.measure.engines.listed import NotAlike
+from spbench.bench.measure.engines.pipeline_stages import SHORT
+from spbench.bench.measure.engines.plan import check_sizes
+from spbench.bench.measure.engines.rank_memory import (
+    host_peaks,
+    limit_by_host,
+    usable_memory_bytes,
+)
+from spbench.bench.measure.engines.step_line import StepNumbers
+from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
+from spbench.bench.measure.engines.virtual import ClassTraces
+from spbench.bench.measure.trace.memory_log import MemoryLog
+from spbench.bench.measurement import Measurement, Outcome
+from spbench.bench.tools.choose.anatomy import fullest
+from spbench.bench.tools.choose.asking import COST, Asking, Task
+from spbench.bench.units import GIB
+from spbench.impls.layout import Unsupported
+from spbench.impls.models.model import model_preset
+from spbench.impls.registries import backend_class
+
+#: the depths of shallow traces, in layers a pipeline stage
+DEPTHS = (1, 2)
+#: those of a backend that frees weights between layers: two are there at once, as in a deep model
+_DEPTHS_OF_SHARDS = (2, 3)
+#: stages of a pipeline whose steps of hardly more micro-batches than there are stages are traced as quickly
+#: as the short steps that longer ones are put together from
+_FEW_STAGES = 4
+#: how closely a cell is looked at: "small": as it is, timed whatever it needs; else see :func:`look`
+Depth = Literal["small", "few_layers", "all_layers"]
+#: without stages of a pipeline, so many micro-batches are all traced in a look at all layers
+_EVERY = 16
+#: under this name the meters of looks at all layers have ``tensors_bytes``, the least that the allocator
+#: must reserve for the fullest ranks
+NEEDED = "needed"
+#: of small looks, the meters have ``bytes`` under this name: the most that forward and backward have of
+#: other than states of training, of which what an update makes for itself is no part
+ACTIVATIONS = "activations"
+#: categories of memory that are states of training
+STATES = ("parameters", "gradients", "optimizer_state")
+
+
+def step_of(traces: ClassTraces) -> StepNumbers:
+    """The step of traces of the classes of ranks, simulated.
+
+    Raises:
+        Unsupported: the cluster lacks a rate that they need.
+    """
+    try:
+        return StepNumbers.of(traces.simulator()())
+    except RatesUnknown as error:
+        raise Unsupported(f"no time: {error}", "name a cluster that has it") from error
+
+
+def looks(
+    asking: Asking,
+    cells: Iterable[Cell],
+    depth: Depth,
+    ended: Callable[[int, int], None] = lambda n, of: None,
+) -> Iterator[tuple[Cell, Outcome]]:
+    """Look at cells; yields each with what was found: "ok", "oom" or "unsupported". They come as they were
+    asked for: no answer depends on which worker was quick.
+
+    Args:
+        ended: takes how many looks have ended, and of how many, as soon as one has.
+
+    Raises:
+        RuntimeError: a look failed, took too long or contradicts the closed forms, so that an answer would
+            lack it.
+    """
+    tasks = {cell.key: Task(cell, partial(look, depth=depth)) for cell in cells}
+    outcomes: dict[str, Outcome] = {}
+    for task, outcome in asking([*tasks.values()]):
+        outcomes[task.cell.key] = outcome
+        ended(len(outcomes), len(tasks))
+    for key, (cell, _) in tasks.items():
+        outcome = outcomes[key]
+        if outcome.status not in ("ok", "oom", "unsupported"):
+            raise RuntimeError(f"{cell.key}: {outcome.status}: {outcome.reason}\n{outcome.traceback}")
+        yield cell, outcome
+
+
+def look(cell: Cell, depth: Depth) -> Measurement:
+    """Measure a cell, timed even where it does not fit: its peaks and step time, and of looks at all layers
+    what else rows have; ``meters`` have :data:`COST`.
+
+    Args:
+        depth: "few_layers": by traces of few layers and micro-batches; "all_layers": as `spbench run` does.
+
+    Raises:
+        Unsupported: the strategy cannot run these sizes, or the cluster lacks a rate.
+    """
+    begun = time.process_time()
+    if depth == "few_layers":
+        cell = _with_one_leading(cell)
+    shared = backend_class(cell.training.backend).shares_out or ()
+    depths = _DEPTHS_OF_SHARDS if "parameters" in shared else DEPTHS
+    # layers of the stage that has fewest, counted as by `stage_layers`
+    layers, leading = min(cell.training.stage_layers or [stage_layers(cell)[0]]), _leading(cell)
+    # of hardly more layers than both depths together one trace of all takes no longer, and is exact
+    if depth != "few_layers" or layers <= sum(depths) + 2 * leading:
+        by_depth, more = [_traced(cell, None)], 0.0
+        (by_count,) = by_depth
+        most = by_count[max(by_count)]
+        # of few layers, no card's limit is asked about
+        measurement = _memory([most], more, cell) if depth == "few_layers" else most.memory_measurement()
+        if depth == "small":
+            measurement.meters[ACTIVATIONS] = {
+                "bytes": max(_activation_bytes(each.memory) for each in most.traces)
+            }
+        elif depth == "all_layers" and measurement.usable_memory_bytes is not None:
+            measurement.meters[NEEDED] = {"tensors_bytes": fullest(most).usable_bytes}
+    else:
+        check_sizes(cell)
+        by_depth = [_traced(cell, d + leading) for d in depths]
+        more = (layers - leading - depths[0]) / (depths[1] - depths[0])
+        measurement = _memory([traces[max(traces)] for traces in by_depth], more, cell)
+    micro_batches = cell.training.micro_batches
+    step, *deeper = (_grown({n: step_of(each) for n, each in t.items()}, micro_batches) for t in by_depth)
+    step = step.on(deeper[0], more) if deeper else step
+    measurement.communication = []
+    add_step_time(measurement, cell, step.step_time_s, step.breakdown, step.priced_by)
+    measurement.parts = dict(step.parts)
+    measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
+    measurement.mfu = utilization(cell, step.step_time_s)
+    measurement.meters[COST] = {"cpu_s": time.process_time() - begun}
+    return measurement
+
+
+def _leading(cell: Cell) -> int:
+    """Layers, counted likewise, that the stage with fewest must have more, so that the first stage has one of
+    those that repeat beside its first ones: none, where it has as many more itself."""
+    stages = cell.training.stage_layers or (0,)
+    return max(0, leading_runs(cell) - (stages[0] - min(stages)))
+
+
+def _with_one_leading(cell: Cell) -> Cell:
+    """The cell with one dense layer before those with experts at the most: more take as long, as their MLPs
+    are as wide as a token's experts together, and hold less."""
+    if model_preset(*cell.model_arguments).unlike_layers <= 1:
+        return cell
+    return cell.model_copy(update={"model_options": {**cell.model_options, "dense_layers": 1}})
+
+
+def _counts(cell: Cell, layers: int | None = 1) -> tuple[int, int] | tuple[int]:
+    """The numbers of micro-batches of which steps are timed: two from which on each more takes as long as the
+    one before, or all if there are no more.
+
+    Args:
+        layers: as of :func:`_traced`.
+    """
+    training, pp = cell.training, cell.sizes.pp
+    if layers is None and pp == 1 and training.micro_batches <= _EVERY:
+        return (training.micro_batches,)
+    # the second backward of a rank is neither its first, nor its last
+    first, second = (pp, 2 * pp) if training.schedule == "interleaved" else (pp + 1, pp + 2)
+    # with so many, ranks between the first and the last are put together from one short step
+    longer = max(2 * pp + 2, SHORT + 1)
+    if training.schedule == "1f1b" and pp > _FEW_STAGES and training.micro_batches > longer:
+        first, second = longer - 1, longer
+    return (first, second) if training.micro_batches > second else (training.micro_batches,)
+
+
+def _traced(cell: Cell, layers: int | None) -> dict[int, ClassTraces]:
+    """Traces of the cell with so many layers in the stage that has fewest, None: with all, by their numbers
+    of micro-batches. Those of fewer are cut out of those of more, where these say it; memory then is that of
+    more."""
+    counts = _counts(cell, layers)
+    most = virtual.trace_classes(_with(cell, layers, counts[-1]), events=True)
+    if len(counts) == 1:
+        return {counts[0]: most}
+    try:
+        fewer = most.without_one()
+    except NotAlike:
+        fewer = virtual.trace_classes(_with(cell, layers, counts[0]), events=True)
+    return {counts[0]: fewer, counts[-1]: most}
+
+
+def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
+    """The cell with other numbers of layers, as of :func:`_traced`, and of micro-batches, which are as large
+    as they are."""
+    training = cell.training.model_copy(update={"micro_batches": micro_batches})
+    batch, _ = cell.shape
+    batch = batch // cell.training.micro_batches * micro_batches
+    other = cell.model_copy(update={"training": training, "batch": batch})
+    if layers is None:
+        return other
+    if sizes := training.stage_layers:
+        sizes = [n - min(sizes) + layers for n in sizes]
+        training = training.model_copy(update={"stage_layers": sizes})
+        return with_layers(other.model_copy(update={"training": training}), sum(sizes))
+    return with_layers(other, layers * stage_layers(cell)[1])
+
+
+def _grown(steps: Mapping[int, StepNumbers], micro_batches: int) -> StepNumbers:
+    """The step of that many micro-batches."""
+    (first, a), *rest = steps.items()
+    if not rest:
+        return a
+    ((second, b),) = rest
+    return a.on(b, (micro_batches - first) / (second - first))
+
+
+def _memory(by_depth: Sequence[ClassTraces], more: float, cell: Cell) -> Measurement:
+    """The peak of the rank class with the largest, and whether that fits the card, and what ranks hold on
+    hosts these, by traces of all layers or of two depths; ``more`` as for :func:`deep_peak`."""
+    usable = usable_memory_bytes(cell, by_depth[-1].planned)
+    shallow, deeper = by_depth[0].traces, by_depth[-1].traces
+    hosts = (
+        (host_peaks(each.host_memory)[-1] for each in pair) for pair in zip(shallow, deeper, strict=True)
+    )
+    by_rank = [
+        Measurement(peak_rank=trace.rank, peak_host_memory_bytes=round(low + more * (high - low)))
+        for trace, (low, high) in zip(deeper, hosts, strict=True)
+    ]
+    peaks = [deep_peak(a.memory, b.memory, more) for a, b in zip(shallow, deeper, strict=True)]
+    peak = max(peaks)
+    fits = usable is None or peak <= usable
+    reason = "" if fits else f"needs about {peak / GIB:.0f} GiB"
+    measurement = Measurement(
+        status="ok" if fits else "oom", reason=reason, peak_memory_bytes=peak, usable_memory_bytes=usable
+    )
+    return limit_by_host(measurement, cell, by_rank)
+
+
+def deep_peak(shallow: MemoryLog, deeper: MemoryLog, more: float) -> int:
+    """Peak allocated bytes of the step of a stage with more layers.
+
+    The overall peak alone must not be extrapolated: which phase it falls in changes with the depth. So each
+    phase is taken apart. A deeper model has the same first layers as seen from the start of a phase, and the
+    same last ones as seen from its end; what lies between are equal layers, and linear in depth.
+
+    Args:
+        shallow, deeper: logs of stages with few layers.
+        more: layers that it has more than the shallower, counted in what the deeper has more.
+    """
+    changes = [log.signed_bytes() for log in (shallow, deeper)]
+    lives = [np.cumsum(each) for each in changes]
+    peaks = []
+    for spans in zip(shallow.spans(), deeper.spans(), strict=True):
+        where = [np.arange(len(each))[span] for (_, span), each in zip(spans, changes, strict=True)]
+        # empty tensors may live longer in a deeper model, which would shift all events that follow
+        where = [places[each[places] != 0] for places, each in zip(where, changes, strict=True)]
+        live, more_live = (each[places] for each, places in zip(lives, where, strict=True))
+        change, more_change = (each[places] for each, places in zip(changes, where, strict=True))
+        front, back = _alike(change, more_change)
+        ends = slice(len(live) - back, None), slice(len(more_live) - back, None)
+        for a, b in ((slice(front), slice(front)), ends):
+            # a peak is where something is born; what dies, dies at other events in a deeper model
+            if (rises := (change[a] > 0) & (more_change[b] > 0)).any():
+                low, high = live[a][rises], more_live[b][rises]
+                peaks.append((low + more * (high - low)).max())
+    return int(max(peaks))
+
+
+def _alike(here: np.ndarray, deeper: np.ndarray) -> tuple[int, int]:
+    """How many events of a phase, from its start and from its end, are of the same bytes in both depths; at
+    least half of the phase each, for buffers of all layers differ in size alone."""
+    # in a deeper model fewer may be born in a phase: a bucket of gradients that holds more layers
+    n = min(len(here), len(deeper))
+    half = n // 2
+    front = np.flatnonzero(here[:n] != deeper[:n])
+    back = np.flatnonzero(here[len(here) - n :] != deeper[len(deeper) - n :])
+    return (
+        max(half, int(front[0]) if len(front) else n),
+        max(n - half, n - 1 - int(back[-1]) if len(back) else n),
+    )
+
+
+def _activation_bytes(log: MemoryLog) -> int:
+    """See :data:`ACTIVATIONS`."""
+    counted = np.array([category not in STATES for category in log.categories()])
+    live = np.cumsum(log.signed_bytes() * counted[np.abs(np.asarray(log.events)) - 1])
+    spans = (span for name, span in log.spans() if name in ("forward", "backward"))
+    return max((int(live[span].max(initial=0)) for span in spans), default=0)

@@ -1,0 +1,286 @@
+"""Whether a question has any layout, and where it has none, what stands in the way: what is named as that is
+changed first, and named only if then there is one. Also why layouts with given ranks along axes are not among
+the best: `spbench advise --why tp=16`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from spbench.bench.tools.choose.candidates import Bar, Candidate, figures_of, kind_of_layout, mesh_alone
+from spbench.bench.tools.choose.estimates import Estimates
+from spbench.bench.tools.choose.layouts import (
+    Layout,
+    Refused,
+    backend_settings,
+    divisors,
+    layouts,
+    searched_strategies,
+    ways,
+)
+from spbench.bench.tools.choose.question import Question
+from spbench.bench.tools.choose.ranking import SearchResult
+from spbench.bench.tools.choose.references import has_stages
+from spbench.bench.units import GIB, shown_price
+from spbench.impls.axes import MESH_AXES
+from spbench.impls.strategies.nesting import PLUS
+
+#: changes that are named at the most, and values that are tried for one
+_NAMED, _VALUES = 3, 6
+#: a batch that is as many times as large or as small is another job rather
+_ANOTHER_JOB = 1.5
+#: of numbers of layouts that were not traced whole
+BY_FEW = ", by a trace of few layers"
+NO_STAGES = "no backend that is searched has stages of a pipeline"
+
+
+def possible(question: Question, refused: Refused) -> bool:
+    """Whether there is a layout, as far as no trace is needed to say so.
+
+    Args:
+        refused: takes what cannot be, until there is one that can.
+    """
+    forward_only = question.cell.training.step == "inference"
+    settings = [] if forward_only else backend_settings(question)
+    if not forward_only and not settings:
+        return False
+    pipelined = any(has_stages(question, each) for each in settings)
+    estimates = Estimates(question.cell, question.gpus, {}, {})
+    for way in ways(question):
+        around = [*islice(layouts(question, way, estimates.layers, refused), 1)]
+        if around and around[0].pp > 1 and not pipelined:  # the first has the fewest stages
+            refused.add(f"{way} pp{around[0].pp}", NO_STAGES)
+        elif around and figures_of(estimates, way, question, refused) is not None:
+            return True
+    return False
+
+
+def why_impossible(question: Question, kept: Collection[str] = ()) -> str:
+    """Why a question has no layout, in a sentence; "" if it has one.
+
+    Args:
+        kept: axes of ``fixed`` that are not what is wrong.
+    """
+    refused = Refused()
+    if possible(question, refused):
+        return ""
+    cell = question.cell
+    reasons = {*refused.reasons.values()}
+    if len(reasons) == 1:
+        reason = f": {reasons.pop()}"
+    elif reasons:
+        reason = f" for {cell.batch} sequences of {cell.seq_len} tokens"
+    else:
+        reason = " as it is asked"
+    ways_out = [*islice(_ways_out(question, kept), _NAMED)]
+    text = f"no layout of {question.gpus} GPUs is possible{reason}"
+    if ways_out:
+        return f"{text}; one is {', or '.join(ways_out)}"
+    return f"{text}, and no single change of what was asked that was tried makes one possible"
+
+
+def left_out_by_length(question: Question, traced: Collection[str]) -> str:
+    """Which strategies have no layout for the length alone, and a near one with some; "" for none.
+
+    Args:
+        traced: strategies that have one.
+    """
+    lengths, by_length = _lengths(question), dict[int, list[str]]()
+    backends = [each for each in question.only if each not in question.strategies]
+    names = (each.name for each in searched_strategies(question) if PLUS not in each.name) if lengths else ()
+    for name in names:
+        alone = replace(question, only=[*backends, name])
+        if name in traced or possible(alone, Refused()):
+            continue
+        if (length := _first(alone, lengths, "seq_len")) is not None:
+            by_length.setdefault(length, []).append(name)
+    length = question.cell.seq_len
+    texts = (f"{', '.join(names)} (--seq-len {other} has some)" for other, names in by_length.items())
+    text = "; ".join(texts)
+    return f"left out, as no layout of theirs divides {length} positions: {text}" if text else ""
+
+
+def _ways_out(question: Question, kept: Collection[str]) -> Iterator[str]:
+    """What of a question may be changed so that it has a layout, each tried."""
+    for text, narrowed in _without(question, kept):
+        if possible(narrowed, Refused()):
+            yield f"without {text}"
+    for flag, values, name in (
+        ("--batch", _batches(question), "batch"),
+        ("--gpus", _gpus(question), "gpus"),
+        ("--seq-len", _lengths(question), "seq_len"),
+    ):
+        if (value := _first(question, values, name)) is not None:
+            yield f"with {flag} {value}"
+
+
+def _without(question: Question, kept: Collection[str]) -> Iterator[tuple[str, Question]]:
+    """The question without each thing that narrows it."""
+    for name, n in question.fixed.items():
+        if name not in kept:
+            rest = {other: value for other, value in question.fixed.items() if other != name}
+            yield f"--fixed {name}={n}", replace(question, fixed=rest)
+    for name, value in question.options.items():
+        if name.startswith("training."):
+            others = {other: given for other, given in question.options.items() if other != name}
+            yield f"--fixed {name}={value}", replace(question, options=others)
+    strategies = question.strategies
+    for some in (strategies, [each for each in question.only if each not in strategies]):
+        if some:
+            left = [each for each in question.only if each not in some]
+            yield f"--only {','.join(some)}", replace(question, only=left)
+    if question.program:
+        yield f"--for {question.program}", replace(question, program="")
+    for name in question.without:
+        left = [each for each in question.without if each != name]
+        yield f"--without {name}", replace(question, without=left)
+
+
+def _first(question: Question, values: Sequence[int], name: str) -> int | None:
+    """The first of the values of its GPUs, or of this setting of its cell, with which there is a layout."""
+    for n in values:
+        of_cell = {} if name == "gpus" else {name: n}
+        gpus = n if name == "gpus" else question.gpus
+        other = replace(question, gpus=gpus, cell=question.cell.model_copy(update=of_cell))
+        if possible(other, Refused()):
+            return n
+    return None
+
+
+def _near(n: int, factor: int) -> int:
+    """The multiple of a factor that is nearest to n, from the factor on."""
+    return max(factor, round(n / factor) * factor)
+
+
+def _batches(question: Question) -> list[int]:
+    """Batches that more of the GPUs divide, those that hardly change the job first."""
+    batch, _ = question.cell.shape
+    around = {_near(batch, n): n for n in divisors(question.gpus)}
+    around.pop(batch, None)
+
+    def order(value: int) -> tuple[bool, float]:
+        ratio = max(value, batch) / min(value, batch)
+        far = ratio > _ANOTHER_JOB
+        return far, ratio if far else -around[value]
+
+    # what all GPUs divide comes last, whatever it is: every replica then has its samples
+    return [*sorted(around, key=order)[: _VALUES - 1], _near(batch, question.gpus)]
+
+
+def _gpus(question: Question) -> list[int]:
+    """Numbers of GPUs that the fixed ranks divide: near ones, powers of two, and as many as there are
+    samples; the nearest first."""
+    gpus, (batch, _) = question.gpus, question.cell.shape
+    fixed = math.prod(n for axis, n in question.fixed.items() if axis in MESH_AXES)
+    power = 1 << (gpus.bit_length() - 1)
+    around = {_near(gpus, fixed), _near(power, fixed), _near(2 * power, fixed), batch * fixed} - {gpus}
+    return sorted(around, key=lambda n: max(n, gpus) / min(n, gpus))
+
+
+def _lengths(question: Question) -> list[int]:
+    """Lengths that the GPUs divide, once and twice, as placements in two chunks a rank need."""
+    _, length = question.cell.shape
+    around = dict.fromkeys(_near(length, n) for n in (question.gpus, 2 * question.gpus))
+    return [n for n in around if n != length]
+
+
+# -- why some layouts are absent -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Absence:
+    """What became of the layouts that were asked about.
+
+    Attributes:
+        lines: ``layout`` and ``why`` of those that were traced or cannot be, the fastest first.
+        sentence: on all, or on those that were not traced; "" where each has its line.
+    """
+
+    lines: Sequence[Mapping[str, str]]
+    sentence: str
+
+
+def absence(
+    question: Question,
+    result: SearchResult,
+    asked_about: Mapping[str, int],
+    every: Sequence[Candidate] = (),
+    too_large: float = math.inf,
+    bar: Bar | None = None,
+) -> Absence:
+    """What became of the layouts with these ranks along axes.
+
+    Args:
+        every: the candidates of the search.
+        too_large: estimated bytes above which nothing is traced.
+        bar: of the candidates.
+    """
+    named = spelled(asked_about)
+    if reason := _cannot_be(question, asked_about):
+        return Absence((), f"no layout with {named} can be: {reason}")
+    best_s = result.best[0].step_s if result.best else None
+    traced = [each for each in result.traced if _has(each.cell.sizes.by_axis, asked_about)]
+    lines = []
+    for seen in sorted(traced, key=lambda each: (not each.fits, each.step_s)):
+        why = f"needs {seen.peak / GIB:.1f} GiB"
+        if seen.fits:
+            why = f"takes {shown_price(seen.step_s / (best_s or seen.step_s))}"
+        lines.append({"layout": str(seen), "why": why + ("" if seen.exact else BY_FEW)})
+    wanted = {f"{axis}{n}" for axis, n in asked_about.items() if n > 1}
+    lines += [
+        {"layout": what, "why": reason}
+        for what, reason in result.refused.reasons.items()
+        if wanted <= {part for word in what.split() for part in word.split("x")}
+    ]
+    kinds = {(each.cell.strategy, mesh_alone(each.cell)) for each in result.traced}
+    left = [each for each in every if each.kind not in kinds and _has(each.layout.sizes, asked_about)]
+    far_layouts = [(Layout(*which, 1), s) for which, s in bar.far.items()] if bar else []
+    far = {kind_of_layout(each): s for each, s in far_layouts if _has(each.sizes, asked_about)}
+    for kind in (*kinds, *(each.kind for each in left)):
+        far.pop(kind, None)
+    return Absence(lines, _untraced(left, far, named, best_s, too_large) if left or far else "")
+
+
+def spelled(asked_about: Mapping[str, int]) -> str:
+    """Ranks along axes as meshes have them."""
+    return ", ".join(f"{axis}{n}" for axis, n in asked_about.items())
+
+
+def _has(sizes: Mapping[str, int], asked_about: Mapping[str, int]) -> bool:
+    return all(sizes.get(axis, 1) == n for axis, n in asked_about.items())
+
+
+def _cannot_be(question: Question, asked_about: Mapping[str, int]) -> str:
+    """Why no layout has these ranks; "" where some can."""
+    ranks = math.prod(n for axis, n in asked_about.items() if axis in MESH_AXES)
+    if question.gpus % ranks:
+        return f"{ranks} ranks do not divide {question.gpus} GPUs"
+    for axis, n in asked_about.items():
+        if question.fixed.get(axis, n) != n:
+            return f"--fixed {axis}={question.fixed[axis]} leaves them out"
+    asked = replace(question, fixed={**question.fixed, **asked_about})
+    return "" if possible(asked, Refused()) else why_impossible(asked, kept=[*asked_about])
+
+
+def _untraced(
+    left: Sequence[Candidate],
+    far: Mapping[tuple[str, str], float],
+    named: str,
+    best_s: float | None,
+    too_large: float,
+) -> str:
+    """What the estimates said of layouts that were not traced; ``far``: the seconds of those that are no
+    candidates, by kind."""
+    layouts = {*(each.kind for each in left), *far}
+    small = [each for each in left if each.estimated_bytes <= too_large]
+    head = f"not traced, of those with {named}: {len(layouts)}, by the estimate"
+    if not small and not far:
+        least_bytes = min(each.estimated_bytes for each in left)
+        return f"{head} too large, the smallest with {least_bytes / GIB:.3g} GiB"
+    large = len(layouts) - len({*(each.kind for each in small), *far})
+    against = "" if best_s is None else f" (the fastest that was traced: {best_s:.3g} s)"
+    least_s = min([*(each.estimated_s for each in small), *far.values()])
+    words = [head, f"{large} too large, the others" if large else "", f"not faster than {least_s:.3g} s"]
+    return " ".join(filter(None, words)) + against

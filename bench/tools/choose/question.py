@@ -1,0 +1,328 @@
+"""What `spbench advise` is asked: one model, length and batch on so many GPUs of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.changed_figures import changed_cluster
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.engines.step_times import can_time
+from spbench.bench.measure.scenarios.choices import names, unknown
+from spbench.bench.measure.scenarios.scenario import given_once, option_values, written
+from spbench.bench.setting_values import MOST_RANKS, VARIABLES
+from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
+from spbench.bench.tools.choose.own_layout import OwnLayout
+from spbench.bench.tools.choose.subject import subject
+from spbench.bench.tools.jobs.flags import program_flags
+from spbench.impls.axes import MESH_AXES
+from spbench.impls.folding import FOLDED_AXES
+from spbench.impls.kernels.projection import LIBRARIES
+from spbench.impls.layout import HEEDED, Unsupported
+from spbench.impls.models.model import Model, model_preset
+from spbench.impls.strategies.nesting import PLUS
+
+#: tokens of a batch where nothing is said: Llama 3's first batches (arXiv 2407.21783, section 3.4.1)
+BATCH_TOKENS = 4 * 2**20
+#: how far that batch may be moved for numbers of GPUs that are no power of two
+_NEAR = 0.25
+#: parts of a cell in which layouts differ, and what of them every layout has as it is asked for
+_SEARCHED = ("strategy", "strategy_options", "sizes", "mesh", "training")
+_OF_EVERY_LAYOUT = ("step", *VARIABLES)
+#: what of a cell comes with a strategy
+_BELONGS = {"strategy": ("strategy", "sizes", "mesh")}
+#: what may be given of every layout: these, and options of these
+_FIXED, _WITH_OPTIONS = (*MESH_AXES, *FOLDED_AXES, "micro_batch"), ("training", "model_options")
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        cell: the model, its options, precision, batch, length and cluster; on one rank.
+        gpus: how many.
+        only: strategies and backends; of those of which there are none, any.
+        without: strategies and backends that a layout must not have, also around or within others.
+        fixed: ranks along axes, or micro_batch, that are given.
+        options: of the model and of backends that are given, by dotted name.
+        remarks: on how it was made, one a line.
+        figures: of the cluster that were changed, as ``--set`` takes them.
+        program: a kind of flags; layouts that it has no arguments for are left out. "": none is.
+        own: the layout that a job or a scenario has already, on as many GPUs; None: there is none.
+    """
+
+    cell: Cell
+    gpus: int
+    only: Sequence[str] = ()
+    without: Sequence[str] = ()
+    fixed: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    remarks: Sequence[str] = ()
+    figures: str = ""
+    program: str = ""
+    own: OwnLayout | None = None
+
+    def check_axes(self, flag: str, ranks: Mapping[str, int]) -> None:
+        """Raises a UserError for what no layout of the model can have, as a scenario does."""
+        experts = getattr(self.model, "experts", 0)
+        for name, n in ranks.items():
+            if name in FOLDED_AXES and n > 1 and not experts:
+                raise UserError(f"{flag} {name}={n}: the model has no experts, which ep and etp are for")
+            if name == "micro_batch" and self.cell.training.step == "inference":
+                raise UserError(f"{flag} {name}={n}: an inference has no micro-batches")
+
+    def runs(self, cell: Cell, what: str = "") -> bool:
+        """Whether the program has arguments for a cell; of what of it that matters alone, if that is said.
+
+        Args:
+            what: "strategy", "training" or "model_options"; a strategy's options, ranks and mesh are with it.
+        """
+        if not self.program:
+            return True
+        if cell.key not in self._missing:
+            self._missing[cell.key] = program_flags(self.program, cell).missing
+        return not any(line.startswith(_BELONGS.get(what, what)) for line in self._missing[cell.key])
+
+    @cached_property
+    def _missing(self) -> dict[str, tuple[str, ...]]:
+        """What the program has no arguments for, by the key of a cell."""
+        return {}
+
+    def on_two(self, training: Mapping[str, Any] = {}, **parts: Any) -> Cell:
+        """The cell on two replicas, with settings of training and other parts: what a program is asked about
+        each by itself."""
+        content = {**self.cell.training.model_dump(exclude_defaults=True), **training}
+        update = {"sizes": Sizes(dp=2), "batch": 2, "training": TrainingOptions.model_validate(content)}
+        return self.cell.model_copy(update={**update, **parts})
+
+    def with_figures(self, figures: Mapping[str, str]) -> Question:
+        """The question on a cluster with other figures, by dotted name.
+
+        Raises:
+            UserError: the cluster has no such figure, or a value is none.
+        """
+        if not figures:
+            return self
+        path = changed_cluster(self.cell.cluster, figures)
+        cell = self.cell.model_copy(update={"cluster": path})
+        return replace(self, cell=cell, figures=written(figures))
+
+    @property
+    def cluster(self) -> str:
+        """Its name, with the figures that were changed."""
+        name = self.cell.cluster
+        return load_cluster(name).about if self.figures else name
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """What of it several questions may differ in."""
+        return {"gpus": self.gpus, "seq_len": self.cell.seq_len, "figures": self.figures}
+
+    @cached_property
+    def model(self) -> Model:
+        """The model that is asked about."""
+        return model_preset(*self.cell.model_arguments)
+
+    @cached_property
+    def heeded(self) -> frozenset[str]:
+        """What the model's attention heeds beside a causal mask, keys of HEEDED."""
+        _, length = self.cell.shape
+        sites = self.model.sites(1, length, 1)
+        return frozenset(word for site in sites for word in HEEDED if word in site.dims)
+
+    def allows(self, strategy: str) -> bool:
+        """Whether a strategy may be among the answers."""
+        wanted = strategy in (self.strategies or [strategy])
+        return wanted and not {*strategy.split(PLUS)} & {*self.without}
+
+    def allows_backend(self, backend: str) -> bool:
+        """Whether a backend may be among the answers."""
+        return backend in (self._only("backend") or [backend]) and backend not in self.without
+
+    def keeps(self, settings: Mapping[str, Any]) -> bool:
+        """Whether a layout may have these settings, by dotted name: no option that is given has another
+        value."""
+        return all(self.options.get(name, value) == value for name, value in settings.items())
+
+    @property
+    def strategies(self) -> list[str]:
+        """Those that alone may be among the answers; none: all may."""
+        return self._only("strategy")
+
+    def _only(self, kind: str) -> list[str]:
+        names_of_kind = names(kind)
+        return [each for each in self.only if each.split(PLUS)[0] in names_of_kind]
+
+
+def question(
+    words: Sequence[str],
+    asked: Asked,
+    batch_tokens: int | None = None,
+    only: Sequence[str] = (),
+    without: Sequence[str] = (),
+    fixed: Sequence[tuple[str, str]] = (),
+    program: str = "",
+) -> Question:
+    """The question that words and options ask, of a model, a job or a scenario.
+
+    Raises:
+        UserError: it cannot be asked so.
+    """
+    for part in (part for name in (*only, *without) for part in name.split(PLUS)):
+        if part not in (known_names := [*names("strategy"), *names("backend")]):
+            raise UserError(unknown("strategy", part, known_names))
+    for name in asked.settings:
+        _check_setting(name)
+    dotted = [pair for pair in fixed if "." in pair[0]]
+    axes = whole_numbers("--fixed", [pair for pair in fixed if pair not in dotted], _FIXED)
+    options = option_values("--fixed", dotted)
+    settings = {**asked.settings, **_of_model(options)}
+    kind = kind_of(words)
+    if kind == "model":
+        length = settings.get("seq_len")
+        ask_for({"--cluster NAME": asked.cluster, "--gpus N": asked.gpus, "--seq-len N": length}, words[0])
+    # a job has a batch of its own
+    remarks = [] if kind == "job" and not batch_tokens else _set_batch(settings, batch_tokens, asked.gpus)
+    if asked.gpus is not None and asked.gpus > MOST_RANKS:
+        raise UserError(f"--gpus {asked.gpus}: there can be {MOST_RANKS} at most")
+    # a job's file may need the number to be read; a model's cell is one of one rank
+    ranks = asked.gpus if kind == "job" else None
+    about = subject(words, Asked(asked.cluster, ranks, None, settings, given=asked.given))
+    distinct = {(c.model, c.seq_len, c.batch, c.cluster, c.precision): c for c in about.cells}
+    if len(distinct) > 1:
+        raise UserError(
+            f"{' '.join(words)} has {len(distinct)} questions; choose one model, length and batch, as by "
+            "--seq-len and --batch"
+        )
+    (cell,) = distinct.values()
+    gpus = asked.gpus or cell.sizes.world
+    own = None
+    if kind != "model" and len(about.cells) == 1 and cell.sizes.world == gpus:
+        own = OwnLayout.of(cell, settings, about.job)
+        cell, remarks = own.without_switches(), [*remarks, *own.remarks()]
+    plain = _of_every_layout(cell)
+    if kind == "model" and not program:
+        plain = _with_stacked_experts(plain)
+    if not can_time(plain.model_copy(update={"sizes": Sizes(dp=gpus)})):
+        raise UserError(
+            f"cluster {cell.cluster} lacks figures that a step time of {gpus} {cell.precision} ranks needs: "
+            f"see spbench list cluster {cell.cluster}, or take another precision, as --set precision=fp16"
+        )
+    # without what is searched for here
+    remarks += [each for each in about.remarks if not each.startswith("not said")]
+    asked_question = Question(plain, gpus, only, without, axes, options, remarks, "", program, own)
+    _check(asked_question)
+    return asked_question
+
+
+def _check(asked: Question) -> None:
+    """Raises a UserError where the model cannot have the length, no layout can have the ranks that are given,
+    or the program has no arguments for what is trained, with no backend."""
+    try:
+        asked.model.sites(1, asked.cell.shape[1], 1)
+    except Unsupported as error:
+        raise UserError(f"{asked.cell.model} cannot be run: {error}") from error
+    asked.check_axes("--fixed", asked.fixed)
+    if not asked.program:
+        return
+    of_layouts = (*_BELONGS["strategy"], "training")
+    lacking: list[str] = []
+    for backend in names("backend"):
+        flags = program_flags(asked.program, asked.on_two({"backend": backend}))
+        lines = [line for line in flags.missing if not line.startswith(of_layouts)]
+        if not lines:
+            return
+        lacking = min([*filter(None, [lacking]), lines], key=len)
+    raise UserError(f"--for {asked.program}: {flags.program} has no {'; no '.join(lacking)}")
+
+
+def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options that the model has from the start, and keeps."""
+    for name in options:
+        if name.partition(".")[0] not in _WITH_OPTIONS:
+            raise UserError(
+                f"--fixed {name}: give an option of {' or '.join(_WITH_OPTIONS)}, as "
+                f"training.optimizer=device, or {', '.join(_FIXED)}"
+            )
+    return {name: value for name, value in options.items() if name.startswith("model_options.")}
+
+
+def _set_batch(settings: dict[str, Any], batch_tokens: int | None, gpus: int | None) -> list[str]:
+    """Set the batch by its tokens, or one where nothing is said that the GPUs can divide if it is near;
+    returns remarks on it.
+
+    Raises:
+        UserError: the tokens make no sequence.
+    """
+    length = settings.get("seq_len")
+    if batch_tokens is not None:
+        if length is None:
+            raise UserError("--batch-tokens needs --seq-len")
+        if batch_tokens < length:
+            raise UserError(
+                f"--batch-tokens {batch_tokens}: less than one sequence of {length} tokens; give that or more"
+            )
+        settings["batch"] = batch_tokens // length
+    elif "batch" not in settings and length is not None:
+        batch = max(1, BATCH_TOKENS // length)
+        odd = (gpus or 1) // ((gpus or 1) & -(gpus or 1))
+        near = max(1, round(batch / odd)) * odd
+        settings["batch"] = batch = near if abs(near - batch) <= _NEAR * batch else batch
+        return [f"not said, so taken: batch {batch} ({batch * length} tokens); --batch-tokens"]
+    return []
+
+
+def _of_every_layout(cell: Cell) -> Cell:
+    """The cell on one rank, without that in which layouts differ."""
+    training = {name: getattr(cell.training, name) for name in _OF_EVERY_LAYOUT}
+    return cell.model_copy(
+        update={
+            "strategy": "single",
+            "strategy_options": {},
+            "sizes": Sizes(),
+            "mesh": None,
+            "training": TrainingOptions.model_validate({k: v for k, v in training.items() if v is not None}),
+            "variant": "",
+        }
+    )
+
+
+def _with_stacked_experts(cell: Cell) -> Cell:
+    """The cell with one parameter for the experts of a rank, as programs without TransformerEngine have them,
+    where nothing is said of that."""
+    model = model_preset(*cell.model_arguments)
+    if not getattr(model, "experts", 0) or "stacked_experts" in cell.model_options:
+        return cell
+    if (model.library, model.experts_matmul) != (LIBRARIES[0], "grouped"):  # type: ignore[attr-defined]
+        return cell
+    return cell.model_copy(update={"model_options": {**cell.model_options, "stacked_experts": True}})
+
+
+def _check_setting(name: str) -> None:
+    section, _, own = name.partition(".")
+    if section in _SEARCHED and own not in _OF_EVERY_LAYOUT:
+        raise UserError(
+            f"--set {name}: advise looks for it; narrow that by --only, --without and --fixed (also "
+            "--fixed training.optimizer=device), or ask spbench fit about one layout"
+        )
+
+
+def whole_numbers(
+    flag: str, pairs: Sequence[tuple[str, str]], allowed: Sequence[str] = (*MESH_AXES, *FOLDED_AXES)
+) -> dict[str, int]:
+    """The numbers that an option's pairs of name and text give.
+
+    Raises:
+        UserError: a name is not among those known or is given twice, or a number none from 1 on.
+    """
+    numbers: dict[str, int] = {}
+    for name, text in given_once(flag, pairs).items():
+        if name not in allowed or not text.isdecimal() or int(text) < 1:
+            raise UserError(f"{flag} {name}={text}: give {', '.join(allowed)} as a whole number from 1 on")
+        numbers[name] = int(text)
+    return numbers

@@ -1,0 +1,315 @@
+"""The small traces that estimates rest on: the model with one and two layers on one rank, also with each of
+the settings by which it takes less memory, and each backend on two and four replicas."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.errors import UserError
+from spbench.bench.measure.engines.plan import backend_options, model_parameters, plan
+from spbench.bench.measurement import Outcome
+from spbench.bench.tools.choose.asking import Asking
+from spbench.bench.tools.choose.layouts import backend_settings
+from spbench.bench.tools.choose.look import ACTIVATIONS, STATES, looks
+from spbench.bench.tools.choose.question import Question
+from spbench.impls.backends.backend import BytesInBackward
+from spbench.impls.backends.optimizer import PRECISIONS
+from spbench.impls.composition import Stage
+from spbench.impls.layout import Unsupported
+from spbench.impls.models.model import model_preset
+from spbench.impls.registries import backend_class
+
+#: replicas of the traces of backends
+_REPLICAS = (2, 4)
+_FEW_POSITIONS = 256
+#: stages of a pipeline, of which each asks for the same settings
+_STAGES = (1, 2, 4)
+#: no settings, as text
+AS_IT_IS = ""
+
+
+@dataclass(frozen=True)
+class Depths:
+    """A number at one layer and at two, and so at any depth."""
+
+    one: float
+    two: float
+
+    @cached_property
+    def layer(self) -> float:
+        """The number of one layer."""
+        return self.two - self.one
+
+    @cached_property
+    def ends(self) -> float:
+        """The number of what is not layers."""
+        return max(0.0, self.one - self.layer)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What one sample takes on one rank.
+
+    Attributes:
+        seconds: of a step without communication.
+        activation_bytes: of forward and backward; see :data:`ACTIVATIONS`.
+    """
+
+    seconds: Depths
+    activation_bytes: Depths
+
+
+@dataclass(frozen=True)
+class BackendFigures:
+    """What a backend holds and sends, for each element of parameters that a rank has.
+
+    Attributes:
+        whole_bytes, shared_bytes: of states that are on every replica, and that are shared out.
+        in_backward: beside these, without stages of a pipeline and with them.
+        once, each: (collective, bytes) that a rank's replicas exchange once a step, and each micro-batch.
+        host_bytes: of states that are on the hosts of all replicas together.
+    """
+
+    whole_bytes: float
+    shared_bytes: float
+    once: Mapping[str, float]
+    each: Mapping[str, float]
+    host_bytes: float = 0.0
+    in_backward: tuple[BytesInBackward, BytesInBackward] = (BytesInBackward(), BytesInBackward())
+
+    @property
+    def again(self) -> Mapping[str, float]:
+        """What stages of a pipeline send with each micro-batch, likewise: gathers of one pass, where gathered
+        weights are not kept."""
+        gathers = self.each.get("all_gather", 0.0)
+        return {"all_gather": gathers / 2} if gathers and not self.in_backward[0].whole else {}
+
+
+def as_text(settings: Mapping[str, Any]) -> str:
+    """Settings as a key."""
+    return json.dumps(settings, sort_keys=True) if settings else AS_IT_IS
+
+
+def savings_of(question: Question) -> dict[str, dict[str, Any]]:
+    """The settings of the model that take less memory whatever the stages, by their text: none, each alone,
+    two of other options together, and as many together as there can be."""
+    model = model_preset(*question.cell.model_arguments)
+    of_stages = [{as_text(each.options): dict(each.options) for each in model.savings(n)} for n in _STAGES]
+    alone = [each for text, each in of_stages[0].items() if all(text in others for others in of_stages)]
+    savings: dict[str, dict[str, Any]] = {AS_IT_IS: {}}
+    for together in [*_apart(alone, 1), *_apart(alone, 2), *_most(alone)]:
+        options = {name: value for each in together for name, value in each.items()}
+        on_two = question.on_two(model_options={**question.cell.model_options, **options})
+        kept = question.keeps({f"model_options.{name}": value for name, value in options.items()})
+        if kept and question.runs(on_two, "model_options"):
+            savings.setdefault(as_text(options), options)
+    return savings
+
+
+def _apart(settings: Sequence[Mapping[str, Any]], n: int) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """So many settings together that have no option in common."""
+    for chosen in itertools.combinations(settings, n):
+        if len({name for each in chosen for name in each}) == sum(map(len, chosen)):
+            yield chosen
+
+
+def _most(settings: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """With each of the settings, the last of the others first, as many as have no option in common: what
+    takes least memory is last."""
+    for first in settings:
+        chosen = [first]
+        for each in reversed(settings):
+            if not any(each.keys() & other.keys() for other in chosen):
+                chosen.append(each)
+        yield sorted(chosen, key=settings.index)
+
+
+def cell_of(
+    question: Question,
+    *,
+    batch: int,
+    dp: int = 1,
+    model: Mapping[str, Any] = {},
+    training: Mapping[str, Any] = {},
+) -> Cell:
+    """The question's cell on a mesh of replicas alone."""
+    cell = question.cell
+    content = {**cell.training.model_dump(exclude_defaults=True), **training}
+    return cell.model_copy(
+        update={
+            "batch": batch,
+            "sizes": Sizes(dp=dp),
+            "model_options": {**cell.model_options, **model},
+            "training": TrainingOptions.model_validate(content),
+        }
+    )
+
+
+def at_depth(cell: Cell, layers: int) -> Cell:
+    """The cell with that many layers, or periods of them, where its model has a number of layers; all of the
+    kinds that repeat."""
+    model = model_preset(*cell.model_arguments)
+    if not hasattr(model, "layers"):
+        return cell
+    options = {**cell.model_options, "layers": layers * model.period}
+    if model.unlike_layers:
+        options["dense_layers"] = 0
+    return cell.model_copy(update={"model_options": options})
+
+
+def few_experts(cell: Cell) -> Cell:
+    """The cell with as many experts as a token meets: a step takes as long, but for the update of the others,
+    which ranks share."""
+    model = model_preset(*cell.model_arguments)
+    if not getattr(model, "experts", 0):
+        return cell
+    few = {"experts": model.experts_per_token, "router_groups": 0, "router_group_topk": 0, "routing": "even"}  # type: ignore[attr-defined]
+    return cell.model_copy(update={"model_options": {**cell.model_options, **few}})
+
+
+def references(
+    question: Question,
+    asking: Asking,
+    savings: Mapping[str, Mapping[str, Any]],
+    ended: Callable[[int, int], None] = lambda n, of: None,
+) -> tuple[dict[str, Reference], dict[str, BackendFigures]]:
+    """By the settings of the model and of the backend, as text. A setting that cannot be run is left out.
+
+    Args:
+        ended: as of :func:`looks`.
+
+    Raises:
+        UserError: the model as it is cannot be run.
+    """
+    cells: dict[tuple[str, str, int], Cell] = {}  # the same twice where there are no layers, so one depth
+    for (text, settings), layers in itertools.product(savings.items(), (1, 2)):
+        alone = cell_of(question, batch=1, model=settings)
+        cells["model", text, layers] = few_experts(at_depth(alone, layers))
+    forward_only = question.cell.training.step == "inference"
+    for layers in () if forward_only else (1, 2):
+        twice = cell_of(question, batch=2, training={"micro_batches": 2})
+        cells["twice", AS_IT_IS, layers] = few_experts(at_depth(twice, layers))
+    kinds: list[dict[str, Any]] = [{}] if forward_only else backend_settings(question)
+    for settings, dp in itertools.product(kinds, _REPLICAS):
+        cell = few_experts(at_depth(cell_of(question, batch=dp, dp=dp, training=settings), 1))
+        cells["backend", as_text(settings), dp] = _short(cell)
+    of_key = {cell.key: outcome for cell, outcome in looks(asking, cells.values(), "small", ended)}
+    all_of = {place: (cell, of_key[cell.key]) for place, cell in cells.items()}
+    _, as_it_is = next(iter(all_of.values()))
+    if as_it_is.status == "unsupported":
+        raise UserError(f"{question.cell.model} cannot be run: {as_it_is.reason}")
+    outcomes = {place: both for place, both in all_of.items() if both[1].status != "unsupported"}
+    return (
+        {text: reference for text in savings if (reference := _reference(outcomes, text))},
+        {text: figures for text in map(as_text, kinds) if (figures := _backend(outcomes, text))},
+    )
+
+
+def _short(cell: Cell) -> Cell:
+    """The cell with few positions, where its model takes so few: states are then what its peak is made of."""
+    short = cell.model_copy(update={"seq_len": min(cell.shape[1], _FEW_POSITIONS)})
+    try:
+        plan(short)
+    except Unsupported:
+        return cell
+    return short
+
+
+_Outcomes = Mapping[tuple[str, str, int], tuple[Cell, Outcome]]
+
+
+def _reference(outcomes: _Outcomes, text: str) -> Reference | None:
+    both = [outcomes.get(("model", text, layers)) for layers in (1, 2)]
+    if None in both:
+        return None
+    measured = [each[1].measurement for each in both if each]
+    return Reference(
+        Depths(*(m["step_time_s"] - _updating_s(outcomes, n) for n, m in enumerate(measured, 1))),
+        Depths(*(m["meters"][ACTIVATIONS]["bytes"] for m in measured)),
+    )
+
+
+def _updating_s(outcomes: _Outcomes, layers: int) -> float:
+    """Seconds of a step in which weights are updated, once and not for each micro-batch; the settings of the
+    model do not change them."""
+    once, twice = (outcomes.get((kind, AS_IT_IS, layers)) for kind in ("model", "twice"))
+    if once is None or twice is None:
+        return 0.0
+    one_s, two_s = (float(each[1].measurement["step_time_s"]) for each in (once, twice))
+    return max(0.0, 2 * one_s - two_s)
+
+
+def _held(measurement: Mapping[str, Any]) -> float:
+    """Bytes of the states of training at the peak."""
+    return float(sum(measurement["peak_held"].get(name, 0) for name in STATES))
+
+
+def _backend(outcomes: _Outcomes, text: str) -> BackendFigures | None:
+    both = [outcomes.get(("backend", text, dp)) for dp in _REPLICAS]
+    if None in both:
+        return None
+    (cell, fewest), (_, most) = (each for each in both if each)
+    elements = float(model_parameters(cell)) or 1.0  # a model without weights has no states either
+    few_bytes, many_bytes = (_held(outcome.measurement) / elements for outcome in (fewest, most))
+    # bytes = whole + shared / replicas, at both numbers of replicas
+    a, b = _REPLICAS
+    shared = max(0.0, (few_bytes - many_bytes) / (1 / a - 1 / b))
+    forward_only = cell.training.step == "inference"
+    once, twice = (_sent(cell, n, elements) for n in ((1, 1) if forward_only else (1, 2)))
+    each = {name: max(0.0, twice[name] - once[name]) for name in once}
+    training, precision = cell.training, PRECISIONS[cell.precision]
+    backend = backend_class(training.backend)
+    options = backend.options_type(**training.backend_options)
+    return BackendFigures(
+        max(0.0, few_bytes - shared / a),
+        shared,
+        {name: max(0.0, n - each[name]) for name, n in once.items()},
+        each,
+        a * (fewest.measurement["peak_host_memory_bytes"] or 0) / elements,
+        (
+            backend.bytes_in_backward(precision, options, False),
+            backend.bytes_in_backward(precision, options, True),
+        ),
+    )
+
+
+def _sent(cell: Cell, micro_batches: int, elements: float) -> Counter[str]:
+    """By collective, what a rank exchanges with its replicas in a step, for each element."""
+    training = cell.training.model_copy(update={"micro_batches": micro_batches})
+    planned = cell.model_copy(update={"training": training, "batch": cell.sizes.dp * micro_batches})
+    sent: Counter[str] = Counter()
+    for row in plan(planned).formula(0):
+        sent[row["collective"]] += row["payload_bytes"] * row["count"] / elements
+    return sent
+
+
+def has_stages(question: Question, settings: Mapping[str, Any]) -> bool:
+    """Whether a backend with these settings divides the question's model into stages of a pipeline."""
+    backend = backend_class(settings["backend"])
+    cell = at_depth(cell_of(question, batch=2, training=settings), 2)
+    model, ends = model_preset(*cell.model_arguments), (Stage(0, 2), Stage(1, 2))
+    try:
+        sites = [site for end in ends for site in model.sites(1, cell.shape[1], 1, end)]
+        backend.check_stages(backend_options(cell), any(site.kind == "tied_embedding" for site in sites))
+    except Unsupported:
+        return False
+    return backend.pipelined
+
+
+def twins_of(backends: Sequence[Mapping[str, Any]], on_host: Sequence[bool]) -> list[int | None]:
+    """For the settings of each backend, the place of those with the same settings but states on cards; None:
+    they have no states on the host, or there are no such others."""
+
+    def twin(at: int) -> int | None:
+        own = backends[at].items()
+        others = [n for n, each in enumerate(backends) if not on_host[n] and each.items() <= own]
+        return max(others, key=lambda n: len(backends[n]), default=None) if on_host[at] else None
+
+    return [twin(at) for at in range(len(backends))]

@@ -1,0 +1,327 @@
+"""What `spbench fit` is asked about: cells of a scenario, of a job's files, or of a model with sizes; what is
+taken where nothing is said has the flag that says it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.cell import Cell, requirements, strategy_axes
+from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.engines.plan import model_parameters
+from spbench.bench.measure.scenarios.choices import names, refusal
+from spbench.bench.measure.scenarios.expand import Problem, expand
+from spbench.bench.measure.scenarios.scenario import changed, load_scenario
+from spbench.bench.measure.scenarios.select import ATTENTION, Narrowing, narrowed_cells, with_usual_attention
+from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
+from spbench.bench.tools.choose.suggestions import usual_placement, usual_strategies
+from spbench.bench.tools.jobs.job_files import read_job
+from spbench.bench.units import shown_count
+from spbench.impls.axes import MESH_AXES, ranks_along, unused_axes
+from spbench.impls.models.model import model_preset
+from spbench.impls.options import set_options
+from spbench.impls.strategies.nesting import nesting
+
+#: the option that says the attention kernel, and its value that says none
+#: of a model with sizes: Adam makes its moments in the first step
+_TRAINING = {"moments": "later", "steps": 2}
+_PRECISION = "bf16"
+#: strategies that an error names at the most
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Cells to be examined, on virtual ranks.
+
+    Attributes:
+        remarks: on how they were made, one a line.
+        job: the kind of job that they were read from; "": of none.
+        said: settings that were given, by dotted name; what else there is was taken.
+        name: what the user calls the model, the first file of a job; "": cells call it so themselves.
+    """
+
+    cells: list[Cell]
+    remarks: Sequence[str] = ()
+    job: str = ""
+    said: Collection[str] = ()
+    name: str = ""
+
+    def shown(self, cell: Cell) -> str:
+        """The key of a cell, with the model as the user calls it."""
+        return cell.key.replace(cell.model, self.name or cell.model, 1)
+
+
+def subject(words: Sequence[str], asked: Asked) -> Subject:
+    """The cells that words stand for: the name or file of a scenario, files of a job, or a model.
+
+    Raises:
+        UserError: they stand for nothing, something is missing or cannot be, or a card has no limit.
+    """
+    first, kind = words[0], kind_of(words)
+    if asked.given and kind != "job":
+        raise UserError(f"--given is for the files of a job, which the {kind} {first} is not; leave it out")
+    settings = dict(asked.settings)
+    remarks: Sequence[str] = ()
+    program, said = "", {*asked.settings}
+    if kind == "scenario":
+        cells = _of_scenario(first, asked)
+        said |= {*_TAKEN}  # its defaults are its own
+    elif kind == "model":
+        _refuse_narrowing(first, asked)
+        cells, remarks, settings = _of_model(first, asked)
+    else:
+        _refuse_narrowing(first, asked)
+        job = read_job(None, words, gpus=asked.gpus, cluster=asked.cluster, environment=asked.given)
+        cells, remarks, program = [job.cell()], job.remarks, job.kind
+        said |= {setting.path for setting in job.settings}
+        # with a batch that the job has, no accumulation means that it is one micro-batch
+        said |= (
+            {"training.micro_batches"} if any(s.path == "batch" and s.given for s in job.settings) else set()
+        )
+        if asked.strategy is not None:
+            settings["strategy"] = asked.strategy
+    cells = [changed(cell, settings) if settings else cell for cell in cells]
+    cells = [
+        *{cell.key: cell for cell in cells}.values()
+    ]  # cells of a scenario that differed in a setting alone
+    said |= {"strategy"} if asked.strategy else set()
+    said |= {"training.micro_batches"} if asked.micro_batch else set()
+    checked_cells = [_checked(_with_micro_batch(cell, asked.micro_batch)) for cell in cells]
+    return Subject(checked_cells, remarks, program, said, Path(first).name if kind == "job" else "")
+
+
+def _of_scenario(name: str, asked: Asked) -> list[Cell]:
+    narrowing = Narrowing(
+        strategies=() if asked.strategy is None else (asked.strategy,),
+        clusters=() if asked.cluster is None else (asked.cluster,),
+        engines=("virtual",),
+        world_sizes=() if asked.gpus is None else (asked.gpus,),
+        variant=asked.variant,
+        where=asked.where,
+    )
+    return narrowed_cells(load_scenario(name), narrowing)
+
+
+def _refuse_narrowing(name: str, asked: Asked) -> None:
+    for flag, value in (("--where", asked.where), ("--variant", asked.variant)):
+        if value:
+            raise UserError(f"{flag} chooses among cells of a scenario, which {name} is not; leave it out")
+
+
+def _made(group: Mapping[str, Any]) -> Cell:
+    """The cell of a group of a scenario."""
+    try:
+        (cell,) = expand({}, [dict(group)], {}, "", Path())
+    except Problem as problem:
+        if isinstance(problem.__cause__, UserError):  # of a file, which it names itself
+            raise problem.__cause__ from problem
+        raise UserError(f"{group['model']}: {str(problem).removeprefix('groups[0].')}") from problem
+    return cell
+
+
+def _check_axes(group: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+    """Raises a UserError for ranks along an axis that the strategy does not divide along; it names some that
+    do and that can run the model so."""
+    strategy = group["strategy"]
+    if strategy not in names("strategy"):
+        return  # unknown, or strategies around each other: whoever makes the cell says what is wrong
+    for axis in unused_axes(strategy_axes(strategy), sizes):
+        usual = [name for name, each in usual_strategies().items() if each.axes[0] == axis]
+        every = [
+            each for each in names("strategy") if strategy_axes(each) == [axis] and not requirements(each)
+        ]
+        able = (
+            each
+            for each in dict.fromkeys([*usual, *every])
+            if not refusal(
+                _made({**group, "strategy": each, "sizes": {axis: sizes[axis], "dp": sizes["dp"]}})
+            )
+        )
+        give = f"--strategy {' or '.join(islice(able, _NAMED))}"
+        if not every:
+            around = "--strategy ulysses+ring_attention --sp N"
+            give = f"two strategies around each other, as {around}, or --sp for --{axis}"
+        who = "nothing divides" if strategy == "single" else f"the strategy {strategy} does not divide"
+        raise UserError(f"--{axis} {sizes[axis]}: {who} a sample along {axis}; give {give}")
+
+
+def _usual_backend(sizes: Mapping[str, int]) -> str:
+    """What programs take of themselves: over several ranks fully sharded states (torchtitan, TRL, FSDP 2 of
+    accelerate), and where there are stages of a pipeline the buffers of Megatron-LM, which has these."""
+    if sizes.get("pp", 1) > 1:
+        return "megatron"
+    return "zero3" if math.prod(sizes.values()) > 1 else "ddp"
+
+
+def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str, Any]]:
+    """The cell of a model, what was taken for granted, and the settings that are still to be made."""
+    settings = {**asked.settings}
+    ask_for({"--cluster NAME": asked.cluster, "--seq-len N": settings.get("seq_len")}, model)
+    sizes = {axis: settings.pop(f"sizes.{axis}") for axis in MESH_AXES if f"sizes.{axis}" in settings}
+    around = 1
+    for axis, ranks in sizes.items():
+        if not isinstance(ranks, int) or ranks < 1:
+            raise UserError(f"--set sizes.{axis}: must be a whole number of ranks, not {ranks!r}")
+        around *= ranks
+    gpus = around if asked.gpus is None else asked.gpus
+    if gpus % around or ("dp" in sizes and gpus != around):
+        given = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
+        multiple = "" if "dp" in sizes else f", and {gpus} no multiple of that"
+        raise UserError(f"--gpus {gpus}: {given} is {around} ranks{multiple}; leave one of them out")
+    sizes.setdefault("dp", gpus // around)
+    group: dict[str, Any] = {
+        "model": model,
+        "strategy": asked.strategy or settings.pop("strategy", "single"),
+        "cluster": asked.cluster,
+        "precision": _PRECISION,
+        "sizes": sizes,
+        "batch": settings.pop("batch", (asked.micro_batch or 1) * sizes["dp"]),
+        "seq_len": settings.pop("seq_len"),
+        "training": {"backend": _usual_backend(sizes), **_TRAINING},
+    }
+    _check_axes(group, sizes)
+    cell = _made(group)
+    cell = changed(cell, usual_placement(cell, settings))
+    remarks = []
+    if ATTENTION not in asked.settings:
+        cell, kernel = with_usual_attention(cell)
+        remarks += [kernel] if kernel else []
+    return [cell], remarks, settings
+
+
+def _with_micro_batch(cell: Cell, samples: int | None) -> Cell:
+    if samples is None or cell.batch is None:
+        return cell
+    parts, rest = divmod(cell.batch, cell.sizes.dp * samples)
+    if rest:
+        raise UserError(
+            f"--micro-batch {samples}: batch {cell.batch} over {cell.sizes.dp} replicas is no whole number "
+            f"of them; use --batch {cell.sizes.dp * samples * max(1, parts)}"
+        )
+    return changed(cell, {"training.micro_batches": parts})
+
+
+def _checked(cell: Cell) -> Cell:
+    if cell.search is not None:
+        flag = f"--{cell.search.quantity.replace('_', '-')}"
+        raise UserError(f"{cell.key} searches for its {cell.search.quantity}: give one, {flag} N")
+    if load_cluster(cell.cluster).usable_memory_bytes is None:
+        raise UserError(f"cluster {cell.cluster} has no memory limit: name one that has by --cluster")
+    return cell.model_copy(update={"engine": "virtual", "device": "cpu", "learning": None, "rank": None})
+
+
+#: settings that an answer names where nothing says them: in words, and the flag that gives another value
+_TAKEN = {
+    "training.micro_batches": ("micro-batch", "--micro-batch"),
+    "batch": ("batch", "--batch"),
+    "strategy": ("strategy", "--strategy"),
+    "strategy_options.placement": ("placement", "--set strategy_options.placement"),
+    "model_options.attention": ("kernel", "--set model_options.attention"),
+    "precision": ("precision", "--set precision"),
+    "training.backend": ("backend", "--set training.backend"),
+}
+#: experts of their own on a rank, each traced by itself, that take minutes
+_MANY = 4096
+#: axes along which a layer's weights are split and its tokens are not
+_OF_WEIGHTS = ("tp",)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A setting that nobody gave.
+
+    Attributes:
+        what: in words.
+        flag: that gives another value.
+    """
+
+    what: str
+    value: Any
+    flag: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.value} ({self.flag})"
+
+
+def micro_batch_of(cell: Cell) -> int:
+    """Samples of a micro-batch of a replica."""
+    return (cell.batch or 1) // (cell.sizes.dp * cell.training.micro_batches)
+
+
+def tokens_of_rank(cell: Cell) -> int:
+    """Tokens of a micro-batch that a rank holds between the layers: those of its replica over the ranks that
+    divide the sequence."""
+    sizes = cell.sizes.by_axis
+    axes = [axis for each in nesting(cell.strategy).axes_of for axis in each if axis not in _OF_WEIGHTS]
+    return micro_batch_of(cell) * (cell.seq_len or 0) // ranks_along(axes, sizes)
+
+
+def taken(cell: Cell, said: Collection[str]) -> list[Taken]:
+    """What is taken of a cell.
+
+    Args:
+        said: settings that were given, by dotted name.
+    """
+    nested, model = nesting(cell.strategy), model_preset(*cell.model_arguments)
+    options = set_options(nested.options_type(), cell.strategy_options, cell.strategy)
+    values = {
+        "training.micro_batches": micro_batch_of(cell),
+        "batch": cell.batch,
+        "strategy": cell.strategy if cell.sizes.world > 1 else "",
+        "strategy_options.placement": getattr(options, "placement", None) or "",
+        "model_options.attention": model.attention_kernel if hasattr(model, "attention") else "",
+        "precision": cell.precision,
+        "training.backend": cell.training.backend,
+    }
+    unsaid = {name: value for name, value in values.items() if name not in said and value != ""}
+    return [Taken(_TAKEN[name][0], value, _TAKEN[name][1]) for name, value in unsaid.items()]
+
+
+def model_line(cell: Cell, name: str = "") -> str:
+    """The line of an answer on what its model is taken for: its parameters, those that a token meets where
+    experts are routed to, and its layers.
+
+    Args:
+        name: what the user calls it; "": as the cell does.
+    """
+    model: Any = model_preset(*cell.model_arguments)
+    every, idle = model_parameters(cell), 0.0
+    if experts := getattr(model, "experts", 0):
+        routed = model.parameters(model.padded_vocabulary(1))["experts"]
+        idle = routed * (1 - model.experts_per_token / experts)
+    active = f", {shown_count(every - idle)} of them active" if experts else ""
+    layers = f", {model.layers} layers" if hasattr(model, "layers") else ""
+    return f"the model {name or cell.model}: {shown_count(every)} parameters{active}{layers}"
+
+
+def slow_words(cell: Cell) -> str:
+    """What makes a trace take minutes: many experts on a rank that are parameters of their own; else ""."""
+    model: Any = model_preset(*cell.model_arguments)
+    own = 0 if getattr(model, "stacked_experts", True) else model.experts * model.layers
+    many = own // cell.sizes.by_axis.get("ep", 1) // cell.sizes.pp
+    return f"; {many:,} experts of their own on a rank take minutes" if many >= _MANY else ""
+
+
+def experts_line(cell: Cell) -> str:
+    """The line of an answer on routed experts: how many a rank has, and their part of the model; "" where
+    there are none."""
+    model: Any = model_preset(*cell.model_arguments)
+    if not getattr(model, "experts", 0):
+        return ""
+    counts = model.parameters(model.padded_vocabulary(1))
+    here = model.experts // cell.sizes.by_axis.get("ep", 1)
+    share = counts["experts"] / counts["elements"]
+    return f"routed experts: {share:.0%} of parameters; {here} of {model.experts} in each layer are on a rank"
+
+
+def taken_line(cell: Cell, said: Collection[str]) -> str:
+    """The line of an answer on what was taken."""
+    parts = ", ".join(map(str, taken(cell, said)))
+    left = f"taken where nothing was said: {parts}" if parts else "every setting was said"
+    return f"{left}; tokens of a micro-batch on a rank: {tokens_of_rank(cell)}"

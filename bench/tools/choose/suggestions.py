@@ -1,0 +1,318 @@
+"""The single changes of a cell that may take less memory: of options, which say so themselves where they are
+declared (:meth:`Options.savings`, :meth:`Model.savings`), of its backend, and of how it is divided. Its
+memory switches are those that compute the same on the same ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from typing import Any
+
+from spbench.bench.cell import Cell, TrainingOptions, strategy_axes
+from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.engines.unlike_ranks import is_uneven_text
+from spbench.bench.measure.scenarios.scenario import changed
+from spbench.impls.backends.backend import Backend
+from spbench.impls.dispatchers.dispatcher import dispatchers
+from spbench.impls.folding import stage_ranks
+from spbench.impls.layout import Unsupported
+from spbench.impls.models.model import Model, model_preset
+from spbench.impls.options import Options, Saving, set_options
+from spbench.impls.registries import backend_class, backends, strategies
+from spbench.impls.strategies.base import Strategy
+from spbench.impls.strategies.nesting import nesting
+
+#: shares of the optimizer that wait on the host, where a backend has the option
+_FRACTIONS = (0.25, 0.5, 0.75)
+_FRACTION = "optimizer_offload_fraction"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a cell.
+
+    Attributes:
+        settings: the new values by dotted name, as :func:`changed` takes them.
+        words: what it does.
+        other_job: whether it trains something else: another length or batch.
+    """
+
+    settings: Mapping[str, Any]
+    words: str
+    other_job: bool = False
+
+    @property
+    def divides(self) -> bool:
+        """Whether it takes a strategy that divides samples."""
+        return "strategy" in self.settings
+
+
+def cells_of(cell: Cell, changes: Iterable[Change]) -> dict[str, tuple[Cell, Change]]:
+    """By key, the cells that changes make of one, each with the first change that makes it; none of options
+    that exclude each other."""
+    by_key: dict[str, tuple[Cell, Change]] = {}
+    for change in changes:
+        with suppress(UserError):
+            other = changed(cell, change.settings) if change.settings else cell
+            by_key.setdefault(other.key, (other, change))
+    return by_key
+
+
+def single_changes(cell: Cell) -> list[Change]:
+    """The changes to try, those that cost least first as far as is known without a trace."""
+    return [
+        *_of_step(cell),
+        *_of_experts(cell),
+        *savings_of(cell),
+        *_of_strategies(cell),
+        *part_on_host(cell),
+        *_of_sizes(cell),
+        *_of_job(cell),
+    ]
+
+
+def dotted(section: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a section of a cell, such as ``training``, by dotted name."""
+    return {f"{section}.{name}": value for name, value in options.items()}
+
+
+def savings_of(cell: Cell) -> list[Change]:
+    """The changes that the options of its model, strategy and backend declare, and other backends."""
+    training = cell.training
+
+    def changes(section: str, savings: Iterable[Saving]) -> list[Change]:
+        return [Change(dotted(section, each.options), each.words) for each in savings]
+
+    model = model_preset(*cell.model_arguments)
+    declared = changes("model_options", model.savings(cell.sizes.pp * training.virtual_stages))
+    nested = nesting(cell.strategy)
+    chosen = set_options(nested.options_type(), cell.strategy_options, cell.strategy)
+    for kind in dict.fromkeys(cls.options_type for cls in nested.classes):
+        own: Options = kind(**{each.name: getattr(chosen, each.name) for each in fields(kind)})
+        declared += changes("strategy_options", own.savings())
+    here = backend_class(training.backend)
+    options = set_options(here.options_type(), training.backend_options, training.backend)
+    return [*declared, *changes("training", options.savings()), *_of_backends(here, training)]
+
+
+def _of_backends(here: type[Backend], training: TrainingOptions) -> Iterator[Change]:
+    """The backends that share out more than this one, where it has no options, those that share out least
+    first."""
+    if here.shares_out is None or training.backend_options:
+        return
+    for name, other in sorted(backends().items(), key=lambda item: len(item[1].shares_out or ())):
+        if other.shares_out is not None and here.shares_out < other.shares_out:
+            shared = ", ".join(sorted(other.shares_out)).replace("_", " ")
+            yield Change({"training.backend": name}, f"shares out among replicas: {shared}")
+
+
+def _of_step(cell: Cell) -> Iterator[Change]:
+    training = cell.training
+    if training.batch_on_device == "whole":
+        yield Change({"training.batch_on_device": "part"}, "a rank keeps its part of the batch alone")
+    if training.schedule == "gpipe":
+        yield Change({"training.schedule": "1f1b"}, "a stage holds fewer micro-batches at once")
+    each = (cell.batch or 1) // (cell.sizes.dp * training.micro_batches)
+    for factor in (2, 4):
+        if each % factor == 0:
+            n = training.micro_batches * factor
+            yield Change({"training.micro_batches": n}, f"micro-batches of {each // factor}, not {each}")
+
+
+def _of_strategies(cell: Cell) -> Iterator[Change]:
+    """The usual strategies, where none divides samples yet, each over two ranks and over a node, which are
+    replicas now."""
+    if strategy_axes(cell.strategy):
+        return
+    dp = cell.sizes.dp
+    node = min(dp, load_cluster(cell.cluster).devices_per_node)
+    for n in sorted({ranks for ranks in (2, node) if ranks > 1 and dp % ranks == 0}, reverse=True):
+        for name, strategy in usual_strategies().items():
+            new = {strategy.axes[0]: n, "dp": dp // n}
+            words = f"{strategy.summary}, over {n} ranks"
+            settings = {"strategy": name, **_divided(cell, new)}
+            with suppress(UserError):  # which the change itself ends in where it is tried
+                settings |= usual_placement(changed(cell, settings), settings)
+            yield Change(settings, words)
+
+
+def usual_placement(cell: Cell, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The setting by which programs place text zigzag, where settings do not say a placement and contiguous
+    chunks would give ranks unlike work under its causal mask; else none."""
+    name = "strategy_options.placement"
+    if cell.strategy != "single" and name not in settings:
+        # what cannot be run is said where it is traced
+        with suppress(Unsupported, ValueError):
+            if is_uneven_text(cell):
+                plan(changed(cell, {name: "zigzag"}))
+                return {name: "zigzag"}
+    return {}
+
+
+def _of_experts(cell: Cell) -> Iterator[Change]:
+    """The activation of experts alone computed again, and experts shared out over twice the ranks."""
+    model, sizes = model_preset(*cell.model_arguments), cell.sizes.by_axis
+    experts = getattr(model, "experts", 0)
+    if not experts:
+        return
+    if getattr(model, "recompute", "") == "none":
+        again = {"model_options.recompute": "selective", "model_options.recompute_modules": ["moe_act"]}
+        yield Change(again, "backward runs the activation of experts again")
+    ep = 2 * sizes.get("ep", 1)
+    if experts % ep == 0 and stage_ranks(sizes) % (ep * sizes.get("etp", 1)) == 0:
+        yield Change({"sizes.ep": ep}, f"{experts // ep} of {experts} routed experts on a rank")
+
+
+def part_on_host(cell: Cell) -> Iterator[Change]:
+    """A part of the optimizer on the host, where the backend can."""
+    options = cell.training.model_dump()
+    if cell.training.backend != "megatron" or options.get("optimizer", "device") != "device":
+        return
+    for fraction in _FRACTIONS:
+        on_host = {"distributed_optimizer": True, "optimizer": "host", _FRACTION: fraction}
+        words = f"the host holds {fraction:.0%} of main weights and moments, and updates them"
+        yield Change(dotted("training", on_host), words)
+
+
+def usual_strategies() -> dict[str, type[Strategy]]:
+    """The usual strategies of one axis, by name."""
+    return {name: cls for name, cls in sorted(strategies().items()) if cls.usual and len(cls.axes) == 1}
+
+
+def _of_sizes(cell: Cell) -> Iterator[Change]:
+    """One more doubling of an axis at the same number of ranks."""
+    sizes = cell.sizes.by_axis
+    axes = [*strategy_axes(cell.strategy), "pp", "dp"]
+    for taking in axes:
+        for giving in reversed(axes):
+            if giving == taking or sizes[giving] % 2:
+                continue
+            new = {taking: sizes[taking] * 2, giving: sizes[giving] // 2}
+            yield Change(_divided(cell, new), f"twice the ranks along {taking}, half along {giving}")
+
+
+def _divided(cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """The settings of other ranks along axes, with micro-batches of the same size."""
+    settings: dict[str, Any] = {f"sizes.{axis}": n for axis, n in sizes.items()}
+    each = (cell.batch or 1) // (cell.sizes.dp * cell.training.micro_batches)
+    micro_batches = (cell.batch or 1) // (sizes.get("dp", cell.sizes.dp) * max(1, each))
+    if "dp" in sizes and micro_batches >= 1 and micro_batches != cell.training.micro_batches:
+        settings["training.micro_batches"] = micro_batches
+    return settings
+
+
+def pairs(changes: Sequence[Change]) -> Iterator[tuple[Change, Change]]:
+    """Two of the changes that go together, those first that come first; none of another job, and no two of
+    one setting or of how ranks are divided."""
+    single = [each for each in changes if not each.other_job]
+    by_cost = sorted(itertools.combinations(enumerate(single), 2), key=lambda two: two[0][0] + two[1][0])
+    for (_, one), (_, other) in by_cost:
+        if not _parts(one) & _parts(other):
+            yield one, other
+
+
+def both(one: Change, other: Change) -> Change:
+    """Two changes as one."""
+    return Change({**one.settings, **other.settings}, f"{one.words}; {other.words}")
+
+
+def _parts(change: Change) -> set[str]:
+    """What a change is of: settings, with all that divides the ranks as one."""
+    divides = ("sizes.", "strategy", "training.micro_batches")
+    return {"ranks" if name.startswith(divides) else name for name in change.settings}
+
+
+def _of_job(cell: Cell) -> Iterator[Change]:
+    batch, seq_len = cell.shape
+    parts = cell.sizes.dp * cell.training.micro_batches
+    if batch % (2 * parts) == 0:
+        yield Change({"batch": batch // 2}, "half the batch: another job", other_job=True)
+    model: Any = model_preset(*cell.model_arguments)
+    experts = getattr(model, "experts", 0) and dispatchers()[model.dispatcher].heeds_capacity
+    if experts and model.capacity is None:
+        words = "an expert takes its even share of tokens, the rest are dropped: another job"
+        yield Change({"model_options.capacity": 1.0}, words, other_job=True)
+    if seq_len % 2 == 0:
+        yield Change({"seq_len": seq_len // 2}, "half the length: another job", other_job=True)
+
+
+#: the option whose values of several switches are put together
+MODULES = "model_options.recompute_modules"
+RECOMPUTE, _BACKEND = "model_options.recompute", "training.backend"
+#: of recomputation in whole layers: how many, and of which
+_LAYERS, _METHOD = "model_options.recompute_layers", "model_options.recompute_method"
+#: what changes the numbers that are computed: the dtypes of sums and states
+_OF_NUMBERS = ("training.reduce_dtype", "training.state_dtype")
+
+
+def switches(cell: Cell) -> list[Change]:
+    """The switches of a cell: recomputation by module and by layers, checkpoints on the host, tiles, how much
+    of the optimizer is there, and what else its options declare that leaves the numbers as they are."""
+    declared = [
+        each
+        for each in savings_of(cell)
+        if not {_BACKEND, *_OF_NUMBERS} & {*each.settings} and not _whole(each)
+    ]
+    model = model_preset(*cell.model_arguments)
+    return [*declared, *_by_module(model), *part_on_host(cell)]
+
+
+def share_of_layers(cell: Cell, change: Change) -> float | None:
+    """The share of its stage's layers that a switch computes again; None: it is of all layers alike."""
+    if change.settings.get(_METHOD) != "block":
+        return None
+    stages = cell.sizes.pp * cell.training.virtual_stages
+    layers = getattr(model_preset(*cell.model_arguments), "layers", 0) // stages
+    return change.settings[_LAYERS] / layers if layers else None
+
+
+def _whole(change: Change) -> bool:
+    """Whether it is selective recomputation without a module, which :func:`_by_module` has by its module."""
+    return change.settings == {RECOMPUTE: "selective"}
+
+
+def _by_module(model: Model) -> Iterator[Change]:
+    """Recomputation of each module that layers have, where none is recomputed whole."""
+    if getattr(model, "recompute", "full") not in ("none", "selective"):
+        return
+    experts = bool(getattr(model, "experts", 0))
+    has = {
+        "core_attn": True,
+        "moe_act": experts,
+        "moe": experts,
+        "shared_experts": experts and bool(getattr(model, "shared_inner", 0)),
+        "mlp": not experts or bool(getattr(model, "dense_layers", 0)),
+        "layernorm": True,
+        "mla_up_proj": bool(getattr(model, "kv_lora_rank", 0)),
+    }
+    already = {*getattr(model, "recompute_modules", ())} if model.recompute == "selective" else set()  # type: ignore[attr-defined]
+    for module in (name for name, there in has.items() if there and name not in already):
+        settings = {RECOMPUTE: "selective", MODULES: sorted({module, *already})}
+        yield Change(settings, f"backward runs {module} again")
+
+
+def together(changes: Sequence[Change]) -> Change | None:
+    """Switches as one, modules that are recomputed put together; None: two of them give one setting unlike
+    values, or one has all settings of another, so that it is no further switch."""
+    settings: dict[str, Any] = {}
+    for change in changes:
+        for name, value in change.settings.items():
+            if name == MODULES and name in settings:
+                value = sorted({*settings[name], *value})
+            elif settings.setdefault(name, value) != value:
+                return None
+            settings[name] = value
+    if any(_within(a, b) for a in changes for b in changes if a is not b):
+        return None
+    return Change(settings, "; ".join(change.words for change in changes))
+
+
+def _within(a: Change, b: Change) -> bool:
+    """Whether a switch does nothing that another one does not."""
+    rest: Mapping[str, Any] = {name: value for name, value in a.settings.items() if name != MODULES}
+    modules = {*a.settings.get(MODULES, ())} <= {*b.settings.get(MODULES, ())}
+    return modules and rest.items() <= b.settings.items()

@@ -1,0 +1,255 @@
+"""The end of a search: single changes of the best layouts; what is named traced whole, without the memory
+switches that spare memory makes needless; and the prices of the named layout's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.clusters.kinds_of_work import cannot_run
+from spbench.bench.measure.scenarios.scenario import changed, written
+from spbench.bench.tools.choose.candidates import ordered
+from spbench.bench.tools.choose.layouts import folds_anew, other_folds, settings_of, switch_of
+from spbench.bench.tools.choose.look import looks
+from spbench.bench.tools.choose.looked_at import LookedAt
+from spbench.bench.tools.choose.question import Question
+from spbench.bench.tools.choose.ranking import NAMED, TOSS, Seen, ranked, simpler
+from spbench.bench.tools.choose.subject import ATTENTION
+from spbench.bench.tools.choose.suggestions import dotted
+from spbench.impls.folding import FOLDED_AXES
+from spbench.impls.models.model import model_preset
+from spbench.impls.registries import backend_class
+
+#: so many of the fastest are traced whole, named or not
+_WHOLE = 2
+#: stages of a pipeline up to which other settings are priced: with more, each takes as long as a tenth of a
+#: search
+_FEW_STAGES = 4
+
+
+class WholeLooks:
+    """Whole looks at the best of what a search has looked at.
+
+    Args:
+        so_far: that; what is better is put into it.
+    """
+
+    def __init__(self, so_far: LookedAt):
+        self.so_far, self.question = so_far, so_far.question
+        #: by key, single changes of the best; None: it cannot be run
+        self._beside: dict[str, Seen | None] = {}
+
+    def run(self) -> None:
+        """Trace what is named, and what that is set beside, until all of it is traced whole; and leave out
+        what spare memory makes needless."""
+        while True:
+            if cells := [*{seen.cell.key: seen.cell for seen in self._compared() if not seen.exact}.values()]:
+                text = f"tracing {len(cells)} of the best with all layers"
+                self.so_far.behind.expect(text, len(cells) + 3 * NAMED)
+                self.so_far.looked_at(cells, "all_layers")
+            elif not self._lighten():
+                return
+
+    def _compared(self) -> list[Seen]:
+        """The best two, those that are named, what is simpler than the first of these, the best of the next
+        strategy, and of a model with experts the fastest that does not fold."""
+        if not (best := self.so_far.best_layouts()):
+            return []
+        first, *_ = named = ranked(best)[:NAMED]
+        others = (s for s in self.so_far.best_strategies() if s.cell.strategy != first.cell.strategy)
+        unfolded = (seen for seen in best if not folds_anew(seen.cell.sizes.by_axis))
+        return [*best[:_WHOLE], *named, *simpler(best, first), *islice(others, 1), *islice(unfolded, 1)]
+
+    def _lighten(self) -> bool:
+        """Look at the named layouts without one of their memory switches each, and take for better what
+        leaves enough of a card free and takes no longer; returns whether there was any to look at."""
+        lighter: dict[str, tuple[Seen, Cell]] = {}
+        left = 0
+        own = self.so_far.result.own  # is asked about as it is
+        for seen in (each for each in ranked(self.so_far.best_layouts())[:NAMED] if each is not own):
+            cells = without_switches(self.question, seen.cell).values()
+            if new := [each for each in cells if each.key not in self._beside]:
+                lighter[new[0].key], left = (seen, new[0]), left + len(new)
+        self.so_far.behind.expect("the best without memory switches", left + NAMED)
+        known = self.so_far.seen
+        for other in filter(None, self._looked_at([cell for _, cell in lighter.values()])):
+            heavier, _ = lighter[other.cell.key]
+            as_fast = other.fits and other.step_s <= TOSS * heavier.step_s and self.question.runs(other.cell)
+            if as_fast and (not other.is_full or other.peak <= heavier.peak):
+                known[other.cell.key] = other
+            elif other.cell.key in known and not known[other.cell.key].exact:
+                del known[other.cell.key]  # few layers said something else
+        return bool(lighter)
+
+    def _looked_at(self, cells: Sequence[Cell]) -> list[Seen | None]:
+        """Whole looks at cells, which are no part of the search."""
+        known = {key: seen for key, seen in self.so_far.seen.items() if seen.exact}
+        self._beside |= {cell.key: known[cell.key] for cell in cells if cell.key in known}
+        new = [cell for cell in cells if cell.key not in self._beside]
+        for cell, outcome in looks(self.so_far.asking, new, "all_layers", self.so_far.behind.ended):
+            seen = Seen(cell, outcome, "all_layers")
+            self._beside[cell.key] = None if outcome.status == "unsupported" else seen
+        return [self._beside[cell.key] for cell in cells]
+
+    def prices(self, layout: Seen) -> list[Price]:
+        """What each memory switch of a layout costs, and each other setting that it could have; those of a
+        layout of many stages are left out, as is what cannot be run."""
+        cell = layout.cell
+        switches = without_switches(self.question, cell)
+        others = other_settings(self.question, cell) if cell.sizes.pp <= _FEW_STAGES else {}
+        changes = [
+            *((*each, True) for each in switches.items()),
+            *((*each, False) for each in others.items()),
+        ]
+        self.so_far.behind.expect("what its settings cost", len(changes))
+        seen = self._looked_at([each for _, each, _ in changes])
+        return [
+            Price(settings, used, layout, other)
+            for (settings, _, used), other in zip(changes, seen, strict=True)
+            if other is not None
+        ]
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a setting of a layout costs.
+
+    Attributes:
+        settings: as ``--set`` takes them.
+        used: whether the layout has it.
+        layout, changed: the layout, and the same without the setting that it has, or with another one; both
+            were traced whole.
+    """
+
+    settings: str
+    used: bool
+    layout: Seen
+    changed: Seen
+
+    @property
+    def _both(self) -> tuple[Seen, Seen]:
+        return (self.layout, self.changed) if self.used else (self.changed, self.layout)
+
+    @property
+    def ratio(self) -> float:
+        """The time of a step with the setting over that without it."""
+        with_it, without = self._both
+        return with_it.step_s / without.step_s
+
+    @property
+    def saved_bytes(self) -> int:
+        """What it takes off the peak."""
+        with_it, without = self._both
+        return without.peak - with_it.peak
+
+    def content(self) -> dict[str, Any]:
+        """The price for programs, with the cell that `spbench run` has the same of."""
+        numbers = {name: getattr(self, name) for name in ("settings", "used", "ratio", "saved_bytes")}
+        return {**numbers, "changed_fits": self.changed.fits, "changed_cell": self.changed.cell.key}
+
+
+def other_kernels(cell: Cell) -> list[str]:
+    """The attention kernels that the card has rates of, the cell's own among them; none where its model has
+    no such kernel, or the card rates of one."""
+    model, device = model_preset(*cell.model_arguments), load_cluster(cell.cluster).device
+    rates_of = device.attention
+    if rates_of is None or model.attention_kernel not in rates_of.kernels or not hasattr(model, "attention"):
+        return []
+    kernels = [
+        str(name) for name, rates in rates_of.kernels.items() if rates and not cannot_run(device, name)
+    ]
+    return kernels if len(kernels) > 1 else []
+
+
+#: orders of the mesh that are tried for the best
+_OTHER_ORDERS = (
+    ("pp", "dp", "cp", "sp", "tp"),
+    ("dp", "pp", "sp", "cp", "tp"),
+    ("dp", "pp", "tp", "cp", "sp"),
+)
+
+
+def changes_beside(question: Question, cell: Cell) -> list[Cell]:
+    """A cell with other settings of its strategy, ranks for its experts and orders of its mesh."""
+    sizes = cell.sizes.by_axis
+    changes = [dotted("strategy_options", each) for each in settings_of(question, cell.strategy)[1:]]
+    if getattr(question.model, "experts", 0) and not {*FOLDED_AXES} & {*question.fixed}:
+        changes += other_folds(sizes)
+    meshes = (ordered(sizes, order) for order in _OTHER_ORDERS)
+    return _changed(question, cell, [*changes, *({"mesh": each} for each in meshes if each != cell.mesh)])
+
+
+def cheaper_savings(question: Question, cell: Cell) -> list[Cell]:
+    """A cell with settings that save less memory than its own and take less time, the cheapest first."""
+    model = model_preset(*question.cell.model_arguments)
+    savings = [each.options for each in model.savings(cell.sizes.pp * cell.training.virtual_stages)]
+    own = [at for at, each in enumerate(savings) if each.items() <= cell.model_options.items()]
+    cheaper = savings[: max(own, default=0)]
+    return _changed(question, cell, [dotted("model_options", each) for each in cheaper])
+
+
+def without_switches(question: Question, cell: Cell) -> dict[str, Cell]:
+    """A cell without each of its memory switches, and what needs it, by what is set with it: those of its
+    backend first, then of its model, recomputation after its checkpoints."""
+    cells: dict[str, Cell] = {}
+    for settings, other in (*_less_on_host(cell), *_less_of_model(question.cell.model_options, cell)):
+        if not {*settings} & {*question.options}:
+            with suppress(UserError):
+                cells[written(settings)] = changed(other, {})
+    return cells
+
+
+def _less_on_host(cell: Cell) -> Iterator[tuple[dict[str, Any], Cell]]:
+    given = dict(cell.training.backend_options)
+    kept = cell.training.model_dump(exclude_defaults=True, exclude={*given})
+    searched = sorted(backend_class(cell.training.backend).options_type.searched(), key=len, reverse=True)
+    own, *fewer = [each for each in searched if each.items() <= given.items()] or [{}]
+    for each in fewer[:1]:
+        gone = {name: value for name, value in own.items() if name not in each}
+        rest = {name: value for name, value in given.items() if name not in gone}
+        training = TrainingOptions.model_validate({**kept, **rest})
+        yield dotted("training", gone), cell.model_copy(update={"training": training})
+
+
+def _less_of_model(asked: Mapping[str, Any], cell: Cell) -> Iterator[tuple[dict[str, Any], Cell]]:
+    own = {name: value for name, value in cell.model_options.items() if asked.get(name) != value}
+    of_switches: dict[str, dict[str, Any]] = {}
+    for name in sorted(own, key=lambda name: not name.startswith("checkpoint")):
+        of_switches.setdefault(switch_of(name), {})[name] = own[name]
+    if "recompute" in of_switches:  # checkpoints are of what is computed again
+        of_switches["recompute"] |= {name: own[name] for name in own if name.startswith("checkpoint")}
+    for switch in of_switches.values():
+        before = {name: asked[name] for name in switch if name in asked}
+        rest = {name: value for name, value in cell.model_options.items() if name not in switch}
+        yield dotted("model_options", switch), cell.model_copy(update={"model_options": {**rest, **before}})
+
+
+def other_settings(question: Question, cell: Cell) -> dict[str, Cell]:
+    """A cell with each other setting of its strategy, order of its mesh, and attention kernel that the card
+    has rates of, by what is set."""
+    own_kernel = model_preset(*cell.model_arguments).attention_kernel
+    kernels = [{ATTENTION: name} for name in other_kernels(cell) if name != own_kernel]
+    others = {written(each): changed(cell, each) for each in kernels}
+    for each in changes_beside(question, cell):
+        if each.sizes == cell.sizes:
+            own, options = cell.strategy_options, each.strategy_options
+            differing = {name: value for name, value in options.items() if own.get(name) != value}
+            mesh = {} if each.mesh == cell.mesh else {"mesh": each.mesh or "as it is"}
+            others[written({**differing, **mesh})] = each
+    return others
+
+
+def _changed(question: Question, cell: Cell, changes: Iterable[Mapping[str, Any]]) -> list[Cell]:
+    """The cell with each of these changes that can be."""
+    cells: dict[str, Cell] = {}
+    for settings in filter(question.keeps, changes):
+        with suppress(UserError):
+            other = changed(cell, settings)
+            cells[other.key] = other
+    return [*cells.values()]

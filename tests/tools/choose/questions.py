@@ -1,0 +1,43 @@
+"""Questions about a model whose traces take moments, and cards of a chosen size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from spbench.bench.tools.choose.asked import Asked
+from spbench.bench.tools.choose.question import Question, question
+from spbench.bench.tools.choose.references import Depths, Reference
+
+MODEL = "causal-transformer-tiny"
+#: settings that save memory, and what one sample takes with them, both made up
+SAVINGS: dict[str, dict[str, Any]] = {"": {}, '{"recompute": "full"}': {"recompute": "full"}}
+REFERENCES = {
+    "": Reference(Depths(0.09, 0.12), Depths(3.5 * 2**30, 5.0 * 2**30)),
+    '{"recompute": "full"}': Reference(Depths(0.1, 0.14), Depths(2.1 * 2**30, 2.2 * 2**30)),
+}
+
+
+def asked(gpus: int, cluster: str = "dgx-a100", seq_len: int = 256, batch: int = 16, **more: Any) -> Question:
+    """A question about the tiny model.
+
+    Args:
+        more: of :func:`question`, and ``settings`` by dotted name.
+    """
+    settings = {"seq_len": seq_len, "batch": batch, **more.pop("settings", {})}
+    return question((MODEL,), Asked(cluster, gpus, None, settings), **more)
+
+
+def small_cards(folder: Path, mib: int) -> str:
+    """A cluster of A100 with that many usable MiB; returns its path."""
+    path = folder / f"small-{mib}.yaml"
+    path.write_text(
+        f"""
+about: for tests
+extends: dgx-a100
+device:
+  memory_total_bytes: {{value: {(mib + 10) * 2**20}, source: made up}}
+  memory_context_bytes: {{value: {10 * 2**20}, source: made up}}
+"""
+    )
+    return str(path)

@@ -1,0 +1,249 @@
+"""What a search knows of candidates that were not traced: what cannot win is left out, and nothing else. Also
+strategies that take the same steps: one of them stands for both, and only then."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from spbench.bench.measurement import Outcome
+from spbench.bench.tools.choose.candidates import Candidate, candidates, promising
+from spbench.bench.tools.choose.estimates import Estimates
+from spbench.bench.tools.choose.layouts import Layout, Refused, Way, backend_settings
+from spbench.bench.tools.choose.learned import Learned, Waiting
+from spbench.bench.tools.choose.looked_at import SameSteps
+from spbench.bench.tools.choose.question import Question
+from spbench.bench.tools.choose.ranking import Seen
+from spbench.bench.tools.choose.references import BackendFigures, Depths, as_text, has_stages
+from tests.tools.choose.questions import REFERENCES, SAVINGS, asked
+
+
+def of(question: Question, usable: float = 0.0) -> Sequence[Candidate]:
+    figures = {
+        as_text(each): BackendFigures(
+            2.0, 14.0, {}, {"all_gather": 4.0, "reduce_scatter": 2.0}, 12.0 if "optimizer" in each else 0.0
+        )
+        for each in backend_settings(question)
+    }
+    estimates = Estimates(question.cell, question.gpus, REFERENCES, figures)
+    return [*candidates(question, estimates, SAVINGS, Refused(), usable)]
+
+
+def kinds(some: Sequence[Candidate]) -> set[tuple[object, ...]]:
+    return {(c.layout, as_text(c.training), c.saving_text) for c in some}
+
+
+def test_the_host_is_looked_at_only_where_the_cards_may_be_too_small() -> None:
+    """Where two layouts differ in the host alone, the one without it is never slower."""
+    question = asked(8, only=["ulysses", "zero3"])
+    small, large = of(question, usable=0.0), of(question, usable=1e15)
+    on_host = [c for c in small if c.twin is not None]
+    assert len(on_host) > 4
+    assert {as_text(c.twin or {}) for c in on_host} == {'{"backend": "zero3"}'}
+    assert [c for c in large if c.twin is None]
+    assert not [c for c in large if c.twin is not None]
+    for candidate in on_host:
+        twin = next(
+            c
+            for c in small
+            if c.training == candidate.twin and (c.layout, c.saving) == (candidate.layout, candidate.saving)
+        )
+        assert twin.estimated_s <= candidate.estimated_s
+    assert kinds(large) < kinds(small)
+
+
+def test_bytes_are_within_the_bounds_whatever_is_traced() -> None:
+    """Steps take what was foreseen of states, and of activations a share more or less, with buffers in
+    proportion to a rank's part of a sample, as ones of all-to-alls, or as chunks save them, and with tensor
+    parallelism a tenth of all activations whole on each rank."""
+    every = of(
+        asked(16, seq_len=4096, batch=32, only=["ulysses", "upipe", "tensor_parallel", "ddp", "zero3"])
+    )
+    for seed in range(4):
+        chance = random.Random(seed)
+        share = {c.strategy: chance.uniform(0.97, 1.1) for c in every}
+        buffers = {c.strategy: chance.uniform(-2e8, 8e8) for c in every}
+
+        def true(c: Candidate, share: dict[str, float] = share, buffers: dict[str, float] = buffers) -> float:
+            states = c.estimated_bytes - c.activation_bytes
+            part = c.layout.micro_batch / c.layout.way.ranks
+            whole = 0.1 * (c.layout.way.axes.get("tp", 1) - 1) * c.activation_bytes
+            return states + share[c.strategy] * c.activation_bytes + whole + buffers[c.strategy] * part
+
+        learned = Learned()
+        for c in chance.sample(every, 12):
+            learned.add(c, c.estimated_s, true(c))
+        learned.fit()
+        known = [c for c in every if learned.knows(c.strategy)]
+        assert len(known) > 100
+        for c in known:
+            assert learned.least_bytes(c) <= true(c) <= learned.most_bytes(c), (seed, c)
+        # and they are of use: without a trace both are farther off
+        assert all(learned.least_bytes(c) > Learned().least_bytes(c) for c in known if share[c.strategy] > 1)
+
+
+def test_what_cannot_be_told_from_a_way_counts_as_unknown() -> None:
+    """Larger micro-batches were traced with one way alone, which was traced with no others: whether its steps
+    are long by the way or by the size is not known, so another way may be fast with that size."""
+    every = of(asked(8, batch=8, only=["ulysses", "ring_attention", "zero3"]))
+    by_size: dict[tuple[str, int], Candidate] = {}
+    for c in every:
+        if c.layout.way.axes in ({"sp": 2}, {"sp": 4}) and c.layout.pp == 1 and not c.twin:
+            by_size.setdefault((str(c.layout.way), c.layout.micro_batch), c)
+    ways = sorted({way for way, _ in by_size})
+    first, other = (next(way for way in ways if name in way) for name in ("ring", "ulysses"))
+    learned = Learned()
+    for way, size in ((first, 2), (other, 1)):
+        learned.add(by_size[way, size], by_size[way, size].estimated_s, 0.0)
+    learned.fit()
+    known, unknown = Waiting([by_size[other, 1]]), Waiting([by_size[other, 2]])
+    assert learned.bounds(known).least_s > 0.95 * known.estimated_s
+    assert learned.bounds(unknown).least_s < 0.9 * unknown.estimated_s
+    # the first way with both sizes tells them apart
+    learned.add(by_size[first, 1], by_size[first, 1].estimated_s, 0.0)
+    learned.fit()
+    assert learned.bounds(unknown).least_s > 0.93 * unknown.estimated_s
+
+
+def test_a_strategy_of_traced_parts_takes_hardly_less_than_the_slower_one() -> None:
+    every = of(asked(16, only=["ulysses", "ring_attention", "ulysses+ring_attention", "zero3"]))
+    first = {c.strategy: c for c in reversed(every)}
+    nested, learned = first["ulysses+ring_attention"], Learned()
+    for strategy, times, least in (("ulysses", 1.0, 1 / 1.6), ("ring_attention", 1.5, 1.5 / 1.15)):
+        learned.add(first[strategy], times * first[strategy].estimated_s, 0.0)
+        learned.fit()
+        (bound,) = learned.bounds(Waiting([nested])).least_s
+        assert least <= bound / nested.estimated_s <= times
+
+
+def test_what_each_micro_batch_takes_may_shrink_with_their_number() -> None:
+    """Where the host bounds the step of micro-batches of 1, four times as large ones may take a fourth."""
+    every = of(asked(8, batch=8, only=["tensor_parallel", "zero3"]))
+    ways = {c.layout.micro_batch: c for c in every if c.layout.way.axes == {"tp": 4} and c.layout.pp == 1}
+    learned = Learned()
+    learned.add(ways[1], 4 * ways[1].estimated_s, 0.0)
+    learned.fit()
+    same, larger = Waiting([ways[1]]), Waiting([ways[4]])
+    assert learned.bounds(same).least_s > 3.5 * ways[1].estimated_s
+    assert learned.bounds(larger).least_s < (1 + 3 / 4) * ways[4].estimated_s
+
+
+def test_of_settings_as_fast_the_simplest_that_surely_fits_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Inputs of layers that wait on the host cost nothing where their copies hide, and are of no use where
+    there is room."""
+    text = '{"recompute": "full", "checkpoints": "host"}'
+    as_fast = {text: replace(REFERENCES['{"recompute": "full"}'], activation_bytes=Depths(1e9, 1e9))}
+    monkeypatch.setitem(SAVINGS, text, {"recompute": "full", "checkpoints": "host"})
+    monkeypatch.setitem(REFERENCES, text, as_fast[text])
+    monkeypatch.delitem(REFERENCES, "")
+    question = asked(8, only=["ulysses", "zero3"], fixed=[("training.optimizer", "device")])
+    small, large = of(question, usable=0.0), of(question, usable=1e15)
+    assert len([c for c in small if "checkpoints" in c.saving]) == len(small) / 2
+    assert [c for c in large if "checkpoints" in c.saving] == []
+    assert len(large) == len(small) / 2
+
+
+@pytest.mark.parametrize(
+    ("times", "room", "of_twin", "kept"),
+    [
+        ([1.0, 1.2, 0.9], [1, 1, 1], np.inf, [2]),
+        ([1.008, 1.004, 1.0, 1.0], [1, 1, 1, 1], np.inf, [1]),  # the simplest of those as fast
+        ([0.5, 1.0, 1.0, 1.3], [0, 1, 1, 1], np.inf, [0, 1]),  # the first may not fit
+        ([1.0, 0.8, 1.1], [1, 0, 0], np.inf, [0, 1]),
+        ([1.0, 1.1], [0, 0], np.inf, [0, 1]),
+        ([1.0, 1.1], [1, 1], 0.9, []),
+        ([0.8, 1.0, 1.1], [0, 1, 1], 0.9, [0]),
+    ],
+)
+def test_something_is_kept_of_the_settings_that_may_be_the_best(
+    times: list[float], room: list[int], of_twin: float, kept: list[int]
+) -> None:
+    given = np.array(times)
+    found = promising(given, np.where(room, given, np.inf), of_twin)
+    assert np.flatnonzero(found).tolist() == kept
+
+
+def test_stages_are_listed_only_where_model_and_backend_have_them() -> None:
+    """A model without stages has none, nor a host optimizer where stages share the word embedding."""
+    on_host = {"backend": "zero2", "optimizer": "host"}
+    models = {
+        "st-dit-tiny": (False, False),
+        "gpt3-tiny": (True, False),
+        "causal-transformer-tiny": (True, True),
+    }
+    for model, (plain, offloaded) in models.items():
+        cell = asked(8, seq_len=64).cell.model_copy(update={"model": model, "model_options": {}})
+        question = replace(asked(8), cell=cell)
+        assert has_stages(question, {"backend": "zero2"}) == plain, model
+        assert has_stages(question, on_host) == offloaded, model
+
+
+UNLIKE = ("megatron_sp+ulysses", "odysseus+ring_attention")
+
+
+def candidate(strategy: str, **axes: int) -> Candidate:
+    layout = Layout(Way(strategy, axes), dp=4, pp=1, micro_batch=1)
+    return Candidate(layout, {}, {"backend": "zero3"}, {}, "zero3", "", 1.0, 2.0, 1.0)
+
+
+def same(second: float = 1.0, nbytes: float = 2.0) -> SameSteps:
+    """What two strategies on two meshes teach, where one differs on the second."""
+    steps = SameSteps()
+    for axes, took, held in (({"tp": 2}, 1.0, 2.0), ({"tp": 4}, second, nbytes)):
+        steps.add(candidate("megatron_sp", **axes), 1.0, 2.0)
+        steps.add(candidate("odysseus", **axes), took, held)
+    return steps
+
+
+def test_two_meshes_alike_make_one_strategy_stand_for_both() -> None:
+    steps = same(second=1.0005)
+    assert steps.replaced == {"odysseus": "megatron_sp"}
+    assert steps.instead("odysseus+ulysses") == "megatron_sp+ulysses"
+    assert steps.instead("megatron_sp+ulysses") == "megatron_sp+ulysses"
+
+
+@pytest.mark.parametrize(
+    ("steps", "further"),
+    [
+        (same(second=1.01), []),  # another time, or other bytes, on one mesh
+        (same(nbytes=2.02), []),
+        (SameSteps(), [("megatron_sp", {"tp": 2}, 1.0), ("odysseus", {"tp": 2}, 1.0)]),  # one mesh alone
+        (same(), [("megatron_sp", {"tp": 8}, 1.0), ("odysseus", {"tp": 8}, 1.1)]),  # one difference ends it
+        # strategies that differ in two parts
+        (SameSteps(), [(s, {"tp": 2, "sp": n}, 1.0) for s in UNLIKE for n in (2, 4)]),
+    ],
+)
+def test_other_steps_stand_for_none(
+    steps: SameSteps, further: list[tuple[str, dict[str, int], float]]
+) -> None:
+    for strategy, axes, seconds in further:
+        steps.add(candidate(strategy, **axes), seconds, 2.0)
+    assert steps.replaced == {}
+
+
+def test_candidates_of_the_other_strategy_wait_no_longer() -> None:
+    steps = same()
+    waiting = Waiting([candidate(name, tp=2) for name in ("megatron_sp", "odysseus", "odysseus", "ulysses")])
+    waiting.take([1])
+    assert waiting.leave_out(lambda strategy: steps.instead(strategy) != strategy) == 1
+    assert waiting.left.tolist() == [True, False, False, True]
+
+
+def test_a_layout_is_named_by_one_of_both_strategies() -> None:
+    cell = asked(4).cell
+    outcome = Outcome("ok", measurement={"step_time_s": 1.0, "peak_memory_bytes": 2})
+    cells = [
+        cell.model_copy(update={"strategy": name, "sizes": cell.sizes.model_copy(update={"tp": tp})})
+        for name, tp in (("megatron_sp", 2), ("odysseus", 2), ("odysseus", 4))
+    ]
+    kept = same().without([Seen(each, outcome, "few_layers") for each in cells])
+    assert [(each.cell.strategy, each.cell.sizes.tp) for each in kept] == [
+        ("megatron_sp", 2),
+        ("odysseus", 4),
+    ]
