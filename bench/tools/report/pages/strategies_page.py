@@ -17,7 +17,8 @@ from spbench.bench.tools.papers.reproductions import LAYERS, read_trace
 from spbench.bench.tools.report import strategy_numbers as numbers
 from spbench.bench.tools.report.gathered import CellResult, Gathered
 from spbench.bench.tools.report.page import DataTable, Page
-from spbench.impls.registries import absent, peers, strategies
+from spbench.impls.discovery import absent
+from spbench.impls.registries import peers, strategies
 from spbench.plots.style import model_name, strategy_name
 
 #: statuses of cells that a strategy has run
