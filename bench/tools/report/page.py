@@ -25,10 +25,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markdown_it.rules_core import StateCore
 from markupsafe import Markup
+from pandas import DataFrame
 
 from spbench.bench.files import csv_text
 from spbench.bench.git import day_of
-from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.comparison import groups
 from spbench.bench.tools.papers.paper_findings import Word, verdict_on
 from spbench.bench.units import percent
 
@@ -142,10 +143,9 @@ BADGES: dict[Word, str] = {
 }
 
 
-def most_misses(records: Sequence[Comparison]) -> tuple[str, str] | None:
+def most_misses(records: DataFrame) -> tuple[str, str] | None:
     """The scenario with the most misses and their number, as "2 of 8"; None if all are met."""
-    scenarios = dict.fromkeys(record.scenario for record in records)
-    verdicts = {name: verdict_on([r for r in records if r.scenario == name]) for name in scenarios}
+    verdicts = {name: verdict_on(some) for name, some in groups(records, "scenario")}
     name = max(verdicts, key=lambda one: verdicts[one].judged - verdicts[one].met, default=None)
     if name is None or verdicts[name].met == verdicts[name].judged:
         return None

@@ -9,6 +9,7 @@ from typing import Any
 
 from spbench.bench.measure.engines.engine import engines
 from spbench.bench.measure.sweep.provenance import commit_of
+from spbench.bench.tools.papers.comparison import joined, lines_of
 from spbench.bench.tools.papers.paper_findings import counts, distinct, role_errors, verdict_on
 from spbench.bench.tools.papers.sources import MEASURED
 from spbench.bench.tools.papers.validation import records_by_source, validation_lines
@@ -62,7 +63,7 @@ def _by_role(gathered: Gathered) -> DataTable | None:
     lines = []
     for paper in gathered.papers:
         for of in role_errors(paper.records):
-            verdict = verdict_on([record for record in paper.records if record.role == of.role])
+            verdict = verdict_on(paper.records[paper.records["role"] == of.role])
             lines.append(
                 {
                     "paper and role": f"{paper.paper.label}, {of.role}",
@@ -88,7 +89,7 @@ def _errors(gathered: Gathered) -> DataTable | None:
             **{name: getattr(record, name) for name in ("role", "cell")},
         }
         for paper in gathered.papers
-        for record in distinct(paper.records)
+        for record in lines_of(distinct(paper.records))
         if record.relative_error is not None and record.role != "formula"
     ]
     lines.sort(key=lambda line: -abs(line["error"]))
@@ -102,9 +103,7 @@ def _errors(gathered: Gathered) -> DataTable | None:
 
 def _measured(gathered: Gathered) -> dict[str, Any]:
     """The table of README.md, errors by who measured beside those of other predictors; then each number."""
-    records = [
-        record for paper in gathered.papers if paper.paper.name == MEASURED for record in paper.records
-    ]
+    records = joined(paper.records for paper in gathered.papers if paper.paper.name == MEASURED)
     heads = ["quantity", "median error", "worst", "measured by, on", "numbers", "role", "other predictors"]
     lines = [
         {
@@ -117,7 +116,7 @@ def _measured(gathered: Gathered) -> dict[str, Any]:
             "note": record.note,
         }
         for source, some in records_by_source(records).items()
-        for record in some
+        for record in lines_of(some)
     ]
     caption = "Errors against real machines, ours and other predictors'"
     each = f"Ours beside what real machines measured, the first {_MOST_ERRORS} of {len(lines)}"
@@ -126,7 +125,7 @@ def _measured(gathered: Gathered) -> dict[str, Any]:
         gathered.figure(MEASURED, "ours beside what real machines measured"),
         DataTable("measured", each, lines, sortable=True, percent=("error",), most=_MOST_ERRORS),
     ]
-    return {"measured": tables if records else [], "measured_paper": MEASURED}
+    return {"measured": tables if len(records) else [], "measured_paper": MEASURED}
 
 
 def _machines(gathered: Gathered) -> DataTable | None:
