@@ -1,5 +1,5 @@
 """Data parallelism and the optimizer as in Megatron-Core's DistributedDataParallel and (distributed)
-optimizer (core/distributed and core/optimizer of NVIDIA/Megatron-LM, commit d98e8a64). docs/megatron.md names
+optimizer (core/distributed and core/optimizer of NVIDIA/Megatron-LM, commit d98e8a64). docs/reference/arguments.md names
 the flag of each option.
 
 In half precision, weights take 2 bytes a parameter and contiguous float32 main gradients 4 (see
