@@ -74,7 +74,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def runs(strategy: str, feature: Mapping[str, Any]) -> str:
-    """Whether a strategy runs a feature on two ranks, by the check that every run makes: yes, or empty."""
+    """*yes* if the check of every run accepts the strategy with the feature on two ranks, else empty."""
     around = feature.get("around", "")
     own = strategies()[strategy].axes
     inner = "cp" if around == "ulysses+" else own[0] if own else "dp"
@@ -83,9 +83,8 @@ def runs(strategy: str, feature: Mapping[str, Any]) -> str:
     if around and strategy in ("single", around.removesuffix("+")):
         return "-"
     given = {key: feature[key] for key in ("model_options", "training") if key in feature}
-    model = feature.get("model") or next(
-        m for site, m in MODELS.items() if site in strategies()[strategy].meets
-    )
+    meets = strategies()[strategy].meets
+    model = feature.get("model") or next(own for site, own in MODELS.items() if site in meets)
     if strategy == "lasp2h" and "model" not in feature:
         model = "hybrid-tiny"
     try:
@@ -101,11 +100,8 @@ def matrix() -> str:
 
 
 def _number(sourced: Any, scale: float, unit: str) -> str:
-    return (
-        ""
-        if sourced is None or sourced.value is None
-        else f"{six_digits(round(sourced.value / scale, 1))} {unit}"
-    )
+    value = sourced and sourced.value
+    return "" if value is None else f"{six_digits(round(value / scale, 1))} {unit}"
 
 
 def _cluster(name: str, cluster: Cluster) -> list[str]:
@@ -124,15 +120,15 @@ def _cluster(name: str, cluster: Cluster) -> list[str]:
 
 
 def clusters() -> str:
-    heads = [
+    heads = (
         "cluster",
         "a node",
         "memory",
         "half precision",
         "intra-node link",
         "network",
-        "rates of its own lack",
-    ]
+        "without rates of",
+    )
     return table(
         heads, [_cluster(name, load_cluster(name)) for name in packaged("spbench.scenarios.clusters")]
     )

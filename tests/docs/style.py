@@ -205,7 +205,7 @@ def counts(listed: Iterable[Fault]) -> dict[str, int]:
 
 
 def page_words(name: str) -> int:
-    """Number of words outside code and comments of a page, or of a folder's pages where ``name`` ends in /."""
+    """Number of words outside code and comments of a page, or of a folder's pages (``name`` ends in /)."""
     texts = (_NO_WORDS.sub("", path.read_text()) for page, path in pages().items() if page.startswith(name))
     return sum(len(text.split()) for text in texts)
 
