@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from spbench.impls.backends.backend import Backend
     from spbench.impls.backends.planned_step import PlannedStep
     from spbench.impls.composition import ONE_STAGE, Stage
+    from spbench.impls.models.blocks.architecture import FeedForward
     from spbench.impls.models.blocks.decoder import DecoderModel
-    from spbench.impls.models.blocks.feed_forward import FeedForward
     from spbench.impls.models.causal_transformer import CausalTransformerModel
     from spbench.impls.models.model import Model, ModelPart
     from spbench.impls.options import Options
@@ -104,7 +104,7 @@ _HOMES = {
     "spbench.impls.backends.backend": ("Backend", "PlannedStep"),
     "spbench.impls.composition": ("ONE_STAGE", "Stage"),
     "spbench.impls.models.blocks.decoder": ("DecoderModel",),
-    "spbench.impls.models.blocks.feed_forward": ("FeedForward",),
+    "spbench.impls.models.blocks.architecture": ("FeedForward",),
     "spbench.impls.models.causal_transformer": ("CausalTransformerModel",),
     "spbench.impls.models.model": ("Model", "ModelPart"),
     "spbench.impls.options": ("Options",),

@@ -17,12 +17,13 @@ from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.trace.meter import meters
 from spbench.bench.setting_values import remote_name
 from spbench.impls import loose_files
+from spbench.impls.discovery import INSTALL, absent
 from spbench.impls.layout import Unsupported
 from spbench.impls.loose_files import place, raised
 from spbench.impls.models.huggingface.published import published_models
 from spbench.impls.models.model import models, unchanged_model
 from spbench.impls.options import values_without_effect, wrong_values
-from spbench.impls.registries import INSTALL, absent, as_published, backends, peers, strategies
+from spbench.impls.registries import as_published, backends, peers, strategies
 from spbench.impls.strategies.nesting import PLUS, nesting
 
 #: by kind: the function that returns what there is by name

@@ -25,13 +25,14 @@ from spbench.bench.tools.jobs.argument_tables import argument_table, shown
 from spbench.bench.tools.jobs.bridge import key_of
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.impls.axes import MESH_AXES, ranks_along
+from spbench.impls.dispatchers.dispatcher import dispatchers
 from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.models.blocks.decoder import DecoderModel
 from spbench.impls.models.blocks.expert_options import ExpertOptions
 from spbench.impls.models.blocks.softmax_options import LatentOptions
 from spbench.impls.models.model import model_preset
 from spbench.impls.options import set_options
-from spbench.impls.registries import backends, dispatchers
+from spbench.impls.registries import backends
 from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
 
 #: how the same layers, messages and states are made, which is a program's own affair where it has no argument

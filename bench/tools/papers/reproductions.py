@@ -31,7 +31,7 @@ from spbench.bench.measure.trust.error_model import ANY
 from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE, Evidence
 from spbench.bench.row import Row, json_line
 from spbench.bench.tools.papers.answer import load_scenario
-from spbench.bench.tools.papers.comparison import RECORDS, Comparison, read_csv
+from spbench.bench.tools.papers.comparison import RECORDS, as_lines, joined, read_csv, write_csv
 from spbench.bench.tools.papers.document import (
     SUMMARY_PAGE,
     TIMES_PAGE,
@@ -51,6 +51,7 @@ from spbench.bench.tools.papers.past_errors import (
     grouped_observations,
     left_out_lines,
     observations,
+    observed,
     time_lines,
 )
 from spbench.bench.tools.papers.reproduction import (
@@ -59,7 +60,6 @@ from spbench.bench.tools.papers.reproduction import (
     Reproduction,
     records_of,
     reproduce_paper,
-    write_records,
 )
 from spbench.bench.tools.papers.sources import papers, scenarios_of
 from spbench.bench.tools.papers.validation import certainty_lines, filled_runs, memory_errors
@@ -190,17 +190,16 @@ def _without_rates(name: str, request: Reproduction) -> Output:
         name: the folder of the clusters: DATASHEETS, which know no more than that, or SUBSTITUTES, from which
             a rate was taken away, so that something else prices what it is of.
     """
-    records: list[Comparison] = []
-    lines, failed = [], False
+    records, lines, failed = joined([]), [], False
     for cluster, scenario, narrowing in _on_other_clusters(name):
         ran = request.run(scenario, narrowing, name)
-        records += [record for record in records_of(scenario, ran) if record.is_time]
+        records = joined([records, records_of(scenario, ran).query("is_time")])
         failed = ran.failed() or failed
         lines.append({"scenario": scenario.name, "cluster": str(cluster)})
     if not lines:
         raise UserError(f"no clusters in {FOLDER / name}: run it in a checkout")
-    path = write_records(records, request.output / f"{name}.csv")
-    written = [record.record for record in records]
+    path = write_csv(records[[*RECORDS]], request.output / f"{name}.csv")
+    written = as_lines(records)
     table = Table(f"Published step times {WITHOUT_RATES[name]}", lines)
     return Output([table], {"records": written}, written, RECORDS, files=[path], code=int(failed))
 
@@ -222,9 +221,9 @@ def fit_bands(request: Reproduction) -> Output:
     files = [path for name in names if (path := request.earlier(f"{name}.csv")).exists()]
     records, cells = counted_times(files), _all_cells()
     seen = observations(records, cells)
-    if not seen:
+    if seen.empty:
         raise UserError(f"{request.output} has no times: run spbench reproduce all first")
-    model = fit([*seen, *grouped_observations()])
+    model = fit([*observed(seen), *grouped_observations()])
     lines = time_lines(records, cells)
     intervals = [
         {

@@ -24,7 +24,7 @@ from spbench.bench.measure.trust.bands import TIE, TIE_LEGEND, priced_by_in_word
 from spbench.bench.measure.trust.fit_certainty import TIGHT, certainty
 from spbench.bench.row import FAULTS, Row, finite
 from spbench.bench.tools.papers.answer import load_scenario
-from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.comparison import Comparison, frame_of
 from spbench.bench.tools.papers.execution import RanScenario, draw_figure, opened_executor, run_cells
 from spbench.bench.tools.papers.paper_findings import compared, errors_by_role
 from spbench.bench.tools.papers.sources import unknown_paper
@@ -312,9 +312,9 @@ def _is_closed_form_that_holds(entry: Comparison) -> bool:
 def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> Iterator[str]:
     """How far ours are from published numbers, which cells failed or do not fit (those that are unsupported
     are counted alone), and last how many cells have which status."""
-    published = [entry for entry in comparisons if entry.quantity != "sent_bytes"]
-    if published:  # our own closed forms, as sent_bytes, are none
-        yield f"published numbers: {errors_by_role(published)}"
+    # our own closed forms, as sent_bytes, are none
+    if published := [entry for entry in comparisons if entry.quantity != "sent_bytes"]:
+        yield f"published numbers: {errors_by_role(frame_of(published))}"
     for status in (*FAULTS, "oom"):
         keys = [row.key.split("/") for row in rows if row.status == status]
         named = list(dict.fromkeys(" ".join(parts[:3]) for parts in keys))  # model, strategy and mesh

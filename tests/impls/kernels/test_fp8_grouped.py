@@ -140,12 +140,6 @@ def test_bytes_are_those_of_the_closed_form(
     assert {name for name in counted if "grouped_mm" in name} <= GROUPED_MATMULS.keys()
 
 
-@pytest.mark.parametrize("options", [{"fp8": "tensorwise"}, {"fp8": "delayed", **OPTIONS}])
-def test_other_experts_in_eight_bits_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="experts in eight bits need library: transformer-engine"):
-        model_preset("moe-tiny", options)
-
-
 NUMBERS = (torch.finfo(E4M3).max, torch.finfo(E5M2).max)
 DELAYED = {"fp8": "delayed", "library": "transformer-engine", "layers": 2}
 
@@ -277,19 +271,6 @@ def test_no_magnitude_is_taken_before_a_cast() -> None:
     assert (current["fp8_amax"], delayed["fp8_amax"]) == (24, 0)
     assert current["fp8_cast_both"] == delayed["fp8_cast_both_delayed_"] == 24
     assert delayed["fp8_update_scales_"] == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"library": "torch"}, "fp8: delayed needs library: transformer-engine"),
-        ({"fp8_history": 0}, "fp8_history is at least 1"),
-        ({"fp8": "tensorwise", "fp8_history": 2}, "needs fp8: delayed"),
-    ],
-)
-def test_what_does_not_go_with_delayed_scales_is_refused(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        model_preset("causal-transformer-tiny", {**DELAYED, **options})
 
 
 def test_a_model_has_four_matmuls_a_layer() -> None:

@@ -20,7 +20,6 @@ from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
-from tests.measure.engines.cells import assert_real_ranks_send_the_same
 from tests.measure.verify.assertions import assert_green
 from tests.slow import mostly_slow, slow
 
@@ -155,33 +154,6 @@ def test_formula_is_what_virtual_ranks_send(strategy: str, kv_heads: int, n: int
     assert (measured.status, measured.formula_difference) == ("ok", [])
     replicated = [row for row in measured.formula if "replicated" in row["purpose"]]
     assert sum(row["count"] for row in replicated) == (2 if n > kv_heads else 0)  # layers
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("backend", sorted(backends()))
-@pytest.mark.parametrize("strategy", ["megatron_sp+ring_attention", slow("tensor_parallel+ring_attention")])
-def test_formula_of_backends(strategy: str, backend: str) -> None:
-    asked = cell(strategy, {"tp": 4, "sp": 3, "dp": 2}, 2, precision="fp16", training={"backend": backend})
-    assert VirtualEngine().measure(asked).formula_difference == []
-
-
-@pytest.mark.parametrize("strategy", SPLITTING)
-def test_a_stage_without_softmax_attention_makes_no_groups(strategy: str) -> None:
-    """Softmax attention is in the second of the hybrid's two layers alone."""
-    options = {"qk_norm": True, "checkpointing": True}
-    sizes = {"tp": 4, "pp": 2, "dp": 2}
-    asked = cell(strategy, sizes, 2, model="linear-llama3-tiny-hybrid", model_options=options)
-    assert VirtualEngine().measure(asked).formula_difference == []
-
-
-@pytest.mark.parametrize(
-    ("strategy", "sizes", "kv_heads"),
-    [("tensor_parallel", {"tp": 4}, 2), slow("ulysses", {"sp": 3}, 2), slow("ring_attention", {"sp": 3}, 4)],
-)
-def test_real_ranks_send_what_virtual_ones_do(
-    pool: RankPool, strategy: str, sizes: dict[str, int], kv_heads: int
-) -> None:
-    assert_real_ranks_send_the_same(pool, cell(strategy, sizes, kv_heads, precision="bf16"))
 
 
 @pytest.mark.slow

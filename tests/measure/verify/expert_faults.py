@@ -30,10 +30,6 @@ def in_each_block(change: Change) -> Callable[..., nn.Module]:
     return build
 
 
-def faulty(name: str, change: Change) -> type[CausalTransformerModel]:
-    return planted(name, CausalTransformerModel, build=in_each_block(change))
-
-
 def _times_ep(block: MixtureModule) -> None:
     for p in block.experts.parameters():
         p.register_hook(lambda gradient: gradient * block.dispatcher.ep)
@@ -80,11 +76,11 @@ def _tossing(block: MixtureModule) -> None:
 
 
 # pytorch #160285: twice the gradient at ep 2, as a mean over ranks is taken for one over copies
-ExpertGradientsTimesEp = faulty("ExpertGradientsTimesEp", _times_ep)
-ExpertGradientsOverAllRanks = faulty("ExpertGradientsOverAllRanks", _experts_as_others)
-RouterGradientNotSummed = faulty("RouterGradientNotSummed", _router_as_an_expert)
-CountsOfOwnTokens = faulty("CountsOfOwnTokens", _own_counts)
-AuxiliaryLossOverWrongGroup = faulty("AuxiliaryLossOverWrongGroup", _of_all_replicas)
+ExpertGradientsTimesEp = planted(CausalTransformerModel, build=in_each_block(_times_ep))
+ExpertGradientsOverAllRanks = planted(CausalTransformerModel, build=in_each_block(_experts_as_others))
+RouterGradientNotSummed = planted(CausalTransformerModel, build=in_each_block(_router_as_an_expert))
+CountsOfOwnTokens = planted(CausalTransformerModel, build=in_each_block(_own_counts))
+AuxiliaryLossOverWrongGroup = planted(CausalTransformerModel, build=in_each_block(_of_all_replicas))
 # marin #8754: a fifth of the tokens at long lengths
-TokensDroppedInSilence = faulty("TokensDroppedInSilence", _dropping)
-OtherChoices = faulty("OtherChoices", _tossing)
+TokensDroppedInSilence = planted(CausalTransformerModel, build=in_each_block(_dropping))
+OtherChoices = planted(CausalTransformerModel, build=in_each_block(_tossing))

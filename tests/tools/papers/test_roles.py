@@ -3,6 +3,7 @@ of a rank and of a step beside published ones, and several measurements of one c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
 from spbench.bench.tools.papers.answer import answers_of, compare, load_scenario
 from spbench.bench.tools.papers.answers.tables import PublishedTable
-from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.comparison import Comparison, frame_of
 from spbench.bench.tools.papers.paper_findings import PaperFindings, distinct
 from spbench.bench.yaml_files import packaged
 from tests.tools.packaged import packaged_scenario
@@ -329,7 +330,7 @@ def test_a_step_that_was_not_traced_has_no_number(tmp_path: Path) -> None:
 
 def test_each_measurement_is_counted_and_listed(tmp_path: Path) -> None:
     found = of_ranks(loaded_of_ranks(tmp_path), by_class=CLASSES, step_time_s=0.55)
-    records = [one.recorded("s", {}) for one in found]
+    records = frame_of(replace(one, scenario="s") for one in found)
     assert len(distinct(records)) == len(records) == 9
     runs = [{"scenario": "s", "cells": "2", "ok": "2", "oom": "0", "unsupported": "0", "failed": "0"}]
     blocks = dict(PaperFindings("measured", records, runs).blocks("s"))
