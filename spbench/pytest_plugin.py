@@ -4,7 +4,7 @@
         spbench.assert_no_worse("my.yaml", baseline="baselines/my")
 
 Every pytest of an environment with spbench imports this module, so it imports nothing but pytest until a test
-uses the fixture. See docs/pytest.md.
+uses the fixture. See docs/ci.md.
 """
 
 from __future__ import annotations
