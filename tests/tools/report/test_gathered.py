@@ -11,7 +11,7 @@ import pytest
 from spbench.bench.errors import UserError
 from spbench.bench.tools.papers.comparison import joined
 from spbench.bench.tools.report.gathered import Gathered, gather
-from spbench.bench.tools.report.what_changed import gates
+from spbench.bench.tools.report.pages.regressions_page import gates
 from tests.tools.report.conftest import ROOT
 
 

@@ -7,16 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from spbench.bench.measure.engines.engine import engines
-from spbench.bench.measure.sweep.provenance import commit_of
+from spbench.bench.measure import commit_of, engine_classes
 from spbench.bench.tools.papers.comparison import joined, lines_of
 from spbench.bench.tools.papers.paper_findings import counts, distinct, role_errors, verdict_on
 from spbench.bench.tools.papers.sources import MEASURED
 from spbench.bench.tools.papers.validation import records_by_source, validation_lines
-from spbench.bench.tools.report import report_markdown as md
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
-from spbench.bench.tools.report.page import DataTable, Page
-from spbench.bench.tools.report.what_changed import changes
+from spbench.bench.tools.report.page import DataTable, Page, dated, most_misses, quantity_words
+from spbench.bench.tools.report.pages.regressions_page import changes
 from spbench.plots.series import grouped
 
 #: lines of the table of errors on the page
@@ -47,7 +45,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
 def _paper(paper: PaperResults) -> dict[str, Any]:
     """Whether a paper reproduces, and why, in numbers; and what is known of others on its page."""
     records = paper.records_of("")
-    verdict, misses = verdict_on(records), md.most_misses(records)
+    verdict, misses = verdict_on(records), most_misses(records)
     scenario = paper.scenarios.get(misses[0]) if misses else None
     return {
         "about": paper.paper,
@@ -86,7 +84,7 @@ def _errors(gathered: Gathered) -> DataTable | None:
             "error": record.relative_error,
             "published": record.published,
             "ours": record.reproduced,
-            "quantity": md.quantity_words(record.quantity),
+            "quantity": quantity_words(record.quantity),
             **{name: getattr(record, name) for name in ("role", "cell")},
         }
         for paper in gathered.papers
@@ -112,7 +110,7 @@ def _measured(gathered: Gathered) -> dict[str, Any]:
             "error": record.relative_error,
             "measured": record.published,
             "ours": record.reproduced,
-            "quantity": md.quantity_words(record.quantity),
+            "quantity": quantity_words(record.quantity),
             "role": record.role,
             "note": record.note,
         }
@@ -131,7 +129,7 @@ def _measured(gathered: Gathered) -> dict[str, Any]:
 
 def _machines(gathered: Gathered) -> DataTable | None:
     """A line for each engine and cluster whose numbers are measured, not computed; None: there is none."""
-    exact = {name for name, engine in engines().items() if engine.is_exact}
+    exact = {name for name, engine in engine_classes().items() if engine.is_exact}
     measured = [c.row for c in gathered.cells if c.row["cell"].get("engine", "virtual") not in exact]
     groups = grouped(measured, lambda row: (row["cell"]["engine"], row["cell"]["cluster"]))
     lines = [
@@ -161,7 +159,7 @@ def _cells(gathered: Gathered) -> dict[str, Any]:
         "cells": len(rows),
         "statuses": Counter(row["status"] for row in rows).most_common(),
         "made_by": {
-            "from commit": _named(md.dated(commit_of(row)) for row in rows),
+            "from commit": _named(dated(commit_of(row)) for row in rows),
             "with torch": _named((row.get("provenance") or {}).get("torch") for row in rows),
         },
     }
