@@ -163,7 +163,9 @@ def filled(account: Account, text: str) -> str:
 
     def value(match: re.Match[str]) -> str:
         name = match[1]
-        if match[2] or name.startswith("$"):
+        if name.startswith("$"):
+            return written(account.known(name))
+        if match[2]:
             return shown(account.known(name))
         return account.spelled(name) if name in account.given or name in account.environment else name
 
