@@ -11,10 +11,10 @@ from typing import Any
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, flat
 from spbench.bench.tools.jobs.job import Job
-from spbench.bench.tools.jobs.job_files import JobFiles
+from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
 from spbench.bench.tools.jobs.rules import call
-from spbench.bench.tools.jobs.torchtitan_files import content_of
 from spbench.bench.tools.jobs.torchtitan_models import TorchtitanModel, micro_batches, set_pipeline
+from spbench.bench.tools.jobs.torchtitan_registry import registered
 from spbench.bench.yaml_files import read_yaml
 
 #: by context_parallel_rotate_method; with the strategy's own options
@@ -22,6 +22,10 @@ ROTATIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "allgather": ("all_gather_kv", {"gradients": "ring"}),
     "alltoall": ("ring_attention", {}),
 }
+
+
+#: of which a TOML file of torchtitan has some
+_SECTIONS = {"model", "training", "parallelism", "activation_checkpoint", "experimental"}
 
 
 @cache
@@ -37,8 +41,20 @@ def read(files: JobFiles) -> Job | None:
     Raises:
         UserError: the file is damaged, or what it has is no plain values.
     """
-    content = content_of(files.files[0]) if len(files.files) == 1 else None
+    content = _content_of(files.files[0]) if len(files.files) == 1 else None
     return None if content is None else TorchtitanJob(content, files).job()
+
+
+def _content_of(file: JobFile) -> Mapping[str, Any] | None:
+    """The sections of a file; None where it is no TOML with some of them and no Python that makes a
+    configuration. UserError if it is damaged, or has something else than plain values."""
+    if file.path.suffix == ".py":
+        return registered(file)
+    content = mapping_in(file) if file.path.suffix == ".toml" else None
+    if content is None:
+        return None
+    sections = {name for name, section in content.items() if isinstance(section, dict)}
+    return content if len(_SECTIONS & sections) >= 2 else None
 
 
 class TorchtitanJob(TorchtitanModel):
