@@ -37,6 +37,7 @@ from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angle
 from spbench.impls.kernels.side_stream import SideStream
 from spbench.impls.kernels.softmax import softmax_of_scores
 from spbench.impls.models.blocks.feed_forward import ACTIVATIONS, FACTORS
+from tests.cells import make_cell
 from tests.impls.kernels.made import assert_same, bytes_kept, made
 
 LAYERS = 2
@@ -54,18 +55,8 @@ OPTIONS = {
 
 
 def cell(**options: Any) -> Cell:
-    asked = {
-        "model": "moe-tiny",
-        "model_options": {**OPTIONS, **options},
-        "strategy": "single",
-        "sizes": {"dp": 4, "ep": 4},
-        "batch": 4,
-        "seq_len": 8192,
-        "precision": "bf16",
-        "cluster": "dgx-h100",
-        "training": {"backend": "megatron"},
-    }
-    return Cell.model_validate(asked)
+    fields = {"model_options": {**OPTIONS, **options}, "training": {"backend": "megatron"}}
+    return make_cell("moe-tiny", "single", {"dp": 4, "ep": 4}, 4, 8192, cluster="dgx-h100", **fields)
 
 
 def program(**options: Any) -> Program:

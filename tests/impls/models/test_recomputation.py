@@ -12,7 +12,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 
-from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.processes.rank_pool import RankPool
@@ -23,6 +22,7 @@ from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import default_dtype, initialize
+from tests.cells import make_cell
 
 GROUPED = "causal-transformer-tiny-gqa"
 SEPARATE = {"separate_projections": True}
@@ -71,14 +71,10 @@ def test_dropout_changes_gradients() -> None:
 
 def trace(**changes: Any) -> Trace:
     """A step of two layers."""
-    asked: dict[str, Any] = {
-        "model": "causal-transformer-tiny",
-        "strategy": "single",
-        "batch": 1,
-        "seq_len": 16,
-        "model_options": {"layers": 2},
-    }
-    return tracing.trace(Cell.model_validate(asked | changes), events=True)
+    fields = {"model_options": {"layers": 2}} | changes
+    return tracing.trace(
+        make_cell("causal-transformer-tiny", "single", {}, 1, 16, "fp32", **fields), events=True
+    )
 
 
 def kernels(of: Trace) -> Counter[str]:

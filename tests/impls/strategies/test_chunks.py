@@ -28,6 +28,7 @@ from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.odysseus import Odysseus
 from spbench.impls.strategies.upipe import rounds_of
 from spbench.impls.training.step import default_dtype, initialize
+from tests.cells import make_cell
 from tests.impls.models.deferred_streams import Device
 from tests.measure.verify.assertions import assert_red
 
@@ -45,16 +46,8 @@ def test_rounds_send_a_group_once() -> None:
 
 
 def cell(strategy: str, **changes: Any) -> Cell:
-    asked: dict[str, Any] = {
-        "model": "causal-transformer-tiny",
-        "model_options": {"layers": 1, "heads": 16, "hidden": 256, "inner": 32},
-        "strategy": strategy,
-        "sizes": {"sp": 2},
-        "batch": 1,
-        "seq_len": 2048,
-        "precision": "bf16",
-    }
-    return Cell.model_validate(asked | changes)
+    fields = {"model_options": {"layers": 1, "heads": 16, "hidden": 256, "inner": 32}} | changes
+    return make_cell("causal-transformer-tiny", strategy, {"sp": 2}, 1, 2048, **fields)
 
 
 def messages(asked: Cell) -> Counter[tuple[str, int]]:
@@ -153,20 +146,10 @@ B, L, V, N = 2, 64, 1024, 4
 
 
 def measured(strategy: str, loss: str, **model_options: Any) -> Any:
-    return VirtualEngine().measure(
-        Cell.model_validate(
-            {
-                "model": "causal-transformer-tiny",
-                "model_options": {"vocabulary": V, "layers": 1, **model_options},
-                "strategy": strategy,
-                "strategy_options": {**SPLIT[strategy], "loss": loss},
-                "sizes": {"tp": N},
-                "batch": B,
-                "seq_len": L,
-                "precision": "bf16",
-            }
-        )
-    )
+    options = {"vocabulary": V, "layers": 1, **model_options}
+    split = {**SPLIT[strategy], "loss": loss}
+    fields = {"model_options": options, "strategy_options": split}
+    return VirtualEngine().measure(make_cell("causal-transformer-tiny", strategy, {"tp": N}, B, L, **fields))
 
 
 @pytest.mark.parametrize("cross_entropy", ["plain", "fused", "loss_parallel"])
@@ -238,17 +221,14 @@ def test_a_gradient_of_one_ranks_positions_is_seen(pool: RankPool) -> None:
 
 def sent(**options: Any) -> Counter[tuple[str, str]]:
     """Payload bytes by purpose and phase, of a layer in bfloat16."""
-    cell = Cell.model_validate(
-        {
-            "model": "causal-transformer-tiny",
-            "model_options": {"layers": 1},
-            "strategy": "odysseus",
-            "strategy_options": options,
-            "sizes": {"tp": 4},
-            "batch": 1,
-            "seq_len": 64,
-            "precision": "bf16",
-        }
+    cell = make_cell(
+        "causal-transformer-tiny",
+        "odysseus",
+        {"tp": 4},
+        1,
+        64,
+        model_options={"layers": 1},
+        strategy_options=options,
     )
     found = VirtualEngine().measure(cell)
     assert (found.status, found.formula_difference) == ("ok", [])

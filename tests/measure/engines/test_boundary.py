@@ -22,6 +22,7 @@ from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import CommunicationMeter
 from spbench.bench.measurement import Measurement
 from spbench.impls.strategies.base import Unsupported
+from tests.cells import make_cell
 from tests.measure.engines.cells import cell_of, write_cluster
 from tests.slow import slow
 
@@ -468,16 +469,8 @@ def test_the_order_of_a_mesh_moves_time_and_no_byte() -> None:
 
 
 def composed(folder: Path, mib: int, strategy: str, sizes: dict[str, int], **changes: Any) -> Cell:
-    content = {
-        "model": "bert-tiny",
-        "strategy": strategy,
-        "sizes": sizes,
-        "batch": 4,
-        "precision": "fp16",
-        "cluster": write_cluster(folder, mib),
-        "search": {"quantity": "seq_len"},
-    }
-    return Cell.model_validate(content | changes)
+    fields = {"cluster": write_cluster(folder, mib), "search": {"quantity": "seq_len"}} | changes
+    return make_cell("bert-tiny", strategy, sizes, 4, None, "fp16", **fields)
 
 
 @pytest.mark.slow

@@ -11,12 +11,10 @@ import pytest
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.virtual import VirtualEngine
-from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.place import ALONE
 from spbench.impls.registries import backends, strategies, strategy_class
 from spbench.impls.strategies.nesting import Nesting, nesting, pairs
 from spbench.impls.strategies.upipe import UPipe
-from tests.measure.engines.cells import ATTEMPTS, on_real_ranks, seen
 from tests.slow import mostly_slow
 
 GRID = "st-dit-tiny"
@@ -82,46 +80,9 @@ def sent(strategy: str, n: int) -> dict[tuple[str, str], Fraction]:
     return tracing.trace(cell).communication.sent_bytes()
 
 
-ZIGZAG: dict[str, Any] = {"strategy_options": {"placement": "zigzag"}}
-#: a pair, a model, further fields
-CELLS: list[tuple[str, str, dict[str, Any]]] = [
-    ("tensor_parallel+ring_self_attention", "bert-tiny", {"precision": "fp16"}),
-    ("megatron_sp+ring_self_attention", "bert-tiny-linformer", {"precision": "fp16"}),
-    ("megatron_sp+ring_attention", "causal-transformer-tiny", ZIGZAG),
-    ("ulysses+ring_attention", "causal-transformer-tiny", ZIGZAG),
-    ("tensor_parallel+lasp", "linear-llama3-tiny", {"model_options": {"checkpointing": True}}),
-    ("tensor_parallel+dsp", "st-dit-tiny", {}),
-]
-
-
 def nested_cell(strategy: str, model: str, sizes: dict[str, int], changes: dict[str, Any]) -> Cell:
     fields = {"batch": 4, "seq_len": 24, "precision": "fp32"} | changes
     return Cell(model=model, strategy=strategy, sizes=Sizes(**sizes), **fields)
-
-
-#: each strategy around, and what is within: attention in turns, in a ring, and states
-DEFAULT_PAIRS = ("megatron_sp+ring_self_attention", "ulysses+ring_attention")
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("strategy", "model", "changes"),
-    [pytest.param(*of, id=of[0], marks=[] if of[0] in DEFAULT_PAIRS else pytest.mark.slow) for of in CELLS],
-)
-def test_virtual_ranks_are_as_real_ones(
-    pool: RankPool, strategy: str, model: str, changes: dict[str, Any]
-) -> None:
-    """Every rank sends the same operations over the same axes, and holds the same bytes at its peak, where
-    Gloo's reduce-scatter makes no copies."""
-    (sizes,) = nesting(strategy).meshes(4)
-    cell = nested_cell(strategy, model, sizes, changes)
-    virtually = [seen(tracing.trace(cell, rank)) for rank in range(4)]
-    exact = not any(operation.collective == "reduce_scatter" for v in virtually for operation in v.counts)
-    really = on_real_ranks(pool, sizes, cell, virtually, attempts=ATTEMPTS if exact else 1)
-    assert [r.counts for r in really] == [v.counts for v in virtually]
-    assert not exact or [r.peak for r in really] == [v.peak for v in virtually]
-    assert not any(r.difference or v.difference for r, v in zip(really, virtually, strict=True))
-    assert {operation.axis for v in virtually for operation in v.counts} >= set(sizes)
 
 
 @pytest.mark.parametrize("backend", mostly_slow(backends(), "ddp", "megatron", "zero3", "fsdp_flat"))

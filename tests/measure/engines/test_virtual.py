@@ -17,48 +17,12 @@ from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.setup import record_step, set_up
 from spbench.bench.measure.engines.tracing import no_cyclic_collection
 from spbench.bench.measure.engines.virtual import VirtualEngine
-from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.traffic import Traffic
-from tests.measure.engines.cells import AXES, cell_of, on_real_ranks, seen, write_cluster
+from tests.measure.engines.cells import AXES, cell_of, write_cluster
 from tests.slow import slow
-
-RANKS = [
-    ("single", 1),
-    *((strategy, 2) for strategy in AXES),
-    *(slow(strategy, n) for strategy in AXES for n in (1, 3, 4)),
-]
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    ("model", "precision", "checkpointing"),
-    [
-        ("bert-tiny", "fp32", False),
-        ("bert-tiny", "fp16", True),
-        ("bert-tiny-linformer", "fp16", False),
-        slow("bert-tiny", "fp16", False),
-        slow("bert-tiny", "fp32", True),
-        slow("bert-tiny-linformer", "fp32", False),
-        slow("bert-tiny-linformer", "fp16", True),
-    ],
-)
-@pytest.mark.parametrize(("strategy", "n"), RANKS)
-def test_virtual_ranks_are_as_real_ones(
-    pool: RankPool, strategy: str, model: str, n: int, checkpointing: bool, precision: str
-) -> None:
-    """Closed form, virtual rank and Gloo rank send the same bytes, operation by operation, and hold the same
-    bytes at the peak: every rank, nothing rounded."""
-    cell = cell_of(
-        strategy, n, model=model, precision=precision, model_options={"checkpointing": checkpointing}
-    )
-    virtually = [seen(tracing.trace(cell, rank)) for rank in range(n)]
-    lowest = on_real_ranks(pool, {AXES.get(strategy, "sp"): n}, cell, virtually)
-    assert lowest == virtually
-    assert all(not v.difference for v in virtually)
-    assert all(bool(v.counts) is (n > 1) for v in virtually)
 
 
 def sent(strategy: str, n: int, **changes: Any) -> dict[tuple[str, str], Fraction]:
