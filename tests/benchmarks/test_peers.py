@@ -24,7 +24,8 @@ import torch
 from spbench.bench.command_line.drawn_tables import markdown
 from spbench.bench.command_line.output import Table
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.impls.registries import absent, peers
+from spbench.impls.discovery import absent
+from spbench.impls.registries import peers
 from spbench.impls.strategies.nesting import nesting
 from tests.benchmarks import mended
 from tests.benchmarks.contest import WORST_ERROR, Entrant, Found, Shape, contest

@@ -1,5 +1,6 @@
-"""Ring Attention and gathered keys and values: bytes, memory, within other strategies, misuse of a ring. The
-halo of a window, against a mask of all pairs, for random windows and packings.
+"""Ring Attention, plain and in full, and gathered keys and values: results, bytes, memory, within other
+strategies, misuse of a ring. The halo of a window, against a mask of all pairs, for random windows and
+packings.
 Placements of positions on ranks, of each strategy that has them.
 Our context parallelism beside torch's own (torch.distributed.tensor.experimental): the same positions on
 each rank, and the same messages, for each rotate method, with load balancing and without."""
@@ -19,6 +20,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import plan, rank_classes
 from spbench.bench.measure.engines.tracing import trace
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.beside_values import seen_pairs
 from spbench.impls.attended import Attended
@@ -31,6 +33,7 @@ from spbench.impls.strategies.all_gather_kv import AllGatherKV, joint_meetings
 from spbench.impls.strategies.meetings import Meetings, meeting
 from spbench.impls.strategies.placed_chunks import PlacedChunks, PlacementOptions
 from spbench.impls.strategies.placements import PLACEMENTS
+from spbench.impls.strategies.plain_ring_attention import PlainRingAttention
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.sequence_chunks import chunk_of
 from tests.cells import make_cell
@@ -49,6 +52,40 @@ def test_as_many_bytes_as_a_ring_sends(n: int) -> None:
     assert gathers["backward", "all_gather"] == gathers["forward", "all_gather"]
     sums = travels["backward", "send"] - travels["forward", "send"]
     assert gathers["backward", "reduce_scatter"] * n == sums * (n - 1)
+
+
+def of_both_rings(mesh: DeviceMesh, causal: bool, dtype: torch.dtype) -> list[float]:
+    """How far the output of the plain ring and its gradients of q, k and v are from those of the full one."""
+    generator = torch.Generator().manual_seed(mesh.get_local_rank("sp"))
+    q, k, v, d_o = (torch.randn(2, heads, 5, 4, generator=generator, dtype=dtype) for heads in (6, 3, 3, 6))
+    results = []
+    for strategy in (PlainRingAttention(Place.on(mesh)), RingAttention(Place.on(mesh))):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = strategy.causal_attention(*leaves) if causal else strategy.full_attention(*leaves)
+        results.append([o, *torch.autograd.grad(o, leaves, d_o)])
+    return [(plain - full).abs().max().item() for plain, full in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-14), (torch.bfloat16, 0.03)])
+def test_the_plain_ring_computes_what_the_full_one_does(
+    pool: RankPool, causal: bool, dtype: torch.dtype, most: float
+) -> None:
+    for apart in pool.run({"sp": 4}, of_both_rings, causal, dtype):
+        assert max(apart) < most
+
+
+@pytest.mark.parametrize(
+    ("model", "options"), [("causal-transformer-tiny", {"kv_heads": 4}), ("st-dit-tiny", {})]
+)
+def test_the_plain_ring_sends_what_the_full_one_does(model: str, options: dict[str, Any]) -> None:
+    of: Any = {"model": model, "model_options": options | {"checkpointing": True}, "precision": "bf16"}
+    plain, full = (
+        VirtualEngine().measure(cell(name, {"sp": 4}, **of))
+        for name in ("plain_ring_attention", "ring_attention")
+    )
+    assert plain.communication == full.communication
+    assert plain.formula_difference == []
 
 
 def cell(strategy: str, sizes: dict[str, int], **changes: Any) -> Cell:
