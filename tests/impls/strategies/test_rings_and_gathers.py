@@ -37,7 +37,7 @@ from spbench.impls.strategies.plain_ring_attention import PlainRingAttention
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.sequence_chunks import chunk_of
 from tests.cells import make_cell
-from tests.impls.strategies.test_packed_memory import count, packings
+from tests.impls.strategies.test_attention_alone import count, packings
 from tests.measure.verify.attention_model import AttentionModel, formula
 from tests.slow import slow
 
