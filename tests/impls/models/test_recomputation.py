@@ -321,9 +321,7 @@ LAYERS = 4
 ON_HOST = {"recompute": "full", "checkpoints": "host"}
 
 
-def gradients_of_gpt(
-    device: Device | None = None, *, passes: int = 1, **options: Any
-) -> dict[str, Tensor]:
+def gradients_of_gpt(device: Device | None = None, *, passes: int = 1, **options: Any) -> dict[str, Tensor]:
     """Those of gpt3-tiny with dropout, by parameter, after the forwards of some batches and then their
     backwards in the same order, as a pipeline stage has them."""
     model = model_preset("gpt3-tiny", {"layers": LAYERS, "dropout": 0.2, **options})
