@@ -93,19 +93,13 @@ def test_parts_that_no_dim_divides_are_cut_as_the_matrix_of_all(
     pool: RankPool, options: dict[str, Any]
 ) -> None:
     # of queries, keys and values [1, 52, 44], which dims of one, and of 3 ranks, leave as they are
-    sizes = {"hidden": 44, "heads": 11, "kv_heads": 1, "inner": 88}
-    undivided = {
-        "sizes": {"dp": 3},
-        "batch": 6,
-        "model_options": sizes,
-        "training": {"backend": "zero3", **options},
+    fields = {
+        "model_options": {"hidden": 44, "heads": 11, "kv_heads": 1, "inner": 88},
+        "training": {"backend": "zero3", "micro_batches": 2, **options},
     }
-    undivided["training"] |= {"micro_batches": 2}  # type: ignore[operator]
-    assert_right(
-        pool, cell("zero3", "single", model="causal-transformer-tiny-gqa", **undivided), FullySharded
-    )
-    narrow = cell("zero3", "single", model="causal-transformer-tiny-gqa", precision="bf16", **undivided)
-    assert_real_ranks_are_as_virtual_ones(pool, narrow)
+    of = ("causal-transformer-tiny-gqa", "single", {"dp": 3}, 6, one_device.LENGTH)
+    assert_right(pool, make_cell(*of, "fp64", **fields), FullySharded)
+    assert_real_ranks_are_as_virtual_ones(pool, make_cell(*of, **fields))
     assert padded_elements(torch.Size((4, 1152, 3584)), 1024) == 5 * 1024 * 3584  # of 4,608 rows
 
 
@@ -363,12 +357,8 @@ def values_of_rank(mesh: DeviceMesh, asked: Cell) -> dict[str, Tensor]:
     "changes",
     [
         {},  # uneven parts, buffers, vectors with values of their own
-        {
-            "strategy": "tensor_parallel",
-            "model": "bert-tiny",
-            "sizes": {"dp": 2, "tp": 2},
-            "batch": 4,
-        },  # tied
+        # tied
+        {"strategy": "tensor_parallel", "model": "bert-tiny", "sizes": {"dp": 2, "tp": 2}, "batch": 4},
     ],
 )
 def test_values_are_those_of_a_model_that_was_built_whole(pool: RankPool, changes: dict[str, Any]) -> None:

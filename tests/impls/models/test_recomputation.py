@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 
-from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.processes.rank_pool import RankPool
@@ -368,14 +367,9 @@ def test_each_input_goes_once_and_all_but_the_last_come_back() -> None:
 
 
 def copies(**changes: Any) -> Counter[str]:
-    asked: dict[str, Any] = {
-        "model": "gpt3-tiny",
-        "model_options": {"layers": LAYERS, **ON_HOST},
-        "strategy": "single",
-        "batch": 3,
-        "seq_len": 16,
-    }
-    program = tracing.trace(Cell.model_validate(asked | changes), events=True).program
+    fields = {"model_options": {"layers": LAYERS, **ON_HOST}} | changes
+    asked = make_cell("gpt3-tiny", "single", {}, 3, 16, "fp32", **fields)
+    program = tracing.trace(asked, events=True).program
     names = [program.names[n] for n, kind in zip(program.name, program.kind, strict=True) if kind == KERNEL]
     return Counter(name for name in names if name in ("to_host_", "to_device_"))
 
@@ -440,8 +434,9 @@ def test_checkpoints_that_are_waited_for_have_the_same_gradients(where: str) -> 
 def test_nothing_is_held_after_backward(where: str) -> None:
     """On the host, though the module lives on."""
     options = {"layers": LAYERS, **ON_HOST, "checkpoints": where}
-    asked = {"model": "gpt3-tiny", "model_options": options, "strategy": "single"}
-    log = tracing.trace(Cell.model_validate({**asked, "batch": 2, "seq_len": 16})).host_memory
+    log = tracing.trace(
+        make_cell("gpt3-tiny", "single", {}, 2, 16, "fp32", model_options=options)
+    ).host_memory
     assert len(log.sizes) == LAYERS
     assert sorted(map(abs, log.events)) == sorted([*range(1, LAYERS + 1)] * 2)
     assert len(log.tags) == (LAYERS if where == "pageable" else 0)
