@@ -17,8 +17,7 @@ from pandas import DataFrame
 
 import spbench
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.sweep.results import RESULTS_FILE, flat, read_all_rows
+from spbench.bench.measure import RESULTS_FILE, Scenario, flat, read_all_rows
 from spbench.bench.measurement import Measured, Status
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import answers_of
@@ -157,7 +156,7 @@ def gather(results: Path, history: Path | None, baseline: Path | None = None) ->
     cells = list(_cells(baseline, results / "runs", papers))
     if not cells and not any(paper.findings.runs for paper in papers):
         raise UserError(f"{results} has no results; `spbench reproduce all` makes them")
-    rows = read_all_rows(results / "reproduction" / STRATEGIES / SIDE_BY_SIDE / RESULTS_FILE)
+    rows = read_all_rows(results / "reproduction" / STRATEGIES / SIDE_BY_SIDE)
     return Gathered(results, baseline, history, papers, cells, rows)
 
 

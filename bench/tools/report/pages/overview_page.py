@@ -9,8 +9,7 @@ from typing import Any
 
 from pandas import DataFrame
 
-from spbench.bench.measure.engines.engine import engines
-from spbench.bench.measure.sweep.provenance import commit_of
+from spbench.bench.measure import commit_of, engine_classes
 from spbench.bench.tools.papers.comparison import as_lines, joined
 from spbench.bench.tools.papers.paper_findings import counts, distinct, role_errors, verdict_on
 from spbench.bench.tools.papers.sources import MEASURED
@@ -126,7 +125,7 @@ def _measured(gathered: Gathered) -> dict[str, Any]:
 
 def _machines(gathered: Gathered) -> DataTable | None:
     """A line for each engine and cluster whose numbers are measured, not computed; None: there is none."""
-    exact = {name for name, engine in engines().items() if engine.is_exact}
+    exact = {name for name, engine in engine_classes().items() if engine.is_exact}
     measured = [c.row for c in gathered.cells if c.row["cell"].get("engine", "virtual") not in exact]
     groups = grouped(measured, lambda row: (row["cell"]["engine"], row["cell"]["cluster"]))
     lines = [

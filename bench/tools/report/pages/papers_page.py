@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.measure import Scenario
 from spbench.bench.tools.papers.comparison import groups
 from spbench.bench.tools.papers.paper_findings import counts, errors_by_role, verdict_on
 from spbench.bench.tools.report.gathered import Gathered, PaperResults

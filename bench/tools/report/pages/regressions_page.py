@@ -16,7 +16,7 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import SHORT_HASH, day_of, last_change
-from spbench.bench.measure.sweep.results import RESULTS_FILE
+from spbench.bench.measure import RESULTS_FILE
 from spbench.bench.tools.changes.history import Assessment, History, counts, read_history
 from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
 from spbench.bench.tools.changes.metrics import Difference
