@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure import load_cluster
 from spbench.bench.setting_values import VARIABLES
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.flags import Flag, Flags, several_ranks, without_effect
