@@ -96,7 +96,10 @@ PLANTED: dict[str, tuple[str, list[tuple[int, str]]]] = {
     "of in a parenthesis": ("It is. (Of\nthese three.) Lots Of\nthem.", [(7, _OF)]),
     "of in a list": ("- Of these, one.\n- One of these. `Of` it. Offers. Of it.", [(7, _OF), (8, _OF)]),
     "words": ("The three products,\nand as TOLD. An inner product, not known.", [(7, "word"), (8, "word")]),
-    "idioms": ("Set beside it, it alone\nstands for all. Besides, go.", [(7, "idiom"), (7, "idiom"), (8, "idiom")]),
+    "idioms": (
+        "Set beside it, it alone\nstands for all. Besides, go.",
+        [(7, "idiom"), (7, "idiom"), (8, "idiom")],
+    ),
     "numbers": ("One H100 of 8, 3.5% and `4`. ZeRO-3 of 2, 3\nand 4.", [(7, "numbers")]),
     "a hidden time": ("<!-- slow: a minute -->\n```sh\nls\n```", [(7, "hidden time")]),
     "a time": ("*About a minute on two cores:*\n\n<!-- slow: a minute -->\n```sh\nls\n```", []),
