@@ -215,7 +215,7 @@ def commands_page() -> str:
     parts = []
     for name in COMMANDS.names():
         command = COMMANDS.load(name)
-        text = command.get_help(click.Context(command, info_name=f"spbench {name}", max_content_width=100))
+        text = command.get_help(click.Context(command, info_name=f"spbench {name}", terminal_width=100))
         parts.append(f"## spbench {name}\n\n```text\n{text}\n```\n")
     return f"""{MARK}# Commands
 
