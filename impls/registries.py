@@ -1,17 +1,19 @@
-"""Strategies, peers and data-parallel backends by name: those in the modules of their packages, and those of
-plug-ins. Nothing here imports torch before it is asked."""
+"""Strategies, peers, data-parallel backends and models by name: those in the modules of their packages, and
+those of plug-ins. Nothing here imports torch before it is asked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spbench.impls.axes import MESH_AXES
-from spbench.impls.discovery import looked_up, named_classes
+from spbench.impls.discovery import looked_up, named_classes, named_values
+from spbench.impls.options import set_options
 
 if TYPE_CHECKING:
     from spbench.impls.as_published.as_published import AsPublished
     from spbench.impls.backends.backend import Backend
+    from spbench.impls.models.model import Model
     from spbench.impls.peers.peer import Peer
     from spbench.impls.strategies.base import Strategy
 
@@ -64,6 +66,38 @@ def backend_class(name: str) -> type[Backend]:
         KeyError: with the known names, if there is none.
     """
     return looked_up(backends(), name, "backend")
+
+
+def models() -> Mapping[str, Model]:
+    """Every model by name: the PRESETS of the modules of impls/models, and those that plug-ins add by entry
+    points of the group `spbench.models`, each of a module with PRESETS or of such a mapping."""
+    from spbench.impls.models.model import Model
+
+    return named_values("spbench.impls.models", "PRESETS", Model, "spbench.models")
+
+
+def model_preset(
+    name: str, options: Mapping[str, Any] | None = None, config: Mapping[str, Any] | None = None
+) -> Model:
+    """The model of that name with some of its options changed.
+
+    Args:
+        config: the fields of a Hugging Face config.json; then ``name`` is its path, for messages alone.
+
+    Raises:
+        KeyError: unknown name or option, with the known ones.
+        ValueError: the model refuses a value, or the config.json has something that no model here has.
+    """
+    return set_options(unchanged_model(name, config), options, f"model {name}")
+
+
+def unchanged_model(name: str, config: Mapping[str, Any] | None = None) -> Model:
+    """As :func:`model_preset`, its options as the preset or the config.json has them."""
+    if config is None:
+        return looked_up(models(), name, "model")
+    from spbench.impls.models.huggingface.config import model_from_config
+
+    return model_from_config(config)
 
 
 MESH_AXES.look = strategies  # each brings its axes as it is imported
