@@ -37,10 +37,18 @@ from spbench.bench.setting_values import (
     with_suffix,
 )
 from spbench.bench.yaml_files import StrictModel
-from spbench.impls.axes import MESH_AXES, in_order, ranks_along, spelled
-from spbench.impls.folding import FOLDED_AXES, check_folds, given_folds
-from spbench.impls.registries import DEFAULT_BACKEND, backends
-from spbench.impls.strategies.nesting import nesting
+from spbench.impls import (
+    DEFAULT_BACKEND,
+    FOLDED_AXES,
+    MESH_AXES,
+    all_backends,
+    check_folds,
+    given_folds,
+    in_order,
+    nesting,
+    ranks_along,
+    spelled,
+)
 
 
 class _UsualSizes(StrictModel):
@@ -178,7 +186,7 @@ class TrainingOptions(BaseModel):
 
 def _backend_defaults(name: str) -> dict[str, Any]:
     """The options of a backend as they are by default, by name; none if there is no such backend."""
-    return asdict(backends()[name].options_type()) if name in backends() else {}
+    return asdict(all_backends()[name].options_type()) if name in all_backends() else {}
 
 
 class SearchRequest(StrictModel):

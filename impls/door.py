@@ -18,15 +18,14 @@ def lazy_names(package: str, file: str) -> Callable[[str], Any]:
     AttributeError for a name that does not stand in the file's ``.pyi``."""
 
     @cache
-    def homes() -> dict[str, tuple[str, str]]:
+    def homes() -> dict[str, str]:
         stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
         lines = (node for node in stub.body if isinstance(node, ast.ImportFrom))
-        return {each.asname or each.name: (line.module or "", each.name) for line in lines for each in line.names}
+        return {each.name: line.module or "" for line in lines for each in line.names}
 
     def get(name: str) -> Any:
         if name not in homes():
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, own = homes()[name]
-        return getattr(__import__(module, fromlist=[own]), own)
+        return getattr(__import__(homes()[name], fromlist=[name]), name)  # a module of a package too
 
     return get

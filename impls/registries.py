@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DEFAULT_BACKEND = "legacy_ddp"
 
 
-def strategies() -> Mapping[str, type[Strategy]]:
+def all_strategies() -> Mapping[str, type[Strategy]]:
     """Every strategy by name; plug-ins add theirs by entry points of the group `spbench.strategies`."""
     from spbench.impls.strategies.base import Strategy
 
@@ -29,30 +29,30 @@ def strategies() -> Mapping[str, type[Strategy]]:
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """The strategy of that name: of :func:`strategies`, of :func:`peers`, installed or not, or of
-    :func:`as_published`.
+    """The strategy of that name: of :func:`all_strategies`, of :func:`all_peers`, installed or not, or of
+    :func:`all_as_published`.
 
     Raises:
         KeyError: with the known names, if there is none.
     """
-    return looked_up({**as_published(), **peers(), **strategies()}, name, "strategy")
+    return looked_up({**all_as_published(), **all_peers(), **all_strategies()}, name, "strategy")
 
 
-def peers() -> Mapping[str, type[Peer]]:
+def all_peers() -> Mapping[str, type[Peer]]:
     """Every peer by name, whether or not its package is installed."""
     from spbench.impls.peers.peer import Peer
 
     return named_classes("spbench.impls.peers", Peer)
 
 
-def as_published() -> Mapping[str, type[AsPublished]]:
+def all_as_published() -> Mapping[str, type[AsPublished]]:
     """Every baseline as its authors ran it, by name; none is a method to use."""
     from spbench.impls.as_published.as_published import AsPublished
 
     return named_classes("spbench.impls.as_published", AsPublished)
 
 
-def backends() -> Mapping[str, type[Backend]]:
+def all_backends() -> Mapping[str, type[Backend]]:
     """Every backend by name; plug-ins add theirs by entry points of the group `spbench.backends`."""
     from spbench.impls.backends.backend import Backend
 
@@ -65,10 +65,10 @@ def backend_class(name: str) -> type[Backend]:
     Raises:
         KeyError: with the known names, if there is none.
     """
-    return looked_up(backends(), name, "backend")
+    return looked_up(all_backends(), name, "backend")
 
 
-def models() -> Mapping[str, Model]:
+def all_models() -> Mapping[str, Model]:
     """Every model by name: the PRESETS of the modules of impls/models, and those that plug-ins add by entry
     points of the group `spbench.models`, each of a module with PRESETS or of such a mapping."""
     from spbench.impls.models.model import Model
@@ -94,10 +94,10 @@ def model_preset(
 def unchanged_model(name: str, config: Mapping[str, Any] | None = None) -> Model:
     """As :func:`model_preset`, its options as the preset or the config.json has them."""
     if config is None:
-        return looked_up(models(), name, "model")
+        return looked_up(all_models(), name, "model")
     from spbench.impls.models.huggingface.config import model_from_config
 
     return model_from_config(config)
 
 
-MESH_AXES.look = strategies  # each brings its axes as it is imported
+MESH_AXES.look = all_strategies  # each brings its axes as it is imported

@@ -11,8 +11,7 @@ import yaml
 from spbench.bench.cell import TrainingOptions
 from spbench.bench.measure.scenarios.choices import option_mistakes
 from spbench.bench.tools.jobs.argument_tables import argument_table
-from spbench.impls.models.model import models
-from spbench.impls.registries import backends
+from spbench.impls.registries import all_backends, all_models
 from tests.docs import blocks as module
 from tests.docs.blocks import blocks, simple_commands
 from tests.docs.reader import Reader
@@ -136,7 +135,7 @@ def test_every_option_exists(section: str, of: str, name: str) -> None:
                 known = colon and re.fullmatch(r'[a-z"][\w:"-]*|\d+', value)
                 found[key] = yaml.safe_load(value) if known else None
     assert len(found) >= 7
-    options = models()[name] if of == "model_options" else backends()[name].options_type()
+    options = all_models()[name] if of == "model_options" else all_backends()[name].options_type()
     own = {field.name for field in fields(options)}
     assert [key for key in found if key not in own | set(TrainingOptions.model_fields)] == []
     for key, value in found.items():

@@ -7,11 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from spbench.bench.cell import Cell, TrainingOptions
-from spbench.impls.composition import Composition, Stage
-from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import model_preset
-from spbench.impls.training.pipeline import passes
-from spbench.impls.training.turns import Turns
+from spbench.impls import Composition, Stage, Turns, Unsupported, model_preset, passes
 
 
 def turns_of(cell: Cell, stage: Stage) -> Turns | None:

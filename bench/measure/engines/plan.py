@@ -31,17 +31,31 @@ from spbench.bench.measure.engines.unlike_ranks import (
     roles_by_load,
 )
 from spbench.bench.measure.trace.meter import CommunicationMeter, as_number
-from spbench.impls.axes import group_name, unused_axes
-from spbench.impls.backends.planned_step import PlannedStep, planned_sums
-from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic, rank_module
-from spbench.impls.models.model import Model, model_preset
-from spbench.impls.options import Options, set_options
-from spbench.impls.place import Place, global_ranks
-from spbench.impls.registries import backend_class
-from spbench.impls.strategies.base import Site, Strategy, Unsupported
-from spbench.impls.strategies.nesting import nesting
-from spbench.impls.traffic import Traffic
-from spbench.impls.training.step import PRECISIONS, training_sites
+from spbench.impls import (
+    ONE_STAGE,
+    PRECISIONS,
+    Composition,
+    Model,
+    Options,
+    Place,
+    PlannedStep,
+    Site,
+    Stage,
+    Strategy,
+    Traffic,
+    Unsupported,
+    backend_class,
+    composed_traffic,
+    global_ranks,
+    group_name,
+    model_preset,
+    nesting,
+    planned_sums,
+    rank_module,
+    set_options,
+    training_sites,
+    unused_axes,
+)
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,7 @@ from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import stand_ins
-from spbench.impls.loose_files import is_packaged
-from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.nesting import nesting
+from spbench.impls import is_packaged, model_preset, nesting
 
 #: FLOPs of a step over those of its forward: backward has two matmuls for each
 _OF_FORWARD = {"training": 3, "inference": 1}

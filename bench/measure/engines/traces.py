@@ -40,9 +40,7 @@ from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import VARIABLES
-from spbench.impls.discovery import versions
-from spbench.impls.kernels.attention_buffers import WITH_BUFFERS
-from spbench.impls.training.turns import Ahead, Turns
+from spbench.impls import WITH_BUFFERS, Ahead, Turns, versions
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from spbench.bench.measure.clusters.rate_tables import (
 )
 from spbench.bench.measure.clusters.rates import AttentionRate, Link
 from spbench.bench.measure.simulator.program import AttentionCall, Program
-from spbench.impls.traffic import WIRE_SHARE
+from spbench.impls import WIRE_SHARE
 
 #: bytes of a number in half precision
 _HALF = 2

@@ -35,11 +35,16 @@ from spbench.bench.measure.trace.torch_internals import (
     schema_of,
     storage_key,
 )
-from spbench.impls.kernels.attention_buffers import inside_backward
-from spbench.impls.kernels.flash_attention import flash_attention_backward
-from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS, GROUPED_WORKSPACES
-from spbench.impls.kernels.host_copies import MAKES_ON_HOST, MAKES_PAGEABLE
-from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
+from spbench.impls import (
+    GROUPED_MATMULS,
+    GROUPED_WORKSPACES,
+    MAKES_ON_HOST,
+    MAKES_PAGEABLE,
+    TORCH_PRODUCTS,
+    TRANSFORMER_ENGINE_PRODUCTS,
+    flash_attention_backward,
+    inside_backward,
+)
 
 #: of accumulations of gradients, which all have one number; those of other nodes are smaller
 _MOST_NODES = 2**62

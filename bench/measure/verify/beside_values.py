@@ -22,12 +22,16 @@ from spbench.bench.measure.processes.staged_group import STAGED
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measure.verify.judged import Discrepancy, discrepancies
 from spbench.bench.measure.verify.verified_run import Case, OneDeviceRun, VerifiedRun
-from spbench.impls.attended import Attended
-from spbench.impls.backends.planned_step import PlannedStep, planned_sums
-from spbench.impls.collectives import all_reduce
-from spbench.impls.composition import ONE_STAGE, composed_traffic
-from spbench.impls.models.model import Model
-from spbench.impls.strategies.base import Strategy
+from spbench.impls import (
+    ONE_STAGE,
+    Attended,
+    Model,
+    PlannedStep,
+    Strategy,
+    all_reduce,
+    composed_traffic,
+    planned_sums,
+)
 
 #: the name of what :func:`check_norm` compares
 NORM = "norm of all gradients"

@@ -30,13 +30,17 @@ from spbench.bench.measure.verify.beside_values import (
 )
 from spbench.bench.measure.verify.judged import Discrepancy, Finding, discrepancies, relative_errors
 from spbench.bench.measure.verify.verified_run import SITE_DIM, Case, OneDeviceRun, VerifiedRun, share_of
-from spbench.impls.as_published.as_published import AsPublished
-from spbench.impls.attended import CAUSAL, Attended
-from spbench.impls.composition import Composition
-from spbench.impls.models.model import Model
-from spbench.impls.options import with_options
-from spbench.impls.place import Place
-from spbench.impls.strategies.base import SequenceDim, Strategy
+from spbench.impls import (
+    CAUSAL,
+    AsPublished,
+    Attended,
+    Composition,
+    Model,
+    Place,
+    SequenceDim,
+    Strategy,
+    with_options,
+)
 
 #: runs of one device that a rank keeps; a tiny model's takes a megabyte
 KEPT_RUNS = 128

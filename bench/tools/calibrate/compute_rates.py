@@ -23,7 +23,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.distributed import SEED
 from spbench.bench.measure.engines.setup import set_up
 from spbench.bench.measure.engines.step_times import seconds
-from spbench.impls.training.step import PRECISIONS, initialize
+from spbench.impls import PRECISIONS, initialize
 
 _KIB, _MIB = 2**10, 2**20
 #: calls of a burst at most

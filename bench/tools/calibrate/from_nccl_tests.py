@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from spbench.bench.tools.calibrate.log_findings import Findings, LogFile, TimedCollective
-from spbench.impls.traffic import WIRE_SHARE
+from spbench.impls import WIRE_SHARE
 
 #: the collective of each program that is read; sendrecv_perf sends round the ring of all ranks
 PROGRAMS = {

@@ -21,7 +21,7 @@ from spbench.bench.files import read_file
 from spbench.bench.measure.clusters.cluster import Cluster, Precision, cluster_names, load_cluster
 from spbench.bench.measure.clusters.rates import AttentionKernel, Direction, Mask
 from spbench.bench.tools.calibrate import LOGS
-from spbench.impls.traffic import WIRE_SHARE
+from spbench.impls import WIRE_SHARE
 
 _GZIP = b"\x1f\x8b"
 

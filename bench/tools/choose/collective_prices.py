@@ -15,8 +15,7 @@ from spbench.bench.measure.engines.plan import model_parameters
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.group_links import GroupLinks
 from spbench.bench.tools.choose.layouts import ORDER, groups_of, of_one_axis
-from spbench.impls.folding import folded_sizes, folds, given_folds
-from spbench.impls.place import Place
+from spbench.impls import Place, folded_sizes, folds, given_folds
 
 #: the axes of a mesh that have several ranks, and the ranks along all
 _Place = tuple[tuple[str, ...], tuple[int, ...]]

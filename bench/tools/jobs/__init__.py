@@ -10,7 +10,7 @@ The way back is a function ``flags(cell)`` that makes :class:`Flags`, in the mod
 
 from __future__ import annotations
 
-from spbench.impls.discovery import FunctionModules
+from spbench.impls import FunctionModules
 
 JOBS = FunctionModules(__name__, "*", "read", "jobs", "spbench.jobs")
 FLAGS = FunctionModules(__name__, "to_*", "flags", "flags")

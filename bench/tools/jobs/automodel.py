@@ -19,7 +19,7 @@ from spbench.bench.tools.jobs.transformers_step import (
     said_in_table,
 )
 from spbench.bench.tools.jobs.variables import variables
-from spbench.impls.models.blocks.adapter_options import LATENT, PROJECTIONS
+from spbench.impls import LATENT, PROJECTIONS
 
 _HALF = {"bf16", "bfloat16", "torch.bfloat16"}
 _KEPT, _EXPERTS_KEPT = "distributed.reshard_after_forward", "distributed.moe.reshard_after_forward"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.impls.models.model import Model, model_preset
+from spbench.impls import Model, model_preset
 
 #: of qwen3, what its dense flavors do not share: layers, hidden, heads and inner
 _QWEN3 = {"8B": (36, 4096, 32, 12288), "14B": (40, 5120, 40, 17408), "32B": (64, 5120, 64, 25600)}

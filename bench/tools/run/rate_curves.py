@@ -13,7 +13,7 @@ from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import MATMUL, AttentionCall
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.table_prices import attention_rate
-from spbench.impls.traffic import WIRE_SHARE
+from spbench.impls import WIRE_SHARE
 
 #: n of a product [n, n] x [n, n], tokens of a sequence, bytes of a message
 SIZES = [2**n for n in range(7, 16)]

@@ -23,7 +23,7 @@ from spbench.bench.measure.verify.proof import unproven
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.units import shown_time
-from spbench.impls.strategies.base import Unsupported
+from spbench.impls import Unsupported
 
 
 def traced(

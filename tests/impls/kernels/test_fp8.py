@@ -27,7 +27,7 @@ from spbench.impls.kernels.fp8_casts import (
 from spbench.impls.kernels.fp8_gathered import project_gathered
 from spbench.impls.kernels.fp8_projection import RECIPES, Fp8Recipe
 from spbench.impls.kernels.projection import project
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import initialize
 from tests.impls.kernels.made import bytes_kept, made

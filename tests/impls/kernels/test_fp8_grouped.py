@@ -24,7 +24,7 @@ from spbench.impls.kernels.fp8_delayed import (
 from spbench.impls.kernels.fp8_grouped import fp8_amax_rows, fp8_cast_rows, grouped_project_fp8
 from spbench.impls.kernels.fp8_projection import RECIPES, mark_recipe
 from spbench.impls.kernels.projection import project
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 from tests.impls.backends.one_device import set_weights
 from tests.impls.kernels.made import bytes_kept, made

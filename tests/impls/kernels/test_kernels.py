@@ -20,7 +20,7 @@ from spbench.impls.kernels.rms_norm import plain_rms_norm, rms_norm
 from spbench.impls.kernels.softmax import MASKED_SCORE, masked_softmax, megatron_fuses
 from spbench.impls.kernels.vocabulary_tiles import token_losses
 from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 from tests.impls.kernels.made import assert_same, bits, bytes_kept, made
 

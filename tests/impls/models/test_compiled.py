@@ -25,7 +25,7 @@ from spbench.impls.kernels import copy_stream
 from spbench.impls.kernels.rms_norm import plain_rms_norm
 from spbench.impls.kernels.rotary import rotated
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import default_dtype, initialize
 from tests.impls.models.deferred_streams import Device

@@ -21,8 +21,8 @@ from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, mark_library
 from spbench.impls.models.blocks.decoder import DecoderModel
 from spbench.impls.models.blocks.experts import MixtureModule
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.model import model_preset
 from spbench.impls.place import Place
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.step import default_dtype
 from tests.impls.models.mixture_runs import Setting, worst_of_rank

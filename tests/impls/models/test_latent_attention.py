@@ -15,8 +15,7 @@ from spbench.impls.kernels.rotary import fused_rotary, keys_and_values, rotated,
 from spbench.impls.models.blocks.decoder_module import shifted_inputs
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import strategy_class
+from spbench.impls.registries import model_preset, strategy_class
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.training.step import initialize
 from tests.impls.models.test_fusions import kept_by_a_layer

@@ -20,7 +20,7 @@ from spbench.impls.collectives import reduce_from_group
 from spbench.impls.kernels.dropout import DropoutRandom
 from spbench.impls.models.blocks import recomputation
 from spbench.impls.models.blocks.recomputation import recomputed
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import default_dtype, initialize
 

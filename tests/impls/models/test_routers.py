@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spbench.impls.kernels.projection import LIBRARIES, mark_library
 from spbench.impls.models.blocks.router import Router, router_logits
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.routing import capacity_of
 from spbench.impls.strategies.base import Strategy
 

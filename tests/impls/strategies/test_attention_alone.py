@@ -20,7 +20,8 @@ from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.cases import verify_case
 from spbench.bench.measure.verify.verified_run import Case
-from spbench.impls.models.model import Model, model_preset
+from spbench.impls.models.model import Model
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.lasp import Lasp

@@ -20,8 +20,8 @@ from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.collectives import gather_from_group
 from spbench.impls.kernels.copy_stream import CopyStream
 from spbench.impls.kernels.projection import project
-from spbench.impls.models.model import model_preset
 from spbench.impls.place import ALONE
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.fpdt import FPDT, FPDTOptions
 from spbench.impls.strategies.nesting import nesting

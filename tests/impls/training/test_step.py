@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.composition import Composition
 from spbench.impls.kernels.dropout import DropoutRandom, masked_dropout
-from spbench.impls.models.model import Model, model_preset
+from spbench.impls.models.model import Model
 from spbench.impls.place import Place
-from spbench.impls.registries import strategy_class
+from spbench.impls.registries import model_preset, strategy_class
 from spbench.impls.strategies.base import Strategy, shard_of
 from spbench.impls.training.step import PRECISIONS, Precision, Training, default_dtype, initialize
 

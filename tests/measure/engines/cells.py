@@ -25,8 +25,7 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.trace.meter import Operation
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import backends, strategies
+from spbench.impls.registries import all_backends, all_strategies, model_preset
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.step import initialize
 
@@ -170,7 +169,7 @@ def cell(strategy: str, **changes: Any) -> Cell:
     settings: dict[str, Any] = {
         "model": model,
         "strategy": strategy,
-        "sizes": dict.fromkeys(strategies()[strategy].axes, 3),
+        "sizes": dict.fromkeys(all_strategies()[strategy].axes, 3),
         "batch": 6,
         "seq_len": 72 if model.startswith("st-dit") else 48,
         "precision": "bf16",
@@ -249,10 +248,10 @@ def staged(micro_batches: int = 17, **changes: Any) -> Cell:
 
 #: small cells of each strategy, backend and kind of step
 SMALL = {
-    **{strategy: cell(strategy) for strategy in strategies()},
+    **{strategy: cell(strategy) for strategy in all_strategies()},
     **{
         f"lasp under {backend}": cell("lasp", sizes={"dp": 2, "sp": 2}, training={"backend": backend})
-        for backend in backends()
+        for backend in all_backends()
     },
     "inference": cell("dsp", training={"step": "inference"}),
     "pipeline": cell(

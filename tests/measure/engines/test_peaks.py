@@ -32,8 +32,7 @@ from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.impls import collectives
-from spbench.impls.models.model import models
-from spbench.impls.registries import backends, strategies
+from spbench.impls.registries import all_backends, all_models, all_strategies
 from tests.measure.engines.cells import ATTEMPTS, SMALL, on_a_real_rank, seen, supported
 from tests.slow import mostly_slow, slow_ones_are_left_out
 
@@ -67,7 +66,7 @@ SHARDING: dict[str, dict[str, Any]] = {
 def combination(
     strategy: str, model: str, backend: str, n: int, training: Mapping[str, Any] = {}, **options: Any
 ) -> Cell:
-    sizes = dict.fromkeys(strategies()[strategy].axes, n)
+    sizes = dict.fromkeys(all_strategies()[strategy].axes, n)
     settings: dict[str, Any] = {
         "model": model,
         "strategy": strategy,
@@ -84,8 +83,8 @@ def combination(
 def combinations(*, every: bool) -> Iterator[Any]:
     """Every strategy with every tiny model that it supports (or but one), and every backend around LASP; and
     layers that keep the results of some operators."""
-    for strategy in strategies():
-        for model in (name for name in models() if "-tiny" in name):
+    for strategy in all_strategies():
+        for model in (name for name in all_models() if "-tiny" in name):
             for n in (2, 4):
                 default = n == 2 and model == DEFAULT_MODELS.get(strategy)
                 if not (every or default):
@@ -98,7 +97,7 @@ def combinations(*, every: bool) -> Iterator[Any]:
                 )
                 if strategy == "single":
                     break
-    for backend in sorted(backends()):
+    for backend in sorted(all_backends()):
         cell = combination("lasp", "tnl-tiny", backend, 2)
         default = backend == "zero3"  # pipelines have megatron
         yield pytest.param(cell, id=f"{backend}-around-lasp", marks=[] if default else pytest.mark.slow)
