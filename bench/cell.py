@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -41,7 +40,7 @@ from spbench.impls import (
     DEFAULT_BACKEND,
     FOLDED_AXES,
     MESH_AXES,
-    all_backends,
+    backend_defaults,
     check_folds,
     given_folds,
     in_order,
@@ -173,7 +172,7 @@ class TrainingOptions(BaseModel):
         """Forget options of the backend that are given as they are anyway, so that a cell has one key."""
         given = self.__pydantic_extra__
         if given:
-            for name, default in _backend_defaults(self.backend).items():
+            for name, default in backend_defaults(self.backend).items():
                 if name in given and given[name] == default and type(given[name]) is type(default):
                     del given[name]
         return self
@@ -182,11 +181,6 @@ class TrainingOptions(BaseModel):
     def backend_options(self) -> Mapping[str, Any]:
         """The options of the backend that differ from their defaults, by name."""
         return self.__pydantic_extra__ or {}
-
-
-def _backend_defaults(name: str) -> dict[str, Any]:
-    """The options of a backend as they are by default, by name; none if there is no such backend."""
-    return asdict(all_backends()[name].options_type()) if name in all_backends() else {}
 
 
 class SearchRequest(StrictModel):

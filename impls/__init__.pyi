@@ -62,6 +62,7 @@ from spbench.impls.kernels.flash_attention import forward_flops as forward_flops
 from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS as GROUPED_MATMULS
 from spbench.impls.kernels.grouped_matmul import GROUPED_STREAMS as GROUPED_STREAMS
 from spbench.impls.kernels.grouped_matmul import GROUPED_WORKSPACES as GROUPED_WORKSPACES
+from spbench.impls.kernels.grouped_matmul import workspace_of as workspace_of
 from spbench.impls.kernels.host_copies import FROM_PAGEABLE as FROM_PAGEABLE
 from spbench.impls.kernels.host_copies import MAKES_ON_HOST as MAKES_ON_HOST
 from spbench.impls.kernels.host_copies import MAKES_PAGEABLE as MAKES_PAGEABLE
@@ -72,8 +73,6 @@ from spbench.impls.kernels.host_copies import TO_PAGEABLE as TO_PAGEABLE
 from spbench.impls.kernels.operator import runs_plain as runs_plain
 from spbench.impls.kernels.permutation import WITHIN_TRANSFERS as WITHIN_TRANSFERS
 from spbench.impls.kernels.projection import LIBRARIES as LIBRARIES
-from spbench.impls.kernels.projection import TORCH_PRODUCTS as TORCH_PRODUCTS
-from spbench.impls.kernels.projection import TRANSFORMER_ENGINE_PRODUCTS as TRANSFORMER_ENGINE_PRODUCTS
 from spbench.impls.kernels.projection import USERBUFFER_STREAMS as USERBUFFER_STREAMS
 from spbench.impls.kernels.ranged_attention import Size as Size
 from spbench.impls.keyed_steps import Key as Key
@@ -138,7 +137,9 @@ from spbench.impls.registries import all_models as all_models
 from spbench.impls.registries import all_peers as all_peers
 from spbench.impls.registries import all_strategies as all_strategies
 from spbench.impls.registries import backend_class as backend_class
+from spbench.impls.registries import backend_defaults as backend_defaults
 from spbench.impls.registries import model_preset as model_preset
+from spbench.impls.registries import options_of_backend as options_of_backend
 from spbench.impls.registries import unchanged_model as unchanged_model
 from spbench.impls.routing import EVEN as EVEN
 from spbench.impls.strategies.base import Strategy as Strategy

@@ -4,11 +4,12 @@ those of plug-ins. Nothing here imports torch before it is asked."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.discovery import looked_up, named_classes, named_values
-from spbench.impls.options import set_options
+from spbench.impls.options import Options, set_options
 
 if TYPE_CHECKING:
     from spbench.impls.as_published.as_published import AsPublished
@@ -66,6 +67,16 @@ def backend_class(name: str) -> type[Backend]:
         KeyError: with the known names, if there is none.
     """
     return looked_up(all_backends(), name, "backend")
+
+
+def options_of_backend(name: str, given: Mapping[str, Any]) -> Options:
+    """The options of the backend of that name, some given by name; raises as :func:`set_options`."""
+    return set_options(backend_class(name).options_type(), given, f"backend {name}")
+
+
+def backend_defaults(name: str) -> dict[str, Any]:
+    """The options of a backend as they are by default, by name; none if there is no such backend."""
+    return asdict(all_backends()[name].options_type()) if name in all_backends() else {}
 
 
 def all_models() -> Mapping[str, Model]:

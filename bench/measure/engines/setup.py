@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.cell_schedule import turns_of
-from spbench.bench.measure.engines.plan import attention_kernel, backend_options, composition, played_model
+from spbench.bench.measure.engines.cell_schedule import attention_kernel, played_model, turns_of
+from spbench.bench.measure.engines.plan import backend_options, composition
 from spbench.bench.measure.trace.memory import MemoryMeter
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.setting_values import VARIABLES

@@ -31,7 +31,8 @@ from pydantic import create_model
 
 from spbench.bench.cell import Cell, requirements
 from spbench.bench.files import DiskCache, cache_folder
-from spbench.bench.measure.engines.plan import Plan, attention_kernel, plan
+from spbench.bench.measure.engines.cell_schedule import attention_kernel
+from spbench.bench.measure.engines.plan import Plan, plan
 from spbench.bench.measure.engines.rank_memory import RankMemory, allocator_of, host_peaks, needs
 from spbench.bench.measure.simulator.program import Program
 from spbench.bench.measure.trace.memory_log import MemoryLog

@@ -36,14 +36,11 @@ from spbench.bench.measure.trace.torch_internals import (
     storage_key,
 )
 from spbench.impls import (
-    GROUPED_MATMULS,
-    GROUPED_WORKSPACES,
     MAKES_ON_HOST,
     MAKES_PAGEABLE,
-    TORCH_PRODUCTS,
-    TRANSFORMER_ENGINE_PRODUCTS,
     flash_attention_backward,
     inside_backward,
+    workspace_of,
 )
 
 #: of accumulations of gradients, which all have one number; those of other nodes are smaller
@@ -117,12 +114,7 @@ _FILLED_FROM_OTHERS = ("recv", "all_gather", "reduce_scatter", "all_to_all")
 @cache
 def _library(func: Any) -> str | None:
     """The library that multiplies matrices in an operator, as a cluster's file names it; None: none does."""
-    name = schema_of(func).name.split("::")[1]
-    if name in GROUPED_MATMULS:
-        return GROUPED_WORKSPACES if name.startswith("te_") else None
-    if name in TRANSFORMER_ENGINE_PRODUCTS:
-        return "transformer_engine"
-    return "cublas" if name in TORCH_PRODUCTS or name.removesuffix("_") in TORCH_PRODUCTS else None
+    return workspace_of(schema_of(func).name.split("::")[1])
 
 
 @cache

@@ -23,7 +23,6 @@ from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measure.verify.judged import Discrepancy, discrepancies
 from spbench.bench.measure.verify.verified_run import Case, OneDeviceRun, VerifiedRun
 from spbench.impls import (
-    ONE_STAGE,
     Attended,
     Model,
     PlannedStep,
@@ -121,10 +120,10 @@ def check_bytes(
 
     step = PlannedStep(sums, 1, precision, strategy, around, build, lambda: [[True, False]], backend.options)
     entries = [
-        *composed_traffic(sites, strategy, ONE_STAGE, 1, width, partial(backend.tied_bytes, step)),
+        *composed_traffic(sites, strategy, around.stage, 1, width, partial(backend.tied_bytes, step)),
         *backend.traffic(step),
     ]
-    plan = Plan([RankClass(ONE_STAGE, {}, (0,))], [entries], sizes)
+    plan = Plan([RankClass(around.stage, {}, (0,))], [entries], sizes)
     for each in plan.difference(recorder.communication, 0, has_values=True):
         sent, formula = each["metered_bytes"], each["formula_bytes"]
         yield (

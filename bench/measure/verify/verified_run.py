@@ -38,8 +38,8 @@ from spbench.impls import (
     default_dtype,
     initialize,
     is_expert,
+    options_of_backend,
     positions_of,
-    set_options,
     shard_of,
 )
 
@@ -117,7 +117,7 @@ class VerifiedRun:
     ):
         self.strategy, self.part, self.device = strategy, case.model.parts()[case.part], device
         cls = backend_class(case.backend)
-        options = set_options(cls.options_type(), case.backend_options, f"backend {case.backend}")
+        options = options_of_backend(case.backend, case.backend_options)
         on_meta, build = cls.starts_on_meta(options), partial(_build, case, self.part.build, strategy, dtype)
         self.module = build("meta" if on_meta else device)
         if not on_meta:
