@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from spbench.bench.command_line.shown_times import shown_band
 from spbench.bench.measure.sweep.results import flat
 from spbench.bench.measure.trust.bands import (
     PEAK,
@@ -12,7 +13,6 @@ from spbench.bench.measure.trust.bands import (
     packaged_errors,
     packaged_model,
     past_errors,
-    shown_band,
     tied,
     with_band,
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.verify.cases import verify, verify_case
+from spbench.bench.measure.verify.cases import verify_case, verify_cases
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.bert import BertModel
 from spbench.impls.models.model import Model
@@ -110,7 +110,7 @@ def test_what_a_strategy_cannot_run_is_a_row(pool: RankPool) -> None:
 def test_all_parts_in_float64(pool: RankPool, strategy: str, model: str) -> None:
     """Also the parts alone, which name what is wrong, and all variants."""
     sizes = {1, 2, 3, 4}
-    rows = list(verify([strategy], [model], sorted(sizes), ["fp64"], pool=pool))
+    rows = list(verify_cases([strategy], [model], sorted(sizes), ["fp64"], pool=pool))
     assert [row for row in rows if row.status == "RED"] == []
     sizes_as_preset = {row.size for row in rows if row.status == "green" and not row.variant}
     can = (strategies()[strategy], model) in CAN_RUN
@@ -151,7 +151,7 @@ def test_bf16_is_at_its_noise_floor(pool: RankPool, strategy: type[Strategy]) ->
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("strategy", PARALLEL)
 def test_lower_precision_is_at_its_noise_floor(pool: RankPool, strategy: type[Strategy], dtype: str) -> None:
-    rows = list(verify([strategy.name], TINY, [4], [dtype], ["attention", "model"], pool=pool))
+    rows = list(verify_cases([strategy.name], TINY, [4], [dtype], ["attention", "model"], pool=pool))
     assert [row for row in rows if row.status == "RED"] == []
     assert any(row.status == "green" for row in rows)
 
@@ -240,4 +240,4 @@ def test_any_sizes(pool: RankPool, drawn: tuple[Case, int]) -> None:
 def test_unknown_names(pool: RankPool) -> None:
     for wrong in ({"strategies": ["ulises"]}, {"models": ["bart"]}, {"dtypes": ["fp8"]}):
         with pytest.raises(KeyError, match="known"):
-            next(verify(**wrong, pool=pool))
+            next(verify_cases(**wrong, pool=pool))

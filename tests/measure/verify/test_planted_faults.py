@@ -17,7 +17,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.beside_values import seen_pairs
-from spbench.bench.measure.verify.cases import VerifyRow, verify, verify_case
+from spbench.bench.measure.verify.cases import VerifyRow, verify_case, verify_cases
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.attended import Attended
 from spbench.impls.models.causal_transformer import CausalTransformerModel
@@ -268,7 +268,7 @@ def test_every_pair(pool: RankPool, pair: str) -> None:
 @pytest.mark.slow
 def test_every_pair_on_every_tiny_model_and_variant() -> None:
     with RankPool(6) as pool:
-        rows = list(verify(PAIRS, None, [4, 6], pool=pool))
+        rows = list(verify_cases(PAIRS, None, [4, 6], pool=pool))
     assert not [asdict(row) for row in rows if row.status == "RED"]
     assert {row.mesh for row in rows if row.status == "green"} >= {"tp2xsp2", "tp2xsp3", "tp3xsp2", "sp2xcp3"}
 

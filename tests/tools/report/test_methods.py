@@ -6,18 +6,17 @@ The verdict on published numbers: planted records, one for each part of the rule
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from spbench.bench.measure.trust.bands import with_band
-from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.comparison import frame_of
 from spbench.bench.tools.papers.paper_findings import counts, verdict_on
 from spbench.bench.tools.report.gathered import Gathered
-from spbench.bench.tools.report.page import Page
+from spbench.bench.tools.report.page import Page, most_misses
 from spbench.bench.tools.report.pages.advice_page import kept, pages
-from spbench.bench.tools.report.report_markdown import most_misses
 from tests.terminal import ROOT
 
 # -- advice ----------------------------------------------------------------------------------------------
@@ -93,10 +92,10 @@ def record(
     role: str = "predicted",
     statuses: tuple[str, str] = ("ok", "ok"),
     scenario: str = "planted",
-) -> Comparison:
+) -> dict[str, Any]:
     published = None if statuses[0] == "oom" else 100.0
     ours = None if error is None or published is None else published * (1 + error)
-    line = {
+    return {
         "table": "planted-table" if role != "formula" else "planted-formula",
         "cell": cell,
         "quantity": "memory",
@@ -110,7 +109,6 @@ def record(
         "variant": "",
         "source": cell.split("@")[0],
     }
-    return Comparison.of_line(line)
 
 
 @pytest.mark.parametrize(
@@ -136,30 +134,32 @@ def record(
         ([record("f@1", role="formula"), record("f@2", role="formula")], "yes"),
         ([record("f@1", role="formula"), record("f@2", 0.001, role="formula")], "no"),
         # nothing is sent, and nothing has no relative error
-        ([replace(record("f@1", None, role="formula"), published=0.0, reproduced=0.0)], "yes"),
-        ([replace(record("f@1", None, role="formula"), published=0.0, reproduced=8.0)], "no"),
+        ([record("f@1", None, role="formula") | {"published": 0.0, "reproduced": 0.0}], "yes"),
+        ([record("f@1", None, role="formula") | {"published": 0.0, "reproduced": 8.0}], "no"),
     ],
 )
-def test_the_word_of_planted_records(records: list[Comparison], word: str) -> None:
-    assert verdict_on(records).word == word
+def test_the_word_of_planted_records(records: list[dict[str, Any]], word: str) -> None:
+    assert verdict_on(frame_of(records)).word == word
 
 
 def test_a_number_that_is_compared_twice_is_counted_once() -> None:
-    twice = [record("a"), record("a", 0.5)]
+    twice = frame_of([record("a"), record("a", 0.5)])
     assert (verdict_on(twice).judged, verdict_on(twice).met) == (1, 1)
 
 
 def test_the_sentence_has_the_numbers_and_the_scenario_with_the_most_misses() -> None:
-    records = [record("a"), record("b", 0.3, scenario="bad"), record("c", -0.5, scenario="bad")]
+    lines = [record("a"), record("b", 0.3, scenario="bad"), record("c", -0.5, scenario="bad")]
+    records = frame_of(lines)
     assert counts(verdict_on(records)) == "1 of 3 numbers met, median error 30.0%, worst 50%"
     assert most_misses(records) == ("bad", "2 of 2")
     assert most_misses(records[:1]) is None
-    assert counts(verdict_on([])) == "nothing was judged"
+    assert counts(verdict_on(records[:0])) == "nothing was judged"
 
 
 def test_the_sentence_leaves_no_worst_error_out() -> None:
     """Closed forms have no part in the median, but are named where they are off."""
-    off = [record("a"), record("f@1", role="formula"), record("f@2", 8.0, role="formula")]
+    lines = [record("a"), record("f@1", role="formula"), record("f@2", 8.0, role="formula")]
+    off = frame_of(lines)
     text = "1 of 2 numbers met, median error 0.0%, worst 0%; closed forms off by up to 800%"
     assert counts(verdict_on(off)) == text
     assert counts(verdict_on(off[2:])) == "0 of 1 numbers met, closed forms off by up to 800%"

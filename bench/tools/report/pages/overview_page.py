@@ -7,15 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from spbench.bench.measure.engines.engine import engines
-from spbench.bench.measure.sweep.provenance import commit_of
+from spbench.bench.measure import commit_of, engine_classes
+from spbench.bench.tools.papers.comparison import joined, lines_of
 from spbench.bench.tools.papers.paper_findings import counts, distinct, role_errors, verdict_on
 from spbench.bench.tools.papers.sources import MEASURED
 from spbench.bench.tools.papers.validation import records_by_source, validation_lines
-from spbench.bench.tools.report import report_markdown as md
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
-from spbench.bench.tools.report.page import DataTable, Page
-from spbench.bench.tools.report.what_changed import changes
+from spbench.bench.tools.report.page import DataTable, Page, dated, most_misses, quantity_words
+from spbench.bench.tools.report.pages.regressions_page import changes
 from spbench.plots.series import grouped
 
 #: lines of the table of errors on the page
@@ -46,7 +45,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
 def _paper(paper: PaperResults) -> dict[str, Any]:
     """Whether a paper reproduces, and why, in numbers; and what is known of others on its page."""
     records = paper.records_of("")
-    verdict, misses = verdict_on(records), md.most_misses(records)
+    verdict, misses = verdict_on(records), most_misses(records)
     scenario = paper.scenarios.get(misses[0]) if misses else None
     return {
         "about": paper.paper,
@@ -63,7 +62,7 @@ def _by_role(gathered: Gathered) -> DataTable | None:
     lines = []
     for paper in gathered.papers:
         for of in role_errors(paper.records):
-            verdict = verdict_on([record for record in paper.records if record.role == of.role])
+            verdict = verdict_on(paper.records[paper.records["role"] == of.role])
             lines.append(
                 {
                     "paper and role": f"{paper.paper.label}, {of.role}",
@@ -85,11 +84,11 @@ def _errors(gathered: Gathered) -> DataTable | None:
             "error": record.relative_error,
             "published": record.published,
             "ours": record.reproduced,
-            "quantity": md.quantity_words(record.quantity),
+            "quantity": quantity_words(record.quantity),
             **{name: getattr(record, name) for name in ("role", "cell")},
         }
         for paper in gathered.papers
-        for record in distinct(paper.records)
+        for record in lines_of(distinct(paper.records))
         if record.relative_error is not None and record.role != "formula"
     ]
     lines.sort(key=lambda line: -abs(line["error"]))
@@ -103,9 +102,7 @@ def _errors(gathered: Gathered) -> DataTable | None:
 
 def _measured(gathered: Gathered) -> dict[str, Any]:
     """The table of README.md, errors by who measured beside those of other predictors; then each number."""
-    records = [
-        record for paper in gathered.papers if paper.paper.name == MEASURED for record in paper.records
-    ]
+    records = joined(paper.records for paper in gathered.papers if paper.paper.name == MEASURED)
     heads = ["quantity", "median error", "worst", "measured by, on", "numbers", "role", "other predictors"]
     lines = [
         {
@@ -113,12 +110,12 @@ def _measured(gathered: Gathered) -> dict[str, Any]:
             "error": record.relative_error,
             "measured": record.published,
             "ours": record.reproduced,
-            "quantity": md.quantity_words(record.quantity),
+            "quantity": quantity_words(record.quantity),
             "role": record.role,
             "note": record.note,
         }
         for source, some in records_by_source(records).items()
-        for record in some
+        for record in lines_of(some)
     ]
     caption = "Errors against real machines, ours and other predictors'"
     each = f"Ours beside what real machines measured, the first {_MOST_ERRORS} of {len(lines)}"
@@ -127,12 +124,12 @@ def _measured(gathered: Gathered) -> dict[str, Any]:
         gathered.figure(MEASURED, "ours beside what real machines measured"),
         DataTable("measured", each, lines, sortable=True, percent=("error",), most=_MOST_ERRORS),
     ]
-    return {"measured": tables if records else [], "measured_paper": MEASURED}
+    return {"measured": tables if len(records) else [], "measured_paper": MEASURED}
 
 
 def _machines(gathered: Gathered) -> DataTable | None:
     """A line for each engine and cluster whose numbers are measured, not computed; None: there is none."""
-    exact = {name for name, engine in engines().items() if engine.is_exact}
+    exact = {name for name, engine in engine_classes().items() if engine.is_exact}
     measured = [c.row for c in gathered.cells if c.row["cell"].get("engine", "virtual") not in exact]
     groups = grouped(measured, lambda row: (row["cell"]["engine"], row["cell"]["cluster"]))
     lines = [
@@ -162,7 +159,7 @@ def _cells(gathered: Gathered) -> dict[str, Any]:
         "cells": len(rows),
         "statuses": Counter(row["status"] for row in rows).most_common(),
         "made_by": {
-            "from commit": _named(md.dated(commit_of(row)) for row in rows),
+            "from commit": _named(dated(commit_of(row)) for row in rows),
             "with torch": _named((row.get("provenance") or {}).get("torch") for row in rows),
         },
     }

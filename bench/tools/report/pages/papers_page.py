@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.tools.papers.paper_findings import by_answer, counts, errors_by_role, verdict_on
+from spbench.bench.measure import Scenario
+from spbench.bench.tools.papers.comparison import groups
+from spbench.bench.tools.papers.paper_findings import counts, errors_by_role, verdict_on
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
-from spbench.bench.tools.report.page import DataTable, Page, folded
-from spbench.bench.tools.report.report_markdown import quantity_words
+from spbench.bench.tools.report.page import DataTable, Page, folded, quantity_words
 
 _LONG = 12
 _STATUSES = {"ok": "ok", "oom": "out of memory", "unsupported": "unsupported", "failed": "failed"}
@@ -49,7 +49,7 @@ def _verdicts(paper: PaperResults) -> DataTable | None:
     lines = []
     for scenario in paper.in_order:
         source = scenario.document.published_in
-        for (what, variant), some in by_answer(paper.records_of_scenario(scenario.name)).items():
+        for (what, variant), some in groups(paper.records_of_scenario(scenario.name), "answer", "variant"):
             verdict = verdict_on(some)
             table, colon, quantity = what.partition(": ")
             compared = f"{table}{colon}{quantity_words(quantity)}"
@@ -95,7 +95,7 @@ def _scenario(gathered: Gathered, paper: PaperResults, scenario: Scenario) -> di
         "run": next(
             (r for r in (paper.findings.runs if paper.findings else ()) if r["scenario"] == name), None
         ),
-        "errors": errors_by_role(records) if records else "",
+        "errors": errors_by_role(records) if len(records) else "",
         "figure": gathered.figure(document.figure, document.title),
         "tables": tables,
         "settings": DataTable(f"{_identifier(name)}-inferred", caption, settings) if settings else None,
