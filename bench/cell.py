@@ -86,8 +86,7 @@ class Sizes(_UsualSizes):
     def by_axis(self) -> dict[str, int]:
         """The ranks along every axis, in the default order, then along folded axes of more than one rank; see
         :attr:`Cell.mesh_sizes` for a cell's own."""
-        of_mesh = {axis: getattr(self, axis, 1) for axis in MESH_AXES}
-        return of_mesh | given_folds(self.__pydantic_extra__)
+        return {axis: getattr(self, axis, 1) for axis in MESH_AXES} | given_folds(self.__pydantic_extra__)
 
     @property
     def world(self) -> int:
@@ -170,11 +169,10 @@ class TrainingOptions(BaseModel):
     @model_validator(mode="after")
     def _leave_out_defaults(self) -> TrainingOptions:
         """Forget options of the backend that are given as they are anyway, so that a cell has one key."""
-        given = self.__pydantic_extra__
-        if given:
-            for name, default in backend_defaults(self.backend).items():
-                if name in given and given[name] == default and type(given[name]) is type(default):
-                    del given[name]
+        given = self.__pydantic_extra__ or {}
+        for name, default in backend_defaults(self.backend).items() if given else ():
+            if name in given and given[name] == default and type(given[name]) is type(default):
+                del given[name]
         return self
 
     @property

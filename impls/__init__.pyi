@@ -44,6 +44,7 @@ from spbench.impls.dispatchers.dispatcher import all_dispatchers as all_dispatch
 from spbench.impls.dispatchers.sent_tokens import dropped_tokens as dropped_tokens
 from spbench.impls.dispatchers.sent_tokens import positions_of as positions_of
 from spbench.impls.dispatchers.sent_tokens import rows_of_ranks as rows_of_ranks
+from spbench.impls.door import lazy_names as lazy_names
 from spbench.impls.folding import EXPERT_AXES as EXPERT_AXES
 from spbench.impls.folding import FOLDED_AXES as FOLDED_AXES
 from spbench.impls.folding import check_folds as check_folds
@@ -62,7 +63,7 @@ from spbench.impls.kernels.flash_attention import forward_flops as forward_flops
 from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS as GROUPED_MATMULS
 from spbench.impls.kernels.grouped_matmul import GROUPED_STREAMS as GROUPED_STREAMS
 from spbench.impls.kernels.grouped_matmul import GROUPED_WORKSPACES as GROUPED_WORKSPACES
-from spbench.impls.kernels.grouped_matmul import workspace_of as workspace_of
+from spbench.impls.kernels.grouped_matmul import workspace as workspace
 from spbench.impls.kernels.host_copies import FROM_PAGEABLE as FROM_PAGEABLE
 from spbench.impls.kernels.host_copies import MAKES_ON_HOST as MAKES_ON_HOST
 from spbench.impls.kernels.host_copies import MAKES_PAGEABLE as MAKES_PAGEABLE
@@ -79,7 +80,6 @@ from spbench.impls.keyed_steps import Key as Key
 from spbench.impls.keyed_steps import choosing_steps as choosing_steps
 from spbench.impls.layout import HEEDED as HEEDED
 from spbench.impls.layout import MEETINGS as MEETINGS
-from spbench.impls.layout import SequenceDim as SequenceDim
 from spbench.impls.layout import Shard as Shard
 from spbench.impls.layout import Site as Site
 from spbench.impls.layout import Unavailable as Unavailable

@@ -47,7 +47,7 @@ GROUPED_MATMULS = {
 }
 
 
-def workspace_of(name: str) -> str | None:
+def workspace(name: str) -> str | None:
     """The library in whose workspace an operator of that name multiplies, as a cluster's file names it; None:
     it needs no workspace."""
     if name in GROUPED_MATMULS:

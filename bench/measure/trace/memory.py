@@ -35,13 +35,7 @@ from spbench.bench.measure.trace.torch_internals import (
     schema_of,
     storage_key,
 )
-from spbench.impls import (
-    MAKES_ON_HOST,
-    MAKES_PAGEABLE,
-    flash_attention_backward,
-    inside_backward,
-    workspace_of,
-)
+from spbench.impls import MAKES_ON_HOST, MAKES_PAGEABLE, flash_attention_backward, inside_backward, workspace
 
 #: of accumulations of gradients, which all have one number; those of other nodes are smaller
 _MOST_NODES = 2**62
@@ -114,7 +108,7 @@ _FILLED_FROM_OTHERS = ("recv", "all_gather", "reduce_scatter", "all_to_all")
 @cache
 def _library(func: Any) -> str | None:
     """The library that multiplies matrices in an operator, as a cluster's file names it; None: none does."""
-    return workspace_of(schema_of(func).name.split("::")[1])
+    return workspace(schema_of(func).name.split("::")[1])
 
 
 @cache

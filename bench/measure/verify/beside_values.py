@@ -22,15 +22,7 @@ from spbench.bench.measure.processes.staged_group import STAGED
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measure.verify.judged import Discrepancy, discrepancies
 from spbench.bench.measure.verify.verified_run import Case, OneDeviceRun, VerifiedRun
-from spbench.impls import (
-    Attended,
-    Model,
-    PlannedStep,
-    Strategy,
-    all_reduce,
-    composed_traffic,
-    planned_sums,
-)
+from spbench.impls import Attended, Model, PlannedStep, Strategy, all_reduce, composed_traffic, planned_sums
 
 #: the name of what :func:`check_norm` compares
 NORM = "norm of all gradients"

@@ -30,10 +30,10 @@ from spbench.impls import (
     ExpertOptions,
     LatentOptions,
     Nesting,
-    all_backends,
     all_dispatchers,
     model_preset,
     nesting,
+    options_of_backend,
     ranks_along,
     set_options,
 )
@@ -202,10 +202,8 @@ def _settings(cell: Cell) -> dict[str, Any]:
     )
     if len({*(training.stage_layers or ())}) == 1:
         settings["training.stage_layers"] = None  # as many as the others
-    backend = all_backends()[training.backend].options_type()
-    return settings | _of(
-        "training", asdict(set_options(backend, training.backend_options, training.backend))
-    )
+    backend = options_of_backend(training.backend, training.backend_options)
+    return settings | _of("training", asdict(backend))
 
 
 def without_effect(model: DecoderModel) -> set[str]:
