@@ -25,7 +25,6 @@ from spbench.impls.collectives import all_gather_flat as all_gather_flat
 from spbench.impls.collectives import all_reduce as all_reduce
 from spbench.impls.collectives import exchange as exchange
 from spbench.impls.collectives import reduce_scatter_flat as reduce_scatter_flat
-from spbench.impls.composition import ONE_STAGE as ONE_STAGE
 from spbench.impls.composition import Composition as Composition
 from spbench.impls.composition import Stage as Stage
 from spbench.impls.composition import composed_traffic as composed_traffic
