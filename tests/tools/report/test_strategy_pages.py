@@ -31,7 +31,7 @@ from spbench.bench.tools.report.pages.strategies_page import (
     scenario_lines,
     verdict_lines,
 )
-from tests.measure.verify.test_verdicts import GREEN, MADE, RED
+from tests.measure.verify.test_cases import GREEN, MADE, RED
 
 LASP = Cell(
     model="tnl-tiny",
