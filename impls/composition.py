@@ -254,7 +254,7 @@ class Chunks(nn.ModuleList):
 
     @property
     def unbatched(self) -> Any:
-        """As a model's module has it."""
+        """The inputs without a batch, as :attr:`Model.unbatched` names them."""
         return self[0].unbatched
 
 

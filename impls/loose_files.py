@@ -54,7 +54,7 @@ def loose_paths() -> tuple[Path, ...]:
 
 @cache
 def _paths(joined: str) -> tuple[Path, ...]:
-    """Those of the variable; kept, as each look at a registry asks."""
+    """The files that the variable names; the result is kept, as each look at a registry asks."""
     return tuple(Path(path) for path in joined.split(os.pathsep) if path)
 
 

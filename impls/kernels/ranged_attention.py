@@ -188,7 +188,7 @@ class Size(NamedTuple):
     @classmethod
     @lru_cache(maxsize=256)
     def of(cls, text: str) -> Size:
-        """That of the ranges of an operator's argument."""
+        """The sizes of the ranges whose :attr:`Ranges.text` an operator is given."""
         found = Ranges.from_text(text)
         pairs = found.pairs
         # in float64, for a sum of pairs x keys is beyond int64 at some million positions
