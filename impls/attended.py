@@ -245,8 +245,8 @@ class Attended:
         low = 1 - m if self.window is None else np.maximum(1 - m, shift - self.window + 1)
         query = _places(queries)[mine] + begin - start
         key = _places(keys)[theirs] + behind - first
-        found = np.stack((query, m, key, n, low, np.minimum(shift, n - 1)), 1)
-        return Ranges(found[(m > 0) & (n > 0)])
+        columns = np.stack((query, m, key, n, low, np.minimum(shift, n - 1)), 1)
+        return Ranges(columns[(m > 0) & (n > 0)])
 
 
 def _places(parts: Numbers) -> Numbers:

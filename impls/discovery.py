@@ -305,9 +305,9 @@ class _Names:
 
 def _modules(package: str) -> Iterator[ModuleType]:
     """The modules directly in a package, in alphabetical order; not its subpackages."""
-    for found in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        if not found.ispkg:
-            yield importlib.import_module(f"{package}.{found.name}")
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        if not module.ispkg:
+            yield importlib.import_module(f"{package}.{module.name}")
 
 
 def _classes_in(place: Any, base: type) -> Iterator[type]:

@@ -73,8 +73,8 @@ def operator(
     """
 
     def make(kernel: Callable[..., Any]) -> Operator:
-        found = schema or torch.library.infer_schema(kernel, mutates_args=tuple(mutates_args))
-        made = Operator(name.removeprefix("spbench::"), kernel, found)
+        full_schema = schema or torch.library.infer_schema(kernel, mutates_args=tuple(mutates_args))
+        made = Operator(name.removeprefix("spbench::"), kernel, full_schema)
         if fake is not None:
             made.register_fake(fake)
         return made

@@ -225,8 +225,8 @@ class _MadeAgain:
     def back(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of what was kept, given those of the inputs."""
         kept = [x for x in self._sources if x is not None]
-        found = iter(torch.autograd.grad(self._made, kept, gradients))
-        return [None if x is None else next(found) for x in self._sources]
+        of_kept = iter(torch.autograd.grad(self._made, kept, gradients))
+        return [None if x is None else next(of_kept) for x in self._sources]
 
 
 def _empty_state(q: Tensor, k: Tensor, v: Tensor, g: Tensor, _: Tensor) -> Tensor:
