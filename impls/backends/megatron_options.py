@@ -1,4 +1,4 @@
-"""The options of the backend ``megatron``; docs/megatron.md names Megatron-LM's flag of each.
+"""The options of the backend ``megatron``; docs/reference/arguments.md names Megatron-LM's flag of each.
 
 The norm of all gradients of a step over all ranks, and gradients scaled down to a largest norm, as
 megatron/core/optimizer/clip_grads.py of NVIDIA/Megatron-LM (commit d98e8a64).

@@ -152,7 +152,7 @@ def use() -> None:
 
 
 @contextmanager
-def used() -> Iterator[None]:
+def keeping_traces() -> Iterator[None]:
     """Inside, as after :func:`use`."""
     global _cache
     before = _cache

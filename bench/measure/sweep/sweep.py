@@ -232,6 +232,9 @@ def sweep(
     return [results.rows[cell.key] for cell in cells]
 
 
+run_sweep = sweep
+
+
 def marked(outcome: Outcome, refused: Outcome | None) -> Outcome:
     """The outcome of a cell that was run although it is refused as not proven: a mismatch that says so."""
     if refused is None or outcome is refused or outcome.status not in ("ok", "oom"):

@@ -14,7 +14,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.measure.scenarios.scenario import Document
+from spbench.bench.measure import Document
 from spbench.bench.tools.papers.answers.tables import UNSTATED
 from spbench.bench.tools.papers.comparison import Role, groups, is_time, lines_of, number_or_status
 from spbench.bench.units import difference, percent, three_digits

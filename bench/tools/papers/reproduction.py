@@ -12,14 +12,18 @@ from pandas import DataFrame, concat
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import SweepProgress, message
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells, narrowed_cells
-from spbench.bench.measure.sweep.executor import Executor
-from spbench.bench.measure.sweep.provenance import check_same_code
-from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
-from spbench.bench.measure.sweep.sweep import digests_of_a_run, is_final
-from spbench.bench.measure.sweep.worker import Crew
-from spbench.bench.measure.trust.bands import unknown_share
+from spbench.bench.measure import (
+    ALL,
+    Crew,
+    Executor,
+    Narrowing,
+    Scenario,
+    check_same_code,
+    digests_of_a_run,
+    is_final,
+    read_rows,
+    unknown_share,
+)
 from spbench.bench.measurement import filled
 from spbench.bench.row import finite
 from spbench.bench.tools.papers.comparison import (
@@ -110,10 +114,9 @@ class Reproduction:
 
     def left(self, scenario: Scenario, narrowing: Narrowing) -> int:
         """How many of a scenario's cells are still to be run."""
-        file = self._runs / scenario.name / RESULTS_FILE
-        rows = read_rows(file)[0] if file.is_file() and not self.fresh else []
+        rows = [] if self.fresh else read_rows(self._runs / scenario.name)[0]
         kept, digest_of = {row.key: row for row in rows}, digests_of_a_run()
-        cells = narrowed_cells(scenario, narrowing)
+        cells = narrowing.cells(scenario)
         return sum(not is_final(cell, kept.get(cell.key), digest_of) for cell in cells)
 
     def earlier(self, file: str) -> Path:
@@ -201,7 +204,7 @@ def _in_order(scenarios: Sequence[str], mine: DataFrame, others: DataFrame) -> D
 def _out_of_date(scenarios: Sequence[Scenario], records: DataFrame) -> Iterator[str]:
     """The names of scenarios of which there are records of cells that they do not have."""
     for scenario in scenarios:
-        cells = {cell.key for cell in declared_cells(scenario, Narrowing(variant=ALL))}
+        cells = {cell.key for cell in Narrowing(variant=ALL).declared(scenario)}
         mine = records.loc[records["scenario"] == scenario.name, "cell"].str.split(" / ").explode()
         if not mine.isin([*cells, ""]).all():
             yield scenario.name

@@ -19,16 +19,21 @@ from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.git import asked as asked_git
-from spbench.bench.measure.engines.run_cell import run_cell
-from spbench.bench.measure.engines.virtual import trace_classes
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
-from spbench.bench.measure.simulator.timeline import trace_events
-from spbench.bench.measure.sweep.results import RESULTS_FILE
-from spbench.bench.measure.sweep.worker import Crew
-from spbench.bench.measure.trust.bands import BANDS_FILE, MEMORY_ERRORS_FILE, packaged_model
-from spbench.bench.measure.trust.error_model import ANY
-from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE, Evidence
+from spbench.bench.measure import (
+    ALL,
+    ANY,
+    BANDS_FILE,
+    CERTAINTY_FILE,
+    MEMORY_ERRORS_FILE,
+    RESULTS_FILE,
+    Crew,
+    Evidence,
+    Narrowing,
+    Scenario,
+    packaged_model,
+    run_cell,
+    trace_classes,
+)
 from spbench.bench.row import Row, json_line
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import RECORDS, as_lines, joined, read_csv, write_csv
@@ -104,16 +109,9 @@ def write_trace(cell: Cell, folder: Path) -> Path:
     Unsupported if the strategy cannot run the cell. UserError if the file cannot be written."""
     timeline = trace_classes(cell, events=True).simulator()()
     ranks = range(timeline.world_size)
-    other = {
-        "cell": cell.key,
-        "step_time_s": timeline.step_time_s,
-        "by_rank": [timeline.breakdown_of(rank) for rank in ranks],
-    }
-    content = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": [*trace_events(timeline, ranks)]}
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
-    # no time in the file's head: the same trace has the same bytes
-    path = trace_path(folder, cell)
-    return write_whole(path, gzip.compress(text.encode(), mtime=0))
+    by_rank = [timeline.breakdown_of(rank) for rank in ranks]
+    about = {"cell": cell.key, "step_time_s": timeline.step_time_s, "by_rank": by_rank}
+    return timeline.export(trace_path(folder, cell), ranks, **about)
 
 
 def read_trace(folder: Path, cell: Cell) -> Mapping[str, Any] | None:
@@ -270,4 +268,4 @@ def _all_cells() -> Mapping[str, Cell]:
     scenarios = [load_scenario(name) for name in packaged("spbench.scenarios")]
     declared = [(each, Narrowing(variant=ALL)) for each in scenarios if each.document.paper]
     declared += [(scenario, narrowing) for _, scenario, narrowing in _on_other_clusters()]
-    return {cell.key: cell for each in declared for cell in declared_cells(*each)}
+    return {cell.key: cell for scenario, narrowing in declared for cell in narrowing.declared(scenario)}

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
-from spbench.bench.measure.verify.verdicts import Verdict
+from spbench.bench.measure import Verdict
 from spbench.bench.row import Row
 from spbench.bench.tools.report.drawings import WAIT, layer_figure, svg
 from spbench.bench.tools.report.gathered import CellResult

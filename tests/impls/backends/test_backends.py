@@ -26,16 +26,17 @@ from spbench.impls.backends.megatron import Megatron
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import backends, strategy_class
 from spbench.impls.strategies.base import Unsupported
+from tests.cells import make_cell
 from tests.impls.backends.one_device import (
     LENGTH,
     assert_first_wrong,
     assert_right,
-    assert_sends_its_closed_form,
     cell,
     errors_of_rank,
     heavy,
     heavy_run,
 )
+from tests.measure.engines.real_ranks import assert_real_ranks_are_as_virtual_ones
 from tests.measure.verify import backend_faults as faults
 from tests.measure.verify.assertions import assert_green
 from tests.measure.verify.backend_faults import NormWithoutExperts
@@ -95,7 +96,7 @@ def test_sharded_stages_gather_and_sum_when_torch_does(
     training = {"backend": backend, **schedule}
     asked = cell(backend, "single", sizes={"dp": 2, "pp": 2}, training=training, model_options={"layers": 4})
     assert_right(pool, asked, backends()[backend])
-    assert_sends_its_closed_form(pool, asked.model_copy(update={"precision": "fp16"}))
+    assert_real_ranks_are_as_virtual_ones(pool, asked.model_copy(update={"precision": "fp16"}))
 
 
 HYBRID = {"backend": "zero3", "data_parallel_replicate_degree": 2, "micro_batches": 2}
@@ -115,7 +116,7 @@ def test_groups_of_ranks_share_a_copy_each(
 ) -> None:
     asked = cell(training["backend"], strategy, sizes=sizes, training=training)
     assert_right(pool, asked, backends()[asked.training.backend])
-    assert_sends_its_closed_form(pool, asked.model_copy(update={"precision": "fp16"}))
+    assert_real_ranks_are_as_virtual_ones(pool, asked.model_copy(update={"precision": "fp16"}))
 
 
 @pytest.mark.parametrize("backend", [name for name, cls in backends().items() if not cls.pipelined])
@@ -177,18 +178,12 @@ HIDDEN = 2 * 64 * 48 * 2  # of a micro-batch: 2 samples, 64 positions, 48 featur
 
 def left(training: dict[str, Any]) -> dict[int, int]:
     """Bytes at the end of a step, by rank of two stages."""
-    asked = {
-        "model": "gpt3-tiny",
-        "model_options": {"layers": 4},
-        "strategy": "single",
-        "sizes": {"pp": 2},
-        "batch": 4,
-        "seq_len": 64,
-        "precision": "bf16",
-        "training": {"backend": "megatron", "micro_batches": 2, **training},
+    training = {"backend": "megatron", "micro_batches": 2, **training}
+    four = {"layers": 4}
+    asked = make_cell("gpt3-tiny", "single", {"pp": 2}, 4, 64, model_options=four, training=training)
+    return {
+        of["rank"]: of["allocated_bytes"] for of in VirtualEngine().measure(asked).by_class if of["step"] == 1
     }
-    by_class = VirtualEngine().measure(Cell.model_validate(asked)).by_class
-    return {of["rank"]: of["allocated_bytes"] for of in by_class if of["step"] == 1}
 
 
 @pytest.mark.one_in(2)
@@ -222,7 +217,7 @@ ALWAYS = ("ddp", "fsdp1", "zero1")
 def test_closed_form_virtual_and_real_ranks_send_the_same(
     pool: RankPool, backend: str, sizes: dict[str, int], precision: str
 ) -> None:
-    assert_sends_its_closed_form(
+    assert_real_ranks_are_as_virtual_ones(
         pool, cell(backend, "lasp", 2, sizes=sizes, mesh=[*sizes], precision=precision)
     )
 
@@ -338,4 +333,4 @@ def test_experts_in_pipeline_stages(pool: RankPool, backend: str) -> None:
     "asked", [*cells("legacy_ddp", "zero3", precision="fp16", model_options={"routing": "even"})]
 )
 def test_closed_form_virtual_and_real_ranks_send_the_same_with_experts(pool: RankPool, asked: Cell) -> None:
-    assert_sends_its_closed_form(pool, asked)
+    assert_real_ranks_are_as_virtual_ones(pool, asked)

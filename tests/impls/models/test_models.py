@@ -16,6 +16,7 @@ import importlib.util
 import math
 import weakref
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.impls.composition import Stage
 from spbench.impls.layout import Unsupported
@@ -42,6 +42,7 @@ from spbench.impls.place import Place
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.step import default_dtype, initialize
+from tests.cells import make_cell
 from tests.plugins.additions import EXAMPLES
 
 
@@ -245,17 +246,12 @@ def test_a_model_counts_the_parameters_of_its_own_blocks() -> None:
 LENGTH = 65_536
 
 
-def call(**settings: Any) -> Cell:
-    content: dict[str, Any] = {
-        "model": "attention-call",
-        "strategy": "ulysses+ring_attention",
-        "batch": 1,
-        "seq_len": LENGTH,
-        "precision": "bf16",
-        "cluster": "a100-sxm-80gb",
-        "training": {"step": "inference"},
-    }
-    return Cell.model_validate(content | settings)
+call = partial(
+    make_cell,
+    *("attention-call", "ulysses+ring_attention", {}, 1, LENGTH),
+    cluster="a100-sxm-80gb",
+    training={"step": "inference"},
+)
 
 
 def test_a_rank_holds_its_heads_and_positions_in_the_precision_of_the_cell() -> None:

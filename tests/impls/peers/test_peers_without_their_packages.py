@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 import spbench.impls.peers
-from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.virtual import merged
@@ -28,6 +27,7 @@ from spbench.impls.peers import flash_attn_stand_in as stand_in
 from spbench.impls.place import Place
 from spbench.impls.registries import peers, strategies
 from spbench.impls.strategies.nesting import nesting
+from tests.cells import make_cell
 
 ROOM = Path(spbench.impls.peers.__path__[0])
 LINE = "install the extra peers: pip install 'spbench[peers]'"
@@ -210,16 +210,8 @@ def test_in_which_precisions_a_peer_is_right(
 @pytest.mark.parametrize(("name", "option", "_"), RIGHT, ids=IDS)
 def test_it_sends_what_its_algorithm_says(name: str, option: str, _: set[str]) -> None:
     sizes = {"sp": 2, "cp": 2} if name == "yunchang_usp" else {"sp": 4}
-    cell = Cell.model_validate(
-        {
-            "model": "causal-transformer-tiny",
-            "strategy": name,
-            "strategy_options": options_of(name, option),
-            "sizes": sizes,
-            "batch": 2,
-            "seq_len": 48,
-            "precision": "fp32",
-        }
+    cell = make_cell(
+        "causal-transformer-tiny", name, sizes, 2, 48, "fp32", strategy_options=options_of(name, option)
     )
     plan(cell)
     found = merged(cell, [trace(cell, rank).measurement(None) for rank in range(4)])

@@ -31,20 +31,20 @@ from spbench.impls.layout import Unavailable
 from spbench.impls.models.model import models
 from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.nesting import nesting
+from tests.cells import make_cell
 from tests.measure.engines.cells import supported
 from tests.slow import mostly_slow
 
 TINY = [name for name in models() if "-tiny" in name]
-RING = Cell.model_validate(
-    {
-        "model": "bert-tiny",
-        "strategy": "ring_self_attention",
-        "sizes": {"sp": 4},
-        "batch": 3,
-        "seq_len": 24,
-        "engine": "emulated",
-        "timing": {"warmup": 0, "samples": 2},
-    }
+RING = make_cell(
+    "bert-tiny",
+    "ring_self_attention",
+    {"sp": 4},
+    3,
+    24,
+    "fp32",
+    engine="emulated",
+    timing={"warmup": 0, "samples": 2},
 )
 
 
@@ -282,7 +282,7 @@ def test_the_largest_number_is_found_from_any_guess(count: int, data: st.DataObj
     ],
 )
 def test_a_row_says_what_a_gpu_ran_in_plain_torch(model: str, device: str, operator: str) -> None:
-    cell = Cell.model_validate({"model": model, "strategy": "single", "sizes": {}, "batch": 1, "seq_len": 24})
+    cell = make_cell(model, "single", {}, 1, 24, "fp32")
     line = emulated.in_plain_torch(virtual.trace_classes(cell, events=True).worst().program, device)
     assert operator in line
     assert bool(line) == bool(operator)

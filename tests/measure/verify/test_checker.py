@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.processes.stacks import RankError
-from spbench.bench.measure.verify.cases import EQUAL, VerifyRow, verify, verify_case
+from spbench.bench.measure.verify.cases import EQUAL, VerifyRow, verify_case, verify_cases
 from spbench.bench.measure.verify.explanation import explain_values, unequal_calls
 from spbench.bench.measure.verify.judged import discrepancies, relative_errors
 from spbench.bench.measure.verify.verified_run import Case, VerifiedRun
@@ -241,7 +241,7 @@ def test_a_message_that_is_left_out(pool: RankPool) -> None:
 
 
 def test_the_first_rows_are_explained_and_no_green_one(pool: RankPool) -> None:
-    rows = [*verify(["ulysses"], [CAUSAL], [2], parts=["attention", "model"], pool=pool, explain=1)]
+    rows = [*verify_cases(["ulysses"], [CAUSAL], [2], parts=["attention", "model"], pool=pool, explain=1)]
     assert {row.explanation for row in rows} == {""}
     assert {row.bytes for row in rows if row.part == "model" and row.status == "green"} == {EQUAL}
 

@@ -11,7 +11,7 @@ import pytest
 from spbench.bench.errors import UserError
 from spbench.bench.tools.papers.comparison import joined
 from spbench.bench.tools.report.gathered import Gathered, gather
-from spbench.bench.tools.report.what_changed import gates
+from spbench.bench.tools.report.pages.regressions_page import gates
 from tests.tools.report.conftest import ROOT
 
 
@@ -23,7 +23,7 @@ def test_a_clone_has_a_row_for_every_cell_of_published_tables(gathered: Gathered
         for cells in scenario.cells.values()
         for cell in cells
     }
-    records = joined(paper.records for paper in gathered.papers)
+    records = joined(paper.findings.records for paper in gathered.papers)
     keys = {*records.loc[records["of_table"], "cell"]} & declared
     assert len(keys) > 300
     assert keys <= {cell.row["key"] for cell in gathered.cells}

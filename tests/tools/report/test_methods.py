@@ -15,9 +15,8 @@ from spbench.bench.measure.trust.bands import with_band
 from spbench.bench.tools.papers.comparison import frame_of
 from spbench.bench.tools.papers.paper_findings import counts, verdict_on
 from spbench.bench.tools.report.gathered import Gathered
-from spbench.bench.tools.report.page import Page
+from spbench.bench.tools.report.page import Page, most_misses
 from spbench.bench.tools.report.pages.advice_page import kept, pages
-from spbench.bench.tools.report.report_markdown import most_misses
 from tests.terminal import ROOT
 
 # -- advice ----------------------------------------------------------------------------------------------

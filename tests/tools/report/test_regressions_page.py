@@ -19,8 +19,14 @@ from spbench.bench.tools.changes.result_files import read_results
 from spbench.bench.tools.report.drawings import history_figure
 from spbench.bench.tools.report.gathered import Gathered
 from spbench.bench.tools.report.pages import overview_page as overview
-from spbench.bench.tools.report.pages.regressions_page import history_drawings, is_notable, pages, quiet_table
-from spbench.bench.tools.report.what_changed import changes, gates
+from spbench.bench.tools.report.pages.regressions_page import (
+    changes,
+    gates,
+    history_drawings,
+    is_notable,
+    pages,
+    quiet_table,
+)
 
 Rows = list[dict[str, Any]]
 

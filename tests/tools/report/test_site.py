@@ -20,9 +20,8 @@ from spbench.bench.tools.report import build as building
 from spbench.bench.tools.report import pages as room
 from spbench.bench.tools.report.build import MARKER, PAGES, Site, build, check_place
 from spbench.bench.tools.report.gathered import Gathered, gather
-from spbench.bench.tools.report.page import DataTable, Figure, Page, folded
+from spbench.bench.tools.report.page import DataTable, Figure, Page, folded, html_of, shown
 from spbench.bench.tools.report.pages.cells_page import _column, _pooled, script_json
-from spbench.bench.tools.report.report_markdown import html_of, shown
 
 LIMIT_BYTES = 10 * 2**20
 HOSTILE = "<script>alert('x')</script>|`*a*` [b](javascript:c) \"d\" & <img src=x onerror=e>"

@@ -1,5 +1,5 @@
-"""The page of regressions: gates against their baselines, and the history of metrics over commits,
-drawn with their steps and targets.
+"""What changed: each run beside the committed baseline, as `spbench compare` judges it, and metrics over the
+commits of the history, drawn with their steps and targets.
 
 Series with a step or a target are drawn one beside the other, by suite and metric; an exact series without
 either is as good as constant, so that a line of a table says all of it. Measured ones are drawn too.
@@ -7,16 +7,224 @@ either is as good as constant, so that a line of a table says all of it. Measure
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from spbench.bench.tools.changes.history import Assessment, counts
+from spbench.bench.errors import UserError
+from spbench.bench.git import SHORT_HASH, day_of, last_change
+from spbench.bench.measure import RESULTS_FILE
+from spbench.bench.tools.changes.history import Assessment, History, counts, read_history
+from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
+from spbench.bench.tools.changes.metrics import Difference
+from spbench.bench.tools.changes.result_files import Results, read_results
 from spbench.bench.tools.changes.series import Series, Step
 from spbench.bench.tools.report.drawings import history_figure, label_of, svg
 from spbench.bench.tools.report.gathered import Gathered
 from spbench.bench.tools.report.page import DataTable, Figure, Page
-from spbench.bench.tools.report.what_changed import PAGE, assessed, gates
 from spbench.plots.series import grouped
+
+_LISTED = 3
+PAGE = "regressions.html"
+GATES, HISTORY = f"{PAGE}#gates", f"{PAGE}#history"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A baseline, and what was run beside it.
+
+    Attributes:
+        scenario: whose cells they are.
+        base: the folder of the baseline.
+        commits, machines: before and now; of rows that do not say, the commit that committed them.
+        judgement: None: nothing was run here, or it cannot be compared.
+        problem: why there is no judgement.
+        was_run: whether something was run here.
+    """
+
+    scenario: str
+    base: Path
+    commits: tuple[Sequence[str], Sequence[str]] = ((), ())
+    machines: tuple[Sequence[str], Sequence[str]] = ((), ())
+    judgement: Judgement | None = None
+    problem: str = ""
+    was_run: bool = False
+
+    @property
+    def days(self) -> list[str]:
+        """The days of the baseline's commits, as far as git knows them."""
+        return [day for day in map(day_of, self.commits[0]) if day]
+
+    @property
+    def table_name(self) -> str:
+        """The name of the table of differences on its page."""
+        return f"gate-{self.scenario.replace('_', '-')}"
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Differences by what they are: worse, missing, better, new; and what is ``equal``."""
+        assert self.judgement is not None
+        counts = Counter[str](difference.verdict for difference in self.judgement.differences)
+        return counts + Counter({"equal": self.judgement.equal.total()})
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The differences as lines of a table, the worst first; ``worse by (%)`` is of the base."""
+        return [] if self.judgement is None else [_line(each) for each in self.judgement.differences]
+
+    @property
+    def table(self) -> DataTable | None:
+        """The table of differences; None where there are none."""
+        caption = f"{self.scenario}: what differs from the baseline, the worst first"
+        lines = self.lines
+        return DataTable(self.table_name, caption, lines, sortable=len(lines) > 1) if lines else None
+
+
+def gates(baseline: Path, runs: Path) -> Iterator[Gate]:
+    """The baselines in a folder, each beside the run of its name."""
+    for path in sorted(baseline.glob(f"*/{RESULTS_FILE}")):
+        yield _gate(path.parent, runs / path.parent.name)
+
+
+def _gate(base: Path, new: Path) -> Gate:
+    was_run = (new / RESULTS_FILE).is_file()
+    try:
+        before = read_results(base)
+        now = read_results(new, judged=True) if was_run else None
+        if now:
+            check_gate(before, now)
+    except UserError as error:
+        return Gate(base.name, base, problem=str(error), was_run=was_run)
+    how = (
+        "" if was_run else f"no results here; make them by spbench run --scenario {base.name} --output {new}"
+    )
+    return Gate(
+        base.name,
+        base,
+        (_commits(before), _commits(now) if now else []),
+        (list(filter(None, before.machines)), list(filter(None, now.machines)) if now else []),
+        judge(before, now) if now else None,
+        how,
+        was_run,
+    )
+
+
+def _commits(results: Results) -> list[str]:
+    named = list(filter(None, results.commits))
+    return named or list(filter(None, [last_change(results.path)[:SHORT_HASH]]))
+
+
+def _line(difference: Difference) -> dict[str, Any]:
+    return {
+        "verdict": difference.verdict + (" (allowed)" if difference.allowed else ""),
+        "where": difference.where,
+        "quantity": difference.quantity,
+        "before": difference.base,
+        "now": difference.new,
+        "worse by (%)": difference.change * 100 if math.isfinite(difference.change) else None,
+        "what moved": difference.why,
+    }
+
+
+# -- in a line of the first page -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is worse, better and new since something, or why that is not known.
+
+    Attributes:
+        place: the page's address of the details.
+        since: the earlier state, in words.
+        against: what was judged beside that state.
+        counts: ``worse``, ``better``, ``new`` and ``judged``.
+        worst: the text of a link to the details of each of the first that are worse, and its address.
+        problem: why nothing was judged; empty: something was.
+        word: what to say of that, "Not run" or "Not judged".
+    """
+
+    place: str
+    since: str = ""
+    against: str = ""
+    counts: Mapping[str, int] = field(default_factory=Counter)
+    worst: Sequence[tuple[str, str]] = ()
+    problem: str = ""
+    word: str = "Not run"
+
+
+def changes(gathered: Gathered) -> Iterator[Change]:
+    """What is worse, better and new since the baselines, then what the newest commit of the history brought,
+    if there is one."""
+    yield _since_baselines(list(gates(gathered.baseline, gathered.results / "runs")))
+    if gathered.history is not None:
+        history, problem, assessments = assessed(gathered.history)
+        yield _in_history(assessments) if history else Change(HISTORY, problem=f"{problem} (history)")
+
+
+def assessed(folder: Path | None) -> tuple[History | None, str, list[Assessment]]:
+    """The history in a folder with its series; without one, why."""
+    if folder is None:
+        return None, "There is no history here.", []
+    try:
+        history = read_history(folder)
+        return history, "", [history.assess(series) for series in history.series()]
+    except UserError as error:
+        return None, str(error), []
+
+
+def _since_baselines(baselines: Sequence[Gate]) -> Change:
+    judged = [gate for gate in baselines if gate.judgement is not None]
+    against = f"{len(judged)} of {len(baselines)} baselines"
+    if not judged:
+        refused = "; ".join(gate.problem for gate in baselines if gate.was_run)
+        nothing = "nothing was run beside the baselines" if baselines else "there is no baseline"
+        word = "Not judged" if refused else "Not run"
+        return Change(GATES, problem=f"{refused or nothing} ({against})", word=word)
+    sums = sum((gate.counts for gate in judged), Counter[str]())
+    days = sorted({day for gate in judged for day in gate.days})
+    since = " and ".join(dict.fromkeys([*days[:1], *days[-1:]]))
+    worst = [
+        (f"{_short(each.where)}: {each.quantity}", f"{PAGE}#{gate.table_name}")
+        for gate in judged
+        for each in (gate.judgement.differences if gate.judgement else ())
+        if each.fails
+    ]
+    counts = {**sums, "judged": sums.total(), "worse": sums["worse"] + sums["missing"]}
+    since = f"the baselines committed on {since}" if days else "an unknown day"
+    return Change(GATES, since, against, Counter(counts), worst[:_LISTED])
+
+
+def _short(key: str) -> str:
+    """Model, strategy and sizes of a cell's key."""
+    return "/".join(key.split("/")[:3])
+
+
+def _in_history(assessments: Sequence[Assessment]) -> Change:
+    """What came with the newest commit that any series has, beside the one before it."""
+    commits = {point.commit.hash: point.commit for one in assessments for point in one.series.points}
+    *_, before, newest = [None, None, *sorted(commits.values(), key=lambda c: (c.date, c.hash))]
+    assert newest is not None
+    now = [one for one in assessments if one.series.points[-1].commit.hash == newest.hash]
+    steps = [
+        (one.series, step)
+        for one in now
+        for step in one.steps
+        if step.first_after.commit.hash == newest.hash and not step.meant
+    ]
+    worse = [series for series, step in steps if step.verdict == "regression"]
+    new = sum(len(one.series.points) == 1 for one in now) if before else 0
+    against = f"commit {newest.short[:7]}{f' beside {before.short[:7]}' if before else ', the first'}"
+    since = f"commit {before.short[:7]} of {before.date[:10]}" if before else "an unknown day"
+    counts = {"judged": len(now), "worse": len(worse), "better": len(steps) - len(worse), "new": new}
+    counts["standing"] = sum(len(one.regressions) for one in assessments)
+    worst = [(f"{_short(of.cell)}: {of.metric.name}", HISTORY) for of in worse[:_LISTED]]
+    return Change(HISTORY, since, against, counts, worst)
+
+
+# -- the page --------------------------------------------------------------------------------------------
 
 #: of drawings of one group, the panels; further series are in the table alone
 MOST_PANELS = 12

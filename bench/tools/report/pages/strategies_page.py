@@ -8,10 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.sweep.provenance import commit_of
-from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
-from spbench.bench.measure.sweep.sweep import changed_parts
-from spbench.bench.measure.verify.verdicts import Verdict, read_verdicts, verified_code
+from spbench.bench.measure import Verdict, changed_parts, commit_of, read_rows, read_verdicts, verified_code
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.reproductions import LAYERS, read_trace
 from spbench.bench.tools.report import strategy_numbers as numbers
@@ -80,7 +77,7 @@ def _made(row: Row, cell: Cell) -> dict[str, Any]:
 
 def _layers(gathered: Gathered, name: str) -> Iterator[dict[str, Any]]:
     """One layer of a strategy from the kept traces, for each choice of its options."""
-    for row in read_rows(gathered.strategies / LAYERS / RESULTS_FILE)[0]:
+    for row in read_rows(gathered.strategies / LAYERS)[0]:
         cell = Cell.model_validate(row["cell"])
         trace = read_trace(gathered.strategies, cell) if cell.strategy == name else None
         if trace is None:

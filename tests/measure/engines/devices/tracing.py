@@ -26,6 +26,7 @@ from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.models.model import models
 from spbench.impls.registries import backends, strategies
 from spbench.impls.strategies.nesting import nesting, pairs
+from tests.cells import make_cell
 from tests.measure.engines.cells import differing_fields, supported
 from tests.measure.engines.devices import accelerator
 
@@ -65,16 +66,9 @@ class OneDevice(Recorder):
 
 def cell_of(strategy: str, model: str, backend: str, pp: int = 1) -> Cell | None:
     """Two ranks along each axis of a strategy, two replicas, loss scaling; None where that cannot be."""
-    content = {
-        "model": model,
-        "strategy": strategy,
-        "sizes": {**dict.fromkeys(nesting(strategy).axes, 2), "dp": 2, "pp": pp},
-        "batch": 4,
-        "seq_len": 24,
-        "precision": "fp16",
-        "training": {"backend": backend, "micro_batches": pp},
-    }
-    cell = Cell.model_validate(content)
+    sizes = {**dict.fromkeys(nesting(strategy).axes, 2), "dp": 2, "pp": pp}
+    training = {"backend": backend, "micro_batches": pp}
+    cell = make_cell(model, strategy, sizes, 4, 24, "fp16", training=training)
     return cell if supported(cell) else None
 
 
