@@ -10,7 +10,7 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.git import commit_time_s
-from spbench.bench.measure.trust.bands import with_band
+from spbench.bench.measure import with_band
 from spbench.bench.tools.changes.export_command import Exported, ExportedValue, ExportRequest, integral
 from spbench.bench.tools.changes.metrics import Reading, readings
 from spbench.bench.tools.changes.result_files import Origin
