@@ -15,7 +15,7 @@ from spbench.bench.tools.changes.export_command import Exported, ExportedValue, 
 from spbench.bench.tools.changes.metrics import Reading, readings
 from spbench.bench.tools.changes.result_files import Origin
 from spbench.bench.units import GIB, MIB
-from spbench.impls.folding import world_ranks
+from spbench.impls import world_ranks
 from spbench.plots.series import grouped
 
 # -- Prometheus ------------------------------------------------------------------------------------------
