@@ -8,14 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import (
-    Verdict,
-    changed_parts,
-    commit_of,
-    read_rows,
-    read_verdicts,
-    verified_code,
-)
+from spbench.bench.measure import Verdict, changed_parts, commit_of, read_rows, read_verdicts, verified_code
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.reproductions import LAYERS, read_trace
 from spbench.bench.tools.report import strategy_numbers as numbers
