@@ -1,8 +1,5 @@
 from spbench.bench.measure.clusters.carried_rates import RatesUnknown as RatesUnknown
 from spbench.bench.measure.clusters.carried_rates import check_rates as check_rates
-from spbench.bench.measure.clusters.changed_figures import changed_cluster as changed_cluster
-from spbench.bench.measure.clusters.changed_figures import is_figure as is_figure
-from spbench.bench.measure.clusters.changed_figures import swept_figures as swept_figures
 from spbench.bench.measure.clusters.cluster import Calibration as Calibration
 from spbench.bench.measure.clusters.cluster import Cluster as Cluster
 from spbench.bench.measure.clusters.cluster import Device as Device
@@ -11,6 +8,7 @@ from spbench.bench.measure.clusters.cluster import Precision as Precision
 from spbench.bench.measure.clusters.cluster import cluster_names as cluster_names
 from spbench.bench.measure.clusters.cluster import cluster_of_content as cluster_of_content
 from spbench.bench.measure.clusters.cluster import load_cluster as load_cluster
+from spbench.bench.measure.clusters.figures import ASKED as ASKED
 from spbench.bench.measure.clusters.figures import Sourced as Sourced
 from spbench.bench.measure.clusters.kinds_of_work import GAP as GAP
 from spbench.bench.measure.clusters.kinds_of_work import STANDS_IN as STANDS_IN
@@ -18,7 +16,6 @@ from spbench.bench.measure.clusters.kinds_of_work import cannot_run as cannot_ru
 from spbench.bench.measure.clusters.kinds_of_work import engines_choice as engines_choice
 from spbench.bench.measure.clusters.kinds_of_work import generation_of as generation_of
 from spbench.bench.measure.clusters.kinds_of_work import kinds_of_work as kinds_of_work
-from spbench.bench.measure.clusters.kinds_of_work import usual_kernel as usual_kernel
 from spbench.bench.measure.clusters.kinds_of_work import without_own_rates as without_own_rates
 from spbench.bench.measure.clusters.rate_tables import rates_along as rates_along
 from spbench.bench.measure.clusters.rates import AttentionKernel as AttentionKernel
@@ -112,7 +109,6 @@ from spbench.bench.measure.scenarios.scenario import option_values as option_val
 from spbench.bench.measure.scenarios.scenario import written as written
 from spbench.bench.measure.scenarios.select import ALL as ALL
 from spbench.bench.measure.scenarios.select import ATTENTION as ATTENTION
-from spbench.bench.measure.scenarios.select import NO_KERNEL as NO_KERNEL
 from spbench.bench.measure.scenarios.select import Narrowing as Narrowing
 from spbench.bench.measure.scenarios.select import with_usual_attention as with_usual_attention
 from spbench.bench.measure.simulator.costs import Costs as Costs
@@ -125,7 +121,7 @@ from spbench.bench.measure.simulator.program_builder import ProgramBuilder as Pr
 from spbench.bench.measure.simulator.simulate import Simulator as Simulator
 from spbench.bench.measure.simulator.table_prices import attention_rate as attention_rate
 from spbench.bench.measure.sweep.executor import Executor as Executor
-from spbench.bench.measure.sweep.executor import opened as opened
+from spbench.bench.measure.sweep.executor import executor_at as executor_at
 from spbench.bench.measure.sweep.provenance import COMMITS as COMMITS
 from spbench.bench.measure.sweep.provenance import check_same_code as check_same_code
 from spbench.bench.measure.sweep.provenance import commit_of as commit_of
@@ -141,13 +137,12 @@ from spbench.bench.measure.sweep.results import flat_rows as flat_rows
 from spbench.bench.measure.sweep.results import read_all_rows as read_all_rows
 from spbench.bench.measure.sweep.results import read_new_rows as read_new_rows
 from spbench.bench.measure.sweep.results import read_rows as read_rows
-from spbench.bench.measure.sweep.sweep import Digesting as Digesting
+from spbench.bench.measure.sweep.scenario_run import RanScenario as RanScenario
+from spbench.bench.measure.sweep.scenario_run import run_cells as run_cells
 from spbench.bench.measure.sweep.sweep import as_row as as_row
-from spbench.bench.measure.sweep.sweep import at_once as at_once
 from spbench.bench.measure.sweep.sweep import changed_parts as changed_parts
 from spbench.bench.measure.sweep.sweep import digest as digest
 from spbench.bench.measure.sweep.sweep import digests_of_a_run as digests_of_a_run
-from spbench.bench.measure.sweep.sweep import is_current as is_current
 from spbench.bench.measure.sweep.sweep import is_final as is_final
 from spbench.bench.measure.sweep.sweep import outdated as outdated
 from spbench.bench.measure.sweep.sweep import run_sweep as run_sweep
