@@ -1,5 +1,8 @@
-from spbench.bench.measure.clusters.carried_rates import RatesUnknown as RatesUnknown
-from spbench.bench.measure.clusters.carried_rates import check_rates as check_rates
+from spbench.bench.measure.clusters.card_kernels import RatesUnknown as RatesUnknown
+from spbench.bench.measure.clusters.card_kernels import cannot_run as cannot_run
+from spbench.bench.measure.clusters.card_kernels import check_rates as check_rates
+from spbench.bench.measure.clusters.card_kernels import engines_choice as engines_choice
+from spbench.bench.measure.clusters.card_kernels import generation_of as generation_of
 from spbench.bench.measure.clusters.cluster import Calibration as Calibration
 from spbench.bench.measure.clusters.cluster import Cluster as Cluster
 from spbench.bench.measure.clusters.cluster import Device as Device
@@ -10,14 +13,8 @@ from spbench.bench.measure.clusters.cluster import cluster_of_content as cluster
 from spbench.bench.measure.clusters.cluster import load_cluster as load_cluster
 from spbench.bench.measure.clusters.figures import ASKED as ASKED
 from spbench.bench.measure.clusters.figures import Sourced as Sourced
-from spbench.bench.measure.clusters.kinds_of_work import GAP as GAP
-from spbench.bench.measure.clusters.kinds_of_work import STANDS_IN as STANDS_IN
-from spbench.bench.measure.clusters.kinds_of_work import cannot_run as cannot_run
-from spbench.bench.measure.clusters.kinds_of_work import engines_choice as engines_choice
-from spbench.bench.measure.clusters.kinds_of_work import generation_of as generation_of
-from spbench.bench.measure.clusters.kinds_of_work import kinds_of_work as kinds_of_work
-from spbench.bench.measure.clusters.kinds_of_work import without_own_rates as without_own_rates
 from spbench.bench.measure.clusters.rate_tables import rates_along as rates_along
+from spbench.bench.measure.clusters.rate_tables import table_in_words as table_in_words
 from spbench.bench.measure.clusters.rates import AttentionKernel as AttentionKernel
 from spbench.bench.measure.clusters.rates import AttentionRate as AttentionRate
 from spbench.bench.measure.clusters.rates import BusRate as BusRate

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import Interrupted
+from spbench.bench.measure.clusters.card_kernels import usual_kernel
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import usual_kernel
 from spbench.bench.measure.scenarios.choices import option_mistakes
 from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import NO_KERNEL, Narrowing
@@ -106,17 +106,13 @@ def run_cells(
 
     Args:
         telling: who is told what runs, how far it is and what is to be known of its times.
-        jobs: cells at a time; None: as many as there are usable cores.
         fresh: move earlier results aside instead of keeping them.
-        crew: the workers; None: the sweep starts its own.
-        executor: where cells run that need nothing of this machine; None: here.
+        jobs, crew, executor, unverified: as of :func:`sweep`.
         timeout_s: seconds that a cell may take; None: what the scenario says.
-        unverified: run cells that are not proven right too.
         watch: of several scenarios, all of whose cells it expects; None: these cells have their own.
 
     Raises:
-        UserError: nothing is left to run, the folder cannot be written, or the checkout around the working
-            folder has a baseline of the scenario and is not what is measured.
+        UserError: nothing is left to run, the folder cannot be written, or :func:`_check_measured_tree`.
         Interrupted: a person ended the run; the error says how many cells are kept.
     """
     _check_measured_tree(scenario.name, telling)
@@ -126,16 +122,10 @@ def run_cells(
     digest_of = sweep.digests_of_a_run()
     with ResultsFile(folder, fresh=fresh) as results:
         todo = sweep.unfinished(cells, results, digest_of)
-        for problem in results.problems:
-            telling.message(f"spbench: warning: {problem}")
-        if results.moved:
-            telling.message(f"earlier results are now {results.moved}")
-        if stale := sweep.outdated(cells, results.rows, digest_of):
-            telling.remark(f"{scenario.name}: {stale}")
+        _announce(results, sweep.outdated(cells, results.rows, digest_of), scenario, telling)
         kept = f", {len(cells) - len(todo)} of them kept from before" if len(cells) > len(todo) else ""
         running = f"; running {len(todo)}, {sweep.at_once(todo, jobs, executor)} at a time" if todo else ""
-        title = f"{scenario.name}: {scenario.document.title}"
-        telling.remark(f"{title}: {len(cells)} cells{kept}{running}")
+        telling.remark(f"{scenario.name}: {scenario.document.title}: {len(cells)} cells{kept}{running}")
         try:
             with nullcontext(watch) if watch else telling.watch(len(todo)) as shown:
                 rows = sweep.sweep(
@@ -159,6 +149,16 @@ def run_cells(
     for text in _remarks(rows, scenario):
         telling.message(f"{scenario.name}: {text}")
     return RanScenario(rows, declared, known, results.path)
+
+
+def _announce(results: ResultsFile, stale: str, scenario: Scenario, telling: Telling) -> None:
+    """Tell what earlier results there are, and which of them are out of date."""
+    for problem in results.problems:
+        telling.message(f"spbench: warning: {problem}")
+    if results.moved:
+        telling.message(f"earlier results are now {results.moved}")
+    if stale:
+        telling.remark(f"{scenario.name}: {stale}")
 
 
 def _check_measured_tree(scenario: str, telling: Telling) -> None:

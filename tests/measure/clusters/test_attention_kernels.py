@@ -6,9 +6,8 @@ Rates of attention kernels carried over from the card that has both kernels.
 import pytest
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.carried_rates import rate_of_call
+from spbench.bench.measure.clusters.card_kernels import cannot_run, rate_of_call, usual_kernel
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import cannot_run, usual_kernel
 from spbench.bench.measure.scenarios.choices import refusal
 from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measure.scenarios.select import ATTENTION, with_usual_attention

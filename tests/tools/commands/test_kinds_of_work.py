@@ -7,7 +7,7 @@ import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Cluster, cluster_names, load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import kinds_of_work
+from spbench.bench.tools.run.kinds_of_work import kinds_of_work
 from spbench.bench.tools.run.list_command import cluster_output
 from tests.measure.simulator.step_programs import cluster
 
