@@ -24,9 +24,7 @@ from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measure.trust.bands import NO_RATE, priced_by_in_words
 from spbench.bench.measured_code import has_baseline, refuse_unmeasured_checkout, unmeasured_checkout
 from spbench.bench.row import FAULTS, FINAL, Row
-from spbench.impls.loose_files import is_packaged
-from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.nesting import nesting
+from spbench.impls import is_packaged, model_preset, nesting
 
 
 class Watch(Protocol):

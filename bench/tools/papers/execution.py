@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from spbench.bench.command_line.progress import message
 from spbench.bench.measure import RanScenario, Scenario, with_band
 from spbench.bench.tools.papers.comparison import Comparison, as_frame
-from spbench.impls.loose_files import told
+from spbench.impls import told
 from spbench.plots import FIGURES, NothingToDraw
 
 if TYPE_CHECKING:

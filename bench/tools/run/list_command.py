@@ -27,7 +27,7 @@ from spbench.bench.tools.changes import EXPORTS
 from spbench.bench.tools.jobs import JOBS
 from spbench.bench.tools.run.kinds_of_work import GAP, STANDS_IN, kinds_of_work, without_own_rates
 from spbench.bench.yaml_files import packaged, read_yaml
-from spbench.impls.discovery import FunctionModules
+from spbench.impls import FunctionModules
 from spbench.plots import FIGURES
 
 COLUMNS = ("work", "figure", "source")
