@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from spbench.bench.tools.changes.history import Assessment
 from spbench.bench.tools.changes.series import STATUS, Series
 from spbench.bench.tools.report.page import DataTable, Figure
-from spbench.impls.traffic import WIRE_SHARE
+from spbench.impls import WIRE_SHARE
 from spbench.plots.paper import add_legend, house_style, new_figure
 from spbench.plots.series import grouped
 from spbench.plots.style import GREY, INK, shortened

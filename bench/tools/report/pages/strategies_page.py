@@ -18,8 +18,7 @@ from spbench.bench.tools.report.drawings import layer_table
 from spbench.bench.tools.report.gathered import CellResult, Gathered
 from spbench.bench.tools.report.page import DataTable, Page
 from spbench.bench.units import GIB, MS
-from spbench.impls.discovery import absent
-from spbench.impls.registries import peers, strategies
+from spbench.impls import absent, all_peers, all_strategies
 from spbench.plots.series import grouped
 from spbench.plots.style import model_name, strategy_name
 
@@ -29,7 +28,7 @@ _RAN = ("ok", "oom", "mismatch")
 
 def pages(gathered: Gathered) -> Iterator[Page]:
     """strategies.html, and strategy-NAME.html of each strategy."""
-    classes = dict(sorted(strategies().items()))
+    classes = dict(sorted(all_strategies().items()))
     verdicts = read_verdicts(gathered.results / "verification")
     proofs = {name: _proof(name, verdicts) for name in classes}
     yield Page(
@@ -39,7 +38,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         {
             "strategies": [(cls, strategy_name(name), proofs[name]) for name, cls in classes.items()],
             "cells": {name: len(uses(name, gathered.cells)) for name in classes},
-            "peers": [(name, cls, absent(cls.requires)) for name, cls in sorted(peers().items())],
+            "peers": [(name, cls, absent(cls.requires)) for name, cls in sorted(all_peers().items())],
         },
         "Strategies",
         30,
