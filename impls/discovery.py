@@ -135,8 +135,8 @@ class FunctionModules:
     """The functions in the modules of a package, each imported when it is loaded.
 
     The function NAME is ``function`` in a module whose path below the package is ``pattern`` with NAME for
-    its last star, with ``_`` for each ``-`` of the name; or it is assigned to ``function`` _ NAME in any such
-    module; or an entry point NAME of the group. Modules without such a function do not count.
+    its last star; or it is assigned to ``function`` _ NAME in any such module, each with ``_`` for ``-`` of
+    the name; or an entry point NAME of the group. Modules without such a function do not count.
 
     Attributes:
         package: import name of the package.
@@ -204,19 +204,19 @@ def _places(modules: FunctionModules, folders: Sequence[str]) -> Sequence[EntryP
     """Where the functions are, in plug-ins and in these folders of the package, by their names in
     alphabetical order; kept, as finding entry points reads a file of every distribution."""
     before, _, after = modules.pattern.rpartition("/")[2].partition("*")
+    dash = "-" if before else "_"
     places = [*entry_points(group=modules.group)] if modules.group else []
     for folder in folders:
         for path in Path(folder).glob(f"{modules.pattern}.py"):
             module = ".".join([modules.package, *path.relative_to(folder).with_suffix("").parts])
-            stem = path.stem.removeprefix(before).removesuffix(after)
             for attr, definition in _definitions(path).items():
                 if attr == modules.function:
-                    name = stem.replace("_", "-") if before else stem
+                    name = path.stem.removeprefix(before).removesuffix(after)
                 elif attr.startswith(f"{modules.function}_") and definition.is_assigned:
                     name = attr.removeprefix(f"{modules.function}_")
                 else:
                     continue
-                places.append(EntryPoint(name, f"{module}:{attr}", modules.group))
+                places.append(EntryPoint(name.replace("_", dash), f"{module}:{attr}", modules.group))
     return sorted(places, key=lambda place: (place.name, place.value))
 
 
