@@ -5,10 +5,12 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
 
 import click
 import pytest
 
+from spbench import impls
 from spbench.bench.command_line.cli import cli
 from tests.api.test_contributing import ROOT, table
 
@@ -72,9 +74,10 @@ def test_a_room_imports_what_it_may(name: str) -> None:
     floors = {each.split("/")[1]: each for each in TABLE if "/" in each}
     allowed = {floors[each] for each in TABLE.get(name, ())}
     found = arrows()[name] - {""} - {there for here, there in NOT_YET if here == name}
-    lower = {each for each in TABLE if each.startswith("measure/")} | {"command_line"}
     if name.startswith("tools/"):
-        found -= lower
+        found -= {"measure", "command_line"}
+    elif name == "command_line":
+        found -= {"measure"}
     assert found == allowed
 
 
@@ -103,6 +106,26 @@ def in_circles(of: str) -> set[str]:
     return {name for name in graph if name in reached(name)}
 
 
+def test_bench_goes_through_the_door_of_impls() -> None:
+    """The names of impls/__init__.pyi are all that bench takes of impls, and bench takes each of them."""
+    taken = set[str]()
+    for name, tree in trees().items():
+        for node in ast.walk(tree):
+            within = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            within += [f"{node.module}"] if isinstance(node, ast.ImportFrom) else []
+            assert not [each for each in within if each.startswith("spbench.impls.")], name
+            if isinstance(node, ast.ImportFrom) and node.module == "spbench.impls":
+                taken |= {alias.name for alias in node.names}
+    stub = ast.parse((ROOT / "impls" / "__init__.pyi").read_text())
+    lines = [line for line in stub.body if isinstance(line, ast.ImportFrom)]
+    assert taken == {alias.name for line in lines for alias in line.names}
+    for line in lines:
+        home = import_module(f"{line.module}")
+        assert all(getattr(impls, each.name) is getattr(home, each.name) for each in line.names)
+    with pytest.raises(AttributeError, match="no attribute 'strategies_of'"):
+        impls.__getattr__("strategies_of")
+
+
 def functions() -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for tree in trees().values():
         yield from (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
@@ -123,6 +146,23 @@ def local_imports() -> int:
     return sum(isinstance(n, ast.Import | ast.ImportFrom) for n in nodes.values())
 
 
+def door_names() -> dict[str, str]:
+    """The module of each name at the door of the instrument."""
+    stub = ast.parse((ROOT / "bench/measure/__init__.pyi").read_text())
+    imported = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imported for alias in node.names}
+
+
+def test_each_name_at_the_door_is_taken_and_is_no_room() -> None:
+    """A room of that name would hide it."""
+    above = [tree for name, tree in trees().items() if not name.startswith("measure")]
+    public = [ast.parse(path.read_text()) for path in (ROOT / "spbench").glob("*.py")]
+    nodes = [node for tree in above + public for node in ast.walk(tree)]
+    taken = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "spbench.bench.measure"]
+    assert {alias.name for node in taken for alias in node.names} == {*door_names()}
+    assert not {*door_names()} & {path.name for path in (ROOT / "bench/measure").iterdir()}
+
+
 @pytest.mark.parametrize(("of", "most"), table("of"))
 def test_the_budget(of: str, most: str) -> None:
     if words := re.fullmatch(r"lines of `([\w/]+)`", of):
@@ -137,6 +177,8 @@ def test_the_budget(of: str, most: str) -> None:
         number = len(in_circles(words[1]))
     elif of == "imports within functions of `bench`":
         number = local_imports()
+    elif of == "names at the door of `bench/measure`":
+        number = len(door_names())
     else:
         assert of == "options of commands"
         number = options()

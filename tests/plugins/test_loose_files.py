@@ -10,7 +10,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.choices import cell_names
-from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.sweep.dask_task import Installation
 from spbench.bench.measured_code import code_digest
 from spbench.impls import loose_files
@@ -55,7 +55,7 @@ def test_a_file_takes_the_place_of_what_a_scenario_has(folder: Path) -> None:
 
     def cells(*strategies: str, models: tuple[str, ...] = ()) -> list[tuple[str, str]]:
         narrowing = Narrowing(strategies=strategies, models=models)
-        return [(cell.strategy, cell.model) for cell in narrowed_cells(scenario, narrowing)]
+        return [(cell.strategy, cell.model) for cell in narrowing.cells(scenario)]
 
     naive, model = str(folder / "naive.py"), str(folder / "lm.py")
     assert cells(naive) == [("naive", "bert-tiny")]
@@ -91,15 +91,15 @@ raise Odd
 
 def test_files_of_another_process_must_be_the_same_here(folder: Path) -> None:
     cell_names("strategy", str(folder / "naive.py"))
-    there = loose_files.digests()
-    loose_files.share(there)
-    assert loose_files.paths() == (folder / "naive.py",)
+    there = loose_files.file_digests()
+    loose_files.share_files(there)
+    assert loose_files.loose_paths() == (folder / "naive.py",)
     (folder / "naive.py").write_text(STRATEGY + "\nCHANGED = 1\n")
     with pytest.raises(ValueError, match=r"naive.py is another file on .*; put the same file there"):
-        loose_files.share(there)
+        loose_files.share_files(there)
     (folder / "naive.py").unlink()
     with pytest.raises(ValueError, match=r"naive.py is not on "):
-        loose_files.share(there)
+        loose_files.share_files(there)
 
 
 WRONG = [

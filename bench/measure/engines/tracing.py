@@ -34,9 +34,7 @@ from spbench.bench.measure.trace.torch_internals import (
     disable_fake_tensor_cache,
     too_large_unsupported,
 )
-from spbench.impls.axes import device_mesh, whole_mesh
-from spbench.impls.layout import Unsupported
-from spbench.impls.training.turns import Ahead, Turns
+from spbench.impls import Ahead, Turns, Unsupported, device_mesh, whole_mesh
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
 #: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, and every
@@ -124,6 +122,9 @@ def trace(
         together = _put_together(cell, rank, events, effort, turns)
         rank_trace = together or _kept(cell, rank, events, turns)
     return replace(rank_trace, memory=rank_trace.memory.with_workspaces(workspace_bytes(cell)))
+
+
+trace_rank = trace
 
 
 def _put_together(

@@ -23,7 +23,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import read_file
 from spbench.bench.measure.trust.bands import priced_by_in_words, tied, with_band
 from spbench.bench.row import Row, WrongRow, json_line, parse_any_row, parse_row
-from spbench.impls.axes import MESH_AXES, spelled, union, whole_mesh
+from spbench.impls import MESH_AXES, spelled, union, whole_mesh
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -98,7 +98,7 @@ _BEGINNING = b'{"key":"'
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
-    """The rows of a results file, the last of each key, in the order of their first appearance.
+    """The rows of a results file, or of its folder, the last of each key, in the order of first appearance.
 
     Returns the rows, and a line for each line of the file that is not a row, with the field that is wrong. No
     file: no rows.
@@ -108,7 +108,8 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
     """
     rows: dict[str, Row] = {}
     problems = []
-    for place, line in _lines(path):
+    file = path / RESULTS_FILE if path.is_dir() and path.name != RESULTS_FILE else path
+    for place, line in _lines(file):
         try:
             row = parse_row(line)
             rows[row.key] = row
@@ -151,7 +152,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     try:
         lines = read_file(path).split(b"\n")
     except UserError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             return
         raise
     for number, line in enumerate(lines, start=1):

@@ -44,23 +44,28 @@ from spbench.bench.measure.verify.oracle import check_rank
 from spbench.bench.measure.verify.verdicts import EQUAL, VerifyRow
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.setting_values import names_a_file, read_model_file
-from spbench.impls.axes import spelled
-from spbench.impls.folding import given_folds
-from spbench.impls.models.model import Model, model_preset
-from spbench.impls.models.model import models as all_models
-from spbench.impls.options import set_options
-from spbench.impls.place import Place
-from spbench.impls.registries import DEFAULT_BACKEND, backend_class
-from spbench.impls.registries import strategies as all_strategies
-from spbench.impls.strategies.base import Unsupported
-from spbench.impls.strategies.nesting import Nesting, nesting
-from spbench.impls.training.step import PRECISIONS
+from spbench.impls import (
+    DEFAULT_BACKEND,
+    PRECISIONS,
+    Model,
+    Nesting,
+    Place,
+    Unsupported,
+    all_models,
+    all_strategies,
+    backend_class,
+    given_folds,
+    model_preset,
+    nesting,
+    set_options,
+    spelled,
+)
 
 #: seconds that a case of a strategy may take of which one has not ended within the limit of the pool
 HUNG_S = 15.0
 
 
-def verify(
+def verify_cases(
     strategies: Sequence[str] | None = None,
     models: Sequence[str] | None = None,
     world_sizes: Sequence[int] = (1, 2, 3, 4),
@@ -140,7 +145,7 @@ def _cases(
     of_models: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> Iterator[_Planned]:
-    """The cases of :func:`verify`; ``of_models``: options of all models, ``settings``: of each case."""
+    """The cases of :func:`verify_cases`; ``of_models``: options of all models, ``settings``: of each case."""
     of_all = {**settings["options"], **settings["backend_options"]}
     for strategy, (name, preset) in itertools.product(nestings, presets.items()):
         tried = _parts_and_variants(preset, parts, () if of_models else preset.variants())

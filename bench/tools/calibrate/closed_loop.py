@@ -20,11 +20,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
-from spbench.bench.measure.engines.distributed import DistributedEngine
-from spbench.bench.measure.engines.virtual import trace_classes
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
-from spbench.bench.measure.sweep.provenance import provenance
+from spbench.bench.measure import Cluster, Narrowing, load_cluster, provenance, run_cell, trace_classes
 from spbench.bench.tools.calibrate.machine_report import MachineRequest, measured_machine
 from spbench.bench.tools.papers.answer import load_scenario
 
@@ -37,7 +33,7 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
         UserError: there is no such scenario, it has no two cells of the number of ranks asked for, or as
             :func:`measured_machine`.
     """
-    declared = declared_cells(load_scenario(scenario), Narrowing(engines=("distributed",), device="cpu"))
+    declared = Narrowing(engines=("distributed",), device="cpu").declared(load_scenario(scenario))
     cells = [cell for cell in declared if asked.world_size in (None, cell.sizes.world)]
     if len(cells) < 2:
         ranks = "" if asked.world_size is None else f" on {asked.world_size} ranks"
@@ -102,11 +98,9 @@ ROUNDS = 2
 def measured_samples(cells: Sequence[Cell]) -> list[list[float]]:
     """Samples of each cell's step in seconds, on real ranks, in rounds: a busy minute falls on all cells.
 
-    Errors are those of :meth:`DistributedEngine.measure`.
+    Errors are those of :func:`run_cell`.
     """
-    rounds = [
-        [DistributedEngine().measure(cell).step_time_samples_s for cell in cells] for _ in range(ROUNDS)
-    ]
+    rounds = [[run_cell(cell).step_time_samples_s for cell in cells] for _ in range(ROUNDS)]
     return [[*chain.from_iterable(of_cell)] for of_cell in zip(*rounds, strict=True)]
 
 

@@ -14,7 +14,7 @@ from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from spbench.bench.measure.clusters.rates import AttentionKernel, Direction
+from spbench.bench.measure import AttentionKernel, Direction
 from spbench.bench.tools.calibrate.log_findings import (
     AttentionSpeed,
     Findings,

@@ -19,11 +19,18 @@ from typing import Any, Literal
 
 from spbench.bench.errors import UserError
 from spbench.bench.files import read_file
-from spbench.bench.measure.clusters.cluster import Cluster, Precision, cluster_names, load_cluster
-from spbench.bench.measure.clusters.rates import AttentionKernel, Direction, Mask
+from spbench.bench.measure import (
+    AttentionKernel,
+    Cluster,
+    Direction,
+    Mask,
+    Precision,
+    cluster_names,
+    load_cluster,
+)
 from spbench.bench.tools.calibrate import LOGS
 from spbench.bench.yaml_files import read_yaml
-from spbench.impls.traffic import WIRE_SHARE
+from spbench.impls import WIRE_SHARE
 
 _GZIP = b"\x1f\x8b"
 

@@ -12,13 +12,8 @@ from typing import Any
 from spbench.bench.command_line.output import Column, Output, Table, memory_table, records
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import given as settings_given
-from spbench.bench.measure.trust.bands import (
-    PEAK,
-    RESERVED,
-    past_errors,
-    priced_by_in_words,
-)
+from spbench.bench.measure import PEAK, RESERVED, past_errors, priced_by_in_words
+from spbench.bench.measure import given as settings_given
 from spbench.bench.tools.choose.anatomy import Part
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.choose.budget_report import (
@@ -42,7 +37,7 @@ from spbench.bench.tools.choose.proofs import Proofs
 from spbench.bench.tools.choose.subject import experts_line, model_line, taken, taken_line, tokens_of_rank
 from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import card_gib, shown_price, shown_share
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset
 
 #: a part of the peak below which a kind is not worth a word
 _SMALL = 0.002

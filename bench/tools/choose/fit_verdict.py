@@ -16,14 +16,12 @@ from pydantic import TypeAdapter
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.rank_memory import exchange_memory_bytes
-from spbench.bench.measure.trust.fit_certainty import FITS, NO, Certainty, certainty
+from spbench.bench.measure import FITS, NO, Certainty, certainty, exchange_memory_bytes, load_cluster
 from spbench.bench.tools.choose.anatomy import ANATOMY, Anatomy, Part
 from spbench.bench.tools.choose.suggestions import Change
 from spbench.bench.units import card_gib
 from spbench.bench.yaml_files import read_yaml
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset
 
 _ANATOMY = TypeAdapter(Anatomy)
 #: parts of the peak that an answer names in its second line

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure import load_cluster
 from spbench.bench.tools.choose.asking import Asking, Say, unheard
 from spbench.bench.tools.choose.candidates import Candidate, mesh_alone
 from spbench.bench.tools.choose.look import Depth, looks
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import SearchResult, Seen, best_of, has_experts
-from spbench.impls.strategies.nesting import PLUS
+from spbench.impls import PLUS
 
 #: of a model with experts, whose ranks along ep can be raised for little, a layout that takes a larger share
 #: of a card by few layers counts as one that does not fit, as long as another one does

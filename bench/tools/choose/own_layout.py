@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell, TrainingOptions
-from spbench.bench.measure.scenarios.scenario import written
+from spbench.bench.measure import written
 from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.jobs.flags import several_ranks
-from spbench.impls.options import set_options
-from spbench.impls.registries import backend_class
+from spbench.impls import backend_class, set_options
 
 #: options of a model that save memory, which a search chooses anew: names begin or end so
 _SWITCHES, _TILES = ("recompute", "checkpoint"), "_tile"

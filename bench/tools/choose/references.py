@@ -13,18 +13,13 @@ from typing import Any
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.errors import UserError
-from spbench.bench.measure.engines.plan import backend_options, model_parameters, plan
+from spbench.bench.measure import backend_options, model_parameters, plan
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose.asking import Asking
 from spbench.bench.tools.choose.layouts import backend_settings
 from spbench.bench.tools.choose.look import ACTIVATIONS, STATES, looks
 from spbench.bench.tools.choose.question import Question
-from spbench.impls.backends.backend import BytesInBackward
-from spbench.impls.backends.optimizer import PRECISIONS
-from spbench.impls.composition import Stage
-from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import backend_class
+from spbench.impls import PRECISIONS, BytesInBackward, Stage, Unsupported, backend_class, model_preset
 
 #: replicas of the traces of backends
 _REPLICAS = (2, 4)

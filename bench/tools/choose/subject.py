@@ -12,20 +12,24 @@ from typing import Any
 
 from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.plan import model_parameters
-from spbench.bench.measure.scenarios.choices import names, refusal
-from spbench.bench.measure.scenarios.expand import Problem, expand
-from spbench.bench.measure.scenarios.scenario import changed, load_scenario
-from spbench.bench.measure.scenarios.select import ATTENTION, Narrowing, narrowed_cells, with_usual_attention
+from spbench.bench.measure import (
+    ATTENTION,
+    Narrowing,
+    Problem,
+    changed,
+    expand,
+    load_cluster,
+    load_scenario,
+    model_parameters,
+    names,
+    refusal,
+    with_usual_attention,
+)
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.choose.suggestions import usual_placement, usual_strategies
 from spbench.bench.tools.jobs.job_files import read_job
 from spbench.bench.units import shown_count
-from spbench.impls.axes import MESH_AXES, ranks_along, unused_axes
-from spbench.impls.models.model import model_preset
-from spbench.impls.options import set_options
-from spbench.impls.strategies.nesting import nesting
+from spbench.impls import MESH_AXES, model_preset, nesting, ranks_along, set_options, unused_axes
 
 #: the option that says the attention kernel, and its value that says none
 #: of a model with sizes: Adam makes its moments in the first step
@@ -105,7 +109,7 @@ def _of_scenario(name: str, asked: Asked) -> list[Cell]:
         variant=asked.variant,
         where=asked.where,
     )
-    return narrowed_cells(load_scenario(name), narrowing)
+    return narrowing.cells(load_scenario(name))
 
 
 def _refuse_narrowing(name: str, asked: Asked) -> None:

@@ -8,8 +8,7 @@ import re
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.cluster import Device, load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import engines_choice, generation_of
+from spbench.bench.measure import Device, engines_choice, generation_of, load_cluster
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.rules import call
 

@@ -18,8 +18,7 @@ from statistics import median
 from pandas import DataFrame
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.trust.bands import PEAK, RESERVED
-from spbench.bench.measure.trust.fit_certainty import FITS, NO, TIGHT, Evidence, Filled, kinds_of
+from spbench.bench.measure import FITS, NO, PEAK, RESERVED, TIGHT, Evidence, Filled, kinds_of
 from spbench.bench.tools.papers.comparison import (
     FILLED,
     frame_of,

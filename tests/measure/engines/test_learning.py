@@ -11,14 +11,14 @@ from spbench.bench.measure.engines import distributed
 from spbench.bench.measure.engines.distributed import learning_rate, losses_of_rank
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Outcome
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import compare, load_scenario
 from spbench.bench.tools.papers.answers.curves import deviations, final
 from spbench.impls.models.blocks.text import CHOSEN, CLS, MASK, PAD, SEP, SPECIAL, WordPieces, corpus
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
 from tests.measure.verify.attention_faults import BiasesNotSynchronized, OneNthGradients, OrderLossOnEveryRank
 from tests.slow import slow
@@ -178,7 +178,7 @@ def test_pieces() -> None:
 
 def test_comparison_states_deviations() -> None:
     scenario = load_scenario("rsa_convergence")
-    cells = declared_cells(scenario, Narrowing())
+    cells = Narrowing().declared(scenario)
     rows: dict[str, Row] = {}
     for asked in cells:
         off = {"tensor_parallel": 1e-7, "ring_self_attention": 0.5}.get(asked.strategy, 0.0)
@@ -201,7 +201,7 @@ def test_comparison_states_deviations() -> None:
 
 @pytest.mark.slow
 def test_whole_scenario() -> None:
-    cells = declared_cells(load_scenario("rsa_convergence"), Narrowing())
+    cells = Narrowing().declared(load_scenario("rsa_convergence"))
     losses = {(c.strategy, c.precision): run_cell(c).losses for c in cells}
     reference = losses.pop(("single", "fp32"))
     assert final(reference, "mlm") < reference[0]["mlm"] - 1.4

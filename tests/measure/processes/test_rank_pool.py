@@ -30,11 +30,11 @@ from spbench.bench.measure.processes.lockstep_ranks import LOCKSTEP, LockstepRan
 from spbench.bench.measure.processes.rank_pool import RankError, RankPool, Rendezvous, loopback_store
 from spbench.bench.measure.processes.stacks import GRACE_S, STACKS_FOLDER, STACKS_S, RankAnswer, collect
 from spbench.bench.measure.processes.staged_group import STAGED
-from spbench.bench.measure.verify.cases import verify
+from spbench.bench.measure.verify.cases import verify_cases
 from spbench.impls import collectives
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.place import Place
-from spbench.impls.registries import strategies
+from spbench.impls.registries import all_strategies
 from spbench.impls.strategies import blockwise, ring_attention
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.strategies.ring_attention import RingAttention
@@ -265,13 +265,13 @@ def test_each_collective_is_that_of_gloo(pool: RankPool) -> None:
     ],
 )
 def test_strategies_are_green(strategy: str, model: str, part: str) -> None:
-    rows = list(verify([strategy], [model], [6], parts=[part], pool=LockstepRanks(), batch=1))
+    rows = list(verify_cases([strategy], [model], [6], parts=[part], pool=LockstepRanks(), batch=1))
     assert {row.status for row in rows} - {"unsupported"} == {"green"}
 
 
 def test_bytes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RingAttention, "communication", lambda *_: iter(()))
-    (row, *_) = verify(["ring_attention"], ["attention-call-tiny"], [3], pool=LockstepRanks())
+    (row, *_) = verify_cases(["ring_attention"], ["attention-call-tiny"], [3], pool=LockstepRanks())
     assert row.status == "RED"
     assert "bytes, 0 by the closed form" in row.verdict
 
@@ -356,10 +356,10 @@ class Staged:
 def test_strategies_are_right_on_it(pool: RankPool, backend: str) -> None:
     hybrid = "linear-llama3-tiny-hybrid"
     models = ["bert-tiny-linformer", "causal-transformer-tiny", "tnl-tiny", hybrid, "st-dit-tiny"]
-    rows = list(verify(None, models, [2], parts=["model"], backend=backend, pool=Staged(pool)))  # type: ignore[arg-type]
+    rows = list(verify_cases(None, models, [2], parts=["model"], backend=backend, pool=Staged(pool)))  # type: ignore[arg-type]
     assert [row for row in rows if row.status == "RED"] == []
     green = {row.strategy for row in rows if row.status == "green"}
-    assert green >= {*strategies()} - {"single"}
+    assert green >= {*all_strategies()} - {"single"}
 
 
 ROOT = Path(__file__).parents[3]

@@ -32,7 +32,7 @@ from spbench.bench.measure.simulator.program import (
     Program,
 )
 from spbench.bench.measure.simulator.program_builder import ProgramBuilder
-from spbench.bench.measure.simulator.timeline import Timeline, export_trace
+from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.kernels.softmax import masked_softmax
 from tests.bench.hosts import files_of_at_most
@@ -346,7 +346,7 @@ def test_a_wait_for_a_stream_that_does_nothing_is_none() -> None:
 
 
 def exported(timeline: Timeline, path: Path, ranks: list[int]) -> dict[str, Any]:
-    export_trace(timeline, path / "trace.json", ranks)
+    timeline.export(path / "trace.json", ranks)
     return json.loads((path / "trace.json").read_text())
 
 
@@ -420,12 +420,12 @@ def test_phases_have_a_row_of_their_own(tmp_path: Path) -> None:
 
 def test_a_trace_that_cannot_be_written_leaves_the_earlier_one(tmp_path: Path) -> None:
     timeline, path = timed([ring(4, 3, 2, overlap=True)], [range(4)]), tmp_path / "trace.json"
-    export_trace(timeline, path)
+    timeline.export(path)
     earlier = path.read_bytes()
     with (
         files_of_at_most(100),
         pytest.raises(UserError, match=r"^cannot write .*trace\.json: File too large$"),
     ):
-        export_trace(timeline, path, [0, 1, 2, 3])
+        timeline.export(path, [0, 1, 2, 3])
     assert path.read_bytes() == earlier
     assert list(tmp_path.iterdir()) == [path]

@@ -13,12 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tests.impls.models.huggingface as published
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.verify.cases import verify
+from spbench.bench.measure.verify.cases import verify_cases
 from spbench.impls.backends.legacy_ddp import ContiguousGradients
 from spbench.impls.models.bert import BertModel
-from spbench.impls.models.model import models
-from spbench.impls.models.model import models as all_models
 from spbench.impls.place import Place
+from spbench.impls.registries import all_models
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
 
@@ -37,7 +36,7 @@ FOLDER = Path(published.__file__).parent
 )
 def test_green(pool: RankPool, name: str, strategy: str) -> None:
     path = name if name in all_models() else str(FOLDER / f"{name}.json")
-    rows = [*verify([strategy], [path], (4,), parts=["attention"], pool=pool)]
+    rows = [*verify_cases([strategy], [path], (4,), parts=["attention"], pool=pool)]
     assert {row.model for row in rows} == {path}
     assert {row.status for row in rows} <= {"green", "unsupported"}
     assert rows[0].status == "green", rows[0].reason
@@ -47,7 +46,7 @@ def test_green(pool: RankPool, name: str, strategy: str) -> None:
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_every_family_under_every_way_to_cut_it(pool: RankPool, path: Path) -> None:
     strategies = ["tensor_parallel", "megatron_sp", "ulysses", "ring_attention", "ring_self_attention"]
-    rows = [*verify(strategies, [str(path)], (3, 4), pool=pool)]
+    rows = [*verify_cases(strategies, [str(path)], (3, 4), pool=pool)]
     assert {row.status for row in rows} == {"green", "unsupported"}
     assert sum(row.status == "green" for row in rows) >= 20
 
@@ -73,6 +72,6 @@ def replicas_after_a_step_with_dropout(mesh: DeviceMesh, model: BertModel) -> fl
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dropout_keeps_the_replicas_of_tensor_parallelism_alike(pool: RankPool, checkpointing: bool) -> None:
-    model = replace(models()["bert-tiny"], dropout=0.3, checkpointing=checkpointing)
+    model = replace(all_models()["bert-tiny"], dropout=0.3, checkpointing=checkpointing)
     spread = pool.run({"tp": 4}, replicas_after_a_step_with_dropout, model)
     assert max(spread) == 0  # all-reduced sums are the same bits on all ranks

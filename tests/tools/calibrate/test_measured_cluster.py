@@ -19,7 +19,7 @@ import yaml
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.command_line.output import Output
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.carried_rates import RatesUnknown, check_rates
+from spbench.bench.measure.clusters.card_kernels import RatesUnknown, check_rates
 from spbench.bench.measure.clusters.cluster import Calibration, load_cluster
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.scenarios.scenario import load_scenario
@@ -236,11 +236,11 @@ def test_the_figures_time_a_cell() -> None:
 def test_cells_are_measured_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
 
-    def measure(self: Any, cell: Cell) -> Measurement:
+    def measure(cell: Cell) -> Measurement:
         order.append(cell.batch)
         return Measurement(step_time_samples_s=[float(len(order))])
 
-    monkeypatch.setattr(closed_loop.DistributedEngine, "measure", measure)
+    monkeypatch.setattr(closed_loop, "run_cell", measure)
     cells = [SMALL.model_copy(update={"batch": n}) for n in (1, 2)]
     assert closed_loop.measured_samples(cells) == [[1.0, 3.0], [2.0, 4.0]]
     assert order == [1, 2, 1, 2]

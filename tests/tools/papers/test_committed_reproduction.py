@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.trust.bands import MEMORY_ERRORS_FILE, packaged_errors, packaged_model
 from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE, Evidence, packaged_evidence
 from spbench.bench.tools.papers.answer import compare
@@ -189,7 +189,7 @@ def test_the_committed_numbers_are_of_published_ones_as_they_are(paper: str) -> 
     """No published number, role or source was changed since, and no published number is missing."""
     for scenario in loaded()[paper]:
         committed = findings(paper).of(scenario.name).drop_duplicates(KEY, keep="last")
-        entries = frame_of(compare(scenario, declared_cells(scenario, Narrowing()), {}))
+        entries = frame_of(compare(scenario, Narrowing().declared(scenario), {}))
         entries["table"] = entries["table"].where(entries["table"] != "", entries["claim"])
         entries = entries[(entries["quantity"] != "sent_bytes") & (entries["role"] != "curve")]
         both = entries.merge(committed, on=KEY, how="left", suffixes=("", "_committed"))

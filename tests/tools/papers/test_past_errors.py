@@ -16,13 +16,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.tools.papers.comparison import frame_of, write_csv
 from spbench.bench.tools.papers.document import write_part
-from spbench.bench.tools.papers.megatron_cases import (
-    ERRORS,
-    EXPERT_CASES,
-    GoldenCase,
-    by_departure,
-    cases,
-)
+from spbench.bench.tools.papers.megatron_cases import ERRORS, EXPERT_CASES, GoldenCase, by_departure, cases
 from spbench.bench.tools.papers.past_errors import (
     class_lines,
     counted_times,

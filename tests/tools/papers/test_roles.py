@@ -14,7 +14,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import cluster_names, load_cluster
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.tools.papers.answer import answers_of, compare, load_scenario
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.comparison import Comparison, frame_of
@@ -58,7 +58,7 @@ def loaded(folder: Path, cluster: dict[str, Any] | None = None, **changes: Any) 
 
 
 def compared(scenario: Scenario, variant: str = "all") -> list[Comparison]:
-    return compare(scenario, declared_cells(scenario, Narrowing(variant=variant)), {})
+    return compare(scenario, Narrowing(variant=variant).declared(scenario), {})
 
 
 def roles(scenario: Scenario) -> dict[str, list[str]]:
@@ -157,7 +157,7 @@ def test_the_same_number_has_the_same_source_in_every_variant_and_scenario(tmp_p
 
 def packaged_roles(name: str, quantity: str, variant: str | None = None) -> set[str]:
     scenario = packaged_scenario(name)
-    found = compare(scenario, declared_cells(scenario, Narrowing(variant=variant)), {})
+    found = compare(scenario, Narrowing(variant=variant).declared(scenario), {})
     return {c.role for c in found if c.quantity == quantity and c.published is not None}
 
 

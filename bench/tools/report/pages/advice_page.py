@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.measure.trust.bands import with_band
+from spbench.bench.measure import with_band
 from spbench.bench.tools.report.drawings import svg
 from spbench.bench.tools.report.gathered import Gathered
 from spbench.bench.tools.report.page import DataTable, Figure, Page

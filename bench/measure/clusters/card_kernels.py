@@ -1,0 +1,157 @@
+"""Kernels of softmax attention on a card: which one programs run where nobody says it, and the rate of one.
+
+Kernels keep their ratio from card to card better than their share of the peak. So where two kernels were
+measured on another card and one of them on this, the missing one counts here as that part of the other. It
+stays a substitute, and says so. Without other rates nothing can be timed (:func:`check_rates`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from spbench.bench.measure.clusters.cluster import Cluster, Device, cluster_names, load_cluster
+from spbench.bench.measure.clusters.figures import Sourced, named
+from spbench.bench.measure.clusters.rates import NO_TABLE, AttentionRate, Direction, Mask
+
+#: generations of cards by what is in their names, as NVIDIA numbers what they can do
+_CAPABILITY = {"P100": 6, "V100": 7, "A100": 8, "A800": 8, "RTX 4090": 8, "L20": 8, "L40": 8} | {
+    "H100": 9,
+    "H200": 9,
+    "H800": 9,
+    "B200": 10,
+    "B300": 10,
+    "RTX PRO 6000": 12,
+}
+#: the generations that a kernel runs on: from, to. README.md of Dao-AILab/flash-attention says of
+#: FlashAttention-2 Ampere, Ada and Hopper (and later), of 3 H100 and H800, of 4 Hopper and Blackwell
+_RUNS_ON = {"flash_attention_2": (8, 99), "flash_attention_3": (9, 9), "flash_attention_4": (9, 10)}
+
+
+def generation_of(device: Device) -> int:
+    """The generation of a card; 0 where it is not known."""
+    return next((number for part, number in _CAPABILITY.items() if part in device.name), 0)
+
+
+def engines_choice(generation: int, *, fused: bool = True, flash: bool = True) -> str:
+    """The kernel that TransformerEngine takes, which Megatron-LM leaves the choice to (get_attention_backend
+    of its pytorch/attention/dot_product_attention/utils.py): "cudnn", "flash" or "unfused".
+
+    Args:
+        fused, flash: whether cuDNN's and FlashAttention's may be taken.
+    """
+    if fused and generation >= 9:
+        return "cudnn"
+    return "flash" if flash and generation >= 8 else "unfused"
+
+
+def usual_kernel(device: Device) -> str:
+    """The kernel that is taken on a card where nobody says one: TransformerEngine's choice, FlashAttention by
+    the version that the card's file has as its default. "flash" where the card is not known, or has neither:
+    what stands for it there."""
+    choice = engines_choice(generation_of(device))
+    attention = device.attention
+    if choice == "cudnn" and attention is not None and "cudnn" in attention.kernels:
+        return choice
+    return "flash" if attention is None else attention.default
+
+
+def played_kernel(device: Device, said: str) -> str:
+    """The kernel of attention that a step plays on a card: what its model says, or the default of the card's
+    file for "flash"; "flash" where the file has none."""
+    return said if said != "flash" or device.attention is None else device.attention.default
+
+
+def cannot_run(device: Device, kernel: str) -> tuple[str, str] | None:
+    """Why a card cannot run a kernel, and what to use instead; None: it can, or it is not known."""
+    generation = generation_of(device)
+    first, last = _RUNS_ON.get(kernel, (0, 99))
+    if not generation or first <= generation <= last:
+        return None
+    needs = "Hopper alone" if first == last else "Hopper and Blackwell" if last < 99 else "Ampere and later"
+    usual = usual_kernel(device)
+    return f"{kernel} runs on {needs}, not on {device.name}", f"use model_options.attention={usual}"
+
+
+def rate_of_call(
+    device: Device, kernel: str, head_size: int, direction: Direction, mask: Mask
+) -> AttentionRate | None:
+    """The rate of calls of an attention kernel on a card: its own, or one that is carried over; None: there
+    is neither, or the card has a share for calls of its default kernel. Arguments as of
+    :meth:`AttentionRates.rate_of`."""
+    if device.attention is None:
+        return None
+    own = device.attention.rate_of(kernel, head_size, direction, mask)
+    if own is not None or kernel in ("flash", device.attention.default):
+        return own
+    for card in _cards_with(kernel, generation_of(device)):
+        for other in dict.fromkeys([device.attention.default, *device.attention.kernels]):
+            if rate := _carried(device, card, kernel, other, head_size, direction, mask):
+                return rate
+    return None
+
+
+def _carried(
+    device: Device, card: Cluster, kernel: str, other: str, head_size: int, direction: Direction, mask: Mask
+) -> AttentionRate | None:
+    """The rate of ``kernel`` by its ratio to ``other`` on another card; None where a rate is missing."""
+    assert device.attention is not None
+    assert card.device.attention is not None
+    there = card.device.attention.rate_of(kernel, head_size, direction, mask)
+    here = device.attention.rate_of(other, head_size, direction, mask)
+    if there is None or here is None:
+        return None
+    # the ratio is of alike calls: by the head size, direction and mask that the kernel was measured with
+    beside = card.device.attention.rate_of(
+        other, there.counts_as(direction), there.direction or direction, there.mask
+    )
+    if beside is None or not beside.limit_flops_per_s.value:
+        return None
+    share = (there.limit_flops_per_s.value or 0.0) / beside.limit_flops_per_s.value
+    limit = here.limit_flops_per_s
+    halves = [each.half_length.value for each in (here, there, beside)]
+    half = halves[0] * halves[1] / halves[2] if all(halves) else halves[0]  # type: ignore[operator]
+    return here.model_copy(
+        update={
+            "limit_flops_per_s": Sourced(
+                value=(limit.value or 0.0) * share,
+                source=limit.source,
+                note=f"{share:.3f} of {other}'s, as on {card.device.name}",
+                substitute=f"{other}'s, by the ratio of both on {card.device.name}",
+            ),
+            "half_length": Sourced(value=half, source=here.half_length.source),
+            "measured": {},
+            "table": NO_TABLE,
+        }
+    )
+
+
+@cache
+def _cards_with(kernel: str, generation: int) -> list[Cluster]:
+    """A cluster of each card that the kernel was measured on, those of the nearest generation first."""
+    by_card = {}
+    for cluster in reversed([*map(load_cluster, cluster_names())]):
+        attention = cluster.device.attention
+        rates = None if attention is None else named(attention.kernels, kernel)
+        if any(not rate.limit_flops_per_s.substitute for rate in rates or ()):
+            by_card[cluster.device.name] = cluster
+    return sorted(by_card.values(), key=lambda cluster: abs(generation_of(cluster.device) - generation))
+
+
+class RatesUnknown(ValueError):
+    """The cluster profile lacks a figure without which a time cannot be known."""
+
+
+def check_rates(cluster: Cluster, precision: str, world: int) -> None:
+    """Raise :class:`RatesUnknown` unless the cluster has all figures to time this many ranks."""
+    device = cluster.device
+    rate = named(device.peak_flops_per_s, precision)
+    if rate is None or rate.value is None:
+        raise RatesUnknown(f"{cluster.name}: device.peak_flops_per_s has no {precision}")
+    if device.memory_bandwidth_bytes_per_s.value is None:
+        raise RatesUnknown(f"{cluster.name}: device.memory_bandwidth_bytes_per_s is unknown")
+    links = [cluster.node_link] if cluster.node_link and cluster.devices_per_node > 1 and world > 1 else []
+    if world > (cluster.devices_per_node if links else 1):
+        links.append(cluster.network)
+    for link in links:
+        if not link.known:
+            raise RatesUnknown(f"{cluster.name}: a link's latency or bandwidth is unknown")
