@@ -37,7 +37,7 @@ from spbench.bench.tools.choose.proofs import Proofs
 from spbench.bench.tools.choose.subject import experts_line, model_line, taken, taken_line, tokens_of_rank
 from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import card_gib, shown_price, shown_share
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset
 
 #: a part of the peak below which a kind is not worth a word
 _SMALL = 0.002

@@ -11,7 +11,7 @@ import numpy as np
 
 from spbench.bench.tools.choose.candidates import SURELY, Candidate, Variant
 from spbench.bench.tools.choose.layouts import Way
-from spbench.impls.strategies.nesting import PLUS
+from spbench.impls import PLUS
 
 #: standard deviations, of logarithms: of what was traced from its factors, and of the factor of a way, and of
 #: a backend or a size of micro-batches, before anything was traced

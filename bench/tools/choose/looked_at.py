@@ -12,7 +12,7 @@ from spbench.bench.tools.choose.candidates import Candidate, mesh_alone
 from spbench.bench.tools.choose.look import Depth, looks
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import SearchResult, Seen, best_of, has_experts
-from spbench.impls.strategies.nesting import PLUS
+from spbench.impls import PLUS
 
 #: of a model with experts, whose ranks along ep can be raised for little, a layout that takes a larger share
 #: of a card by few layers counts as one that does not fit, as long as another one does

@@ -14,7 +14,7 @@ from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose.fit_verdict import CardMemory, card_memory
 from spbench.bench.tools.choose.layouts import Refused, things_to_set
 from spbench.bench.tools.choose.look import NEEDED, Depth
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset
 
 #: layouts that are named
 NAMED = 5

@@ -16,7 +16,7 @@ from spbench.bench.measure import Narrowing, as_row, changed_parts, engine_class
 from spbench.bench.measure.engines.traces import trace_key
 from spbench.bench.measure.scenarios.expand import _PARTLY_HEEDED, expand, ignored
 from spbench.bench.measurement import Outcome
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 
 #: a value of each setting that is not its default
 VALUES: dict[str, Any] = {
