@@ -20,9 +20,9 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.cli import COMMANDS
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import without_own_rates
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table
+from spbench.bench.tools.run.kinds_of_work import without_own_rates
 from spbench.bench.units import six_digits
 from spbench.bench.yaml_files import packaged, read_yaml
 from spbench.impls.layout import Unsupported

@@ -152,7 +152,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     try:
         lines = read_file(path).split(b"\n")
     except UserError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             return
         raise
     for number, line in enumerate(lines, start=1):

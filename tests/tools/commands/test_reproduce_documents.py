@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from spbench.bench.measure.scenarios.select import Narrowing
+from spbench.bench.measure.sweep.scenario_run import RanScenario
 from spbench.bench.tools.papers import reproduction
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import Comparison, read_comparisons, read_records
 from spbench.bench.tools.papers.document import rendered_documents
-from spbench.bench.tools.papers.execution import RanScenario
 from spbench.bench.tools.papers.paper_findings import PaperFindings
 from tests.bench.hosts import files_of_at_most
 from tests.tools.commands.conftest import Run
@@ -166,16 +166,12 @@ def compared(name: str, quantity: str, source: str) -> Comparison:
 
 
 def made(asked: list[tuple[Any, ...]]) -> Any:
-    """In place of running cells: two comparisons of one row, and what was asked."""
+    """In place of running cells: one row, and what was asked."""
 
     def run_cells(scenario: Any, narrowing: Narrowing, folder: Path, *rest: Any) -> RanScenario:
         asked.append((scenario.name, narrowing.clusters, folder))
         row = {"key": scenario.name, "status": "ok", "measurement": {"step_time_s": 1.0, **RESTS}}
-        found = [
-            compared(scenario.name, quantity, f"usp_end_to_end.csv:1:{quantity}")
-            for quantity in ("step_time_ms", "memory_gb")
-        ]
-        return RanScenario([row], [row], found, [])
+        return RanScenario([row], [], {"": row}, folder)
 
     return run_cells
 
@@ -191,6 +187,9 @@ def test_scenarios_run_on_the_clusters_of_their_names(
 ) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(reproduction, "run_cells", made(asked))
+    quantities = ("step_time_ms", "memory_gb")
+    published = [compared("usp", each, f"usp_end_to_end.csv:1:{each}") for each in quantities]
+    monkeypatch.setattr(reproduction, "set_beside", lambda scenario, ran: (published, []))
     cluster = RESULTS / "datasheets" / "usp.yaml"
     cluster.parent.mkdir(parents=True)
     cluster.write_text("extends: dgx-a100\n")

@@ -21,6 +21,7 @@ from spbench.bench.tools.changes.history import Assessment, History, counts, rea
 from spbench.bench.tools.changes.history_command import series_ends
 from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
 from spbench.bench.tools.changes.metrics import Difference
+from spbench.bench.tools.changes.record_command import Commit
 from spbench.bench.tools.changes.result_files import Results, read_results
 from spbench.bench.tools.changes.series import Step
 from spbench.bench.tools.report.drawings import history_figure, label_of, svg
@@ -203,10 +204,15 @@ def _short(key: str) -> str:
     return "/".join(key.split("/")[:3])
 
 
+def _commits_of(assessments: Iterable[Assessment]) -> list[Commit]:
+    """The commits that any series has, by date."""
+    commits = {point.commit.hash: point.commit for one in assessments for point in one.series.points}
+    return sorted(commits.values(), key=lambda commit: (commit.date, commit.hash))
+
+
 def _in_history(assessments: Sequence[Assessment]) -> Change:
     """What came with the newest commit that any series has, beside the one before it."""
-    commits = {point.commit.hash: point.commit for one in assessments for point in one.series.points}
-    *_, before, newest = [None, None, *sorted(commits.values(), key=lambda c: (c.date, c.hash))]
+    *_, before, newest = [None, None, *_commits_of(assessments)]
     assert newest is not None
     now = [one for one in assessments if one.series.points[-1].commit.hash == newest.hash]
     steps = [
@@ -271,13 +277,8 @@ def history_drawings(assessments: Sequence[Assessment], *, quiet: bool = False) 
         group.sort(key=lambda assessment: not assessment.fails)
         panels, unit = group[:MOST_PANELS], group[0].series.unit
         more = f"; {len(group) - len(panels)} more in the table" if len(group) > len(panels) else ""
-        dates = {
-            p.commit.hash: p.commit.date
-            for a in assessments
-            if a.series.suite == suite
-            for p in a.series.points
-        }
-        places = {name: at for at, name in enumerate(sorted(dates, key=lambda name: (dates[name], name)))}
+        of_suite = _commits_of(a for a in assessments if a.series.suite == suite)
+        places = {commit.hash: at for at, commit in enumerate(of_suite)}
         caption = f"{metric} of {suite} over commits{f', in {unit}' if unit else ''}{more}"
         name = f"{'quiet' if quiet else 'steps'}-{number}"
         said = (
