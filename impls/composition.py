@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.impls.collectives import add_from_peer, all_reduce
+from spbench.impls.dispatchers.dispatcher import dispatchers
 from spbench.impls.dispatchers.sent_tokens import planned_counts
 from spbench.impls.folding import FOLDED_AXES, folds
 from spbench.impls.layout import divisors
 from spbench.impls.place import ALONE, Place
-from spbench.impls.registries import dispatchers
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.traffic import Traffic
 

@@ -12,7 +12,7 @@ import importlib.util
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, entry_points, version
@@ -24,6 +24,9 @@ from spbench.impls import loose_files
 from spbench.impls.loose_files import raised
 
 T = TypeVar("T")
+
+#: how to mend that a peer's package is missing
+INSTALL = "install the extra peers: pip install 'spbench[peers]'"
 
 #: prefix of the groups of entry points in which other distributions offer strategies, models, ...
 PLUGIN_GROUPS = "spbench."
@@ -43,6 +46,16 @@ def installed_version(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def versions(requires: Iterable[str]) -> dict[str, str | None]:
+    """The versions of distributions, by their names in :attr:`Strategy.requires`; None: not installed."""
+    return {name: installed_version(name) for name in requires}
+
+
+def absent(requires: Iterable[str]) -> list[str]:
+    """Those of the distributions that are not installed."""
+    return [name for name, found in versions(requires).items() if found is None]
 
 
 def named_classes(package: str, base: type[T], group: str = "") -> Mapping[str, type[T]]:

@@ -39,7 +39,7 @@ def ring(
     for step in keyed_steps(size, _ring_key(size, rank, depends_on)):
         yield (rank - step) % size, current
         if step < size - 1:
-            current = _shift(current, group)
+            current = shift(current, group)
 
 
 def owners_in_turn(group: dist.ProcessGroup, depends_on: OwnerKey | None = None) -> Iterator[int]:
@@ -60,8 +60,8 @@ def _ring_key(size: int, rank: int, depends_on: OwnerKey | None) -> Key:
     return key
 
 
-def _shift(chunk: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send ``chunk`` to the next rank and return what the previous one sent."""
+def shift(chunk: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send ``chunk`` to the next rank of the group and return what the rank before sent."""
     size, rank = group.size(), group.rank()
     received = torch.empty_like(chunk)
     exchange([(chunk, (rank + 1) % size)], [(received, (rank - 1) % size)], group)

@@ -1,9 +1,9 @@
-"""The questions of docs/advice.md, answered: the best layouts of each, with what the search took.
+"""The questions of results/advice/README.md, answered: the best layouts of each, with what the search took.
 
     python scripts/advice_tables.py [NAME...]
 
 writes results/advice/layouts.csv and questions.csv, a line of which is replaced where its question was asked
-again, and the table between the marks of docs/advice.md. Cold: no trace is kept from one run to the next. The
+again, and the table between the marks of that page. Cold: no trace is kept from one run to the next. The
 seconds of cores are right on any machine; those of the clock are kept where other programs had little of it.
 """
 
@@ -29,7 +29,7 @@ from spbench.bench.tools.choose.question import question
 from spbench.plots.axes import length_text
 
 FOLDER = Path("results", "advice")
-PAGE = Path("docs", "advice.md")
+PAGE = Path("results", "advice", "README.md")
 BEGIN, END = "<!-- scripts/advice_tables.py -->", "<!-- end -->"
 _K, _M = 2**10, 2**20
 #: what the P100 has no rates for

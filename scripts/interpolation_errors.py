@@ -19,12 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spbench.bench.measure.clusters.rate_tables import (
-    RateTable,
-    collective_tables,
-    rate_table,
-    table_names,
-)
+from spbench.bench.measure.clusters.rate_tables import RateTable, collective_tables, rate_table, table_names
 
 FILE = Path(__file__).parents[1] / "results" / "reproduction" / "interpolation.csv"
 COLUMNS = ("table", "calls", "left_out", "median_error", "error_of_90", "beyond", "median_error_beyond")

@@ -2,9 +2,9 @@
 
     python scripts/kernel_roofline.py
 
-Prints the tables of docs/kernels.md: nothing is measured, and no GPU is needed. FLOPs are those of the
-operators' own formulas, the least bytes those of their arguments and results, once each, and the rates those
-of the clusters' files.
+Prints the tables of results/benchmarks/kernels.md: nothing is measured, and no GPU is needed. FLOPs are those
+of the operators' own formulas, the least bytes those of their arguments and results, once each, and the rates
+those of the clusters' files.
 """
 
 from __future__ import annotations

@@ -37,10 +37,7 @@ if TYPE_CHECKING:
     from spbench.bench.command_line.options import printed
     from spbench.bench.command_line.output import Output, Table
     from spbench.bench.errors import UserError
-    from spbench.bench.measure.engines.engine import Engine, Quantity
-    from spbench.bench.measure.engines.plan import plan
-    from spbench.bench.measure.scenarios.scenario import Scenario
-    from spbench.bench.measure.trace.meter import Call, Communication, Meter
+    from spbench.bench.measure import Call, Communication, Engine, Meter, Quantity, Scenario, plan
     from spbench.bench.measurement import Measurement
     from spbench.bench.tools.calibrate.log_findings import (
         AttentionSpeed,
@@ -63,8 +60,8 @@ if TYPE_CHECKING:
     from spbench.impls.backends.backend import Backend
     from spbench.impls.backends.planned_step import PlannedStep
     from spbench.impls.composition import ONE_STAGE, Stage
+    from spbench.impls.models.blocks.architecture import FeedForward
     from spbench.impls.models.blocks.decoder import DecoderModel
-    from spbench.impls.models.blocks.feed_forward import FeedForward
     from spbench.impls.models.causal_transformer import CausalTransformerModel
     from spbench.impls.models.model import Model, ModelPart
     from spbench.impls.options import Options
@@ -91,12 +88,9 @@ _HOMES = {
     "spbench.bench.tools.papers.selector": ("Selector",),
     "spbench.bench.tools.papers.answer": ("Answer", "load_scenario"),
     "spbench.bench.yaml_files": ("PublishedNumber",),
-    "spbench.bench.measure.scenarios.scenario": ("Scenario",),
-    "spbench.bench.measure.engines.engine": ("Engine", "Quantity"),
-    "spbench.bench.measure.engines.plan": ("plan",),
+    "spbench.bench.measure": ("Call", "Communication", "Engine", "Meter", "Quantity", "Scenario", "plan"),
     "spbench.bench.errors": ("UserError",),
     "spbench.bench.tools.changes.export_command": ("ExportRequest", "Exported"),
-    "spbench.bench.measure.trace.meter": ("Call", "Communication", "Meter"),
     "spbench.bench.tools.jobs.flags": ("Flag", "Flags", "program_flags"),
     "spbench.bench.tools.jobs.job": ("Argument", "Job", "Setting"),
     "spbench.bench.tools.jobs.job_files": ("JobFile", "JobFiles"),
@@ -104,7 +98,7 @@ _HOMES = {
     "spbench.impls.backends.backend": ("Backend", "PlannedStep"),
     "spbench.impls.composition": ("ONE_STAGE", "Stage"),
     "spbench.impls.models.blocks.decoder": ("DecoderModel",),
-    "spbench.impls.models.blocks.feed_forward": ("FeedForward",),
+    "spbench.impls.models.blocks.architecture": ("FeedForward",),
     "spbench.impls.models.causal_transformer": ("CausalTransformerModel",),
     "spbench.impls.models.model": ("Model", "ModelPart"),
     "spbench.impls.options": ("Options",),

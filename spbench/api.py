@@ -13,14 +13,23 @@ from typing import TYPE_CHECKING
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure.engines.run_cell import measure, run_cell
-from spbench.bench.measure.scenarios.expand import impossible
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
-from spbench.bench.measure.sweep.provenance import project_commit
-from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
-from spbench.bench.measure.sweep.sweep import as_row, digests_of_a_run, sweep, unfinished
-from spbench.bench.measure.verify.proof import unproven
+from spbench.bench.measure import (
+    RESULTS_FILE,
+    Narrowing,
+    ResultsFile,
+    Scenario,
+    as_frame,
+    as_row,
+    digests_of_a_run,
+    impossible,
+    measure,
+    project_commit,
+    read_rows,
+    run_cell,
+    run_sweep,
+    unfinished,
+    unproven,
+)
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.yaml_files import dotted
 from spbench.impls.registries import DEFAULT_BACKEND
@@ -85,7 +94,7 @@ def run(
         if jobs == 0:
             _run_here(cells, results)
         else:
-            sweep(cells, results, jobs=jobs)
+            run_sweep(cells, results, jobs=jobs)
         return as_frame(results.rows[cell.key] for cell in cells)
 
 
@@ -105,7 +114,7 @@ def _chosen(what: str | PathLike[str] | Scenario | Cell | Iterable[Cell], narrow
     if isinstance(what, str | PathLike):
         what = load_scenario(what)
     if isinstance(what, Scenario):
-        return narrowed_cells(what, narrowing)
+        return narrowing.cells(what)
     if narrowing != Narrowing():
         raise UserError("cells are run as they are; choose among them before, or give a scenario")
     cells = {cell.key: cell for cell in ([what] if isinstance(what, Cell) else what)}
@@ -224,10 +233,10 @@ def verify(
     """
     from pandas import DataFrame
 
-    from spbench.bench.measure.verify import cases
+    from spbench.bench.measure import verify_cases
 
     try:
-        rows = list(cases.verify(strategies, models, world_sizes, dtypes, parts, backend=backend))
+        rows = list(verify_cases(strategies, models, world_sizes, dtypes, parts, backend=backend))
     except (KeyError, ValueError) as error:
         raise UserError(str(error.args[0])) from error
     return DataFrame([asdict(row) for row in rows])

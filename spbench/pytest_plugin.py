@@ -4,7 +4,7 @@
         spbench.assert_no_worse("my.yaml", baseline="baselines/my")
 
 Every pytest of an environment with spbench imports this module, so it imports nothing but pytest until a test
-uses the fixture. See docs/pytest.md.
+uses the fixture. See docs/ci.md.
 """
 
 from __future__ import annotations
@@ -122,27 +122,26 @@ class ScenarioRuns:
     ) -> tuple[DataFrame, Sequence[Comparison]]:
         """Leaves cells.jsonl in the folder, and comparison.csv if the scenario has published numbers."""
         from spbench.api import run
-        from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
-        from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
+        from spbench.bench.measure import Narrowing, read_rows
         from spbench.bench.tools.papers.answer import compare, load_scenario
         from spbench.bench.tools.papers.comparison import write
 
         beside = self._beside_the_test(scenario)
         loaded = load_scenario(beside if beside.is_file() else scenario)
         frame = run(loaded, output=folder, jobs=jobs, **narrowing)
-        rows = {row.key: row for row in read_rows(folder / RESULTS_FILE)[0]}
-        comparisons = compare(loaded, declared_cells(loaded, Narrowing(**narrowing)), rows)
+        rows = {row.key: row for row in read_rows(folder)[0]}
+        comparisons = compare(loaded, Narrowing(**narrowing).declared(loaded), rows)
         if comparisons:
             write(comparisons, folder)
         return frame, comparisons
 
     def _write_baseline(self, folder: Path, comparisons: Sequence[Comparison], target: Path) -> None:
         """Make a run's results a baseline; fails the test if a cell has none."""
-        from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
+        from spbench.bench.measure import read_rows
         from spbench.bench.row import FAULTS
         from spbench.bench.tools.changes.baseline_command import write_baseline
 
-        rows = read_rows(folder / RESULTS_FILE)[0]
+        rows = read_rows(folder)[0]
         if failed := [row for row in rows if row.status in FAULTS]:
             first = f"{failed[0].key}: {failed[0].status}, {failed[0].reason}"
             pytest.fail(f"{len(failed)} cells failed, so no baseline is written; {first}", pytrace=False)

@@ -45,11 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
 #: the files whose tests take longest, from 4 s of a busy core on, the longest first: files whose ranks wait
 #: for each other, in turns with files of one process, which fill the gaps
 LONGEST = (
+    "impls/test_green.py",
     "measure/verify/test_cases.py",
     "measure/engines/test_short_cuts.py",
     "impls/backends/test_backends.py",
     "tools/choose/test_advise.py",
-    "impls/backends/test_experts.py",
     "impls/strategies/test_grouped_query.py",
     "measure/engines/test_peaks.py",
     "plots/test_every_figure.py",
@@ -62,21 +62,17 @@ LONGEST = (
     "impls/backends/test_megatron.py",
     "impls/backends/test_fully_shard.py",
     "impls/training/test_composition.py",
-    "impls/strategies/test_gated_recurrence.py",
+    "impls/strategies/test_attention_alone.py",
     "impls/kernels/test_fakes.py",
     "measure/sweep/test_digest.py",
     "impls/kernels/test_triton.py",
     "impls/models/test_tiles.py",
     "tools/commands/test_cli.py",
-    "measure/engines/test_nested_steps.py",
-    "measure/verify/test_nesting_checker.py",
     "plots/test_contents.py",
     "scripts/test_mutations.py",
     "tools/jobs/test_flags.py",
-    "plots/test_outputs.py",
     "measure/trace/test_telemetry.py",
     "tools/choose/test_search.py",
-    "measure/verify/test_windows.py",
     "measure/engines/test_emulated.py",
 )
 

@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def launched_exit_code(arguments: Sequence[str] | None) -> int:
     """The exit code of a process that torchrun, or a launcher like it, has started. The first process runs
     the command line, on the ranks of all of them; each other process runs its rank."""
-    from spbench.bench.measure.processes.torchrun import Launched, coordinating, serve
+    from spbench.bench.measure import Launched, coordinating, serve
 
     try:
         launched = Launched.here()

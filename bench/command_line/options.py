@@ -230,7 +230,7 @@ def files_of(kind: Literal["strategy", "model"], text: str) -> Callable[[Command
 
     def load(ctx: click.Context, param: click.Parameter, paths: Sequence[str]) -> None:
         for path in paths:
-            from spbench.bench.measure.scenarios.choices import cell_names  # imports torch
+            from spbench.bench.measure import cell_names  # imports torch
 
             if cell_names(kind, path) == [path]:
                 raise click.BadParameter(f"{path!r} is no path of a .py file", ctx, param)
@@ -257,7 +257,7 @@ def choosing_cells(command: Function) -> Function:
         variant: str | None,
         **arguments: Any,
     ) -> Any:
-        from spbench.bench.measure.scenarios.select import Narrowing
+        from spbench.bench.measure import Narrowing
 
         chosen = Narrowing(strategy, model, cluster, (), world_size, variant, where=where, changes=changes)
         return command(narrowing=chosen, **arguments)

@@ -1,6 +1,6 @@
 """Data parallelism and the optimizer as in Megatron-Core's DistributedDataParallel and (distributed)
-optimizer (core/distributed and core/optimizer of NVIDIA/Megatron-LM, commit d98e8a64). docs/megatron.md names
-the flag of each option.
+optimizer (core/distributed and core/optimizer of NVIDIA/Megatron-LM, commit d98e8a64).
+docs/reference/arguments.md names the flag of each option.
 
 In half precision, weights take 2 bytes a parameter and contiguous float32 main gradients 4 (see
 :class:`MainGradients`), which live for ever. Every rank then has float32 main weights of 4 bytes and Adam's

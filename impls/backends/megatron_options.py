@@ -1,4 +1,4 @@
-"""The options of the backend ``megatron``; docs/megatron.md names Megatron-LM's flag of each.
+"""The options of the backend ``megatron``; docs/reference/arguments.md names Megatron-LM's flag of each.
 
 The norm of all gradients of a step over all ranks, and gradients scaled down to a largest norm, as
 megatron/core/optimizer/clip_grads.py of NVIDIA/Megatron-LM (commit d98e8a64).
@@ -269,18 +269,13 @@ def norm_traffic(place: Place, element_bytes: int) -> list[Traffic]:
     ]
 
 
-@operator("spbench::sum_of_squares")
+@operator("spbench::sum_of_squares", fake=lambda tensors, shares: _zero(tensors))
 def sum_of_squares(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     """The sum [] of the squares of all elements, each times its tensor's share, in at least float32."""
     total = _zero(tensors)
     for x, share in zip(tensors, shares, strict=True):
         total += x.to(total.dtype).square().sum() * share
     return total
-
-
-@sum_of_squares.register_fake
-def _(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    return _zero(tensors)
 
 
 def _zero(tensors: Sequence[Tensor]) -> Tensor:

@@ -216,7 +216,7 @@ def update_all(
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@operator("spbench::_fused_adamw_narrow_", mutates_args={"weights", "means", "squares"})
+@operator("spbench::_fused_adamw_narrow_", mutates_args={"weights", "means", "squares"}, fake=lambda *_: None)
 def _update(
     weights: Sequence[Tensor],
     gradients: Sequence[Tensor],
@@ -235,11 +235,6 @@ def _update(
         weight.mul_(1 - lr * decay).addcdiv_(m, root, value=-lr / (1 - beta1**count))
         mean.copy_(m)
         square.copy_(v)
-
-
-@_update.register_fake
-def _(*_: Any) -> None:
-    return None
 
 
 class NarrowMoments(Optimizer):

@@ -21,7 +21,7 @@ Letters: B batch, L sequence, H hidden.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -30,6 +30,7 @@ import numpy as np
 from torch import Tensor
 
 from spbench.impls.collectives import ReusedBuffer
+from spbench.impls.discovery import named_classes
 from spbench.impls.kernels.side_stream import SideStream, Tensors
 from spbench.impls.place import Place
 from spbench.impls.routing import RoutingPlan
@@ -230,3 +231,9 @@ class BesideDispatch:
         self._side.wait()
         (y,) = self._so_far
         return y
+
+
+def dispatchers() -> Mapping[str, type[Dispatcher]]:
+    """Every dispatcher of tokens to experts by name; plug-ins add theirs by entry points of the group
+    `spbench.dispatchers`."""
+    return named_classes("spbench.impls.dispatchers", Dispatcher, "spbench.dispatchers")

@@ -21,14 +21,9 @@ from torch import Tensor
 from spbench.impls.kernels.operator import operator
 
 
-@operator("spbench::silu_times")
+@operator("spbench::silu_times", fake=lambda gate, up: torch.empty_like(gate))
 def _silu_times(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
-
-
-@_silu_times.register_fake
-def _(gate: Tensor, up: Tensor) -> Tensor:
-    return torch.empty_like(gate)
 
 
 def _silu_gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,14 +41,12 @@ def _silu_times_backward_(gradient: Tensor, gate: Tensor, up: Tensor) -> None:
     gate.copy_(d_gate)
 
 
-@operator("spbench::silu_times_backward")
+@operator(
+    "spbench::silu_times_backward",
+    fake=lambda gradient, gate, up: (torch.empty_like(gradient), torch.empty_like(gradient)),
+)
 def _silu_times_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return _silu_gradients(gradient, gate, up)
-
-
-@_silu_times_backward.register_fake
-def _(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(gradient), torch.empty_like(gradient)
 
 
 class _SiLUTimes(torch.autograd.Function):
@@ -85,24 +78,14 @@ def swiglu_in_place(gate: Tensor, up: Tensor) -> Tensor:
     return _SwiGLUInPlace.apply(gate, up)
 
 
-@operator("spbench::squared_relu")
+@operator("spbench::squared_relu", fake=lambda x: torch.empty_like(x))
 def _squared_relu(x: Tensor) -> Tensor:
     return torch.relu(x).square_()
 
 
-@_squared_relu.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-@operator("spbench::squared_relu_backward")
+@operator("spbench::squared_relu_backward", fake=lambda gradient, x: torch.empty_like(x))
 def _squared_relu_backward(gradient: Tensor, x: Tensor) -> Tensor:
     return torch.relu(x).mul_(2).mul_(gradient)
-
-
-@_squared_relu_backward.register_fake
-def _(gradient: Tensor, x: Tensor) -> Tensor:
-    return torch.empty_like(x)
 
 
 class _SquaredReLU(torch.autograd.Function):
@@ -121,25 +104,15 @@ def squared_relu(x: Tensor) -> Tensor:
     return _SquaredReLU.apply(x)
 
 
-@operator("spbench::bias_gelu")
+@operator("spbench::bias_gelu", fake=lambda x, bias: torch.empty_like(x))
 def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     return torch.ops.aten.gelu_(x + bias, approximate="tanh")
 
 
-@_bias_gelu.register_fake
-def _(x: Tensor, bias: Tensor) -> Tensor:
-    return torch.empty_like(x)
-
-
-@operator("spbench::bias_gelu_backward")
+@operator("spbench::bias_gelu_backward", fake=lambda gradient, x, bias: torch.empty_like(x))
 def _bias_gelu_backward(gradient: Tensor, x: Tensor, bias: Tensor) -> Tensor:
     d_x = x + bias
     return torch.ops.aten.gelu_backward.grad_input(gradient, d_x, approximate="tanh", grad_input=d_x)
-
-
-@_bias_gelu_backward.register_fake
-def _(gradient: Tensor, x: Tensor, bias: Tensor) -> Tensor:
-    return torch.empty_like(x)
 
 
 class _BiasGelu(torch.autograd.Function):
@@ -166,26 +139,16 @@ def _gate_and_up(y: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
     return (y if bias is None else y + bias).unbind(-2)
 
 
-@operator("spbench::swiglu")
+@operator("spbench::swiglu", fake=lambda y, bias: y.new_empty(*y.shape[:-2], y.shape[-1]))
 def _swiglu(y: Tensor, bias: Tensor | None) -> Tensor:
     gate, up = _gate_and_up(y, bias)
     return F.silu(gate).mul_(up).contiguous()
 
 
-@_swiglu.register_fake
-def _(y: Tensor, bias: Tensor | None) -> Tensor:
-    return y.new_empty(*y.shape[:-2], y.shape[-1])
-
-
-@operator("spbench::swiglu_backward")
+@operator("spbench::swiglu_backward", fake=lambda gradient, y, bias: y.new_empty(y.shape))
 def _swiglu_backward(gradient: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
     gate, up = _gate_and_up(y, bias)
     return torch.stack(_silu_gradients(gradient, gate, up), -2).contiguous()
-
-
-@_swiglu_backward.register_fake
-def _(gradient: Tensor, y: Tensor, bias: Tensor | None) -> Tensor:
-    return y.new_empty(y.shape)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -233,19 +196,17 @@ def clamped_product(gate: Tensor, up: Tensor) -> Tensor:
     return clamped_silu(gate) * clamped_plus_one(up)
 
 
-@operator("spbench::weighted_swiglu")
+@operator("spbench::weighted_swiglu", fake=lambda y, weights, clamped: y.new_empty(y.shape[0], y.shape[2]))
 def _weighted_swiglu(y: Tensor, weights: Tensor, clamped: bool) -> Tensor:
     gate, up = y.unbind(-2)
     product = clamped_product(gate, up) if clamped else F.silu(gate) * up
     return (product * weights[:, None]).to(y.dtype).contiguous()
 
 
-@_weighted_swiglu.register_fake
-def _(y: Tensor, weights: Tensor, clamped: bool) -> Tensor:
-    return y.new_empty(y.shape[0], y.shape[2])
-
-
-@operator("spbench::weighted_swiglu_backward")
+@operator(
+    "spbench::weighted_swiglu_backward",
+    fake=lambda gradient, y, weights, clamped: (torch.empty_like(y), torch.empty_like(weights)),
+)
 def _weighted_swiglu_backward(
     gradient: Tensor, y: Tensor, weights: Tensor, clamped: bool
 ) -> tuple[Tensor, Tensor]:
@@ -255,11 +216,6 @@ def _weighted_swiglu_backward(
     gradients = _clamped_gradients if clamped else _silu_gradients
     both = gradients(gradient * weights[:, None], gate, up)
     return torch.stack(both, -2).to(y.dtype).contiguous(), d_weights
-
-
-@_weighted_swiglu_backward.register_fake
-def _(gradient: Tensor, y: Tensor, weights: Tensor, clamped: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(y), torch.empty_like(weights)
 
 
 class _WeightedSwiGLU(torch.autograd.Function):

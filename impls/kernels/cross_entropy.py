@@ -138,7 +138,11 @@ def compiled_cross_entropy(
     return loss
 
 
-@operator("spbench::cross_entropy_gradient_", mutates_args={"logits"})
+@operator(
+    "spbench::cross_entropy_gradient_",
+    mutates_args={"logits"},
+    fake=lambda logits, statistics, labels, first: statistics.new_empty(labels.shape),
+)
 def _gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, first: int) -> Tensor:
     """Loss [B, L] from the ``statistics`` [N, 3, B, L] of all parts of the vocabulary (largest logit, sum of
     exponentials, the label's logit or 0); makes of the logits [B, L, V/N], in place, its gradient with regard
@@ -149,11 +153,6 @@ def _gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, first: int) -
     softmax.scatter_add_(-1, local.unsqueeze(-1), hit.to(softmax.dtype).neg_().unsqueeze(-1))
     logits.copy_(softmax)
     return loss
-
-
-@_gradient_.register_fake
-def _(logits: Tensor, statistics: Tensor, labels: Tensor, first: int) -> Tensor:
-    return statistics.new_empty(labels.shape)
 
 
 def _of_the_whole(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -170,7 +169,12 @@ def _of_all_parts(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | Non
     return parts.view(-1, *own.shape)
 
 
-@operator("spbench::cross_entropy_statistics")
+@operator(
+    "spbench::cross_entropy_statistics",
+    fake=lambda logits, labels, first: logits.new_empty(
+        3, *labels.shape, dtype=torch.promote_types(logits.dtype, torch.float32)
+    ),
+)
 def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
     """[3, B, L] of one part of the vocabulary, in at least float32; see :func:`_gradient_`."""
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -178,11 +182,6 @@ def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
     total = (precise - top.unsqueeze(-1)).exp_().sum(-1)
     hit, local = _hit(labels, first, logits.shape[-1])
     return torch.stack((top, total, precise.gather(-1, local.unsqueeze(-1)).squeeze(-1) * hit))
-
-
-@_statistics.register_fake
-def _(logits: Tensor, labels: Tensor, first: int) -> Tensor:
-    return logits.new_empty(3, *labels.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def _first_row(logits: Tensor, group: dist.ProcessGroup | None) -> int:

@@ -20,15 +20,10 @@ from spbench.impls.kernels.operator import operator
 from spbench.impls.place import ALONE, Place
 
 
-@operator("spbench::masked_scale")
+@operator("spbench::masked_scale", fake=lambda x, mask, scale: torch.empty_like(x))
 def masked_scale(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """x where mask, times scale; zero elsewhere."""
     return (x * mask).mul_(scale)
-
-
-@masked_scale.register_fake
-def _(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return torch.empty_like(x)
 
 
 class _MaskedDropout(torch.autograd.Function):
@@ -49,14 +44,9 @@ def masked_dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
     return _MaskedDropout.apply(x, mask, 1 / (1 - p))
 
 
-@operator("spbench::bias_dropout_add")
+@operator("spbench::bias_dropout_add", fake=lambda x, bias, residual, mask, scale: torch.empty_like(residual))
 def _bias_dropout_add(x: Tensor, bias: Tensor, residual: Tensor, mask: Tensor, scale: float) -> Tensor:
     return (x + bias).mul_(mask).mul_(scale).add_(residual)
-
-
-@_bias_dropout_add.register_fake
-def _(x: Tensor, bias: Tensor, residual: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return torch.empty_like(residual)
 
 
 class _BiasDropoutAdd(torch.autograd.Function):

@@ -121,7 +121,9 @@ def _kernels(x: Tensor, tile: Sequence[int], scales: torch.dtype | None) -> Any:
     return import_module("spbench.impls.kernels.fp8_triton")
 
 
-@operator("spbench::fp8_amax")
+@operator(
+    "spbench::fp8_amax", fake=lambda x: x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
+)
 def fp8_amax(x: Tensor) -> Tensor:
     """The largest magnitude of x, [] in float32, or float64 where x has that."""
     return x.abs().amax().to(torch.promote_types(x.dtype, torch.float32))
@@ -131,11 +133,6 @@ def fp8_amax(x: Tensor) -> Tensor:
 def _(x: Tensor) -> Tensor:
     # one kernel that writes one number
     return torch.linalg.vector_norm(x, torch.inf, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-@fp8_amax.register_fake
-def _(x: Tensor) -> Tensor:
-    return x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @operator("spbench::fp8_cast")
@@ -206,15 +203,10 @@ def _(
     return data, of_data, transposed, of_transposed
 
 
-@operator("spbench::fp8_transpose")
+@operator("spbench::fp8_transpose", fake=lambda data: data.new_empty(data.shape[1], data.shape[0]))
 def fp8_transpose(data: Tensor) -> Tensor:
     """data^T [c, r] of data [r, c] in eight bits, contiguous."""
     return data.mT.contiguous()
-
-
-@fp8_transpose.register_fake
-def _(data: Tensor) -> Tensor:
-    return data.new_empty(data.shape[1], data.shape[0])
 
 
 @operator("spbench::fp8_recast")

@@ -30,18 +30,16 @@ def _scale_counts(rows: Sequence[int], columns: int, tile: Sequence[int]) -> tup
     return forward, [math.prod(_scales_shape((columns, r), tile)) for r in rows]
 
 
-@operator("spbench::fp8_amax_rows")
+@operator(
+    "spbench::fp8_amax_rows",
+    fake=lambda x, rows: x.new_empty(len(rows), dtype=torch.promote_types(x.dtype, torch.float32)),
+)
 def fp8_amax_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
     """The largest magnitude of each expert's rows of x, [n] in float32 or float64; 0 of none."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     none = x.new_zeros((), dtype=dtype)
     parts = x.split(list(rows))
     return torch.stack([part.abs().amax().to(dtype) if len(part) else none for part in parts])
-
-
-@fp8_amax_rows.register_fake
-def _(x: Tensor, rows: Sequence[int]) -> Tensor:
-    return x.new_empty(len(rows), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @operator("spbench::fp8_cast_rows")
@@ -90,7 +88,10 @@ def _turned(
     ]
 
 
-@operator("spbench::te_fp8_grouped_mm")
+@operator(
+    "spbench::te_fp8_grouped_mm",
+    fake=lambda a, b, *others: a.new_empty(a.shape[0], b[0].shape[1], dtype=others[-1]),
+)
 def te_fp8_grouped_mm(
     a: Tensor,
     b: Sequence[Tensor],
@@ -107,11 +108,6 @@ def te_fp8_grouped_mm(
         shaped = scale.view(_scales_shape(part.shape, tiles[:2]))
         results.append(_multiply(part, w, shaped, of_w, tiles, dtype).to(dtype))
     return torch.cat(results)
-
-
-@te_fp8_grouped_mm.register_fake
-def _(a: Tensor, b: Sequence[Tensor], *others: Any) -> Tensor:
-    return a.new_empty(a.shape[0], b[0].shape[1], dtype=others[-1])
 
 
 @operator("spbench::te_fp8_grouped_mm_weights")

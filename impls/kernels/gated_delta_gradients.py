@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from spbench.impls.kernels.operator import operator
 from spbench.impls.kernels.recurrence_blocks import BlockDecay
 
 
-@operator("spbench::gated_delta_own_gradients")
+@operator("spbench::gated_delta_own_gradients", fake=lambda q, k, d_o, *_: d_o.new_empty(d_o.shape))
 def own_gradients(q: Tensor, k: Tensor, d_o: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
     """What reaches V' from the outputs of its own block [B, L, Z, A]."""
     blocks = blocks_of(q, starts)
@@ -31,7 +30,10 @@ def own_gradients(q: Tensor, k: Tensor, d_o: Tensor, sums: Tensor, starts: Seque
     return blocks.back(products.mT @ d_outputs, d_o)
 
 
-@operator("spbench::gated_delta_state_gradients")
+@operator(
+    "spbench::gated_delta_state_gradients",
+    fake=lambda q, k, w, sums, d_o, *rest: (room_for_states(q, d_o, rest[-1]), d_o.new_empty(d_o.shape)),
+)
 def state_gradients(
     q: Tensor,
     k: Tensor,
@@ -57,7 +59,9 @@ def state_gradients(
     return torch.stack(after[::-1], 2).to(q.dtype), blocks.back(torch.stack(whole[::-1], 2), d_written)
 
 
-@operator("spbench::gated_delta_gradient_carry")
+@operator(
+    "spbench::gated_delta_gradient_carry", fake=lambda q, k, w, sums, d_o, *_: room_for_carry(k, d_o, sums)
+)
 def gradient_carry(
     q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, d_written: Tensor, starts: Sequence[int]
 ) -> Tensor:
@@ -77,7 +81,13 @@ def gradient_carry(
     return both.flatten(2)
 
 
-@operator("spbench::gated_delta_read_gradients")
+@operator(
+    "spbench::gated_delta_read_gradients",
+    fake=lambda q, k, written, sums, *_: (
+        *(of_heads(k, written) for _ in range(3)),
+        sums.new_empty(sums.shape),
+    ),
+)
 def read_gradients(
     q: Tensor,
     k: Tensor,
@@ -109,7 +119,15 @@ def read_gradients(
     )
 
 
-@operator("spbench::gated_delta_wy_gradients")
+@operator(
+    "spbench::gated_delta_wy_gradients",
+    fake=lambda k, v, sums, b, *_: (
+        of_heads(k, v),
+        v.new_empty(v.shape),
+        sums.new_empty(sums.shape),
+        b.new_empty(b.shape),
+    ),
+)
 def wy_gradients(
     k: Tensor,
     v: Tensor,
@@ -141,31 +159,6 @@ def wy_gradients(
         blocks.back(d_sums, sums),
         blocks.back(d_b, b),
     )
-
-
-@own_gradients.register_fake
-def _(q: Tensor, k: Tensor, d_o: Tensor, *_: Any) -> Tensor:
-    return d_o.new_empty(d_o.shape)
-
-
-@state_gradients.register_fake
-def _(q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return room_for_states(q, d_o, rest[-1]), d_o.new_empty(d_o.shape)
-
-
-@gradient_carry.register_fake
-def _(q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, *_: Any) -> Tensor:
-    return room_for_carry(k, d_o, sums)
-
-
-@read_gradients.register_fake
-def _(q: Tensor, k: Tensor, written: Tensor, sums: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return *(of_heads(k, written) for _ in range(3)), sums.new_empty(sums.shape)
-
-
-@wy_gradients.register_fake
-def _(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return of_heads(k, v), v.new_empty(v.shape), sums.new_empty(sums.shape), b.new_empty(b.shape)
 
 
 count_products(OPS.gated_delta_own_gradients, 2, lambda n, d, a: n * (d + a))

@@ -44,7 +44,7 @@ def _overlaps(keys: Tensor, strength: Tensor, decay: BlockDecay) -> Tensor:
     return (strength.unsqueeze(-1) * (keys @ keys.mT) * decay.between()).tril(-1)
 
 
-@operator("spbench::gated_delta_inverse")
+@operator("spbench::gated_delta_inverse", fake=lambda k, sums, b, starts: _rows(k, sums))
 def inverse(k: Tensor, sums: Tensor, b: Tensor, starts: Sequence[int]) -> Tensor:
     """T [B, L, Z, block], of each position its row."""
     blocks = blocks_of(k, starts)
@@ -57,7 +57,7 @@ def inverse(k: Tensor, sums: Tensor, b: Tensor, starts: Sequence[int]) -> Tensor
     return blocks.back(inverse, _rows(k, sums))
 
 
-@operator("spbench::gated_delta_wy")
+@operator("spbench::gated_delta_wy", fake=lambda k, v, *_: (of_heads(k, v), v.new_empty(v.shape)))
 def wy(
     k: Tensor, v: Tensor, sums: Tensor, b: Tensor, inverse: Tensor, starts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -69,7 +69,10 @@ def wy(
     return blocks.back(w, of_heads(k, v)), blocks.back(u, v)
 
 
-@operator("spbench::gated_delta_states")
+@operator(
+    "spbench::gated_delta_states",
+    fake=lambda k, w, u, sums, initial, starts: (room_for_states(k, u, starts), u.new_empty(u.shape)),
+)
 def states(
     k: Tensor, w: Tensor, u: Tensor, sums: Tensor, initial: Tensor | None, starts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -85,7 +88,7 @@ def states(
     return torch.stack(before, 2).to(k.dtype), blocks.back(torch.stack(written, 2), u)
 
 
-@operator("spbench::gated_delta_carry")
+@operator("spbench::gated_delta_carry", fake=lambda k, w, u, sums, starts: room_for_carry(k, u, sums))
 def carry(k: Tensor, w: Tensor, u: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
     """The map of all blocks [B, Z, D (A + D)]: M and U of the rows of a state lie side by side."""
     blocks = blocks_of(k, starts)
@@ -100,7 +103,7 @@ def carry(k: Tensor, w: Tensor, u: Tensor, sums: Tensor, starts: Sequence[int]) 
     return both.flatten(2)
 
 
-@operator("spbench::gated_delta_output")
+@operator("spbench::gated_delta_output", fake=lambda q, k, written, *_: written.new_empty(written.shape))
 def output(
     q: Tensor, k: Tensor, written: Tensor, sums: Tensor, states: Tensor, starts: Sequence[int]
 ) -> Tensor:
@@ -129,33 +132,6 @@ def room_for_states(k: Tensor, v: Tensor, starts: Sequence[int]) -> Tensor:
 def room_for_carry(k: Tensor, v: Tensor, sums: Tensor) -> Tensor:
     """Room for the map of all blocks [B, Z, D (A + D)]."""
     return sums.new_empty(len(v), v.shape[2], k.shape[-1] * (v.shape[-1] + k.shape[-1]))
-
-
-@inverse.register_fake
-def _(k: Tensor, sums: Tensor, b: Tensor, starts: Sequence[int]) -> Tensor:
-    return _rows(k, sums)
-
-
-@wy.register_fake
-def _(k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return of_heads(k, v), v.new_empty(v.shape)
-
-
-@states.register_fake
-def _(
-    k: Tensor, w: Tensor, u: Tensor, sums: Tensor, initial: Tensor | None, starts: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    return room_for_states(k, u, starts), u.new_empty(u.shape)
-
-
-@carry.register_fake
-def _(k: Tensor, w: Tensor, u: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
-    return room_for_carry(k, u, sums)
-
-
-@output.register_fake
-def _(q: Tensor, k: Tensor, written: Tensor, *_: Any) -> Tensor:
-    return written.new_empty(written.shape)
 
 
 def count_products(operator: Any, values: int, products: Callable[[int, int, int], int]) -> None:

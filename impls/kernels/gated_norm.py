@@ -34,7 +34,13 @@ def plain_gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_firs
     return (u if gate_first else u * gate).to(x.dtype)
 
 
-@operator("spbench::gated_norm")
+@operator(
+    "spbench::gated_norm",
+    fake=lambda x, z, weight, eps, gate_first: (
+        x.new_empty(x.shape),
+        x.new_empty(*x.shape[:-1], 1, dtype=state_dtype(x.dtype)),
+    ),
+)
 def _gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> tuple[Tensor, Tensor]:
     dtype = state_dtype(x.dtype)
     u = x.to(dtype) * F.silu(z.to(dtype)) if gate_first else x.to(dtype)
@@ -42,7 +48,14 @@ def _gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bo
     return plain_gated_norm(x, z, weight, eps, gate_first).contiguous(), rstd.contiguous()
 
 
-@operator("spbench::gated_norm_backward")
+@operator(
+    "spbench::gated_norm_backward",
+    fake=lambda d_y, x, z, weight, rstd, gate_first: (
+        x.new_empty(x.shape),
+        z.new_empty(z.shape),
+        weight.new_empty(weight.shape),
+    ),
+)
 def _gated_norm_backward(
     d_y: Tensor, x: Tensor, z: Tensor, weight: Tensor, rstd: Tensor, gate_first: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,18 +70,6 @@ def _gated_norm_backward(
     d_z = slope * (d_u * precise if gate_first else d_y * normal * weight)
     d_weight = (d_weighted * normal).sum_to_size(weight.shape)
     return d_x.to(x.dtype).contiguous(), d_z.to(z.dtype).contiguous(), d_weight.to(weight.dtype).contiguous()
-
-
-@_gated_norm.register_fake
-def _(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=state_dtype(x.dtype))
-
-
-@_gated_norm_backward.register_fake
-def _(
-    d_y: Tensor, x: Tensor, z: Tensor, weight: Tensor, rstd: Tensor, gate_first: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), z.new_empty(z.shape), weight.new_empty(weight.shape)
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -100,26 +101,19 @@ def plain_l2_norm(x: Tensor) -> Tensor:
     return (precise * (precise.square().sum(-1, keepdim=True) + EPS).rsqrt()).to(x.dtype)
 
 
-@operator("spbench::l2_norm")
+@operator(
+    "spbench::l2_norm",
+    fake=lambda x: (x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=state_dtype(x.dtype))),
+)
 def _l2_norm(x: Tensor) -> tuple[Tensor, Tensor]:
     rstd = (x.to(state_dtype(x.dtype)).square().sum(-1, keepdim=True) + EPS).rsqrt()
     return (x * rstd).to(x.dtype).contiguous(), rstd.contiguous()
 
 
-@operator("spbench::l2_norm_backward")
+@operator("spbench::l2_norm_backward", fake=lambda d_y, y, rstd: y.new_empty(y.shape))
 def _l2_norm_backward(d_y: Tensor, y: Tensor, rstd: Tensor) -> Tensor:
     normal, d_y = y.to(rstd.dtype), d_y.to(rstd.dtype)
     return (rstd * (d_y - normal * (d_y * normal).sum(-1, keepdim=True))).to(y.dtype).contiguous()
-
-
-@_l2_norm.register_fake
-def _(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=state_dtype(x.dtype))
-
-
-@_l2_norm_backward.register_fake
-def _(d_y: Tensor, y: Tensor, rstd: Tensor) -> Tensor:
-    return y.new_empty(y.shape)
 
 
 class _L2Norm(torch.autograd.Function):

@@ -112,7 +112,7 @@ def _stacked_weight_gradients(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Te
     return gradients
 
 
-@operator("spbench::stacked_mm")
+@operator("spbench::stacked_mm", fake=lambda x, weights, rows: x.new_empty(x.shape[0], weights.shape[-1]))
 def _stacked_mm(x: Tensor, weights: Tensor, rows: Sequence[int]) -> Tensor:
     return _multiply(x, weights, rows)
 
@@ -124,12 +124,9 @@ def _(x: Tensor, weights: Tensor, rows: Sequence[int]) -> Tensor:
     return _multiply(x, weights, rows)
 
 
-@_stacked_mm.register_fake
-def _(x: Tensor, weights: Tensor, rows: Sequence[int]) -> Tensor:
-    return x.new_empty(x.shape[0], weights.shape[-1])
-
-
-@operator("spbench::stacked_mm_weights")
+@operator(
+    "spbench::stacked_mm_weights", fake=lambda d_y, x, rows: x.new_empty(len(rows), d_y.shape[1], x.shape[1])
+)
 def _stacked_mm_weights(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
     return _stacked_weight_gradients(d_y, x, rows)
 
@@ -139,11 +136,6 @@ def _(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
     if _by_torch(x, d_y.shape[1]):
         return torch._grouped_mm(d_y.mT, x, offs=_ends(rows, x))
     return _stacked_weight_gradients(d_y, x, rows)
-
-
-@_stacked_mm_weights.register_fake
-def _(d_y: Tensor, x: Tensor, rows: Sequence[int]) -> Tensor:
-    return x.new_empty(len(rows), d_y.shape[1], x.shape[1])
 
 
 @operator("spbench::stacked_accumulate_mm_", mutates_args={"into"})
@@ -225,15 +217,10 @@ def grouped_project(x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[i
     return result
 
 
-@operator("spbench::grouped_bias")
+@operator("spbench::grouped_bias", fake=lambda y, biases, rows, weights: torch.empty_like(y))
 def _grouped_bias(y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None) -> Tensor:
     added = torch.cat([bias.expand(n, -1) for bias, n in zip(biases, rows, strict=True)])
     return y + (added if weights is None else added * weights.to(y.dtype)[:, None])
-
-
-@_grouped_bias.register_fake
-def _(y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None) -> Tensor:
-    return torch.empty_like(y)
 
 
 @operator("spbench::grouped_bias_backward")

@@ -34,47 +34,31 @@ TO_PAGEABLE, FROM_PAGEABLE = "to_pageable_", "from_pageable_"
 OVER_HOST_LINK = ("to_host_", "to_device_", TO_PAGEABLE, FROM_PAGEABLE)
 
 
-@operator("spbench::host_empty_like")
+@operator("spbench::host_empty_like", fake=lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu"))
 def host_empty_like(x: Tensor) -> Tensor:
     """Room for a tensor of the device in the host's memory: of the shape and dtype of x."""
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.device.type != "cpu")
 
 
-@host_empty_like.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
-
-
-@operator("spbench::host_zeros")
+@operator(
+    "spbench::host_zeros", fake=lambda device, shape, dtype: torch.zeros(shape, dtype=dtype, device="cpu")
+)
 def host_zeros(device: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros in pinned memory of the host; ``device``: any tensor of the device that will copy them."""
     return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=device.device.type != "cpu")
 
 
-@host_zeros.register_fake
-def _(device: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device="cpu")
-
-
-@operator("spbench::pageable_zeros")
+@operator(
+    "spbench::pageable_zeros", fake=lambda device, shape, dtype: torch.zeros(shape, dtype=dtype, device="cpu")
+)
 def pageable_zeros(device: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros in memory of the host that is not pinned."""
     return torch.zeros(shape, dtype=dtype, device="cpu")
 
 
-@pageable_zeros.register_fake
-def _(device: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device="cpu")
-
-
-@operator("spbench::pageable_empty_like")
+@operator("spbench::pageable_empty_like", fake=lambda x: torch.empty(x.shape, dtype=x.dtype, device="cpu"))
 def pageable_empty_like(x: Tensor) -> Tensor:
     """As :func:`host_empty_like`, in memory that is not pinned."""
-    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
-
-
-@pageable_empty_like.register_fake
-def _(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
 
@@ -107,7 +91,7 @@ def from_pageable_(x: Tensor, host: Tensor) -> None:
 READ_BY_HOST = ("samples_begun", "read_by_host")
 
 
-@operator("spbench::samples_begun")
+@operator("spbench::samples_begun", fake=lambda positions: positions.new_empty(()))
 def samples_begun(positions: Tensor) -> Tensor:
     """How many samples are packed in a sequence, by its positions [L] in int64, each read by the host:
     get_response_lengths of prime-rl, January 2026 (src/prime_rl/trainer/utils.py)."""
@@ -118,21 +102,11 @@ def samples_begun(positions: Tensor) -> Tensor:
     return torch.tensor(count, device=positions.device)
 
 
-@samples_begun.register_fake
-def _(positions: Tensor) -> Tensor:
-    return positions.new_empty(())
-
-
-@operator("spbench::read_by_host")
+@operator("spbench::read_by_host", fake=lambda x: torch.empty_like(x))
 def read_by_host(x: Tensor) -> Tensor:
     """The value of a tensor of one element in int64, which the host reads, as a branch of Python does; again
     as a tensor."""
     return torch.full_like(x, int(x.item()))
-
-
-@read_by_host.register_fake
-def _(x: Tensor) -> Tensor:
-    return torch.empty_like(x)
 
 
 def read_packing(length: int, device: torch.device) -> None:

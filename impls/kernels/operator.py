@@ -61,7 +61,7 @@ def runs_plain(name: str, device: str) -> bool:
 
 
 def operator(
-    name: str, mutates_args: Iterable[str] = (), schema: str = ""
+    name: str, mutates_args: Iterable[str] = (), schema: str = "", fake: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Operator]:
     """What makes an operator of a function, as its kernel for all devices.
 
@@ -69,10 +69,14 @@ def operator(
         name: with the namespace, "spbench::NAME".
         mutates_args: names of arguments that it writes into.
         schema: as torch's, without the name; "": by the function's annotations.
+        fake: as of :meth:`Operator.register_fake`; None: it is registered later.
     """
 
     def make(kernel: Callable[..., Any]) -> Operator:
         found = schema or torch.library.infer_schema(kernel, mutates_args=tuple(mutates_args))
-        return Operator(name.removeprefix("spbench::"), kernel, found)
+        made = Operator(name.removeprefix("spbench::"), kernel, found)
+        if fake is not None:
+            made.register_fake(fake)
+        return made
 
     return make

@@ -63,7 +63,10 @@ def _scales(scales: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     return scales[:wide].view(torch.float32), scales[wide:]
 
 
-@operator("spbench::unpack_weight")
+@operator(
+    "spbench::unpack_weight",
+    fake=lambda packed, scales, bits: packed.new_empty(*packed.shape[:-1], packed.shape[-1] * HOLDER // bits),
+)
 def unpack_weight(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
     """A weight [..., H] of packed numbers [..., H bits / 16]."""
     return _unpacked(packed, scales, bits)
@@ -100,11 +103,6 @@ def _unpacked(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
     each = (narrow / 255 * wide).repeat_interleave(BLOCK)[: codes.numel()]
     values = torch.tensor(NF4, dtype=torch.float64, device=packed.device)[codes]
     return (values * each.view(codes.shape)).to(packed.dtype)
-
-
-@unpack_weight.register_fake
-def _(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
-    return packed.new_empty(*packed.shape[:-1], packed.shape[-1] * HOLDER // bits)
 
 
 def initial_scales(shape: torch.Size, bits: int) -> Tensor:

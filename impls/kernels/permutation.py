@@ -109,28 +109,20 @@ def _(d_rows: Tensor, d_weights: Tensor, row_of: Tensor) -> tuple[Tensor, Tensor
     return d_rows.new_empty(tokens, d_rows.shape[1]), d_weights.new_empty(tokens, (width - 1) // 2)
 
 
-@operator("spbench::unpermute_rows")
+@operator("spbench::unpermute_rows", fake=lambda rows, row_of: rows.new_empty(row_of.shape[0], rows.shape[1]))
 def _unpermute_rows(rows: Tensor, row_of: Tensor) -> Tensor:
     token, _, row = _places(row_of)
     return rows.new_zeros(row_of.shape[0], rows.shape[1]).index_add_(0, token, rows[row])
 
 
-@_unpermute_rows.register_fake
-def _(rows: Tensor, row_of: Tensor) -> Tensor:
-    return rows.new_empty(row_of.shape[0], rows.shape[1])
-
-
-@operator("spbench::unpermute_rows_backward")
+@operator(
+    "spbench::unpermute_rows_backward", fake=lambda d_y, row_of, rows: d_y.new_empty(rows, d_y.shape[1])
+)
 def _unpermute_rows_backward(d_y: Tensor, row_of: Tensor, rows: int) -> Tensor:
     token, _, row = _places(row_of)
     d_rows = d_y.new_zeros(rows, d_y.shape[1])
     d_rows[row] = d_y[token]
     return d_rows
-
-
-@_unpermute_rows_backward.register_fake
-def _(d_y: Tensor, row_of: Tensor, rows: int) -> Tensor:
-    return d_y.new_empty(rows, d_y.shape[1])
 
 
 class _Permute(torch.autograd.Function):
@@ -200,7 +192,14 @@ def _chunks(x: Tensor, sizes: Sequence[int], order: Sequence[int]) -> list[Tenso
     return [parts[i] for i in order]
 
 
-@operator("spbench::sort_rows")
+@operator(
+    "spbench::sort_rows",
+    fake=lambda x, weights, sizes, order: (
+        x.new_empty(x.shape),
+        torch.empty_like(weights),
+        x.new_empty(len(x), dtype=torch.int32),
+    ),
+)
 def _sort_rows(
     x: Tensor, weights: Tensor, sizes: Sequence[int], order: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,24 +207,15 @@ def _sort_rows(
     return x.index_select(0, rows), weights[rows], rows.int()
 
 
-@_sort_rows.register_fake
-def _(
-    x: Tensor, weights: Tensor, sizes: Sequence[int], order: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(weights), x.new_empty(len(x), dtype=torch.int32)
-
-
-@operator("spbench::sort_rows_backward")
+@operator(
+    "spbench::sort_rows_backward",
+    fake=lambda d_y, d_weights, rows: (torch.empty_like(d_y), torch.empty_like(d_weights)),
+)
 def _sort_rows_backward(d_y: Tensor, d_weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     d_x, d_w = torch.empty_like(d_y), torch.empty_like(d_weights)
     d_x[rows.long()] = d_y
     d_w[rows.long()] = d_weights
     return d_x, d_w
-
-
-@_sort_rows_backward.register_fake
-def _(d_y: Tensor, d_weights: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(d_y), torch.empty_like(d_weights)
 
 
 class _SortRows(torch.autograd.Function):

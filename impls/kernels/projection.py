@@ -35,26 +35,16 @@ TRANSFORMER_ENGINE_PRODUCTS = frozenset(
 USERBUFFER_STREAMS = 3
 
 
-@operator("spbench::te_mm")
+@operator("spbench::te_mm", fake=lambda a, b: a.new_empty(*a.shape[:-1], b.shape[1]))
 def te_mm(a: Tensor, b: Tensor) -> Tensor:
     """a [..., k] times b [k, n] -> [..., n]."""
     return torch.matmul(a, b).contiguous()
 
 
-@te_mm.register_fake
-def _(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(*a.shape[:-1], b.shape[1])
-
-
-@operator("spbench::te_mm_to")
+@operator("spbench::te_mm_to", fake=lambda a, b, dtype: a.new_empty(a.shape[0], b.shape[1], dtype=dtype))
 def te_mm_to(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a [m, k] times b [k, n] -> [m, n] in ``dtype``, without a copy of either in it."""
     return torch.matmul(a.to(dtype), b.to(dtype)).contiguous()
-
-
-@te_mm_to.register_fake
-def _(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    return a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
 
 
 def _accumulate(into: Tensor, a: Tensor, b: Tensor) -> None:
@@ -73,14 +63,9 @@ def te_accumulate_mm_(into: Tensor, a: Tensor, b: Tensor) -> None:
     _accumulate(into, a, b)
 
 
-@operator("spbench::strided_bmm")
+@operator("spbench::strided_bmm", fake=lambda a, b, scale: a.new_empty(*a.shape[:-1], b.shape[-1]))
 def _strided_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.matmul(a, b).mul_(scale).contiguous()
-
-
-@_strided_bmm.register_fake
-def _(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    return a.new_empty(*a.shape[:-1], b.shape[-1])
 
 
 class _StridedProduct(torch.autograd.Function):

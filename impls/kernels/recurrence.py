@@ -125,7 +125,9 @@ def timed(rule: type[Rule], nbytes: int) -> type[Rule]:
     return type(f"Timed{rule.__name__}", (rule,), kernels)
 
 
-@operator("spbench::recurrence_merged")
+@operator(
+    "spbench::recurrence_merged", fake=lambda carries, size, *_: carries.new_empty(*carries.shape[1:3], *size)
+)
 def _merged(
     carries: Tensor, size: list[int], order: list[int], scalar: bool, initial: Tensor | None
 ) -> Tensor:
@@ -139,11 +141,6 @@ def _merged(
             u, m = carry.unflatten(-1, (d, a + d)).split([a, d], -1)
             state = u + m @ state
     return state.contiguous()
-
-
-@_merged.register_fake
-def _(carries: Tensor, size: list[int], *_: Any) -> Tensor:
-    return carries.new_empty(*carries.shape[1:3], *size)
 
 
 @register_flop_formula(torch.ops.spbench.recurrence_merged)

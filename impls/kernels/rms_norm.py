@@ -83,7 +83,13 @@ def _gradients(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None)
     return d_x.to(x.dtype).contiguous(), d_weight
 
 
-@operator("spbench::rms_norm_backward")
+@operator(
+    "spbench::rms_norm_backward",
+    fake=lambda gradient, x, rstd, weight: (
+        x.new_empty(x.shape),
+        x.new_empty(0) if weight is None else torch.empty_like(weight),
+    ),
+)
 def _rms_norm_backward(
     gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -97,11 +103,6 @@ def _(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple
     wanted = [True, weight is not None]
     d_x, d_weight = torch.ops.aten._fused_rms_norm_backward(gradient, x, x.shape[-1:], rstd, weight, wanted)
     return d_x, x.new_empty(0) if weight is None else d_weight
-
-
-@_rms_norm_backward.register_fake
-def _(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(0) if weight is None else torch.empty_like(weight)
 
 
 class _RMSNorm(torch.autograd.Function):

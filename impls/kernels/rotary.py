@@ -36,16 +36,11 @@ def rotated_by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
-@operator("spbench::rotary")
+@operator("spbench::rotary", fake=lambda x, angles, inverse: x.new_empty(x.shape))
 def _rotary(x: Tensor, angles: Tensor, inverse: bool) -> Tensor:
     half = angles[..., : angles.shape[-1] // 2]
     cos, sin = half.cos().to(x.dtype), half.sin().to(x.dtype)
     return rotated(x, cos, -sin if inverse else sin).contiguous()
-
-
-@_rotary.register_fake
-def _(x: Tensor, angles: Tensor, inverse: bool) -> Tensor:
-    return x.new_empty(x.shape)  # contiguous, whatever x is
 
 
 class _Rotary(torch.autograd.Function):

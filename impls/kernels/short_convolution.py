@@ -58,14 +58,17 @@ def _sums(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Sequence[int])
     return sums if bias is None else sums + bias
 
 
-@operator("spbench::short_convolution")
+@operator("spbench::short_convolution", fake=lambda x, *_: x.new_empty(x.shape))
 def _convolved(
     x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, starts: Sequence[int]
 ) -> Tensor:
     return F.silu(_sums(_with_before(x, weight, before), weight, bias, starts)).contiguous()
 
 
-@operator("spbench::short_convolution_backward")
+@operator(
+    "spbench::short_convolution_backward",
+    fake=lambda d_y, *arguments: tuple(d_y.new_empty(0 if x is None else x.shape) for x in arguments[:-1]),
+)
 def _convolved_backward(
     d_y: Tensor,
     x: Tensor,
@@ -87,16 +90,6 @@ def _convolved_backward(
     d_bias = x.new_empty(0) if bias is None else d_sums.sum((0, 1))
     d_before = x.new_empty(0) if before is None else d_x[:, : width - 1].clone()
     return d_x[:, width - 1 :].contiguous(), d_weight, d_bias, d_before
-
-
-@_convolved.register_fake
-def _(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@_convolved_backward.register_fake
-def _(d_y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    return tuple(d_y.new_empty(0 if x is None else x.shape) for x in arguments[:-1])
 
 
 class _ShortConvolution(torch.autograd.Function):

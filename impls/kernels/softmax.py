@@ -37,7 +37,7 @@ def _has_kernel(scores: Tensor) -> bool:
     return scores.dtype != torch.float64 and 0 < keys <= LONGEST_ROW and find_spec("triton") is not None
 
 
-@operator("spbench::masked_softmax")
+@operator("spbench::masked_softmax", fake=lambda scores, mask, scale, causal: scores.new_empty(scores.shape))
 def _masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
     return _in_steps(scores, mask, scale, causal)
 
@@ -49,11 +49,6 @@ def _(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor
     kernels = import_module("spbench.impls.kernels.softmax_triton")
     result: Tensor = kernels.masked_softmax(scores, mask, scale, causal, MASKED_SCORE)
     return result
-
-
-@_masked_softmax.register_fake
-def _(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    return scores.new_empty(scores.shape)  # contiguous, whatever the scores are
 
 
 def _gradient_in_steps(gradient: Tensor, probabilities: Tensor, scale: float) -> None:

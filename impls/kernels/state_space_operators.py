@@ -55,14 +55,19 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
     return queries @ keys.mT
 
 
-@operator("spbench::state_space_block_states")
+@operator(
+    "spbench::state_space_block_states", fake=lambda k, v, sums, *_: sums.new_empty(_states_shape(k, v))
+)
 def block_states(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, starts: Sequence[int]) -> Tensor:
     """What each block alone writes to the state after it [B, Z, C, D, A]."""
     keys, values, strength = _split(v.shape[2], k, v, b)
     return (keys * strength.unsqueeze(-1) * _decay(sums, starts).to_end).mT @ values
 
 
-@operator("spbench::state_space_carry")
+@operator(
+    "spbench::state_space_carry",
+    fake=lambda states, *_: states.new_empty(*states.shape[:2], states.shape[-2] * states.shape[-1] + 1),
+)
 def carry(states: Tensor, sums: Tensor, backward: bool, starts: Sequence[int]) -> Tensor:
     """The map of all blocks [B, Z, D A + 1], given what each of them adds to the state after it, or on the
     way back to the one before it."""
@@ -76,7 +81,10 @@ def carry(states: Tensor, sums: Tensor, backward: bool, starts: Sequence[int]) -
     return torch.cat((state.flatten(2), across.prod(2).squeeze(-1)), -1)
 
 
-@operator("spbench::state_space_passed")
+@operator(
+    "spbench::state_space_passed",
+    fake=lambda states, sums, first, like, *_: states.new_empty(states.shape, dtype=like.dtype),
+)
 def passed(
     states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, backward: bool, starts: Sequence[int]
 ) -> Tensor:
@@ -90,7 +98,7 @@ def passed(
     return torch.stack(passed, 2).to(like.dtype)
 
 
-@operator("spbench::state_space_output")
+@operator("spbench::state_space_output", fake=lambda scores, q, v, *_: v.new_empty(v.shape))
 def output(
     scores: Tensor, q: Tensor, v: Tensor, sums: Tensor, b: Tensor, states: Tensor, starts: Sequence[int]
 ) -> Tensor:
@@ -100,7 +108,10 @@ def output(
     return _together(decay.from_start * queries @ states.to(pairs.dtype) + pairs @ values, v)
 
 
-@operator("spbench::state_space_output_state_gradients")
+@operator(
+    "spbench::state_space_output_state_gradients",
+    fake=lambda q, d_o, sums, *_: sums.new_empty(_states_shape(q, d_o)),
+)
 def output_state_gradients(q: Tensor, d_o: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
     """What reaches the state before each block from the outputs of that block alone [B, Z, C, D, A]."""
     queries, d_outputs = _split(d_o.shape[2], q, d_o)
@@ -134,7 +145,10 @@ def score_gradients(
     return _shared_out(d_pairs, groups, count)
 
 
-@operator("spbench::state_space_key_gradients")
+@operator(
+    "spbench::state_space_key_gradients",
+    fake=lambda k, v, sums, b, d_states, count, *_: _of_shares(k, sums, count),
+)
 def key_gradients(
     k: Tensor, v: Tensor, sums: Tensor, b: Tensor, d_states: Tensor, count: int, starts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -146,7 +160,10 @@ def key_gradients(
     return of_keys, (keys * d_written).sum(-1)
 
 
-@operator("spbench::state_space_query_gradients")
+@operator(
+    "spbench::state_space_query_gradients",
+    fake=lambda q, sums, d_o, states, count, *_: _of_shares(q, sums, count),
+)
 def query_gradients(
     q: Tensor, sums: Tensor, d_o: Tensor, states: Tensor, count: int, starts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -156,7 +173,10 @@ def query_gradients(
     return _shared_out(d_read, q.shape[2], count), (queries * d_read).sum(-1)
 
 
-@operator("spbench::state_space_input_gradients")
+@operator(
+    "spbench::state_space_input_gradients",
+    fake=lambda q, k, v, sums, b, *_: tuple(x.new_empty(x.shape) for x in (q, k, v, sums, b)),
+)
 def input_gradients(
     q: Tensor,
     k: Tensor,
@@ -206,31 +226,6 @@ def _(q: Tensor, k: Tensor) -> Tensor:
     return q.new_empty(len(q), q.shape[2], -(-q.shape[1] // block), block, block, dtype=state_dtype(q.dtype))
 
 
-@block_states.register_fake
-def _(k: Tensor, v: Tensor, sums: Tensor, *_: Any) -> Tensor:
-    return sums.new_empty(_states_shape(k, v))
-
-
-@output_state_gradients.register_fake
-def _(q: Tensor, d_o: Tensor, sums: Tensor, *_: Any) -> Tensor:
-    return sums.new_empty(_states_shape(q, d_o))
-
-
-@carry.register_fake
-def _(states: Tensor, *_: Any) -> Tensor:
-    return states.new_empty(*states.shape[:2], states.shape[-2] * states.shape[-1] + 1)
-
-
-@passed.register_fake
-def _(states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, *_: Any) -> Tensor:
-    return states.new_empty(states.shape, dtype=like.dtype)
-
-
-@output.register_fake
-def _(scores: Tensor, q: Tensor, v: Tensor, *_: Any) -> Tensor:
-    return v.new_empty(v.shape)
-
-
 @score_gradients.register_fake
 def _(v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int, count: int, *_: Any) -> Tensor:
     block = _block(v)
@@ -242,21 +237,6 @@ def _of_shares(x: Tensor, sums: Tensor, count: int) -> tuple[Tensor, Tensor]:
     blocks = -(-x.shape[1] // block)
     of_shares = sums.new_empty(len(x), count, x.shape[2], blocks, block, x.shape[-1])
     return of_shares, sums.new_empty(len(x), sums.shape[2], blocks, block)
-
-
-@key_gradients.register_fake
-def _(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, d_states: Tensor, count: int, *_: Any) -> Any:
-    return _of_shares(k, sums, count)
-
-
-@query_gradients.register_fake
-def _(q: Tensor, sums: Tensor, d_o: Tensor, states: Tensor, count: int, *_: Any) -> Any:
-    return _of_shares(q, sums, count)
-
-
-@input_gradients.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, sums, b))
 
 
 Shape = Sequence[int]

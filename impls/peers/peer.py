@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spbench.impls.attended import CAUSAL, Attended
+from spbench.impls.discovery import INSTALL, absent
 from spbench.impls.layout import Site, Unsupported
 from spbench.impls.peers import flash_attn_stand_in
-from spbench.impls.registries import INSTALL, absent
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.meetings import Meetings
 from spbench.impls.strategies.placed_chunks import PlacementOptions

@@ -28,9 +28,6 @@ from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.head_sources import HeadSource
 
-if TYPE_CHECKING:
-    from spbench.impls.strategies.base import Strategy
-
 #: "chunked" is linear in L by way of the D x A state (the right product); "left_product" multiplies scores
 #: and values tile by tile, in L x L time and no memory for scores; "quadratic" makes all scores, with torch's
 #: own operators
@@ -49,7 +46,7 @@ class AttentionHooks:
     #: overrides how positions meet there, nothing that it does not say
     heeds: ClassVar[Mapping[str, frozenset[str]]] = HEEDS_ALL
     random: DropoutRandom
-    within: Strategy | None
+    within: AttentionHooks | None
     if TYPE_CHECKING:
 
         @property

@@ -92,12 +92,15 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
     #: a frozen dataclass of what may be chosen about this strategy
     options_type: ClassVar[type[Options]] = Options
     options: Options
+    within: Strategy | None
     #: one line for `spbench list`
     summary: ClassVar[str] = "one device; the reference"
     #: where the method is described
     source: ClassVar[str] = ""
     #: whether training programs of the day offer it, so that `spbench fit` proposes it; not inherited
     usual: ClassVar[bool] = False
+    #: whether `spbench advise` tries it: by default one without ``requires``; not inherited
+    searched: ClassVar[bool] = True
     #: whether it can be around a strategy that spreads positions: its attention calls ``super()`` with some
     #: of the heads and every position that it was given
     can_enclose: ClassVar[bool] = False
@@ -112,6 +115,7 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.usual = bool(vars(cls).get("usual", False))
+        cls.searched = bool(vars(cls).get("searched", not cls.requires))
         MESH_AXES.add(vars(cls).get("axes", ()))
         if unknown := sorted(set(cls.meets) - set(MEETINGS)):
             known = ", ".join(MEETINGS)
@@ -160,12 +164,6 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
         yield self
         if self.within is not None:
             yield from self.within.nested()
-
-    @property
-    @final
-    def nested_axes(self) -> tuple[str, ...]:
-        """The axes of this strategy and of all within it."""
-        return tuple(axis for strategy in self.nested() for axis in strategy.axes)
 
     @classmethod
     @final

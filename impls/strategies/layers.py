@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from spbench.impls.kernels.cross_entropy import CrossEntropy, cross_entropy_of
 from spbench.impls.kernels.projection import project
 from spbench.impls.strategies.delegation import left_within, property_left_within
-from spbench.impls.strategies.grouped_query import GroupedQueryLinear
 
 
 class Linear(nn.Module):
@@ -82,6 +81,35 @@ class SeparateLinear(nn.Module):
             by_recipe: tuple[Tensor, ...] = recipe.project_all(x, [*self.weights], biases)
             return by_recipe
         return tuple(project(x, w, b) for w, b in zip(self.weights, biases, strict=True))
+
+
+class GroupedQueryLinear(nn.Module):
+    """x [..., H] -> queries [..., G, Z/G, A], keys and values [..., G, A], as one matmul: the fused
+    projection of grouped-query attention (Ainslie et al., arXiv 2305.13245), in which a head of keys and
+    values serves a group of Z/G heads of queries.
+
+    The weights lie group by group, the queries of a group, its key and its value, as in Megatron-LM
+    (mixed_qkv of its attention), so that a cut between groups cuts all three. The weight is
+    [G, (Z/G + 2) A, H], the bias, if there is one, [G, (Z/G + 2) A].
+    """
+
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, head_size: int, heads: int, kv_heads: int, *, bias: bool = False):
+        super().__init__()
+        self.head_size = head_size
+        rows = kv_heads, (heads // kv_heads + 2) * head_size
+        self.weight = nn.Parameter(torch.empty(*rows, in_features))
+        self.bias = nn.Parameter(torch.zeros(rows)) if bias else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.separate(project(x, self.weight, self.bias))
+
+    def separate(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, from all of them side by side [..., (Z + 2 G) A]."""
+        groups = y.unflatten(-1, (self.weight.shape[0], -1, self.head_size))
+        q, k, v = groups.split([groups.shape[-2] - 2, 1, 1], -2)
+        return q, k.squeeze(-2), v.squeeze(-2)
 
 
 class LayerHooks:

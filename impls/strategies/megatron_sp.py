@@ -183,7 +183,7 @@ class MegatronSP(GridChunks, TensorParallel):
 
     name = "megatron_sp"
     usual = True
-    axes = ("tp",)
+    axes: tuple[str, ...] = ("tp",)
     options_type = MegatronSPOptions
     options: MegatronSPOptions
     summary = "tensor parallelism, and sequence chunks between its blocks (Megatron-LM)"

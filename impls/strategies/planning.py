@@ -29,9 +29,6 @@ from spbench.impls.strategies.grid import GridHooks, as_sequences
 from spbench.impls.tiles import entries_of_tiles, tiles_of, tiling_of
 from spbench.impls.traffic import Traffic
 
-if TYPE_CHECKING:
-    from spbench.impls.strategies.base import Strategy
-
 #: ``vocabulary``: rows of an embedding or head; ``features``: what tensor parallelism can split, of which
 #: ``mlp``: those of MLPs that :attr:`LayerHooks.of_mlp` makes;
 #: ``key_value``: projections to keys and values of grouped-query attention, which it can split into
@@ -131,7 +128,7 @@ class PlanningHooks(GridHooks):
     name: ClassVar[str]
     axes: tuple[str, ...]
     size: int
-    within: Strategy | None
+    within: PlanningHooks | None
     place: Place
     if TYPE_CHECKING:
 
@@ -145,6 +142,12 @@ class PlanningHooks(GridHooks):
     meets: ClassVar[frozenset[MeetingKind]] = frozenset(MEETINGS)  # type: ignore[arg-type]
     #: whether a rank has only some of the heads and features between the projections of a block
     splits_features: ClassVar[bool] = False
+
+    @property
+    @final
+    def nested_axes(self) -> tuple[str, ...]:
+        """The axes of this strategy and of all within it."""
+        return (*self.axes, *(() if self.within is None else self.within.nested_axes))
 
     @final
     def check(self, sites: Iterable[Site]) -> None:
@@ -164,8 +167,7 @@ class PlanningHooks(GridHooks):
             raise Unsupported("the model has no experts, which ep and etp are for", "leave ep and etp out")
         if etp > 1 and any(site.dims.get("adapted") for site in sites):
             raise Unsupported("adapters of experts are whole, and etp splits an expert", "use etp 1, and ep")
-        strategy = cast("Strategy", self)
-        alike = [axis for axis in strategy.nested_axes if axis not in self.position_axes]
+        alike = [axis for axis in self.nested_axes if axis not in self.position_axes]
         if sites and self.place.size(*alike) > 1:
             raise Unsupported(
                 f"ranks along {' and '.join(alike)} of {self.name} hold the same tokens, which experts would "
@@ -267,11 +269,11 @@ class PlanningHooks(GridHooks):
         return [list(range(size))]
 
     @final
-    def as_seen(self, sites: Iterable[Site]) -> Iterator[tuple[Strategy, list[Site]]]:
+    def as_seen(self, sites: Iterable[Site]) -> Iterator[tuple[PlanningHooks, list[Site]]]:
         """Yields this strategy and each one within it, with the sites as it sees them: heads and features of
         one rank of the strategies around it, positions of one rank of the strategies within it."""
         sites, within = list(sites), self.within
-        yield cast("Strategy", self), sites if within is None else [within.outside(site) for site in sites]
+        yield self, sites if within is None else [within.outside(site) for site in sites]
         if within is not None:
             yield from within.as_seen([self.inside(site) for site in sites])
 

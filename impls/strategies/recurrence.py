@@ -11,7 +11,7 @@ positions that a convolution sees.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -19,11 +19,9 @@ from spbench.impls.attended import Attended
 from spbench.impls.kernels.recurrence import Make, Rule, gated_recurrence
 from spbench.impls.strategies.delegation import left_within
 
-if TYPE_CHECKING:
-    from spbench.impls.strategies.base import Strategy
-
-#: of a strategy, tensors [B, L, heads, ...] and weights [heads, ...]: a result [B, L, Z, A]
-Mix = Callable[["Strategy", list[Tensor], Sequence[Tensor]], Tensor]
+#: what runs by heads: from the hooks of a strategy, tensors [B, L, heads, ...] and weights [heads, ...], it
+#: makes a result [B, L, Z, A]
+Mix = Callable[["RecurrenceHooks", list[Tensor], Sequence[Tensor]], Tensor]
 
 
 class RecurrenceHooks:
@@ -40,7 +38,7 @@ class RecurrenceHooks:
             by_heads: [B, L or a part, Z or G, any size] each; emptied, so that each may die at its last use.
             weights: [Z or G, ...] each.
         """
-        return mix(self, by_heads, weights)  # type: ignore[arg-type]
+        return mix(self, by_heads, weights)
 
     @left_within
     def rows_before(self, rows: Tensor) -> Tensor | None:

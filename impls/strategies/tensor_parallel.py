@@ -28,10 +28,16 @@ from spbench.impls.layout import HEEDS_ALL, divisors, nearest, nearest_divisors
 from spbench.impls.options import Options, Saving, check_choices
 from spbench.impls.strategies.base import Shard, Site, Strategy, Unsupported, mark_shard, union
 from spbench.impls.strategies.grid import as_sequences
-from spbench.impls.strategies.grouped_query import ColumnParallelGroupedQuery, GroupedQueryLinear
-from spbench.impls.strategies.layers import GroupedLinear, Linear, SeparateLinear, full_precision
+from spbench.impls.strategies.layers import (
+    GroupedLinear,
+    GroupedQueryLinear,
+    Linear,
+    SeparateLinear,
+    full_precision,
+)
 from spbench.impls.strategies.parallel_layers import (
     ColumnParallelGroupedLinear,
+    ColumnParallelGroupedQuery,
     ColumnParallelLinear,
     ColumnParallelSeparateLinear,
     RowParallelLinear,
@@ -65,7 +71,7 @@ class TensorParallel(Strategy):
     """Weights are split by columns, then by rows; every rank has all positions [B, L, H] between blocks."""
 
     name = "tensor_parallel"
-    axes = ("tp",)
+    axes: tuple[str, ...] = ("tp",)
     options_type: ClassVar[type[Options]] = TensorParallelOptions
     options: TensorParallelOptions
     summary = "weights split by columns and rows, heads and vocabulary with them (Megatron-LM)"

@@ -1,7 +1,5 @@
 """A clone of the checkout, and the distributions built from it, once for all tests."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

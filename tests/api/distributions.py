@@ -1,7 +1,5 @@
 """Distributions of spbench, and environments to install them in; nothing is downloaded."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import venv

@@ -1,8 +1,6 @@
 """The functions of the public API, as a notebook or a script uses them. The names of our folders are free for
 users: files of theirs with these names are not imported for ours."""
 
-from __future__ import annotations
-
 import doctest
 import json
 import os

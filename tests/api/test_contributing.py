@@ -1,7 +1,5 @@
 """What CONTRIBUTING.md says about rooms, additions and files is so."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

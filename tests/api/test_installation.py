@@ -1,7 +1,5 @@
 """What is installed, from a wheel, an sdist or a checkout: spbench at the top and nothing else."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

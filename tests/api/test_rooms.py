@@ -1,7 +1,5 @@
 """The rooms of bench are as CONTRIBUTING.md has them, and within the budget that stands there."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -74,9 +72,10 @@ def test_a_room_imports_what_it_may(name: str) -> None:
     floors = {each.split("/")[1]: each for each in TABLE if "/" in each}
     allowed = {floors[each] for each in TABLE.get(name, ())}
     found = arrows()[name] - {""} - {there for here, there in NOT_YET if here == name}
-    lower = {each for each in TABLE if each.startswith("measure/")} | {"command_line"}
     if name.startswith("tools/"):
-        found -= lower
+        found -= {"measure", "command_line"}
+    elif name == "command_line":
+        found -= {"measure"}
     assert found == allowed
 
 
@@ -125,6 +124,23 @@ def local_imports() -> int:
     return sum(isinstance(n, ast.Import | ast.ImportFrom) for n in nodes.values())
 
 
+def door_names() -> dict[str, str]:
+    """The module of each name at the door of the instrument."""
+    stub = ast.parse((ROOT / "bench/measure/__init__.pyi").read_text())
+    imported = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imported for alias in node.names}
+
+
+def test_each_name_at_the_door_is_taken_and_is_no_room() -> None:
+    """A room of that name would hide it."""
+    above = [tree for name, tree in trees().items() if not name.startswith("measure")]
+    public = [ast.parse(path.read_text()) for path in (ROOT / "spbench").glob("*.py")]
+    nodes = [node for tree in above + public for node in ast.walk(tree)]
+    taken = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "spbench.bench.measure"]
+    assert {alias.name for node in taken for alias in node.names} == {*door_names()}
+    assert not {*door_names()} & {path.name for path in (ROOT / "bench/measure").iterdir()}
+
+
 @pytest.mark.parametrize(("of", "most"), table("of"))
 def test_the_budget(of: str, most: str) -> None:
     if words := re.fullmatch(r"lines of `([\w/]+)`", of):
@@ -139,6 +155,8 @@ def test_the_budget(of: str, most: str) -> None:
         number = len(in_circles(words[1]))
     elif of == "imports within functions of `bench`":
         number = local_imports()
+    elif of == "names at the door of `bench/measure`":
+        number = len(door_names())
     else:
         assert of == "options of commands"
         number = options()

@@ -1,7 +1,5 @@
 """A user's folder whose files have the names of our folders, and what can be run in it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

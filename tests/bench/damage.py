@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -38,41 +39,9 @@ NASTY: list[Any] = [
     *([], {}, [[]], [0], ["sp", "dp"], [1, "x"], {"": 1}, {"a": {"b": []}}, [None], [float("nan")]),
 ]
 
-SCENARIO: dict[str, Any] = yaml.safe_load("""
-title: Damaged
-defaults: {model: bert-tiny, batch: 4, seq_len: 512, cluster: mine.yaml, precision: bf16}
-groups:
-  - {strategy: tensor_parallel, sizes: {tp: [1, 4], dp: 1}, model_options: {layers: 2}}
-  - {strategy: ring_self_attention, sizes: {sp: 4}, mesh: [sp, dp], timeout_s: 60.0}
-  - {model: config.json, strategy: single, training: {backend: zero1, micro_batches: 2}}
-  - {strategy: single, seq_len: null, search: {quantity: seq_len, step: 4, limit: 4096}}
-variants: {a: {}, b: {training: {moments: later}}}
-tables:
-  - table: t
-    published: {file: t.csv}
-    cells: {batch: 4, strategy: tensor_parallel}
-    match: {ranks: parallel}
-    where: {ranks: [1, 4]}
-    status: status
-    quantities: {memory: {field: peak_memory_bytes, unit: 1048576, rank: last}}
-values:
-  - claim: c
-    published: {file: c.csv}
-    cells:
-      numerator: {strategy: tensor_parallel, world: 4}
-      denominator: {strategy: tensor_parallel, sizes: {tp: 1}}
-    ours: numerator / denominator
-    quantity: tokens_per_s
-inferred_from: [{setting: s, answers: [t], rows: [{ranks: 4}], reason: r}]
-""")
-CLUSTER: dict[str, Any] = yaml.safe_load("""
-extends: dgx-a100
-about: ours
-devices_per_node: 8
-device: {memory_total_bytes: {value: 68719476736, source: "-"}, overlap_loss: {value: 0.1, source: "-"}}
-network: {latency_s: {value: 1.0e-06, source: "-"}, nics_per_node: 8}
-calibration: {bf16: {compute_efficiency: 0.5, fitted_on: []}}
-""")
+_WHOLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+SCENARIO: dict[str, Any] = _WHOLE["scenario"]
+CLUSTER: dict[str, Any] = _WHOLE["cluster"]
 CONFIG: dict[str, Any] = {**TINY, "rope_theta": 10000.0}
 TEXTS: dict[str, str] = {
     "s.yaml": yaml.safe_dump(SCENARIO, sort_keys=False),

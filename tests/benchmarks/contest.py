@@ -1,8 +1,6 @@
 """Causal attentions of several strategies, ours and peers, on the same ranks: are they right, and what do
 they cost?"""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ has become travels on; and the contiguous ring returns its gradient of q in bflo
 module differs from the published text in these two expressions only (:data:`MENDS`).
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from functools import cache
@@ -25,7 +23,6 @@ MENDS = ((".to(torch.float32)", ".to(torch.float32, copy=True)"), ("dq.to(torch.
 def _module(name: str) -> ModuleType:
     """The module ``name`` made again from its text after MENDS."""
     spec = importlib.util.find_spec(name)
-    assert spec is not None
     assert spec.origin is not None
     module = importlib.util.module_from_spec(spec)
     with open(spec.origin) as file:

@@ -5,8 +5,6 @@ and every cell of gate, in one process a short cut; ``SHORT_CUT=NAME pytest -p t
 runs tests without one. The numbers stand in docs/internals/performance.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

@@ -4,8 +4,6 @@ The ranks time themselves (:func:`timed_steps.seconds`): a sample is the mean of
 slower rank, without what it takes to hand a job to them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

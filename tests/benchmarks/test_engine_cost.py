@@ -7,8 +7,6 @@ included, without traces on disk and with them. How long commands and processes 
 tests/benchmarks/test_engine_cost.py --benchmark-only. Wall-clock times, of which an idle machine is a
 condition. Rows of one group belong beside one another."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

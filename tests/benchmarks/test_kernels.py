@@ -4,8 +4,6 @@ Shapes are small, so that a call takes milliseconds: B = 1, Z = 4 heads, A = D =
 CPU time of one thread, which another process on the machine disturbs far less than it does the clock's.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -7,8 +7,6 @@ skipped: `pip install tinygrad`; SPBENCH_CALCULON names a checkout of Calculon,
 which needs psutil.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -11,8 +11,6 @@ stand there mended too (:mod:`tests.benchmarks.mended`). With SPBENCH_PEERS=FILE
 CSV file. Times are reported, not judged; ours must be right.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections.abc import Iterator
@@ -26,7 +24,8 @@ import torch
 from spbench.bench.command_line.drawn_tables import markdown
 from spbench.bench.command_line.output import Table
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.impls.registries import absent, peers
+from spbench.impls.discovery import absent
+from spbench.impls.registries import peers
 from spbench.impls.strategies.nesting import nesting
 from tests.benchmarks import mended
 from tests.benchmarks.contest import WORST_ERROR, Entrant, Found, Shape, contest

@@ -8,8 +8,6 @@ the peak resident bytes of the process (Linux); with the exponents, from 64 rank
 of the bytes beyond those of 8 ranks. Nothing of it is judged here. It takes some minutes.
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 import time

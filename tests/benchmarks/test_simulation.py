@@ -4,8 +4,6 @@ In CPU time, and as within a sweep, in a process that has done it before; large 
 :mod:`tests.benchmarks.test_scale`.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -8,8 +8,6 @@ output, in this order. A page's blocks are listed by
     python -m tests.docs.blocks
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections import Counter

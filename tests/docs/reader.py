@@ -1,7 +1,5 @@
 """Somebody who does what a page says: writes its files and runs its commands in order."""
 
-from __future__ import annotations
-
 import doctest
 import io
 import os

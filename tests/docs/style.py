@@ -10,8 +10,6 @@ style.yaml limits the faults and the words of a page.
 `sentencex` (MIT) splits sentences, `markdown-it-py` (MIT) reads the pages.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -50,6 +48,9 @@ WORDS = {
 _WORD = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
 #: a sentence that begins with Of, also within a parenthesis
 _OF = re.compile(r"(?:^|[.?!:][\"')]*\s+|\()\(?(Of)\s")
+#: how a page begins that a script writes
+MADE = "<!-- scripts/"
+_NO_WORDS = re.compile(r"^```.*?^```|<!--.*?-->", re.DOTALL | re.MULTILINE)
 #: stands for the n-th piece of code of a text, and counts as one word
 _CODE = re.compile(r"Code(\d+)x")
 
@@ -190,7 +191,8 @@ def printed_texts(source: str) -> Iterator[tuple[int, str]]:
 def pages() -> dict[str, Path]:
     """The pages that the rules hold, by their paths in the repository."""
     paths = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
-    return {path.relative_to(ROOT).as_posix(): path for path in paths}
+    by_hand = (path for path in paths if not path.read_text().startswith(MADE))
+    return {path.relative_to(ROOT).as_posix(): path for path in by_hand}
 
 
 def page_faults(name: str) -> list[Fault]:
@@ -203,8 +205,9 @@ def counts(listed: Iterable[Fault]) -> dict[str, int]:
 
 
 def page_words(name: str) -> int:
-    """Number of words, as `wc -w` counts them, of a page, or of a folder's pages where ``name`` ends in /."""
-    return sum(len(path.read_text().split()) for page, path in pages().items() if page.startswith(name))
+    """Number of words outside code and comments of a page, or of a folder's pages (``name`` ends in /)."""
+    texts = (_NO_WORDS.sub("", path.read_text()) for page, path in pages().items() if page.startswith(name))
+    return sum(len(text.split()) for text in texts)
 
 
 def _tighten() -> None:

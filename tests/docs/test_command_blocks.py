@@ -4,8 +4,6 @@ of the page. Of all, run or not: the syntax of Bash, the options by the commands
 of scenarios, strategies and models by a dry run. `spbench --help` and that of every command: exit code 0, at
 most 100 columns, nothing without its help."""
 
-from __future__ import annotations
-
 import subprocess
 import tomllib
 from pathlib import Path

@@ -5,8 +5,6 @@ docs/learn: each chapter is whole, its notebook has its cells, and its pictures 
 Notebooks of the documentation print what their committed outputs say, when they are run from the start.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The site that MkDocs makes: its references are complete, and reading it loads nothing from elsewhere."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Things are found by being in a package's modules, or by an installed plug-in's entry points."""
 
-from __future__ import annotations
-
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable

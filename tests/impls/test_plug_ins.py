@@ -1,7 +1,5 @@
 """A strategy, a model and a backend of another distribution are used by their names, each one file."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A figure of rows and what must be in it, and rows to draw."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -145,7 +145,6 @@ def below_zero(mark: Line2D) -> bool:
     """Whether the mark stands in the panel, below the zero of its y axis, or of a logarithmic one below all
     lines; of bars to the right at the left."""
     ax = mark.axes
-    assert ax is not None
     if ax.yaxis_inverted():
         return bool(np.asarray(mark.get_xdata())[0] < 0.1)
     _, at = mark.get_transform().transform(mark.get_xydata())[0]

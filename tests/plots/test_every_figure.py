@@ -1,8 +1,6 @@
 """What holds of the figure of every packaged scenario, drawn of a row for each of its cells and of the
 committed published numbers."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path
@@ -17,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
 from spbench.bench.measure.scenarios.scenario import load_scenario
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.plots import FIGURES
 from spbench.plots.grid import Drawing
 from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES
@@ -53,7 +51,7 @@ SCENARIOS = {
 def rows_of(scenario: str) -> list[Row]:
     """Rows that are like those of a run: of each cell, longer times and more memory for longer sequences."""
     rows = []
-    for number, cell in enumerate(declared_cells(load_scenario(scenario), Narrowing())):
+    for number, cell in enumerate(Narrowing().declared(load_scenario(scenario))):
         length, ranks = cell.seq_len or 512, max(1, len(cell.strategy))
         sent = [
             {"axis": "sp", "phase": phase, "sent_bytes": float(length * ranks * GIB // 1024)}

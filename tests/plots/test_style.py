@@ -1,8 +1,6 @@
 """What all figures share: the looks of strategies, and the panel of claims. The grid of panels: shared axes,
 labels that stand once, and names beside lines."""
 
-from __future__ import annotations
-
 from itertools import combinations, pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The examples of this folder as additions to spbench: plug-ins, and files of the package."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Strategies and models in files that are in no package, named by their paths."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.choices import cell_names
-from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.sweep.dask_task import Installation
 from spbench.bench.measured_code import code_digest
 from spbench.impls import loose_files
@@ -57,7 +55,7 @@ def test_a_file_takes_the_place_of_what_a_scenario_has(folder: Path) -> None:
 
     def cells(*strategies: str, models: tuple[str, ...] = ()) -> list[tuple[str, str]]:
         narrowing = Narrowing(strategies=strategies, models=models)
-        return [(cell.strategy, cell.model) for cell in narrowed_cells(scenario, narrowing)]
+        return [(cell.strategy, cell.model) for cell in narrowing.cells(scenario)]
 
     naive, model = str(folder / "naive.py"), str(folder / "lm.py")
     assert cells(naive) == [("naive", "bert-tiny")]

@@ -4,8 +4,6 @@ The examples are used together by one scenario, which is itself an addition: a f
 its cluster.
 """
 
-from __future__ import annotations
-
 import ast
 from typing import Any
 

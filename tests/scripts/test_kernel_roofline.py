@@ -1,4 +1,4 @@
-"""docs/kernels.md holds what the script prints, and the script counts what kernels do."""
+"""results/benchmarks/kernels.md holds what the script prints, and the script counts what kernels do."""
 
 import runpy
 from pathlib import Path
@@ -17,7 +17,7 @@ def script() -> dict[str, Any]:
 
 @pytest.mark.parametrize(("marker", "table"), [("kernels", "kernel_table"), ("blocks", "block_table")])
 def test_the_page_has_what_is_printed(script: dict[str, Any], marker: str, table: str) -> None:
-    page = (ROOT / "docs" / "kernels.md").read_text()
+    page = (ROOT / "results" / "benchmarks" / "kernels.md").read_text()
     shown = page.partition(f"<!-- {marker} -->\n")[2].partition("<!-- end -->")[0]
     assert shown == script["markdown"](script[table]())
 

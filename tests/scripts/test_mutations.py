@@ -1,7 +1,5 @@
 """The script that counts which random mistakes the tests find."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,8 +1,6 @@
 """The JSON schemas of docs/schemas. docs/internals/performance.md holds what was measured. The errors of
 interpolation: by hand on a small table, and the committed ones of a small file."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import json

@@ -1,7 +1,5 @@
 """scripts/slurm.sbatch, with stand-ins for the commands of Slurm."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -49,7 +49,7 @@ def values_of(text: str) -> list[str]:
     return [f"x{value:g}" for value in values]
 
 
-def sweep(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+def swept_figures(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
     """The figures of each cluster that pairs of name and text ask for, of which one may be a range.
 
     Raises:

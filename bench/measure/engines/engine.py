@@ -88,7 +88,7 @@ class Engine(ABC):
         raise Unsupported(f"the engine {self.name} computes no losses", "use the engine distributed")
 
 
-def engines() -> dict[str, type[Engine]]:
+def engine_classes() -> dict[str, type[Engine]]:
     """Every engine by name: those of this package, then the entry points ``spbench.engines``."""
     return dict(named_classes("spbench.bench.measure.engines", Engine, "spbench.engines"))
 
@@ -99,7 +99,7 @@ def engine_class(name: str) -> type[Engine]:
     Raises:
         KeyError: there is none; with the known names.
     """
-    classes = engines()
+    classes = engine_classes()
     if name not in classes:
         raise KeyError(f"unknown engine {name!r}; choices: {', '.join(classes)}")
     return classes[name]

@@ -40,8 +40,8 @@ from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import VARIABLES
+from spbench.impls.discovery import versions
 from spbench.impls.kernels.attention_buffers import WITH_BUFFERS
-from spbench.impls.registries import versions
 from spbench.impls.training.turns import Ahead, Turns
 
 
@@ -152,7 +152,7 @@ def use() -> None:
 
 
 @contextmanager
-def used() -> Iterator[None]:
+def keeping_traces() -> Iterator[None]:
     """Inside, as after :func:`use`."""
     global _cache
     before = _cache

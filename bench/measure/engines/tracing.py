@@ -126,6 +126,9 @@ def trace(
     return replace(rank_trace, memory=rank_trace.memory.with_workspaces(workspace_bytes(cell)))
 
 
+trace_rank = trace
+
+
 def _put_together(
     cell: Cell, rank: int, events: bool, effort: Effort, turns: Turns | Ahead | None
 ) -> Trace | None:

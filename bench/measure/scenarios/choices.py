@@ -12,17 +12,18 @@ from typing import Any, Literal
 from spbench.bench.cell import Cell, TrainingOptions, requirements
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import read_file, resolved
-from spbench.bench.measure.engines.engine import Candidates, engine_class, engines, quantities
+from spbench.bench.measure.engines.engine import Candidates, engine_class, engine_classes, quantities
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.trace.meter import meters
 from spbench.bench.setting_values import remote_name
 from spbench.impls import loose_files
+from spbench.impls.discovery import INSTALL, absent
 from spbench.impls.layout import Unsupported
 from spbench.impls.loose_files import place, raised
 from spbench.impls.models.huggingface.published import published_models
 from spbench.impls.models.model import models, unchanged_model
 from spbench.impls.options import values_without_effect, wrong_values
-from spbench.impls.registries import INSTALL, absent, as_published, backends, peers, strategies
+from spbench.impls.registries import as_published, backends, peers, strategies
 from spbench.impls.strategies.nesting import PLUS, nesting
 
 #: by kind: the function that returns what there is by name
@@ -32,7 +33,7 @@ OF_CLASSES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     "as-published": as_published,
     "model": models,
     "backend": backends,
-    "engine": engines,
+    "engine": engine_classes,
     "meter": meters,
     "quantity": quantities,
 }
@@ -81,11 +82,12 @@ def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
     return f"unknown {kind} {shown(name)}{mend}{file}"
 
 
-def check_known(kind: str, given: Iterable[str], allowed: Sequence[str]) -> None:
-    """UserError for the first of some names that nothing of a kind has."""
+def check_known(kind: str, given: Iterable[str], allowed: Sequence[str] | None = None) -> None:
+    """UserError for the first of some names that nothing of a kind has, by default of all its names."""
+    listed = names(kind) if allowed is None else allowed
     for name in given:
-        if name not in allowed:
-            raise UserError(unknown(kind, name, allowed))
+        if name not in listed:
+            raise UserError(unknown(kind, name, listed))
 
 
 #: by kind, what a file has that may be given for its name

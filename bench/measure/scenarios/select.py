@@ -61,71 +61,109 @@ class Narrowing:
     where: Sequence[tuple[str, str]] = ()
     changes: Sequence[tuple[str, str]] = ()
 
+    def declared(self, scenario: Scenario) -> list[Cell]:
+        """The scenario's own cells, in the variants and on the clusters and engines that are asked for.
 
-def declared_cells(scenario: Scenario, narrowing: Narrowing) -> list[Cell]:
-    """The scenario's own cells, in the variants and on the clusters and engines that are asked for; UserError
-    for an unknown variant, cluster or engine, or a device that cannot be used."""
-    variants = list(scenario.cells)
-    if narrowing.variant == ALL:
-        chosen = variants
-    elif narrowing.variant is None:
-        chosen = variants[:1]
-    elif narrowing.variant in variants and narrowing.variant:
-        chosen = [narrowing.variant]
-    elif variants == [""]:
-        raise UserError(f"scenario {scenario.name} has no variants; leave out --variant")
-    else:
-        hint = suggestion(narrowing.variant, [*variants, ALL])
-        raise UserError(f"scenario {scenario.name} has no variant {narrowing.variant!r}{hint}")
-    for cluster in narrowing.clusters:
-        load_cluster(cluster)
-    check_known("engine", narrowing.engines, names("engine"))
-    cells = [cell for name in chosen for cell in scenario.cells[name]]
-    for field, values in (("cluster", narrowing.clusters), ("engine", narrowing.engines)):
-        if values:
-            cells = [cell.model_copy(update={field: value}) for cell in cells for value in values]
-    if narrowing.device is not None:
-        cells = on_device(cells, narrowing.device)
-    return _distinct(cells if narrowing.changes else _named_kernels(scenario, cells))
+        Raises:
+            UserError: there is no such variant, cluster or engine, or a device cannot be used.
+        """
+        variants = list(scenario.cells)
+        if self.variant == ALL:
+            chosen = variants
+        elif self.variant is None:
+            chosen = variants[:1]
+        elif self.variant in variants and self.variant:
+            chosen = [self.variant]
+        elif variants == [""]:
+            raise UserError(f"scenario {scenario.name} has no variants; leave out --variant")
+        else:
+            hint = suggestion(self.variant, [*variants, ALL])
+            raise UserError(f"scenario {scenario.name} has no variant {self.variant!r}{hint}")
+        for cluster in self.clusters:
+            load_cluster(cluster)
+        check_known("engine", self.engines)
+        cells = [cell for name in chosen for cell in scenario.cells[name]]
+        for field, values in (("cluster", self.clusters), ("engine", self.engines)):
+            if values:
+                cells = [cell.model_copy(update={field: value}) for cell in cells for value in values]
+        if self.device is not None:
+            cells = on_device(cells, self.device)
+        return _distinct(cells if self.changes else _named_kernels(scenario, cells))
 
+    def cells(self, scenario: Scenario, declared: Sequence[Cell] | None = None) -> list[Cell]:
+        """The cells to run. ``declared``: what :meth:`declared` returns, where that is at hand already.
 
-def narrowed_cells(
-    scenario: Scenario, narrowing: Narrowing, declared: Sequence[Cell] | None = None
-) -> list[Cell]:
-    """The cells to run. ``declared``: those of :func:`declared_cells`, where they are known. UserError, with
-    what there is, for an unknown name, a rank or device that cannot be, or if nothing is left."""
-    cells = [*(declared_cells(scenario, narrowing) if declared is None else declared)]
-    strategies = [name for text in narrowing.strategies for name in cell_names("strategy", text)]
-    models = [name for text in narrowing.models for name in cell_names("model", text)]
-    packaged = [*names("model"), *{c.model for c in cells if c.model_config_json}]
-    configs = {n for n in models if n not in packaged and _has_sizes(n)}
-    check_known("model", [name for name in models if name not in configs], packaged)
-    for name in strategies:
-        if problem := strategy_problem(name):
-            raise UserError(problem)
-    of_files = {*strategies} - {*narrowing.strategies} | {*models} - {*narrowing.models} | configs
-    for field, values in (("strategy", strategies), ("model", models)):
-        has = list(dict.fromkeys(getattr(cell, field) for cell in cells))
-        if values:
-            others = [name for name in values if name in of_files - {*has}]
-            replaced = [cell for name in others for cell in _with_other(cells, field, name)]
-            cells = [cell for cell in cells if getattr(cell, field) in values] + replaced
-        if not cells:
-            wanted = f"{field} {' or '.join(values)}; it has: {', '.join(has)}"
-            raise UserError(f"scenario {scenario.name} has no cell with {wanted}")
-    if narrowing.world_sizes:
-        cells = [cell for size in narrowing.world_sizes for cell in _of_size(cells, size)]
-        if not cells:
-            sizes = " or ".join(map(str, narrowing.world_sizes))
-            raise UserError(f"the strategies chosen run on one rank, not {sizes}; use --world-size 1")
-    cells = _with_settings(cells, narrowing.where)
-    if narrowing.changes:
-        changes = given(narrowing.changes)
-        cells = [changed(cell, changes) for cell in cells]
-        for path, message in ignored(cells):
-            if (name := dotted(path)) in changes:
-                raise UserError(f"--set {name}: {message}")
-    return _distinct(playing_rank([*_named_kernels(scenario, cells)], narrowing.rank))
+        Raises:
+            UserError: a name is unknown, a rank or device cannot be, or nothing is left; with what there is.
+        """
+        cells = [*(self.declared(scenario) if declared is None else declared)]
+        strategies = [name for text in self.strategies for name in cell_names("strategy", text)]
+        models = [name for text in self.models for name in cell_names("model", text)]
+        packaged = [*names("model"), *{c.model for c in cells if c.model_config_json}]
+        configs = {n for n in models if n not in packaged and _has_sizes(n)}
+        check_known("model", [name for name in models if name not in configs], packaged)
+        for name in strategies:
+            if problem := strategy_problem(name):
+                raise UserError(problem)
+        of_files = {*strategies} - {*self.strategies} | {*models} - {*self.models} | configs
+        for field, values in (("strategy", strategies), ("model", models)):
+            has = list(dict.fromkeys(getattr(cell, field) for cell in cells))
+            if values:
+                others = [name for name in values if name in of_files - {*has}]
+                replaced = [cell for name in others for cell in _with_other(cells, field, name)]
+                cells = [cell for cell in cells if getattr(cell, field) in values] + replaced
+            if not cells:
+                wanted = f"{field} {' or '.join(values)}; it has: {', '.join(has)}"
+                raise UserError(f"scenario {scenario.name} has no cell with {wanted}")
+        if self.world_sizes:
+            cells = [cell for size in self.world_sizes for cell in _of_size(cells, size)]
+            if not cells:
+                sizes = " or ".join(map(str, self.world_sizes))
+                raise UserError(f"the strategies chosen run on one rank, not {sizes}; use --world-size 1")
+        cells = _with_settings(cells, self.where)
+        if self.changes:
+            changes = given(self.changes)
+            cells = [changed(cell, changes) for cell in cells]
+            for path, message in ignored(cells):
+                if (name := dotted(path)) in changes:
+                    raise UserError(f"--set {name}: {message}")
+        return _distinct(playing_rank([*_named_kernels(scenario, cells)], self.rank))
+
+    def only_cell(self, what: str, scenario: Scenario, shape: Mapping[str, int | None]) -> Cell:
+        """The one cell to run, with the shape that is asked for where the scenario searches.
+
+        Args:
+            what: is made of the cell, for messages.
+
+        Raises:
+            UserError: none is left, more than one is, or it searches for something that is not given.
+        """
+        cells = self.cells(scenario)
+        for field, value in shape.items():
+            if value is None:
+                continue
+            has = list(dict.fromkeys(str(getattr(cell, field)) for cell in cells))
+            cells = [cell if getattr(cell, field) else cell.at(value) for cell in cells]
+            cells = [cell for cell in cells if getattr(cell, field) == value]
+            if not cells:
+                raise UserError(f"no cell that is left has {field} {value}; they have: {', '.join(has)}")
+        if len(cells) > 1:
+            named = ", ".join(cell.key for cell in cells[:_NAMED])
+            more = ", ..." if len(cells) > _NAMED else ""
+            differ = ", ".join(
+                f"{name} ({', '.join(has)})" for name, has in differing_settings(cells).items()
+            )
+            raise UserError(
+                f"{len(cells)} cells are left, {what} takes one: {named}{more}; "
+                f"they differ in {differ}: choose with --where SETTING=VALUE"
+            )
+        (cell,) = cells
+        if cell.search is not None:
+            quantity = cell.search.quantity
+            raise UserError(
+                f"{cell.key} searches for its {quantity}: give one, --{quantity.replace('_', '-')} N"
+            )
+        return cell
 
 
 def _named_kernels(scenario: Scenario, cells: Iterable[Cell]) -> Iterator[Cell]:
@@ -233,34 +271,3 @@ def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:
 
 def _distinct(cells: Iterable[Cell]) -> list[Cell]:
     return list({cell.key: cell for cell in cells}.values())
-
-
-def the_cell(what: str, scenario: Scenario, narrowing: Narrowing, shape: Mapping[str, int | None]) -> Cell:
-    """The cell that is left, with the shape that is asked for where the scenario searches; ``what``: is made
-    of it, for messages.
-
-    Raises:
-        UserError: none is left, more than one is, or it searches for something that is not given.
-    """
-    cells = narrowed_cells(scenario, narrowing)
-    for field, value in shape.items():
-        if value is None:
-            continue
-        has = list(dict.fromkeys(str(getattr(cell, field)) for cell in cells))
-        cells = [cell if getattr(cell, field) else cell.at(value) for cell in cells]
-        cells = [cell for cell in cells if getattr(cell, field) == value]
-        if not cells:
-            raise UserError(f"no cell that is left has {field} {value}; they have: {', '.join(has)}")
-    if len(cells) > 1:
-        named = ", ".join(cell.key for cell in cells[:_NAMED])
-        more = ", ..." if len(cells) > _NAMED else ""
-        differ = ", ".join(f"{name} ({', '.join(has)})" for name, has in differing_settings(cells).items())
-        raise UserError(
-            f"{len(cells)} cells are left, {what} takes one: {named}{more}; "
-            f"they differ in {differ}: choose with --where SETTING=VALUE"
-        )
-    (cell,) = cells
-    if cell.search is not None:
-        quantity = cell.search.quantity
-        raise UserError(f"{cell.key} searches for its {quantity}: give one, --{quantity.replace('_', '-')} N")
-    return cell

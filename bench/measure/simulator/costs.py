@@ -28,11 +28,7 @@ from spbench.bench.measure.clusters.rates import (
     MatmulRate,
     operator_seconds,
 )
-from spbench.bench.measure.simulator.collective_costs import (
-    measured_seconds,
-    nccl_seconds,
-    ring_seconds,
-)
+from spbench.bench.measure.simulator.collective_costs import measured_seconds, nccl_seconds, ring_seconds
 from spbench.bench.measure.simulator.group_links import (
     GroupLinks,
     LinkRate,

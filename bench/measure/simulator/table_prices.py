@@ -24,12 +24,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from spbench.bench.measure.clusters.rate_tables import (
-    HEAD_SIZE,
-    RateTable,
-    collective_tables,
-    rate_table,
-)
+from spbench.bench.measure.clusters.rate_tables import HEAD_SIZE, RateTable, collective_tables, rate_table
 from spbench.bench.measure.clusters.rates import AttentionRate, Link
 from spbench.bench.measure.simulator.program import AttentionCall, Program
 from spbench.impls.traffic import WIRE_SHARE

@@ -8,6 +8,7 @@ events ("ph": "X"), times in microseconds.
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -268,6 +269,20 @@ class Timeline:
         seconds = self._kernel_s[number] * weights
         return rank_events(steps.program, rank, times, seconds, weights, self._costs.launch_s, launched)
 
+    def export(self, path: Path, ranks: Iterable[int] = (0,), **about: Any) -> Path:
+        """Write the trace of some ranks to a file, whole or not at all, compressed if its name ends in ".gz".
+        ``about`` is the ``otherData`` of the trace: by default the time of its step, and of how many ranks.
+
+        Raises:
+            UserError: the file cannot be written; an earlier one is unchanged.
+        """
+        about = about or {"step_time_s": self.step_time_s, "world_size": self.world_size}
+        events = [*trace_events(self, ranks)]
+        content = {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
+        text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+        # no time in the head of a compressed file: the same trace has the same bytes
+        return write_whole(path, gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text)
+
 
 _PHASES, _COMPUTE = 0, 1
 _MICRO = 1e6
@@ -309,20 +324,6 @@ def in_rows(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
         row = next((i for i in of_stream if rows[i][1] <= event.start_s), len(rows))
         rows[row : row + 1] = [(event.stream, event.start_s + event.duration_s)]
         yield event, row + 1
-
-
-def export_trace(timeline: Timeline, path: Path, ranks: Iterable[int] = (0,)) -> None:
-    """Write the trace of some ranks to a file, whole or not at all; missing folders are made.
-
-    Raises:
-        UserError: it cannot be written; an earlier one is unchanged.
-    """
-    content = {
-        "displayTimeUnit": "ms",
-        "otherData": {"step_time_s": timeline.step_time_s, "world_size": timeline.world_size},
-        "traceEvents": list(trace_events(timeline, ranks)),
-    }
-    write_whole(path, json.dumps(content, separators=(",", ":"), allow_nan=False))
 
 
 def _phases(rank: int, events: list[Event]) -> Iterator[dict[str, Any]]:

@@ -98,7 +98,7 @@ _BEGINNING = b'{"key":"'
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
-    """The rows of a results file, the last of each key, in the order of their first appearance.
+    """The rows of a results file, or of its folder, the last of each key, in the order of first appearance.
 
     Returns the rows, and a line for each line of the file that is not a row, with the field that is wrong. No
     file: no rows.
@@ -108,7 +108,8 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
     """
     rows: dict[str, Row] = {}
     problems = []
-    for place, line in _lines(path):
+    file = path / RESULTS_FILE if path.is_dir() and path.name != RESULTS_FILE else path
+    for place, line in _lines(file):
         try:
             row = parse_row(line)
             rows[row.key] = row

@@ -37,9 +37,8 @@ from spbench.bench.measure.verify.proof import Say, unproven
 from spbench.bench.measured_code import DIGEST_LENGTH, code_digest
 from spbench.bench.measurement import Measured, Outcome
 from spbench.bench.row import FINAL, Row
-from spbench.impls.discovery import installed_version
+from spbench.impls.discovery import installed_version, versions
 from spbench.impls.models.model import model_preset
-from spbench.impls.registries import versions
 from spbench.impls.strategies.nesting import nesting
 
 PARTS = ("cluster", "model", "strategy", "code", "torch")
@@ -231,6 +230,9 @@ def sweep(
     if crew is None:
         own.dismiss()
     return [results.rows[cell.key] for cell in cells]
+
+
+run_sweep = sweep
 
 
 def marked(outcome: Outcome, refused: Outcome | None) -> Outcome:

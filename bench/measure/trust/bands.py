@@ -19,21 +19,10 @@ from statistics import median
 from typing import Any
 
 from spbench.bench.measure.trust.error_model import EVER_WORSE, NO_RATE, ErrorModel
-from spbench.bench.setting_values import STAND_IN, STOOD_IN, StandIn
-from spbench.bench.units import shown_time
+from spbench.bench.setting_values import STAND_IN, StandIn
 from spbench.plots.series import grouped
 
 BANDS_FILE, MEMORY_ERRORS_FILE = "bands.json", "memory_errors.json"
-#: the mark of a time that is a tie with the best
-TIE = "≈"
-TIE_LEGEND = (
-    f"{TIE}: a tie, by the time of a sample, with the fastest of the same model, length and GPUs, of any "
-    "batch; they differ by less than such predictions err"
-)
-
-#: what is said of a time on such rates
-_MARKED = {"datasheet": ", uncalibrated", "fitted elsewhere": ", fitted to others"}
-
 #: grades of prices other than a rate of their own (:mod:`measure.simulator.substitutes`), the worst first
 GRADES = {
     STAND_IN: "Another program",
@@ -102,32 +91,10 @@ def unknown_share(measured: Mapping[str, Any]) -> float:
     return min(1.0, sum(each["share"] for each in priced_by if each["grade"] in NO_RATE))
 
 
-def shown_band(measured: Mapping[str, Any]) -> str:
-    """A step time with its interval, such as "2.31 s ±9%", "2.31 s -12% +40%, uncalibrated", "2.31 s ±60%,
-    no rate of forward attention by triton" or "2.31 s -15% +110%, DeepSpeed priced as fully_shard"; ""
-    without a time, the time alone where it has no interval."""
-    step_time_s, low, high = (measured.get(f"step_time_{name}s") for name in ("", "low_", "high_"))
-    if not step_time_s:
-        return ""
-    if low is None or high is None:
-        return shown_time(step_time_s)
-    rates, lacks = measured.get("rates") or "", measured.get("lacks")
-    marked = _MARKED | {name: f", {name}" for name in STOOD_IN}
-    word = f", no rate of {lacks}" if lacks and rates in NO_RATE else marked.get(rates, "")
-    return f"{shown_time(step_time_s)} {_spread(low / step_time_s - 1, high / step_time_s - 1)}{word}"
-
-
 def _lacking(rates: str, priced_by: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """What makes the class of a time that has no rate of its own: of its grade, the price with the largest
     share of the step; None of other times."""
     return next((each for each in priced_by if each["grade"] == rates), None) if rates in NO_RATE else None
-
-
-def _spread(low: float, high: float) -> str:
-    """The ends of an interval as parts of the time; one number where they are the same up or down."""
-    both = math.sqrt((1 + high) / (1 + low)) - 1
-    balanced = math.isclose((1 + high) * (1 + low), 1, abs_tol=0.005)
-    return f"±{both:.0%}" if balanced and both < 0.5 else f"{low:+.0%} {high:+.0%}"
 
 
 def tied(rows: Sequence[Row], model: ErrorModel | None = None) -> list[bool | None]:

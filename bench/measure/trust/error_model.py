@@ -79,6 +79,11 @@ class Pairs:
     pairs: int
     sources: int
 
+    @staticmethod
+    def distance(apart: float) -> int:
+        """The class of a ratio - 1 of two times, by its place among :data:`EDGES`."""
+        return sum(apart >= edge for edge in EDGES[1:])
+
 
 @dataclass(frozen=True)
 class ErrorModel:
@@ -159,7 +164,7 @@ class ErrorModel:
         """What was measured of pairs of layouts as far apart as two times of this ratio, as "of 91 measured
         pairs 10 to 20% apart, 87% were in the simulated order"; "" if there are none."""
         by_distance = self.of_orders.get(rates, self.of_orders.get(ANY, ()))
-        at = distance(max(ratio, 1 / ratio) - 1)
+        at = Pairs.distance(max(ratio, 1 / ratio) - 1)
         if not by_distance or not by_distance[at].pairs:
             return ""
         (least, most), pairs = EDGES[at : at + 2], by_distance[at]
@@ -204,8 +209,3 @@ def mixed(known: tuple[float, float], share: float, half_width: float) -> tuple[
     ends = math.exp(-half_width), math.exp(half_width)
     low, high = ((1 - share) * rest + share * part for rest, part in zip(known, ends, strict=True))
     return low, high
-
-
-def distance(apart: float) -> int:
-    """The class of a ratio - 1 of two times, by its place among :data:`EDGES`."""
-    return sum(apart >= edge for edge in EDGES[1:])

@@ -60,7 +60,7 @@ from spbench.impls.training.step import PRECISIONS
 HUNG_S = 15.0
 
 
-def verify(
+def verify_cases(
     strategies: Sequence[str] | None = None,
     models: Sequence[str] | None = None,
     world_sizes: Sequence[int] = (1, 2, 3, 4),
@@ -140,7 +140,7 @@ def _cases(
     of_models: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> Iterator[_Planned]:
-    """The cases of :func:`verify`; ``of_models``: options of all models, ``settings``: of each case."""
+    """The cases of :func:`verify_cases`; ``of_models``: options of all models, ``settings``: of each case."""
     of_all = {**settings["options"], **settings["backend_options"]}
     for strategy, (name, preset) in itertools.product(nestings, presets.items()):
         tried = _parts_and_variants(preset, parts, () if of_models else preset.variants())

@@ -29,9 +29,10 @@ from spbench.bench.measure.verify.verdicts import verified_code
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.measured_code import digest_of_files
 from spbench.bench.measurement import Outcome
+from spbench.impls.discovery import versions
 from spbench.impls.loose_files import exits_refused, is_packaged
 from spbench.impls.models.model import Model, model_preset, models
-from spbench.impls.registries import backend_class, strategies, versions
+from spbench.impls.registries import backend_class, strategies
 from spbench.impls.strategies.nesting import nesting
 
 #: beside this module: the digest of the package's code on which verification was green

@@ -19,7 +19,7 @@ from spbench.bench.command_line.options import (
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import resolved, write_whole
-from spbench.bench.measure.clusters.cluster import cluster_names, cluster_of_content, load_cluster
+from spbench.bench.measure import cluster_names, cluster_of_content, load_cluster
 from spbench.bench.tools.calibrate.cluster_of_logs import cluster_of_logs, heading
 from spbench.bench.tools.calibrate.log_findings import findings_of
 from spbench.bench.yaml_text import comment, dump

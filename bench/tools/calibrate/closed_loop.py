@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, combinations
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,11 +20,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
-from spbench.bench.measure.engines.distributed import DistributedEngine
-from spbench.bench.measure.engines.virtual import trace_classes
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
-from spbench.bench.measure.sweep.provenance import provenance
+from spbench.bench.measure import Cluster, Narrowing, load_cluster, provenance, run_cell, trace_classes
 from spbench.bench.tools.calibrate.machine_report import MachineRequest, measured_machine
 from spbench.bench.tools.papers.answer import load_scenario
 
@@ -36,7 +33,7 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
         UserError: there is no such scenario, it has no two cells of the number of ranks asked for, or as
             :func:`measured_machine`.
     """
-    declared = declared_cells(load_scenario(scenario), Narrowing(engines=("distributed",), device="cpu"))
+    declared = Narrowing(engines=("distributed",), device="cpu").declared(load_scenario(scenario))
     cells = [cell for cell in declared if asked.world_size in (None, cell.sizes.world)]
     if len(cells) < 2:
         ranks = "" if asked.world_size is None else f" on {asked.world_size} ranks"
@@ -44,8 +41,7 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
     load = os.getloadavg()[0]
     notes = [f"load of the machine before: {load:.2f}"]
     files: list[Path] = []
-    rows: list[ComparedCell] = []
-    records: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for count in sorted({cell.sizes.world for cell in cells}):
         path = output.with_name(f"{output.stem}-{count}.yaml")
         measured = measured_machine(replace(asked, world_size=count), path)
@@ -55,15 +51,14 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
         of_size = [cell for cell in cells if cell.sizes.world == count]
         message(f"measuring and predicting {len(of_size)} cells on {count} rank{'s' if count > 1 else ''}")
         for cell, samples in zip(of_size, measured_samples(of_size), strict=True):
-            rows.append(compared(cell, samples, predicted(cell, cluster)))
-            records.append(asdict(rows[-1]) | figures(cluster))
+            rows.append(compared(cell, samples, predicted(cell, cluster)) | figures(cluster))
     made_by = {name: value for name, value in provenance().items() if name not in ("machine", "tree")}
     agreed = agreement(rows)
     title = "Step times in seconds, measured (median, least and most of the samples) and predicted"
     return Output(
         [Table.of(title, _COLUMNS, rows), str(agreed)],
-        {"agreement": asdict(agreed), "cells": records},
-        [record | made_by for record in records],
+        {"agreement": asdict(agreed), "cells": rows},
+        [row | made_by for row in rows],
         notes=notes,
         files=files,
     )
@@ -100,33 +95,12 @@ def figures(cluster: Cluster) -> dict[str, Any]:
 ROUNDS = 2
 
 
-@dataclass(frozen=True)
-class ComparedCell:
-    """A cell's times in seconds; ``relative_error`` is predicted / measured - 1."""
-
-    model: str
-    strategy: str
-    ranks: int
-    batch: int
-    seq_len: int
-    measured_s: float
-    measured_least_s: float
-    measured_most_s: float
-    predicted_s: float
-    relative_error: float
-    compute_s: float
-    host_s: float
-    communication_s: float
-
-
 def measured_samples(cells: Sequence[Cell]) -> list[list[float]]:
     """Samples of each cell's step in seconds, on real ranks, in rounds: a busy minute falls on all cells.
 
-    Errors are those of :meth:`DistributedEngine.measure`.
+    Errors are those of :func:`run_cell`.
     """
-    rounds = [
-        [DistributedEngine().measure(cell).step_time_samples_s for cell in cells] for _ in range(ROUNDS)
-    ]
+    rounds = [[run_cell(cell).step_time_samples_s for cell in cells] for _ in range(ROUNDS)]
     return [[*chain.from_iterable(of_cell)] for of_cell in zip(*rounds, strict=True)]
 
 
@@ -136,25 +110,26 @@ def predicted(cell: Cell, cluster: Cluster) -> dict[str, float]:
     return {"step_time_s": timeline.step_time_s, **timeline.breakdown}
 
 
-def compared(cell: Cell, samples: Sequence[float], found: Mapping[str, float]) -> ComparedCell:
-    """A cell's predicted step beside the samples of its measured one."""
+def compared(cell: Cell, samples: Sequence[float], found: Mapping[str, float]) -> dict[str, Any]:
+    """A cell's predicted step beside the samples of its measured one, times in seconds; ``relative_error`` is
+    predicted / measured - 1."""
     batch, seq_len = cell.shape
     measured = median(samples)
-    return ComparedCell(
-        model=cell.model,
-        strategy=cell.strategy,
-        ranks=cell.sizes.world,
-        batch=batch,
-        seq_len=seq_len,
-        measured_s=measured,
-        measured_least_s=min(samples),
-        measured_most_s=max(samples),
-        predicted_s=found["step_time_s"],
-        relative_error=found["step_time_s"] / measured - 1,
-        compute_s=found["compute_s"],
-        host_s=found.get("host_s", 0.0) + found["overhead_s"],
-        communication_s=found["exposed_communication_s"] + found["bubble_s"],
-    )
+    return {
+        "model": cell.model,
+        "strategy": cell.strategy,
+        "ranks": cell.sizes.world,
+        "batch": batch,
+        "seq_len": seq_len,
+        "measured_s": measured,
+        "measured_least_s": min(samples),
+        "measured_most_s": max(samples),
+        "predicted_s": found["step_time_s"],
+        "relative_error": found["step_time_s"] / measured - 1,
+        "compute_s": found["compute_s"],
+        "host_s": found.get("host_s", 0.0) + found["overhead_s"],
+        "communication_s": found["exposed_communication_s"] + found["bubble_s"],
+    }
 
 
 @dataclass(frozen=True)
@@ -182,21 +157,16 @@ class Agreement:
         )
 
 
-def agreement(rows: Sequence[ComparedCell]) -> Agreement:
-    """Compare the order and the times of two cells or more."""
+def agreement(rows: Sequence[Mapping[str, Any]]) -> Agreement:
+    """Compare the order and the times of two cells or more, as of :func:`compared`."""
+    shape = itemgetter("model", "batch", "seq_len")
     clear = [
-        (a.measured_s < b.measured_s) == (a.predicted_s < b.predicted_s)
-        for a, b in combinations(rows, 2)
-        if (a.model, a.batch, a.seq_len) == (b.model, b.batch, b.seq_len)
-        and (a.measured_most_s < b.measured_least_s or b.measured_most_s < a.measured_least_s)
+        (a["measured_s"] < b["measured_s"]) == (a["predicted_s"] < b["predicted_s"])
+        for one, other in combinations(rows, 2)
+        for a, b in [sorted((one, other), key=itemgetter("measured_s"))]
+        if shape(a) == shape(b) and a["measured_most_s"] < b["measured_least_s"]
     ]
-    errors = [abs(row.relative_error) for row in rows]
-    return Agreement(
-        tau=float(
-            scipy.stats.kendalltau([r.measured_s for r in rows], [r.predicted_s for r in rows]).statistic
-        ),
-        clear_pairs=len(clear),
-        clear_pairs_alike=sum(clear),
-        median_error=median(errors),
-        worst_error=max(errors),
-    )
+    errors = [abs(row["relative_error"]) for row in rows]
+    times = ([row[name] for row in rows] for name in ("measured_s", "predicted_s"))
+    tau = float(scipy.stats.kendalltau(*times).statistic)
+    return Agreement(tau, len(clear), sum(clear), median(errors), max(errors))

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.cluster import Cluster
-from spbench.bench.measure.clusters.rates import AttentionKernel, Link
+from spbench.bench.measure import AttentionKernel, Cluster, Link
 from spbench.bench.tools.calibrate.log_findings import ROUNDING, Findings, check_plausible, one_card
 from spbench.bench.tools.calibrate.rate_fits import (
     LARGE_PASS_BYTES,

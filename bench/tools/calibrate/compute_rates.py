@@ -20,9 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.distributed import SEED
-from spbench.bench.measure.engines.setup import set_up
-from spbench.bench.measure.engines.step_times import seconds
+from spbench.bench.measure import SEED, seconds, set_up
 from spbench.impls.training.step import PRECISIONS, initialize
 
 _KIB, _MIB = 2**10, 2**20

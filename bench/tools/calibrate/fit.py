@@ -20,11 +20,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column, Output, Table, Verbatim
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.measure.clusters.cluster import Calibration, load_cluster
-from spbench.bench.measure.engines.virtual import trace_classes
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
-from spbench.bench.measure.simulator.simulate import Simulator
+from spbench.bench.measure import Calibration, Narrowing, Scenario, Simulator, load_cluster, trace_classes
 from spbench.bench.tools.papers.answer import answers_of, load_scenario
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.selector import PublishedRow, QuantityColumn
@@ -82,7 +78,7 @@ class Known:
 def known_cells(scenario: Scenario, table: PublishedTable, quantity: str) -> list[Known]:
     """The cells of a published table that have a step time, or a throughput in tokens or in samples per
     second, traced on virtual ranks."""
-    cells = declared_cells(scenario, Narrowing())
+    cells = Narrowing().declared(scenario)
     known = []
     for row, matched in table.matched(table.rows(scenario.path.parent), cells):
         published = row.value(quantity)

@@ -6,39 +6,14 @@ file may have several logs.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from spbench.bench.tools.calibrate.log_findings import Findings, LogFile, TimedCollective
+from spbench.bench.tools.calibrate.log_findings import Findings, LogFile, TimedCollective, log_table
 from spbench.impls.traffic import WIRE_SHARE
 
-#: the collective of each program that is read; sendrecv_perf sends round the ring of all ranks
-PROGRAMS = {
-    "all_reduce_perf": "all_reduce",
-    "all_gather_perf": "all_gather",
-    "reduce_scatter_perf": "reduce_scatter",
-    "alltoall_perf": "all_to_all",
-    "sendrecv_perf": "send",
-}
-_PROGRAM = re.compile(
-    r"(?:all_reduce|all_gather|reduce_scatter|alltoallv?|sendrecv|broadcast|reduce|gather|scatter|hypercube)"
-    r"_perf(?![a-z])"
-)
-_BEGIN = re.compile(r"#\s*nThread\s+\d+\s+nGpus\s+\d+")
-_HEADER = re.compile(r"#\s+size\s+count\s+type\s+redop\s+root\s+time\s+algbw\s+busbw")
-#: below the header; other units would be read as these
-_UNITS = re.compile(r"#\s+\(B\)\s+\(elements\)\s+(\(.*)")
-_KNOWN_UNITS = {"(us)", "(GB/s)"}
-_OUT_OF_BOUNDS = re.compile(r"#\s*Out of bounds values\s*:\s*(\S+\s+\S+)")
-_END = re.compile(r"#\s*Avg bus bandwidth")
-_RANK = re.compile(r"#\s+Rank\s+(\d+)\b.*?(?:\bon\s+(\S+)\s+)?device\s+\d+\s+\[[^\]]*\]\s*(.*)")
-#: size, count, type, redop, root, and out of place the time in us, algbw, busbw and wrong results
-_NUMBER = r"(\d{1,15}(?:\.\d+)?)"
-_BEGUN = r"(?<!\S)(\d{1,18})\s+\d+\s+(?:u?int|float|half|double|bfloat|fp8)\w*\s+\w+\s+-?\d+\s"
-_ROW = re.compile(rf"{_BEGUN}\s*{_NUMBER}\s+{_NUMBER}\s+{_NUMBER}(?:\s+(\d+|N/A))?(?!\S)")
-_BEGUN_ROW = re.compile(_BEGUN)
+_LOG = log_table(__file__)
 #: bandwidths are printed in GB/s with two digits after the point: of those below, little is left
 _PRECISE_GB, _ROUNDING = 1.0, 0.01
 
@@ -57,9 +32,9 @@ class _Table:
 
 def read(log: LogFile) -> Findings | None:
     """The times out of place of each collective and size."""
-    if not (_BEGIN.search(log.text) or _HEADER.search(log.text)):
+    if not (_LOG.begin.search(log.text) or _LOG.header.search(log.text)):
         return None
-    named = _PROGRAM.search(log.path.name)
+    named = _LOG.program.search(log.path.name)
     tables, remarks = list(_tables(log, named[0] if named else "")), []
     if not any(table.rows for table in tables):
         raise log.damaged("a log of nccl-tests without rows; was the run cut off?")
@@ -67,8 +42,10 @@ def read(log: LogFile) -> Findings | None:
     for table in tables:
         if not table.program:
             raise log.damaged("does not name its collective; name the file as all_gather_perf.log")
-        if table.program not in PROGRAMS:
-            remarks.append(f"{log.path}: {table.program} is passed over (read are {', '.join(PROGRAMS)})")
+        if table.program not in _LOG.programs:
+            remarks.append(
+                f"{log.path}: {table.program} is passed over (read are {', '.join(_LOG.programs)})"
+            )
             continue
         if not table.ended:
             remarks.append(f"{log.path}: {table.program} has no end: the larger sizes may be missing")
@@ -84,25 +61,25 @@ def _tables(log: LogFile, program: str) -> Iterator[_Table]:
     """The runs of a file; ``program`` is that of a run that names none."""
     table, named = _Table(program), program
     for number, line in enumerate(log.text.splitlines(), 1):
-        if match := _PROGRAM.search(line):
+        if match := _LOG.program.search(line):
             named = match[0]
-        if _BEGIN.search(line):
+        if _LOG.begin.search(line):
             if table.rows:
                 yield table
             table = _Table(named)
-        elif match := _RANK.search(line):
+        elif match := _LOG.rank.search(line):
             table.hosts[int(match[1])] = match[2] or ""
             table.card = _same_card(log, table.card, match[3].strip())
-        elif (match := _UNITS.search(line)) and (others := {*match[1].split()} - _KNOWN_UNITS):
+        elif (match := _LOG.units.search(line)) and (others := {*match[1].split()} - {*_LOG.known_units}):
             raise log.damaged(f"line {number}: columns in {' and '.join(sorted(others))}, not in us and GB/s")
-        elif (match := _OUT_OF_BOUNDS.search(line)) and match[1].split() != ["0", "OK"]:
+        elif (match := _LOG.out_of_bounds.search(line)) and match[1].split() != ["0", "OK"]:
             raise log.damaged(f"line {number}: out of bounds values: {match[1]}; do not trust this machine")
-        elif match := _ROW.search(line):
+        elif match := _LOG.row.search(line):
             size, us, algbw, busbw = int(match[1]), *map(float, match.group(2, 3, 4))
             table.rows.append((number, size, us, algbw, busbw, match[5] or "0"))
-        elif _BEGUN_ROW.search(line):
+        elif _LOG.begun_row.search(line):
             raise log.damaged(f"line {number}: a row of nccl-tests that is not whole")
-        table.ended |= _END.search(line) is not None
+        table.ended |= _LOG.end.search(line) is not None
         table.program = table.program or named
     yield table
 
@@ -128,7 +105,7 @@ def _timed(log: LogFile, table: _Table) -> Iterator[TimedCollective]:
         raise log.damaged(f"{table.program}: {ranks} lines of ranks, of which the last is {max(table.hosts)}")
     if len(set(on_hosts.values())) > 1:
         raise log.damaged(f"{table.program}: hosts have different numbers of ranks: {dict(on_hosts)}")
-    collective = PROGRAMS[table.program]
+    collective = _LOG.programs[table.program]
     factor = float(WIRE_SHARE[collective](ranks))
     for number, size, us, algbw, busbw, wrong in table.rows:
         where = f"line {number}: {table.program} of {size} bytes"

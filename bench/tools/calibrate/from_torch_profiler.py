@@ -14,8 +14,7 @@ from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from spbench.bench.measure.clusters.cluster import Precision
-from spbench.bench.measure.clusters.rates import AttentionKernel, Direction
+from spbench.bench.measure import AttentionKernel, Direction
 from spbench.bench.tools.calibrate.log_findings import (
     AttentionSpeed,
     Findings,
@@ -27,16 +26,6 @@ from spbench.bench.yaml_files import read_yaml
 from spbench.plots.series import grouped
 
 T = TypeVar("T")
-
-_PRECISIONS: dict[str, Precision] = {
-    "float": "fp32",
-    "double": "fp64",
-    "c10::Half": "fp16",
-    "c10::BFloat16": "bf16",
-}
-_BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "int": 4, "bool": 1}
-#: what cuBLAS and CUTLASS call kernels that multiply fp32 on tensor cores, faster than its peak
-_TF32 = ("tf32", "tensorop_s")
 
 
 class AttentionOperator(NamedTuple):
@@ -145,10 +134,10 @@ def _launched(events: list[dict[str, Any]]) -> Iterator[_Launched]:
 
 def _matmul(each: _Launched) -> TimedMatmul | None:
     place = _OPERATORS["matmuls"].get(each.name)
-    precision = None if place is None else _PRECISIONS.get(each.kind(place))
+    precision = None if place is None else _OPERATORS["precisions"].get(each.kind(place))
     if place is None or precision is None:
         return None
-    if precision == "fp32" and any(word in name for name in each.kernels for word in _TF32):
+    if precision == "fp32" and any(word in name for name in each.kernels for word in _OPERATORS["tf32"]):
         return None
     *batch, m, k = each.shape(place)
     n = each.shape(place + 1)[-1]
@@ -196,7 +185,7 @@ def _pass(each: _Launched) -> TimedPass | None:
     strides = each.inputs.get("Input Strides") or []
     if not tensors or any(0 in strides[place] for _, place in tensors if place < len(strides)):
         return None
-    sizes = [_BYTES.get(each.kind(place)) for _, place in tensors]
+    sizes = [_OPERATORS["bytes"].get(each.kind(place)) for _, place in tensors]
     if None in sizes:
         return None
     read = [prod(shape) * (size or 0) for (shape, _), size in zip(tensors, sizes, strict=True)]

@@ -14,13 +14,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 from spbench.bench.errors import UserError
 from spbench.bench.files import read_file
-from spbench.bench.measure.clusters.cluster import Cluster, Precision, cluster_names, load_cluster
-from spbench.bench.measure.clusters.rates import AttentionKernel, Direction, Mask
+from spbench.bench.measure import (
+    AttentionKernel,
+    Cluster,
+    Direction,
+    Mask,
+    Precision,
+    cluster_names,
+    load_cluster,
+)
 from spbench.bench.tools.calibrate import LOGS
+from spbench.bench.yaml_files import read_yaml
 from spbench.impls.traffic import WIRE_SHARE
 
 _GZIP = b"\x1f\x8b"
@@ -41,6 +50,17 @@ class LogFile:
     def damaged(self, problem: str) -> UserError:
         """The error that says what is wrong with the file."""
         return UserError(f"{self.path}: {problem}")
+
+
+def log_table(module: str) -> Any:
+    """What the YAML file beside a reader has of its kind of log, as attributes: names, and under ``patterns``
+    regular expressions, in which <NAME> stands for that entry of ``parts``. ``module``: the reader's file."""
+    table = read_yaml(Path(module).with_suffix(".yaml"))
+    patterns = table.pop("patterns")
+    for name, part in table.pop("parts", {}).items():
+        patterns = {each: text.replace(f"<{name}>", part) for each, text in patterns.items()}
+    compiled = {name: re.compile(text, re.MULTILINE) for name, text in patterns.items()}
+    return SimpleNamespace(**table, **compiled)
 
 
 @dataclass(frozen=True)

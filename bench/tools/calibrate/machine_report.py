@@ -15,15 +15,9 @@ from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.files import csv_text, write_whole
-from spbench.bench.measure.clusters.cluster import Cluster
-from spbench.bench.measure.scenarios.choices import check_known
-from spbench.bench.measure.sweep.provenance import provenance
+from spbench.bench.measure import Cluster, check_known, provenance
 from spbench.bench.tools.calibrate.compute_rates import RatePoint, RateSweep
-from spbench.bench.tools.calibrate.measured_cluster import (
-    Machine,
-    cluster_of,
-    measure_machine,
-)
+from spbench.bench.tools.calibrate.measured_cluster import Machine, cluster_of, measure_machine
 from spbench.bench.tools.calibrate.operator_times import INSIDE_STEPS, LADDER
 from spbench.bench.yaml_text import Dumper, dump
 from spbench.impls.training.step import PRECISIONS

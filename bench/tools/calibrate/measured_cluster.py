@@ -12,19 +12,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure.clusters.cluster import Cluster, Device, MeasuredRate
-from spbench.bench.measure.clusters.figures import Sourced
-from spbench.bench.measure.clusters.rates import (
+from spbench.bench.measure import (
+    KERNEL,
     BusRate,
+    Cluster,
+    Device,
     Host,
     Link,
     MatmulRate,
+    MeasuredRate,
     Network,
     RatedCollective,
+    Sourced,
+    cpu_model,
+    launch,
+    trace_rank,
 )
-from spbench.bench.measure.engines import distributed, tracing
-from spbench.bench.measure.simulator.program import KERNEL
-from spbench.bench.measure.sweep.provenance import cpu_model
 from spbench.bench.tools.calibrate.collective_rates import (
     SEND,
     SEND_BETWEEN,
@@ -78,12 +81,12 @@ class Machine:
 def measure_machine(world: int, sweep: RateSweep, device: str = "cpu") -> Machine:
     """Measure this machine on that many real ranks at once; one rank measures no collectives.
 
-    Errors are those of :func:`distributed.launch`.
+    Errors are those of :func:`launch`.
     """
     cell = SMALL.model_copy(
         update={"sizes": Sizes(sp=world), "engine": "distributed", "device": device, "precision": "fp32"}
     )
-    measured = distributed.launch(cell, partial(_on_rank, sweep=sweep))[0]
+    measured = launch(cell, partial(_on_rank, sweep=sweep))[0]
     kernels, *_ = _counts(SMALL)
     counts = [_counts(step) for step in sweep.steps]
     return Machine(**measured, ranks=world, kernels=kernels, host_work=counts)
@@ -91,7 +94,7 @@ def measure_machine(world: int, sweep: RateSweep, device: str = "cpu") -> Machin
 
 def _counts(cell: Cell) -> list[int]:
     """Operators that launch kernels, views, nodes of autograd and modules' calls of a step."""
-    program = tracing.trace(cell, events=True).program
+    program = trace_rank(cell, events=True).program
     assert program is not None
     views, nodes, modules, _ = program.host.sum(0).tolist()
     return [int((program.kind == KERNEL).sum()), views, nodes, modules]

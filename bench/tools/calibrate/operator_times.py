@@ -27,13 +27,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.rates import OperatorTimes, operator_seconds
-from spbench.bench.measure.engines.distributed import SEED
-from spbench.bench.measure.engines.setup import set_up
-from spbench.bench.measure.engines.step_times import seconds
-from spbench.bench.measure.simulator.program import MATMUL, PRECISION_NAMES
-from spbench.bench.measure.trace.operator_prices import price_of
-from spbench.bench.measure.trace.torch_internals import TorchDispatchMode
+from spbench.bench.measure import (
+    MATMUL,
+    PRECISION_NAMES,
+    SEED,
+    OperatorTimes,
+    TorchDispatchMode,
+    operator_seconds,
+    price_of,
+    seconds,
+    set_up,
+)
 from spbench.bench.tools.calibrate.compute_rates import RatePoint, RateSweep, timed
 from spbench.bench.tools.calibrate.rate_fits import LeastSquares, least_squares
 from spbench.impls.models.model import model_preset

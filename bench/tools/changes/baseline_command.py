@@ -17,8 +17,7 @@ from spbench.bench.command_line.options import WORDS, executor, jobs, many, path
 from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import message
 from spbench.bench.files import write_whole
-from spbench.bench.measure.processes.starting import beginning_server
-from spbench.bench.measure.sweep.results import RESULTS_FILE
+from spbench.bench.measure import RESULTS_FILE, beginning_server
 from spbench.bench.measured_code import refuse_unmeasured_checkout
 from spbench.bench.row import Row, json_line
 from spbench.bench.tools.papers.comparison import Comparison
@@ -51,7 +50,7 @@ def command(
         raise click.UsageError("name at least one --scenario")
     refuse_unmeasured_checkout(Path.cwd(), "a baseline")
     with beginning_server():
-        from spbench.bench.measure.scenarios.select import Narrowing
+        from spbench.bench.measure import Narrowing
         from spbench.bench.tools.papers.answer import load_scenario
         from spbench.bench.tools.papers.execution import opened_executor, run_cells
 

@@ -29,8 +29,7 @@ from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.files import resolved, write_whole
 from spbench.bench.git import DIRTY, CodeVersion, checked_out, checkout_around, own_checkout, working_tree
-from spbench.bench.measure.sweep.provenance import commit_of
-from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
+from spbench.bench.measure import RESULTS_FILE, commit_of, read_rows
 from spbench.bench.row import Row, json_line
 from spbench.bench.tools.changes.judgement import check_gate, judge
 from spbench.bench.tools.changes.judgement_report import judgement_report
@@ -156,7 +155,7 @@ def _rows(side: str, version: CodeVersion, folder: Path, said: str) -> list[Row]
     Raises:
         UserError: there are none, or they were made by another commit.
     """
-    rows, _ = read_rows(folder / RESULTS_FILE)
+    rows, _ = read_rows(folder)
     if not rows:
         last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
         raise UserError(f"{side} ({version}) cannot run this: {last.removeprefix('spbench: ')}")

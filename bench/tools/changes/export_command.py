@@ -17,7 +17,7 @@ from spbench.bench.command_line.output import Output, Verbatim
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import write_together
-from spbench.bench.measure.sweep.results import RESULTS_FILE
+from spbench.bench.measure import RESULTS_FILE
 from spbench.bench.row import Row
 from spbench.bench.tools.changes import EXPORTS
 from spbench.bench.tools.changes.history import TARGETS_FILE, Target, read_entries

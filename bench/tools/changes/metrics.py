@@ -16,7 +16,7 @@ from itertools import chain
 from typing import Any, Literal, get_args
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines.engine import engines
+from spbench.bench.measure import engine_classes
 from spbench.bench.measurement import Status
 from spbench.bench.row import Row
 from spbench.plots.series import grouped
@@ -161,7 +161,7 @@ def readings(row: Row) -> dict[str, Reading]:
 
 def has_exact_engine(row: Row) -> bool:
     """Whether the engine of a cell gives the same numbers on any machine."""
-    engine = engines().get(row["cell"].get("engine", Cell.model_fields["engine"].default))
+    engine = engine_classes().get(row["cell"].get("engine", Cell.model_fields["engine"].default))
     return engine is not None and engine.is_exact
 
 

@@ -17,8 +17,7 @@ from pydantic import BaseModel, ValidationError
 from spbench.bench.errors import UserError
 from spbench.bench.files import parse_json, read_file, resolved
 from spbench.bench.git import DIRTY, SHORT_HASH, full_commit, last_change
-from spbench.bench.measure.sweep.provenance import COMMITS, commit_of
-from spbench.bench.measure.sweep.results import RESULTS_FILE, read_all_rows, read_new_rows
+from spbench.bench.measure import COMMITS, RESULTS_FILE, commit_of, read_all_rows, read_new_rows
 from spbench.bench.measurement import Measured, Number
 from spbench.bench.row import Row, problem
 from spbench.bench.tools.changes.metrics import merged_rounds

@@ -19,13 +19,7 @@ from typing import Any, NamedTuple
 from spbench.bench.errors import UserError
 from spbench.bench.git import commit_time_s
 from spbench.bench.row import FAULTS, Row
-from spbench.bench.tools.changes.export_command import (
-    WITH_VALUES,
-    Exported,
-    ExportRequest,
-    Suite,
-    integral,
-)
+from spbench.bench.tools.changes.export_command import WITH_VALUES, Exported, ExportRequest, Suite, integral
 from spbench.bench.tools.changes.metrics import METRICS, Metric, Reading, has_exact_engine, readings
 from spbench.bench.tools.changes.result_files import Origin
 

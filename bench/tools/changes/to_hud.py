@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from spbench.bench.measure.trust.bands import with_band
+from spbench.bench.measure import with_band
 from spbench.bench.tools.changes.export_command import Exported, ExportedValue, ExportRequest, integral
 from spbench.bench.tools.changes.metrics import Reading
 from spbench.bench.tools.changes.result_files import Origin

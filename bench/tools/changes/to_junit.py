@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from spbench.bench.measure.trust.bands import shown_band, with_band
+from spbench.bench.command_line.shown_times import shown_band
+from spbench.bench.measure import with_band
 from spbench.bench.row import Row
 from spbench.bench.tools.changes.export_command import Exported, ExportRequest, Suite, integral, shown_origin
 from spbench.bench.tools.changes.judgement_report import shown_difference

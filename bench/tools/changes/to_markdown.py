@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from spbench.bench.command_line.shown_times import shown_band
 from spbench.bench.errors import UserError
-from spbench.bench.measure.trust.bands import shown_band, with_band
+from spbench.bench.measure import with_band
 from spbench.bench.row import Row
 from spbench.bench.tools.changes.export_command import Exported, ExportRequest, Suite, shown_origin
 from spbench.bench.tools.changes.judgement_report import shown_difference, shown_number

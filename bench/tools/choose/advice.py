@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.scenarios.scenario import written
-from spbench.bench.measure.trust.bands import packaged_model, priced_by_in_words, with_band
+from spbench.bench.measure import packaged_model, priced_by_in_words, with_band, written
 from spbench.bench.tools.choose.collective_prices import compute_floor_s, links_floor_s
 from spbench.bench.tools.choose.layouts import folds_anew
 from spbench.bench.tools.choose.possible import Absence

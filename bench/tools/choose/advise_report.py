@@ -8,10 +8,10 @@ from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column, Output, Table
+from spbench.bench.command_line.shown_times import TIE, shown_band
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
-from spbench.bench.measure.trust.bands import TIE, shown_band
-from spbench.bench.measure.trust.fit_certainty import TIGHT
+from spbench.bench.measure import TIGHT
 from spbench.bench.tools.choose.advice import Advice, scenario_text
 from spbench.bench.tools.choose.behind import NOTHING, own_content, own_in_words, turns
 from spbench.bench.tools.choose.possible import left_out_by_length, spelled

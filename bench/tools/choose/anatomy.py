@@ -12,15 +12,23 @@ import numpy as np
 from pydantic.dataclasses import dataclass
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import virtual
-from spbench.bench.measure.engines.pipeline_stages import ShortSteps, stage_traces, trace_of_class
-from spbench.bench.measure.engines.plan import rank_classes
-from spbench.bench.measure.engines.rank_memory import allocator_of, usable_memory_bytes
-from spbench.bench.measure.engines.run_cell import run_cell
-from spbench.bench.measure.engines.step_times import can_time
-from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.memory.allocator import SEGMENT_GRANULE, CachingAllocator, replay
-from spbench.bench.measure.trace.memory_log import CATEGORIES, MemoryLog
+from spbench.bench.measure import (
+    CATEGORIES,
+    SEGMENT_GRANULE,
+    CachingAllocator,
+    ClassTraces,
+    MemoryLog,
+    ShortSteps,
+    allocator_of,
+    can_time,
+    measured,
+    rank_classes,
+    replay,
+    run_cell,
+    stage_traces,
+    trace_of_class,
+    usable_memory_bytes,
+)
 from spbench.bench.measurement import Measurement
 from spbench.bench.units import GIB
 
@@ -273,7 +281,7 @@ def examine(cell: Cell) -> Measurement:
         Unsupported: the strategy cannot run these sizes.
     """
     short = ShortSteps()
-    measurement, traces = virtual.measured(cell, short, also_too_large=True)
+    measurement, traces = measured(cell, short, also_too_large=True)
     at, least = fullest(traces)
     ranks, log = traces.classes[at], traces.traces[at].memory
     if traces.of_all is not None:  # the log has fewer micro-batches

@@ -12,9 +12,8 @@ from pathlib import Path
 from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.changed_figures import is_figure, sweep
-from spbench.bench.measure.scenarios.scenario import given as settings_given
-from spbench.bench.measure.sweep.executor import opened
+from spbench.bench.measure import given as settings_given
+from spbench.bench.measure import is_figure, opened, swept_figures
 from spbench.bench.tools.choose.advice import Advice
 from spbench.bench.tools.choose.advise_report import report
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
@@ -105,7 +104,7 @@ def advise(
         asked = Asked(cluster, n, None, own, given=values)
         one = question(subject, asked, batch_tokens, only, without, fixed, program or "")
         one.check_axes("--why", asked_about)
-        questions += [one.with_figures(figures) for figures in sweep(of_cluster)]
+        questions += [one.with_figures(figures) for figures in swept_figures(of_cluster)]
     varying([each.place for each in questions])
     answers = []
     with Progress() as progress:

@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import read_file
-from spbench.bench.measure.scenarios.choices import names
-from spbench.bench.measure.scenarios.scenario import PACKAGE
+from spbench.bench.measure import PACKAGE, names
 from spbench.bench.setting_values import CONFIG, names_a_file, remote_name
 from spbench.bench.tools.jobs.job_files import path_and_part
 from spbench.bench.tools.jobs.python_calls import holds_recipes

@@ -15,12 +15,7 @@ from typing import NamedTuple, Self
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.progress import remark
 from spbench.bench.files import DiskCache, cache_folder
-from spbench.bench.measure.engines.run_cell import Run
-from spbench.bench.measure.processes.starting import usable_cores
-from spbench.bench.measure.sweep.executor import Executor
-from spbench.bench.measure.sweep.sweep import digest
-from spbench.bench.measure.sweep.worker import Crew
-from spbench.bench.measure.verify.proof import unproven
+from spbench.bench.measure import Crew, Executor, Run, digest, unproven, usable_cores
 from spbench.bench.measured_code import digest_of_files
 from spbench.bench.measurement import Outcome
 

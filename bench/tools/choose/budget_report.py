@@ -9,8 +9,8 @@ from operator import attrgetter
 from typing import Any
 
 from spbench.bench.command_line.output import Column, Table, records
-from spbench.bench.measure.scenarios.scenario import written
-from spbench.bench.measure.trust.bands import shown_band, with_band
+from spbench.bench.command_line.shown_times import shown_band
+from spbench.bench.measure import with_band, written
 from spbench.bench.tools.choose.fit_verdict import MEMORY_COLUMNS, Verdict, columns
 from spbench.bench.tools.choose.fitting import Fitting
 from spbench.bench.tools.choose.under_budget import BudgetPlan

@@ -10,10 +10,7 @@ from typing import Any
 import numpy as np
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.plan import model_parameters
-from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.group_links import GroupLinks
+from spbench.bench.measure import Costs, GroupLinks, load_cluster, model_parameters
 from spbench.bench.tools.choose.layouts import ORDER, groups_of, of_one_axis
 from spbench.impls.folding import folded_sizes, folds, given_folds
 from spbench.impls.place import Place

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.plan import planned_strategy
+from spbench.bench.measure import load_cluster, planned_strategy
 from spbench.bench.tools.choose.collective_prices import CollectivePrices
 from spbench.bench.tools.choose.layouts import Fold, Layout, Way
 from spbench.bench.tools.choose.references import BackendFigures, Depths, Reference, at_depth

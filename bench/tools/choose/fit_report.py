@@ -12,13 +12,8 @@ from typing import Any
 from spbench.bench.command_line.output import Column, Output, Table, memory_table, records
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import given as settings_given
-from spbench.bench.measure.trust.bands import (
-    PEAK,
-    RESERVED,
-    past_errors,
-    priced_by_in_words,
-)
+from spbench.bench.measure import PEAK, RESERVED, past_errors, priced_by_in_words
+from spbench.bench.measure import given as settings_given
 from spbench.bench.tools.choose.anatomy import Part
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.choose.budget_report import (

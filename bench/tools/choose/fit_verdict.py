@@ -16,9 +16,7 @@ from pydantic import TypeAdapter
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.rank_memory import exchange_memory_bytes
-from spbench.bench.measure.trust.fit_certainty import FITS, NO, Certainty, certainty
+from spbench.bench.measure import FITS, NO, Certainty, certainty, exchange_memory_bytes, load_cluster
 from spbench.bench.tools.choose.anatomy import ANATOMY, Anatomy, Part
 from spbench.bench.tools.choose.suggestions import Change
 from spbench.bench.units import card_gib

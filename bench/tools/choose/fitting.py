@@ -15,14 +15,17 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.files import cache_folder, write_whole
-from spbench.bench.measure.engines import traces, tracing
-from spbench.bench.measure.engines.rank_memory import allocator_of
-from spbench.bench.measure.engines.step_times import can_time
-from spbench.bench.measure.memory.allocator import CachingAllocator
-from spbench.bench.measure.memory.allocator_settings import ExpandableSegments
-from spbench.bench.measure.scenarios.scenario import written
-from spbench.bench.measure.trace.memory_log import MemoryLog
-from spbench.bench.measure.trust.fit_certainty import FITS
+from spbench.bench.measure import (
+    FITS,
+    CachingAllocator,
+    ExpandableSegments,
+    MemoryLog,
+    allocator_of,
+    can_time,
+    keeping_traces,
+    trace_rank,
+    written,
+)
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose.anatomy import examine, trace_stage
 from spbench.bench.tools.choose.asked import Asked
@@ -201,8 +204,8 @@ def write_snapshot(cell: Cell, rank: int, path: Path) -> Path:
     Raises:
         UserError: the file cannot be written.
     """
-    with traces.used():
-        log = tracing.trace(cell, rank, events=can_time(cell)).memory
+    with keeping_traces():
+        log = trace_rank(cell, rank, events=can_time(cell)).memory
     return write_whole(path, pickle.dumps(snapshot(log, allocator_of(cell))))
 
 

@@ -132,7 +132,7 @@ def divisors(n: int) -> list[int]:
 def searched_strategies(question: Question) -> list[Nesting]:
     """The strategies that may be asked, alone and around each other; no peers, which stand for the same.
     Where a program is given, those that it has, alone or around others that it has alone."""
-    own = [name for name, cls in strategies().items() if not cls.requires and settings_of(question, name)]
+    own = [name for name, cls in strategies().items() if cls.searched and settings_of(question, name)]
     searched = []
     for depth in range(1, _DEEPEST + 1):
         for parts in itertools.permutations(own, depth):

@@ -18,21 +18,25 @@ from typing import Literal
 import numpy as np
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.carried_rates import RatesUnknown
-from spbench.bench.measure.engines import virtual
-from spbench.bench.measure.engines.deepened_traces import leading_runs, stage_layers, with_layers
-from spbench.bench.measure.engines.listed import NotAlike
-from spbench.bench.measure.engines.pipeline_stages import SHORT
-from spbench.bench.measure.engines.plan import check_sizes
-from spbench.bench.measure.engines.rank_memory import (
+from spbench.bench.measure import (
+    SHORT,
+    ClassTraces,
+    MemoryLog,
+    NotAlike,
+    RatesUnknown,
+    StepNumbers,
+    add_step_time,
+    bound_of,
+    check_sizes,
     host_peaks,
+    leading_runs,
     limit_by_host,
+    stage_layers,
+    trace_classes,
     usable_memory_bytes,
+    utilization,
+    with_layers,
 )
-from spbench.bench.measure.engines.step_line import StepNumbers
-from spbench.bench.measure.engines.step_times import add_step_time, bound_of, utilization
-from spbench.bench.measure.engines.virtual import ClassTraces
-from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.choose.anatomy import fullest
 from spbench.bench.tools.choose.asking import COST, Asking, Task
@@ -188,13 +192,13 @@ def _traced(cell: Cell, layers: int | None) -> dict[int, ClassTraces]:
     of micro-batches. Those of fewer are cut out of those of more, where these say it; memory then is that of
     more."""
     counts = _counts(cell, layers)
-    most = virtual.trace_classes(_with(cell, layers, counts[-1]), events=True)
+    most = trace_classes(_with(cell, layers, counts[-1]), events=True)
     if len(counts) == 1:
         return {counts[0]: most}
     try:
         fewer = most.without_one()
     except NotAlike:
-        fewer = virtual.trace_classes(_with(cell, layers, counts[0]), events=True)
+        fewer = trace_classes(_with(cell, layers, counts[0]), events=True)
     return {counts[0]: fewer, counts[-1]: most}
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure import load_cluster
 from spbench.bench.tools.choose.asking import Asking, Say, unheard
 from spbench.bench.tools.choose.candidates import Candidate, mesh_alone
 from spbench.bench.tools.choose.look import Depth, looks

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from spbench.bench.cell import Cell, TrainingOptions
-from spbench.bench.measure.scenarios.scenario import written
+from spbench.bench.measure import written
 from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.jobs.flags import several_ranks
 from spbench.impls.options import set_options

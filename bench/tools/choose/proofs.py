@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from spbench.bench.cell import Cell, SearchRequest
-from spbench.bench.measure.scenarios.scenario import written
+from spbench.bench.measure import written
 from spbench.bench.tools.choose.anatomy import Anatomy, attempt
 from spbench.bench.tools.choose.asking import Asking, Say, Task, unheard, within
 from spbench.bench.tools.choose.fit_verdict import Verdict

@@ -9,11 +9,16 @@ from typing import Any
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.changed_figures import changed_cluster
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.step_times import can_time
-from spbench.bench.measure.scenarios.choices import names, unknown
-from spbench.bench.measure.scenarios.scenario import given_once, option_values, written
+from spbench.bench.measure import (
+    can_time,
+    changed_cluster,
+    check_known,
+    given_once,
+    load_cluster,
+    names,
+    option_values,
+    written,
+)
 from spbench.bench.setting_values import MOST_RANKS, VARIABLES
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.choose.own_layout import OwnLayout
@@ -174,8 +179,7 @@ def question(
         UserError: it cannot be asked so.
     """
     for part in (part for name in (*only, *without) for part in name.split(PLUS)):
-        if part not in (known_names := [*names("strategy"), *names("backend")]):
-            raise UserError(unknown("strategy", part, known_names))
+        check_known("strategy", [part], [*names("strategy"), *names("backend")])
     for name in asked.settings:
         _check_setting(name)
     dotted = [pair for pair in fixed if "." in pair[0]]

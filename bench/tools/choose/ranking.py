@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.trust.bands import packaged_model
-from spbench.bench.measure.trust.fit_certainty import FITS, NO, Certainty, certainty
+from spbench.bench.measure import FITS, NO, Certainty, certainty, packaged_model
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose.fit_verdict import CardMemory, card_memory
 from spbench.bench.tools.choose.layouts import Refused, things_to_set

@@ -13,7 +13,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.errors import UserError
-from spbench.bench.measure.engines.plan import backend_options, model_parameters, plan
+from spbench.bench.measure import backend_options, model_parameters, plan
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose.asking import Asking
 from spbench.bench.tools.choose.layouts import backend_settings

@@ -12,12 +12,19 @@ from typing import Any
 
 from spbench.bench.cell import Cell, requirements, strategy_axes
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.plan import model_parameters
-from spbench.bench.measure.scenarios.choices import names, refusal
-from spbench.bench.measure.scenarios.expand import Problem, expand
-from spbench.bench.measure.scenarios.scenario import changed, load_scenario
-from spbench.bench.measure.scenarios.select import ATTENTION, Narrowing, narrowed_cells, with_usual_attention
+from spbench.bench.measure import (
+    ATTENTION,
+    Narrowing,
+    Problem,
+    changed,
+    expand,
+    load_cluster,
+    load_scenario,
+    model_parameters,
+    names,
+    refusal,
+    with_usual_attention,
+)
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.choose.suggestions import usual_placement, usual_strategies
 from spbench.bench.tools.jobs.job_files import read_job
@@ -105,7 +112,7 @@ def _of_scenario(name: str, asked: Asked) -> list[Cell]:
         variant=asked.variant,
         where=asked.where,
     )
-    return narrowed_cells(load_scenario(name), narrowing)
+    return narrowing.cells(load_scenario(name))
 
 
 def _refuse_narrowing(name: str, asked: Asked) -> None:

@@ -12,16 +12,14 @@ from typing import Any
 
 from spbench.bench.cell import Cell, TrainingOptions, strategy_axes
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.plan import plan
-from spbench.bench.measure.engines.unlike_ranks import is_uneven_text
-from spbench.bench.measure.scenarios.scenario import changed
+from spbench.bench.measure import changed, is_uneven_text, load_cluster, plan
 from spbench.impls.backends.backend import Backend
+from spbench.impls.dispatchers.dispatcher import dispatchers
 from spbench.impls.folding import stage_ranks
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.options import Options, Saving, set_options
-from spbench.impls.registries import backend_class, backends, dispatchers, strategies
+from spbench.impls.registries import backend_class, backends, strategies
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 

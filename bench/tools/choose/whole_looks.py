@@ -11,9 +11,7 @@ from typing import Any
 
 from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import cannot_run
-from spbench.bench.measure.scenarios.scenario import changed, written
+from spbench.bench.measure import cannot_run, changed, load_cluster, written
 from spbench.bench.tools.choose.candidates import ordered
 from spbench.bench.tools.choose.layouts import folds_anew, other_folds, settings_of, switch_of
 from spbench.bench.tools.choose.look import looks

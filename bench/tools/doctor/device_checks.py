@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from spbench.bench.measure.devices.nvml import Nvml, NvmlProblem
+from spbench.bench.measure import Nvml, NvmlProblem
 from spbench.bench.tools.doctor.diagnosis import Observation
 from spbench.bench.units import GIB
 
@@ -157,7 +157,7 @@ _SIOCGIFADDR, _ADDRESS = 0x8915, slice(20, 24)
 
 def virtual_ranks() -> Iterator[Observation]:
     """A training step of one of two ranks, on fake tensors."""
-    from spbench.bench.measure.engines.virtual import VirtualEngine
+    from spbench.bench.measure import VirtualEngine
 
     begin = time.perf_counter()
     outcome = VirtualEngine().measure(_cell("virtual"))
@@ -172,7 +172,7 @@ def virtual_ranks() -> Iterator[Observation]:
 
 def real_ranks() -> Iterator[Observation]:
     """Two processes that make a Gloo group, as the engine distributed starts them."""
-    from spbench.bench.measure.engines.distributed import launch
+    from spbench.bench.measure import launch
 
     begin = time.perf_counter()
     outcome = launch(_cell("distributed"), _meet)

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from spbench.bench.files import CACHE_FOLDER, cache_folder
-from spbench.bench.measure.processes.starting import environment_of_child, usable_cores
-from spbench.bench.measure.sweep.provenance import memory_bytes
+from spbench.bench.measure import environment_of_child, memory_bytes, usable_cores
 from spbench.bench.units import GIB, MIB
 from spbench.impls.discovery import installed_version
 

@@ -2,7 +2,8 @@
 
 A kind of job is a function ``read(files)`` that makes a :class:`Job` of :class:`JobFiles`, or returns None
 where they are of another kind. The kind called NAME is such a function in the module NAME of this package,
-or of another distribution in an entry point NAME of the group ``spbench.jobs``.
+or of another distribution in an entry point NAME of the group ``spbench.jobs``; or the table NAME.yaml of
+this package, where that has a line ``about``: :mod:`~spbench.bench.tools.jobs.programs` reads its jobs.
 
 The way back is a function ``flags(cell)`` that makes :class:`Flags`, in the module to_NAME;
 :func:`program_flags` proves and completes what it returns.
@@ -10,7 +11,40 @@ The way back is a function ``flags(cell)`` that makes :class:`Flags`, in the mod
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
 from spbench.impls.discovery import FunctionModules
 
-JOBS = FunctionModules(__name__, "*", "read", "jobs", "spbench.jobs")
+
+class Jobs(FunctionModules):
+    """The readers of jobs: functions of modules, and tables."""
+
+    def tables(self) -> dict[str, str]:
+        """What the tables say of themselves, by their names."""
+        paths = sorted(Path(__file__).parent.glob("*.yaml"))
+        return {path.stem: about for path in paths if (about := _about(path))}
+
+    def summaries(self) -> dict[str, str]:
+        return {**super().summaries(), **self.tables()}
+
+    def docstrings(self) -> dict[str, str]:
+        return {**super().docstrings(), **self.tables()}
+
+    def _places(self) -> Sequence[EntryPoint]:
+        tables = [EntryPoint(name, f"{__name__}.programs:{name}", self.group) for name in self.tables()]
+        return sorted([*super()._places(), *tables], key=lambda place: (place.name, place.value))
+
+
+@cache
+def _about(path: Path) -> str:
+    """The line ``about`` of a table; "" where it has none."""
+    line = re.search(r'^about: "?(.+?)"?$', path.read_text(encoding="utf-8"), re.MULTILINE)
+    return line[1] if line else ""
+
+
+JOBS = Jobs(__name__, "*", "read", "jobs", "spbench.jobs")
 FLAGS = FunctionModules(__name__, "to_*", "flags", "flags")

@@ -4,16 +4,15 @@ training script's name; its files (`--config_file`, a config.json) are given bes
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table
-from spbench.bench.tools.jobs.deepspeed import job_of_contents
+from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, table_content
+from spbench.bench.tools.jobs.deepspeed import CLASSES, job_of_contents, sorted_files
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.launch import options_of, shell_of
-from spbench.bench.tools.jobs.program_files import CLASSES, class_of_script, script_of, sorted_files
 from spbench.bench.tools.jobs.shell_syntax import shown_word
 
 #: `accelerate launch`, or `python -m accelerate.commands.launch`
@@ -21,16 +20,8 @@ _STARTS = ("launch", "accelerate.commands.launch")
 _LAUNCHER = re.compile(r"\baccelerate launch\b|\baccelerate\.commands\.launch\b")
 #: scripts of programs that have readers of their own
 _OF_OTHERS = ("pretrain_", "train_step")
-#: what options of the launcher are in its file: by what they begin with, and those that choose a section
-_SECTIONS = {"fsdp": "fsdp_config", "parallelism_config": "parallelism_config"}
-_OF_DEEPSPEED = {
-    *("zero_stage", "offload_optimizer_device", "offload_param_device", "deepspeed_config_file"),
-    *("gradient_clipping", "zero3_init_flag", "zero3_save_16bit_model", "gradient_accumulation_steps"),
-    "seq_parallel_communication_data_type",
-}
-_CHOSEN = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
-#: that say which file, or whether a section counts
-_ELSEWHERE = {"config_file", "use_parallelism_config"}
+#: scripts of TRL's trainers
+_SCRIPTS = re.compile(r"(?:.*[_-])?(sft|dpo|grpo|kto|rloo|orpo|cpo|ppo|gkd|reward)(?:[_-].*)?\.py")
 
 
 def read(files: JobFiles) -> Job | None:
@@ -39,7 +30,7 @@ def read(files: JobFiles) -> Job | None:
     Raises:
         UserError: the script cannot be read, has several such commands, or one in a branch.
     """
-    script = script_of(files)
+    script = files.script
     words = _words(script, files) if script is not None and _LAUNCHER.search(script.text) else None
     if script is None or words is None:
         return None
@@ -59,7 +50,7 @@ def read(files: JobFiles) -> Job | None:
     beside = {name: dict(contents.get(name, {})) for name in ("accelerate", "trainer")}
     contents = {
         **contents,
-        CLASSES: contents[CLASSES] or class_of_script(PurePosixPath(words[at]).name),
+        CLASSES: contents[CLASSES] or _class_of_script(PurePosixPath(words[at]).name),
         "accelerate": {**beside["accelerate"], **own},
         "trainer": {**beside["trainer"], **trainer},
     }
@@ -92,14 +83,22 @@ def _named(prefix: str) -> ArgumentTable:
 def _launcher(words: Sequence[str], problems: list[str]) -> dict[str, Any]:
     """The options of the launcher as its file has them."""
     content: dict[str, Any] = {}
+    launcher = table_content("deepspeed")["launcher"]
+    sections: Mapping[str, str] = launcher["sections"]
     for name, value in options_of(words, _named("accelerate."), problems):
-        prefix = next((each for each in _SECTIONS if name.startswith(f"{each}_")), None)
-        if name in _CHOSEN:
-            content["distributed_type"] = _CHOSEN[name]
+        prefix = next((each for each in sections if name.startswith(f"{each}_")), None)
+        if name in launcher["distributed_type"]:
+            content["distributed_type"] = launcher["distributed_type"][name]
         elif prefix is not None:
-            content.setdefault(_SECTIONS[prefix], {})[name] = value
-        elif name in _OF_DEEPSPEED:
+            content.setdefault(sections[prefix], {})[name] = value
+        elif name in launcher["deepspeed_config"].split():
             content.setdefault("deepspeed_config", {})[name] = value
-        elif name not in _ELSEWHERE:
+        elif name not in launcher["nowhere"].split():
             content[name] = value
     return content
+
+
+def _class_of_script(name: str) -> Mapping[str, bool]:
+    """The configuration of TRL that a script has by its name: sft.py is TRL's own, or one like it."""
+    match = _SCRIPTS.fullmatch(name)
+    return {f"{match[1].upper() if len(match[1]) < 6 else 'Reward'}Config": True} if match else {}

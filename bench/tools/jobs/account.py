@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +66,8 @@ class Account:
         strictly: those of them that ``--strict`` refuses, and what is missing for them.
         missing: arguments that are refused here, and what is missing.
         problems, remarks: as of :class:`Job`.
+        facts: what the reader has worked out itself, by names that rules have with a ``$`` before them.
+        calls: what rules of the table may call.
     """
 
     table: ArgumentTable
@@ -80,6 +83,8 @@ class Account:
     missing: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    calls: Mapping[str, Callable[[Account], None]] = field(default_factory=dict)
 
     @property
     def program_arguments(self) -> Mapping[str, ProgramArgument]:
@@ -97,6 +102,16 @@ class Account:
         """The value of an argument, or its default; the default too where the value is wrong."""
         given = self.given.get(name)
         return self.program_arguments[name].default if given is None or given.wrong else given.value
+
+    def known(self, name: str) -> Any:
+        """The value of an argument, of a variable of the environment (a number where it is a whole one), or
+        of a ``$FACT``; None where there is none of that name."""
+        if name.startswith("$"):
+            return self.facts.get(name[1:])
+        if name in self.program_arguments:
+            return self.value(name)
+        text = self.environment.get(name)
+        return int(text) if text is not None and re.fullmatch(r"\d{1,9}", text) else text
 
     def chosen(self, *names: str) -> tuple[Any, str]:
         """The first value that is there and not "auto", and its key; else the last key's default."""

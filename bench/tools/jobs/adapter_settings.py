@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.transformers_step import EXPERTS, Adapted, Said
+from spbench.bench.tools.jobs.rules import Said
+from spbench.bench.tools.jobs.transformers_step import EXPERTS, Adapted
 from spbench.impls.models.blocks.adapter_options import (
     ALL,
     CLOSING,

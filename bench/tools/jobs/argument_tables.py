@@ -38,6 +38,8 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }
 _NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _NAMES |= {"list": "a list", "map": "a mapping"}
+#: what the keys of a DeepSpeed configuration begin with beside a program's, and those of the Trainer
+OF_DEEPSPEED, OF_TRAINER = "deepspeed.", "TrainingArguments."
 #: characters of a value that a message repeats
 _LONGEST = 40
 
@@ -141,6 +143,12 @@ class ArgumentTable:
     settings: Mapping[str, Conversion]
     content: Mapping[str, Any]
 
+    @property
+    def stand_ins(self) -> Mapping[str, Mapping[str, str]]:
+        """What something stands for in several programs, with what that may move and why."""
+        stand_ins: Mapping[str, Mapping[str, str]] = table_content("transformers")["stand_ins"]
+        return stand_ins
+
     def values_of(self, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
         """The arguments that ask for settings: (name, value, path of the setting)."""
         for name, conversion in self.settings.items():
@@ -149,9 +157,15 @@ class ArgumentTable:
 
 
 @cache
+def table_content(name: str) -> Mapping[str, Any]:
+    """What the file NAME.yaml holds."""
+    return read_yaml(Path(__file__).with_name(f"{name}.yaml"))
+
+
+@cache
 def argument_table(name: str, version: str = "") -> ArgumentTable:
     """The table of the file NAME.yaml; in a version, where it has several."""
-    content = read_yaml(Path(__file__).with_name(f"{name}.yaml"))
+    content = table_content(name)
     arguments: dict[str, ProgramArgument] = {}
     for words, outcome, detail, beside, missing in _groups(content):
         main = [*arguments_of(words, version, outcome, detail)]
@@ -162,6 +176,22 @@ def argument_table(name: str, version: str = "") -> ArgumentTable:
     program = content["versions"][version] if version else content["program"]
     settings = {name: _conversion(text) for name, text in content.get("settings", {}).items()}
     return ArgumentTable(str(program), arguments, settings, content)
+
+
+def program_table(name: str, version: str = "") -> ArgumentTable:
+    """The table of the file NAME.yaml, with the keys of DeepSpeed and the arguments of Hugging Face's Trainer
+    beside its own where it says so (``beside``, by version where it has several)."""
+    table = argument_table(name, version)
+    beside = table.content.get("beside", "")
+    words = (beside.get(version, "") if isinstance(beside, Mapping) else beside).split()
+    others: dict[str, ProgramArgument] = {}
+    for long, each in argument_table("deepspeed").arguments.items() if words else ():
+        if not long.startswith((OF_TRAINER, "accelerate.")):
+            others |= {f"{OF_DEEPSPEED}{long}": each} if "deepspeed" in words else {}
+        elif long.startswith(OF_TRAINER) and each.outcome != "mapped":
+            others |= {long.removeprefix(OF_TRAINER): each} if "trainer" in words else {}
+    named = {name: replace(each, spellings=(name,)) for name, each in others.items()}
+    return replace(table, arguments={**named, **table.arguments})
 
 
 def outcome_groups(content: Mapping[str, Any]) -> Iterator[tuple[str, Outcome, str]]:

@@ -16,22 +16,21 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.command_line.output import Output, Verbatim
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import write_whole
-from spbench.bench.measure.scenarios.choices import refusal
-from spbench.bench.measure.scenarios.scenario import load_scenario
-from spbench.bench.measure.scenarios.select import Narrowing, the_cell
+from spbench.bench.measure import Narrowing, load_scenario, refusal
 from spbench.bench.setting_values import VARIABLES
 from spbench.bench.tools.jobs import FLAGS
 from spbench.bench.tools.jobs.argument_tables import argument_table, shown
 from spbench.bench.tools.jobs.bridge import key_of
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.impls.axes import MESH_AXES, ranks_along
+from spbench.impls.dispatchers.dispatcher import dispatchers
 from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.models.blocks.decoder import DecoderModel
 from spbench.impls.models.blocks.expert_options import ExpertOptions
 from spbench.impls.models.blocks.softmax_options import LatentOptions
 from spbench.impls.models.model import model_preset
 from spbench.impls.options import set_options
-from spbench.impls.registries import backends, dispatchers
+from spbench.impls.registries import backends
 from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
 
 #: how the same layers, messages and states are made, which is a program's own affair where it has no argument
@@ -335,7 +334,7 @@ def written_flags(
     Raises:
         UserError: the scenario has no such cell or several, or the cell cannot be run or has no such flags.
     """
-    cell = the_cell("a command", load_scenario(scenario), narrowing, shape)
+    cell = narrowing.only_cell("a command", load_scenario(scenario), shape)
     if reason := refusal(cell):
         raise UserError(f"{cell.key} cannot be run: {reason}")
     proposed = program_flags(kind, cell)

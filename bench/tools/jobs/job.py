@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.files import resolved
-from spbench.bench.measure.scenarios.expand import Problem, expand
+from spbench.bench.measure import Problem, expand
 from spbench.bench.setting_values import names_a_file
 from spbench.bench.yaml_text import comment, scalar
 

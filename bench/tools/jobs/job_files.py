@@ -6,6 +6,7 @@ Files of programs that are known and not read are taken for no other's.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from spbench.bench.yaml_files import parse_yaml, read_yaml
 
 #: bytes of a file that is read: job files are written by hand
 MOST_BYTES = 2**20
+#: of a config.json, beside its fields
+MODEL_PATH = "path of the file"
 #: how deep keys are nested by which another program's file is known
 _MOST_NESTED = 3
 _CONFIGURATIONS = (".yaml", ".yml", ".json", ".toml")
@@ -84,6 +87,34 @@ class JobFiles:
         if len(self.files) != 1:
             raise OneFileRead(f"{self.title}: one file is read, but {len(self.files)} are given")
         return self.files[0]
+
+    @property
+    def script(self) -> JobFile | None:
+        """The only script among the files, beside configurations; None where there is none or several."""
+        scripts = [file for file in self.files if file.path.suffix != ".py" and mapping_in(file) is None]
+        return scripts[0] if len(scripts) == 1 else None
+
+    @property
+    def models(self) -> list[JobFile]:
+        """The files that are a model's config.json: a YAML may have a ``model_type`` of its program's."""
+        configurations = [file for file in self.files if file.path.suffix == ".json"]
+        return [file for file in configurations if "model_type" in (mapping_in(file) or {})]
+
+    def configuration(self, signs: Sequence[str]) -> Mapping[str, Any] | None:
+        """The content of the file that has all keys of one of the signs (:func:`has_keys`); None where no
+        file has, or another file is neither a config.json nor a configuration of DeepSpeed.
+
+        Raises:
+            UserError: a file is damaged.
+        """
+        configuration: Mapping[str, Any] | None = None
+        for file in self.files:
+            content = mapping_in(file) or {}
+            if configuration is None and has_keys(content, signs):
+                configuration = content
+            elif "model_type" not in content and "zero_optimization" not in content:
+                return None
+        return configuration
 
     def machine_problems(self, gpus: int | None) -> list[str]:
         """What is not said about the machine, one a line; ``gpus`` are those of the files."""
@@ -202,13 +233,11 @@ def keyed_program(file: JobFile) -> str:
     """Which program's configuration it is that is not read, and what to give in its place; "" where none is
     known by its keys."""
     try:
-        keys = {*_keys(mapping_in(file), "", 1)}
+        content = mapping_in(file)
     except UserError:
         return ""  # its reader says what is wrong
     return _instead(
-        name
-        for name, program in other_programs().items()
-        if any({*words.split()} <= keys for words in program.get("keys", ()))
+        name for name, program in other_programs().items() if has_keys(content, program.get("keys", ()))
     )
 
 
@@ -230,6 +259,13 @@ def _instead(names: Iterator[str]) -> str:
         return ""
     article = "" if name.startswith("a ") else "a job of "
     return f"{article}{name}, which is not read here: {other_programs()[name]['instead']}"
+
+
+def has_keys(content: Any, signs: Sequence[str]) -> bool:
+    """Whether a configuration has all keys of one of the signs, each of which is names of keys, with dots
+    between nested ones, and a ``*`` for any characters."""
+    keys = [*_keys(content, "", 1)]
+    return any(all(fnmatch.filter(keys, name) for name in sign.split()) for sign in signs)
 
 
 def _keys(content: Any, above: str, depth: int) -> Iterator[str]:

@@ -4,9 +4,10 @@ a command line as values by name, as the keys of a configuration.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.account import scalar_of
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable
-from spbench.bench.tools.jobs.job_files import JobFile
+from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.shell import Command, Shell
 from spbench.bench.tools.jobs.shell_syntax import ShellError, given_flag, shown_word, unknown_in
 
@@ -24,6 +25,8 @@ _NODES = ("--nnodes", "--nodes", "-N", "--num-nodes", "--num_nodes")
 _RANKS = ("-np", "-n", "--ntasks", "--num-processes", "--num_processes")
 #: by which --given chooses one of several commands that train
 _LINE = "line"
+#: characters of the values of variables that count processes
+_MOST_DIGITS = 11
 _COMMENT_OPTION = re.compile(r"^#SBATCH\s+(-\w|--[\w-]+)(?:[ =]+(\S+))?", re.MULTILINE)
 
 
@@ -117,6 +120,48 @@ def launched(
     return Launch(command.line, program, command.words[at + 1 :], exported, gpus, not_said)
 
 
+def program_launch(files: JobFiles, spec: Mapping[str, str]) -> Launch | None:
+    """The command of the only script among the files that starts a program; None where there is none.
+
+    Args:
+        spec: the section ``launch`` of the program's table: ``program``, a regular expression of its name;
+            ``first``, the words of which its first argument is one; ``file``, of its Python file, which may
+            be started in its place, unless accelerate starts it; ``processes``, the variables whose values
+            multiplied are the number of processes.
+
+    Raises:
+        UserError: the script cannot be read, or has several such commands.
+    """
+    script, first = files.script, spec.get("first", "").split()
+    if script is None:
+        return None
+    launch = launched(script, re.compile(spec["program"]), files.environment, first)
+    if launch is not None and first:
+        launch = replace(launch, arguments=launch.arguments[1:])
+    elif "file" in spec and "accelerate launch" not in script.text:
+        launch = launched(script, re.compile(spec["file"]), files.environment)
+    if launch is not None and "processes" in spec and not launch.program.endswith(".py"):
+        counts = [launch.environment.get(name, "1") for name in spec["processes"].split()]
+        are_numbers = all(count.isdecimal() for count in counts) and len("".join(counts)) <= _MOST_DIGITS
+        launch = replace(launch, gpus=math.prod(map(int, counts)) if are_numbers else None)
+    return launch
+
+
+def values_of_launch(
+    launch: Launch, content: Mapping[str, Any], table: ArgumentTable, problems: list[str]
+) -> tuple[dict[str, Any], bool]:
+    """The values of a command's arguments by name, and whether some have a name of before; the problems of
+    the others are added. ``content``, of the program's table, has in ``older`` today's ``names`` by older
+    ones, and ``defaults`` that a job with these has."""
+    older: Mapping[str, Mapping[str, Any]] = content.get("older", {"names": {}})
+    split = [word.partition("=") for word in launch.arguments]
+    is_older = any(name.lstrip("+~") in older["names"] for name, _, _ in split)
+    words = [older["names"].get(name.lstrip("+~"), name) + equals + value for name, equals, value in split]
+    read = overrides_of if content["launch"]["arguments"] == "KEY=VALUE" else options_of
+    values = dict(read(words if is_older else launch.arguments, table, problems))
+    return {**(older.get("defaults", {}) if is_older else {}), **values}, is_older
+
+
 def _program(words: Sequence[str], programs: re.Pattern[str], kinds: Collection[str]) -> int | None:
     """Where in a command the program's file is, after which its arguments come, if it is of these kinds."""
     ends = re.compile(rf"(?:\A|/)(?:{programs.pattern})\Z")
@@ -152,10 +197,7 @@ def _multiplied(*factors: str) -> tuple[int | None, str]:
         return None, f"{unknown[0]} is not set in the script"
     if wrong := [factor for factor in factors if not re.fullmatch(r"[1-9]\d{0,5}", factor)]:
         return None, f"{wrong[0]!r} is no number of them"
-    product = 1
-    for factor in factors:
-        product *= int(factor)
-    return product, ""
+    return math.prod(map(int, factors)), ""
 
 
 def overrides_of(

@@ -13,11 +13,11 @@ from spbench.bench.tools.jobs.argument_tables import ArgumentTable, ProgramArgum
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.launch import Launch, launched
-from spbench.bench.tools.jobs.megatron_experts import expert_sizes, has_experts
-from spbench.bench.tools.jobs.megatron_hybrid import pattern_of
-from spbench.bench.tools.jobs.megatron_kernels import CONTAINER, container_problems, set_fp8
+from spbench.bench.tools.jobs.megatron_kernels import CONTAINER, container_problems
+from spbench.bench.tools.jobs.megatron_layers import expert_sizes, has_experts, pattern_of
 from spbench.bench.tools.jobs.megatron_model import length_of, model_name, set_model
-from spbench.bench.tools.jobs.megatron_training import set_optimizer, set_schedule, set_userbuffers
+from spbench.bench.tools.jobs.megatron_training import set_schedule
+from spbench.bench.tools.jobs.rules import call
 from spbench.bench.tools.jobs.shell import Shell
 from spbench.bench.tools.jobs.shell_syntax import ShellError, given_flag, shown_word, unknown_in, words_in
 from spbench.bench.tools.jobs.variables import variables
@@ -84,12 +84,12 @@ def megatron_account(given: Mapping[str, Given], environment: Mapping[str, str])
 def make_settings(a: Account, gpus: int | None, cluster: str | None, *, bert: bool = False) -> None:
     """Make the settings of all arguments."""
     set_model(a, bert=bert, cluster=cluster)
-    set_fp8(a, cluster)
+    call(a, "fp8")
     replicas = _set_parallelism(a, gpus)
     _set_batch(a, replicas)
     set_schedule(a)
-    set_optimizer(a, cluster)
-    set_userbuffers(a)
+    call(a, "optimizer")
+    call(a, "userbuffers")
     a.unasked = f"{model_name(bert)} has no option for it"
 
 

@@ -12,11 +12,11 @@ from spbench.bench.tools.jobs.adapter_settings import set_adapters
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.launch import options_of
+from spbench.bench.tools.jobs.launch import program_launch, values_of_launch
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.model_names import named_model
-from spbench.bench.tools.jobs.swift import PROCESSES, gpus_of, tuning_of
-from spbench.bench.tools.jobs.transformers_step import Adapted, Said, named_modules
+from spbench.bench.tools.jobs.step_lines import named_modules
+from spbench.bench.tools.jobs.transformers_step import Adapted, Said
 from spbench.bench.tools.jobs.underscored import as_arguments, job_of_both
 
 
@@ -26,10 +26,10 @@ def read(files: JobFiles) -> Job | None:
     Raises:
         UserError: the script cannot be read, or has several such commands.
     """
-    if (launch := tuning_of(files, "megatron")) is None:
-        return None
     table, problems = argument_table("swift_megatron"), list[str]()
-    values = dict(options_of(launch.arguments[1:], table, problems))
+    if (launch := program_launch(files, table.content["launch"])) is None:
+        return None
+    values, _ = values_of_launch(launch, table.content, table, problems)
     own = key_account(table, [(n, v) for n, v in values.items() if n in table.arguments])
     fields = _fields(own, problems)
     known = {**table.content["defaults"], **_sizes(table.content, fields, problems), **values}
@@ -38,10 +38,10 @@ def read(files: JobFiles) -> Job | None:
         known["recompute_granularity"] = None
     of_megatron = {n: v for n, v in known.items() if n not in table.arguments}
     a = megatron_account(dict(as_arguments(of_megatron, values, problems, "ms-swift")), launch.environment)
-    gpus = files.gpus or gpus_of(launch)
+    gpus = files.gpus or launch.gpus
     if not problems and not own.problems:
         make_settings(a, gpus, files.cluster)
-    a.ignore("how many processes there are", *PROCESSES)
+    a.ignore("how many processes there are", *table.content["launch"]["processes"].split())
     own.took("the model's sizes", "model")
     own.took("seq_len", "max_length")
     rank = own.value("lora_rank") if own.value("tuner_type") == "lora" else 0

@@ -8,12 +8,11 @@ from itertools import groupby
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure import load_cluster
 from spbench.bench.setting_values import VARIABLES
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.flags import Flag, Flags, several_ranks, without_effect
 from spbench.bench.tools.jobs.megatron import CONTEXT, HIERARCHICAL
-from spbench.bench.tools.jobs.megatron_experts import AUX_LOSSES
 from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.folding import FOLDED_AXES
 from spbench.impls.models.causal_transformer import CausalTransformerModel
@@ -184,7 +183,7 @@ def _experts(model: CausalTransformerModel) -> Iterator[_Row]:
     )
     first = softmax and model.router_scores == "all" and not model.router_normalized
     yield "--moe-router-pre-softmax", first, "model_options.router_scores"
-    kinds = {setting: kind for kind, setting in AUX_LOSSES.items()} | {"none": "none"}
+    kinds = {"batch": "aux_loss", "sequence": "seq_aux_loss", "global": "global_aux_loss", "none": "none"}
     kind = "sinkhorn" if model.router == "sinkhorn" else kinds[model.aux_loss]
     yield "--moe-router-load-balancing-type", kind, "model_options.aux_loss"
     yield "--moe-aux-loss-coeff", model.aux_weight, "model_options.aux_weight"

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.transformers_step import EXPERTS, Said, TransformersStep
+from spbench.bench.tools.jobs.rules import Said
+from spbench.bench.tools.jobs.transformers_step import EXPERTS, TransformersStep
 
 #: by the name that transformers, or a program around it, has for it
 ATTENTION = {

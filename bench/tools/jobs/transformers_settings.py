@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.tools.jobs.account import Account, key_account
-from spbench.bench.tools.jobs.argument_tables import ArgumentTable, shown
-from spbench.bench.tools.jobs.job import Job
+from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.argument_tables import shown
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.model_names import named_model
-from spbench.bench.tools.jobs.program_files import model_files, values_of
+from spbench.bench.tools.jobs.rules import Said
 from spbench.bench.tools.jobs.transformers_kernels import set_kernels
 from spbench.bench.tools.jobs.transformers_layout import (
     set_experts,
@@ -20,7 +18,7 @@ from spbench.bench.tools.jobs.transformers_layout import (
     set_pipeline,
     set_sharding_of,
 )
-from spbench.bench.tools.jobs.transformers_step import WHOLE_EMBEDDING, Said, TransformersStep
+from spbench.bench.tools.jobs.transformers_step import WHOLE_EMBEDDING, TransformersStep
 
 #: by how a sequence is split: the strategy, and its own options
 SEQUENCES = {
@@ -35,24 +33,6 @@ _MODELS = (
     *("model.model_path", "model.pretrained_model_name_or_path", "model.path"),
     "TrainingArguments.model_name_or_path",
 )
-
-
-def job_of_files(
-    kind: str,
-    files: JobFiles,
-    content: Mapping[str, Any],
-    table: ArgumentTable,
-    step: Callable[[Account], TransformersStep],
-) -> Job:
-    """The job of a program whose configuration says all.
-
-    Args:
-        content: of its configuration.
-        step: reads what that says of a step.
-    """
-    k = key_account(table, values_of(files, content, table), overrides=files.environment)
-    set_step(k, step(k), files)
-    return k.job(kind, files, k.arguments())
 
 
 def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
@@ -76,7 +56,7 @@ def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
 
 def _model(k: Account, model: Said, files: JobFiles) -> dict[str, Any]:
     """Set the model: a config.json among the files, or else a name; returns the fields of its file."""
-    configs = [str(file.path) for file in model_files(files)]
+    configs = [str(file.path) for file in files.models]
     name = configs[0] if configs else model.value
     if not isinstance(name, str) or not name:
         key = next((name for name in (*model.names, *_MODELS) if name in k.program_arguments), "")

@@ -4,24 +4,12 @@ of it. A reader fills a :class:`TransformersStep` from its own keys, which are t
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spbench.bench.tools.jobs.account import Account
-
 #: fields of a config.json that say how many experts a layer has
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-#: of torch's first FSDP: what is missing, what it moves, and why
-FSDP_1 = (
-    "FSDP 1",
-    "time and memory",
-    "torch's fully_shard stands for it, without its copy of a unit's shard in half precision, and pads "
-    "messages parameter by parameter, not unit by unit",
-)
-
 #: of its tp_plan, which leaves the embedding alone
 WHOLE_EMBEDDING = "the embedding is split by the vocabulary; transformers keeps it whole on every rank"
 
@@ -149,115 +137,3 @@ class TransformersStep:
     packed: Said = Said(False)
     fused: Said = Said("")
     compiled: Said = Said(False)
-
-
-def said(k: Account, *names: str, note: str = "") -> Said:
-    """The first value that is given and not null, with its key; else the default of the last."""
-    value, first = k.chosen(*names)
-    return Said(value, (first,) if k.has(first) else (), note)
-
-
-def said_in_table(k: Account, version: str = "") -> dict[str, Any]:
-    """The fields of a step that the section ``step`` of a program's table has, of a version where it has
-    several: see :func:`_said_of`."""
-    step = k.table.content["step"]
-    return {name: _said_of(k, of) for name, of in (step[version] if version else step).items()}
-
-
-def _said_of(k: Account, of: str | list[Any] | Mapping[str, Any]) -> Any:
-    """What a line of the section ``step`` has.
-
-    Args:
-        of: keys of a job, of which the first that is given counts; a list of such lines, the attributes of
-            :class:`Adapted`; or a mapping with a ``note`` of
-            ``value``, which all jobs have;
-            ``of``, such keys, ``words`` by the keys' value, and ``else``, for any other (if not: the value);
-            or ``or``, in place of a value that is null, 0 or empty;
-            ``when`` beside ``of``, a key, ``is``, those of its values for which ``of`` counts, and ``else``
-            for any other;
-            ``any``, keys, of which one is true for the value ``then``, and ``else``; or
-            ``times``, ``optimizer`` or ``modules``, keys as :func:`replicas_of`, :func:`optimizer_of` and
-            :func:`named_modules` have them.
-    """
-    if isinstance(of, str):
-        return said(k, *of.split())
-    if isinstance(of, list):
-        return Adapted(*(_said_of(k, each) for each in of))
-    note = of.get("note", "")
-    if "times" in of:
-        return replicas_of(k, *of["times"].split())
-    if "optimizer" in of:
-        return optimizer_of(k, of["optimizer"])
-    if "modules" in of:
-        return named_modules(k, of["modules"])
-    if names := of.get("any", "").split():
-        return Said(of["then" if any(map(k.value, names)) else "else"], k.given_of(*names), note)
-    if "of" in of:
-        value, first = k.chosen(*of["of"].split())
-        when = of.get("when", "")
-        names = k.given_of(*when.split(), first)
-        if when and k.value(when) not in of["is"]:
-            return Said(of["else"], names, note)
-        if when or "or" in of:
-            return Said(value or of.get("or", value), names, note)
-        return Said(of.get("words", {}).get(value, of.get("else", value)), names, note)
-    return Said(of["value"], (), note)
-
-
-def either(k: Account, words: dict[str, Any], otherwise: Any = None) -> Said:
-    """The value of the first key that is given and true; all keys are its source."""
-    given = tuple(name for name in words if k.has(name))
-    value = next((words[name] for name in given if k.value(name)), otherwise)
-    return Said(value, given)
-
-
-def optimizer_of(k: Account, name: str) -> Said:
-    """Adam, in how many bits, by transformers' name for it; another's name."""
-    value = str(k.value(name)).lower()
-    adam = value.removeprefix("paged_").startswith("adamw")
-    return Said(("adam 8 bits" if "8bit" in value else "adam") if adam else value, k.given_of(name))
-
-
-def named_modules(k: Account, name: str) -> Said:
-    """The names of modules that an option has: a pattern has signs that names have not."""
-    value = k.value(name)
-    names = value.split() if isinstance(value, str) and re.fullmatch(r"[\w. -]+", value) else value
-    return Said(names, k.given_of(name))
-
-
-def torchao_of(k: Account, on: bool, gathered: str, *names: str) -> Said:
-    """torchao's matmuls in eight bits, as accelerate switches them on; ``gathered``: the key that has weights
-    gathered in them."""
-    if on and k.value(gathered):
-        k.leave("time and memory", "weights are gathered in sixteen bits and cast then", gathered)
-    k.ignore("weights are gathered in sixteen bits", gathered)
-    return Said("tensorwise" if on else "", k.given_of(*names), "torchao's default recipe")
-
-
-def bits_of(k: Account, words: dict[str, Any]) -> Said:
-    """The bits of frozen weights, by the keys that ask for them; a problem where two ask for other ones."""
-    asked = [name for name in words if k.value(name)]
-    if len({words[name] for name in asked}) > 1:
-        k.problems.append(
-            f"{' and '.join(map(k.spelled, asked))}: weights are in one number of bits; leave one"
-        )
-    return either(k, words, 0)
-
-
-def precision_of(k: Account, bf16: Sequence[str], fp16: Sequence[str]) -> Said:
-    """The precision of a job, by the keys that ask for one; a problem where some ask for another."""
-    names = (*bf16, *fp16)
-    if bf16 and fp16:
-        k.problems.append(
-            f"{' and '.join(map(k.spelled, names))}: bf16 and fp16 are both asked for; leave one"
-        )
-    return Said(
-        "bf16" if bf16 else "fp16" if fp16 else "fp32", names, "" if names else "neither bf16 nor fp16"
-    )
-
-
-def replicas_of(k: Account, shards: str, *groups: str) -> Said:
-    """The replicas that a job says: ranks that share weights, times groups of these; None: not said."""
-    value, others = k.value(shards), [k.value(name) or 1 for name in groups]
-    names = tuple(filter(k.has, (shards, *groups)))
-    return Said(value * math.prod(others) if isinstance(value, int) and value > 0 else None, names)

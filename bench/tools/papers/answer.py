@@ -18,10 +18,8 @@ from pydantic import create_model
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.scenarios.expand import Problem
-from spbench.bench.measure.scenarios.scenario import Document, Scenario
-from spbench.bench.measure.scenarios.scenario import load_scenario as load_cells
+from spbench.bench.measure import Document, Problem, Scenario, load_cluster
+from spbench.bench.measure import load_scenario as load_cells
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.comparison import Comparison, Role
 from spbench.bench.tools.papers.selector import QUANTITIES, Mistake, Selector

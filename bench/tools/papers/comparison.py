@@ -1,18 +1,18 @@
-"""A comparison: one published number, or status, beside ours; and the CSV files of comparisons."""
+"""A comparison: one published number, or status, beside ours; the frame of many, a line each, which rooms
+filter, group and join by pandas; and the CSV files of comparisons."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import read_text, write_whole
-from spbench.bench.measure.trust.bands import unknown_share
-from spbench.bench.measurement import filled
 from spbench.bench.units import six_digits
 from spbench.bench.yaml_files import finite
 
@@ -40,6 +40,10 @@ RECORDS = (
     *("status_published", "status_reproduced", "role", "scenario", "variant", "note", "source", *OF_TIMES),
     *(UNKNOWN, FILLED),
 )
+#: columns of PAPER.csv that comparison.csv lacks
+_OF_RECORDS_ALONE = ("scenario", *OF_TIMES, UNKNOWN, FILLED)
+#: what a number that is no row of a table answers to, by its role; others are claims
+_ANSWERS = {"formula": "formulas", "curve": "curves"}
 
 
 @dataclass(frozen=True)
@@ -85,88 +89,6 @@ class Comparison:
     unknown: str = ""
     filled: str = ""
 
-    @property
-    def of_table(self) -> bool:
-        """Whether it is a row of a published table; claims and formulas carry no published status."""
-        return bool(self.status_published)
-
-    @property
-    def table_name(self) -> str:
-        """The name of the published table."""
-        return self.table.partition(": ")[0]
-
-    @property
-    def label(self) -> str:
-        """What tells it from others of its cell: measurement, rank and step; "" for most tables."""
-        return self.table.partition(": ")[2]
-
-    @property
-    def is_time(self) -> bool:
-        """Whether the quantity is a time, or says one as its inverse."""
-        return self.is_rate or self.quantity.endswith(("_s", "_ms"))
-
-    @property
-    def is_rate(self) -> bool:
-        """Whether the quantity is larger for a shorter time: so many a second, or an MFU."""
-        return self.quantity.endswith(("per_s", "mfu_percent"))
-
-    @property
-    def published_run(self) -> str:
-        """The published run that the number belongs to: FILE:ROW, whatever the column and the rank."""
-        return ":".join(self.source.split(":")[:2])
-
-    @property
-    def share(self) -> float:
-        """The share of our time that has no rate of its own; 0: none is told. UserError if it is none."""
-        return min(1.0, self._part(UNKNOWN) or 0.0)
-
-    @property
-    def filled_part(self) -> float | None:
-        """The part of its card that our fullest rank reserves; None: none is told. UserError if it is
-        none."""
-        return self._part(FILLED)
-
-    def _part(self, column: str) -> float | None:
-        text = getattr(self, column)
-        try:
-            return max(0.0, finite(text)) if text else None
-        except ValueError as error:
-            raise UserError(f"{self.source}: {column}: {shown(text)} is no part of a whole") from error
-
-    @property
-    def both(self) -> tuple[float, float]:
-        """The published number and ours, where there are both."""
-        assert self.published is not None
-        assert self.reproduced is not None
-        return self.published, self.reproduced
-
-    def recorded(self, scenario: str, measurement: Mapping[str, Any]) -> Comparison:
-        """As it stands in PAPER.csv. A claim is a table of one number, under its own name.
-
-        Args:
-            measurement: that of the compared cell.
-        """
-        changed: dict[str, Any] = {
-            name: None if (number := getattr(self, name)) is None else float(number) for name in NUMBERS
-        }
-        changed |= {name: measurement.get(name, "") if self.is_time else "" for name in OF_TIMES}
-        if self.is_time and (share := unknown_share(measurement)):
-            changed[UNKNOWN] = f"{share:.3g}"
-        if self.of_table and (part := filled(measurement)):
-            changed[FILLED] = f"{part:.6g}"
-        return replace(self, table=self.table or self.claim, scenario=scenario, **changed)
-
-    @classmethod
-    def of_line(cls, line: Mapping[str, Any]) -> Comparison:
-        """The comparison that a line of :func:`read_records` holds."""
-        names = (field.name for field in fields(cls))
-        return cls(**{name: line.get(name, None if name in NUMBERS else "") for name in names})
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """The line of PAPER.csv, by :data:`RECORDS`."""
-        return {name: getattr(self, name) for name in RECORDS}
-
     @classmethod
     def of(
         cls,
@@ -208,20 +130,104 @@ def number_or_status(
     return text if status in ("", "ok") else f"{status} ({text})"
 
 
-def as_frame(comparisons: Sequence[Comparison]) -> DataFrame:
-    """The comparisons as a table; missing numbers are NaN."""
+def is_rate(quantity: str) -> bool:
+    """Whether a quantity is larger for a shorter time: so many a second, or an MFU."""
+    return quantity.endswith(("per_s", "mfu_percent"))
+
+
+def is_time(quantity: str) -> bool:
+    """Whether a quantity is a time, or says one as its inverse."""
+    return is_rate(quantity) or quantity.endswith(("_s", "_ms"))
+
+
+def frame_of(entries: Iterable[Comparison | Mapping[str, Any]]) -> DataFrame:
+    """A line for each comparison, or line of :func:`read_records`, by the names of :class:`Comparison`; a
+    number that is missing is NaN, a text "". Further columns follow from these:
+
+    - of_table: whether it is a row of a published table; claims and formulas carry no published status
+    - table_name, label: the published table, and what tells the number from others of its cell, such as
+      measurement, rank and step; "" for most tables
+    - answer: what it answers to: a table and quantity, or "claims", "formulas" or "curves"
+    - file, run: the published file, and FILE:ROW of the run, whatever the column and the rank
+    - has_both: whether there is a published number and one of ours, neither 0
+    - is_rate, is_time: as :func:`is_rate` and :func:`is_time` say
+    """
     from pandas import DataFrame
 
-    columns = [
-        field.name
-        for field in fields(Comparison)
-        if field.name not in ("scenario", *OF_TIMES, UNKNOWN, FILLED)
+    types = {field.name: float if field.name in NUMBERS else str for field in fields(Comparison)}
+    blank = {name: None if of is float else "" for name, of in types.items()}
+    lines = [{**blank, **(vars(each) if isinstance(each, Comparison) else each)} for each in entries]
+    frame = DataFrame(lines, columns=[*types]).astype(types)
+    of_table = frame["status_published"] != ""
+    tables = [table.partition(": ") for table in frame["table"]]
+    sources = [source.split(":") for source in frame["source"]]
+    answers = [
+        f"{name}: {quantity}" if is_row else _ANSWERS.get(role, "claims")
+        for (name, *_), quantity, is_row, role in zip(
+            tables, frame["quantity"], of_table, frame["role"], strict=True
+        )
     ]
-    frame = DataFrame([asdict(c) for c in comparisons], columns=columns)
-    return frame.astype(dict.fromkeys(NUMBERS, float))
+    return frame.assign(
+        of_table=of_table,
+        table_name=[name for name, *_ in tables],
+        label=[label for *_, label in tables],
+        answer=answers,
+        file=[file for file, *_ in sources],
+        run=[":".join(source[:2]) for source in sources],
+        has_both=(frame[["published", "reproduced"]].fillna(0) != 0).all(axis=1),
+        is_rate=frame["quantity"].map(is_rate).astype(bool),
+        is_time=frame["quantity"].map(is_time).astype(bool),
+    )
 
 
-def write(comparisons: Sequence[Comparison], folder: Path) -> Path:
+def joined(frames: Iterable[DataFrame]) -> DataFrame:
+    """The lines of frames of :func:`frame_of`, numbered anew; an empty frame of none."""
+    from pandas import concat
+
+    return concat([frame_of([]), *frames], ignore_index=True)
+
+
+def groups(frame: DataFrame, *columns: str) -> Iterator[tuple[Any, DataFrame]]:
+    """The lines of each value of a column, or of the values of several, in the order in which these first
+    appear."""
+    yield from frame.groupby([*columns] if len(columns) > 1 else columns[0], sort=False)
+
+
+def with_none(frame: DataFrame) -> DataFrame:
+    """A frame with None in the place of numbers that are missing, for texts and JSON."""
+    return frame.astype(object).where(frame.notna(), None)
+
+
+def lines_of(frame: DataFrame) -> Iterator[Any]:
+    """The lines of a frame as named tuples, with None in the place of numbers that are missing."""
+    yield from with_none(frame).itertuples()
+
+
+def as_lines(frame: DataFrame, columns: Iterable[str] = RECORDS) -> list[dict[str, Any]]:
+    """The lines of a frame by these columns, as programs read them."""
+    return [dict(zip(columns, line, strict=True)) for line in with_none(frame[[*columns]]).to_numpy()]
+
+
+def as_frame(comparisons: Iterable[Comparison]) -> DataFrame:
+    """The columns of comparison.csv; missing numbers are NaN."""
+    return frame_of(comparisons)[
+        [field.name for field in fields(Comparison) if field.name not in _OF_RECORDS_ALONE]
+    ]
+
+
+def parts_of_a_whole(records: DataFrame, column: str) -> list[float]:
+    """The numbers in :data:`UNKNOWN` or :data:`FILLED`, at least 0; NaN where none is told. UserError if one
+    is no number."""
+    parts = []
+    for source, text in zip(records["source"], records[column], strict=True):
+        try:
+            parts.append(max(0.0, finite(text)) if text else math.nan)
+        except ValueError as error:
+            raise UserError(f"{source}: {column}: {shown(text)} is no part of a whole") from error
+    return parts
+
+
+def write(comparisons: Iterable[Comparison], folder: Path) -> Path:
     """Write comparison.csv and return its path; errors as of :func:`write_csv`."""
     return write_csv(as_frame(comparisons), folder / COMPARISON_FILE)
 
@@ -232,10 +238,9 @@ def write_csv(table: DataFrame, path: Path) -> Path:
     return write_whole(path, table.to_csv(index=False, lineterminator="\n"))
 
 
-def read_comparisons(path: Path, needed: Sequence[str] = ()) -> list[Comparison]:
-    """The lines of PAPER.csv; columns that an older file lacks are "" or None. UserError as of
-    :func:`read_records`."""
-    return [Comparison.of_line(line) for line in read_records(path, needed)]
+def read_comparisons(path: Path, needed: Sequence[str] = ()) -> DataFrame:
+    """The lines of PAPER.csv as :func:`frame_of` has them; UserError as of :func:`read_records`."""
+    return frame_of(read_records(path, needed))
 
 
 def read_records(

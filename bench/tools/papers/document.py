@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-import pandas as pd
+from pandas import DataFrame, Series, to_numeric
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import read_text, write_whole
-from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.comparison import groups, lines_of, read_comparisons
 from spbench.bench.tools.papers.paper_findings import (
     Line,
     PaperFindings,
@@ -198,7 +199,7 @@ def paper_sections(findings: PaperFindings) -> str:
 
 def _section(findings: PaperFindings, source: str, scenarios: Sequence[str]) -> str:
     paper = papers()[findings.paper]
-    verdict = verdict_on([record for record in findings.records if record.scenario in scenarios])
+    verdict = verdict_on(findings.of(*scenarios))
     title = source or (f"{paper.label}, {paper.source}" if "arXiv" in paper.source else paper.title)
     target = f"{_details(findings.paper).as_posix()}" + (f"#{scenarios[0]}" if source else "")
     sentences = f"{counts(verdict).capitalize()}. {'' if source else paper.finding}".rstrip()
@@ -212,8 +213,9 @@ def _section(findings: PaperFindings, source: str, scenarios: Sequence[str]) -> 
 def _lines(scenario: str, findings: PaperFindings) -> Iterator[Line]:
     """The line of a scenario that has numbers to judge: by kind of number its verdict, counts and errors."""
     document = findings.documents.get(scenario)
-    records = [record for record in findings.records if record.scenario == scenario]
-    verdicts = {kind: verdict_on(some) for kind, some in grouped(records, kind_of).items()}
+    records = findings.of(scenario)
+    records = records.assign(kind=[kind_of(record) for record in lines_of(records)])
+    verdicts = {kind: verdict_on(some) for kind, some in groups(records, "kind")}
     judged = {kind: verdict for kind, verdict in verdicts.items() if verdict.judged}
     if judged:
         yield {
@@ -239,7 +241,7 @@ def _link(scenario: str, findings: PaperFindings, *, short: bool = False) -> str
     return f"[{title}]({_details(findings.paper).as_posix()}#{scenario})"
 
 
-def kind_of(record: Comparison) -> str:
+def kind_of(record: Any) -> str:
     """What a published number is of: bytes sent, memory, time, a size that fits, or losses."""
     if record.role in ("formula", "curve"):
         return {"formula": "bytes", "curve": "losses"}[record.role]
@@ -273,22 +275,20 @@ def headline_lines(folder: Path) -> list[Line]:
     return lines
 
 
-def _frame(path: Path) -> pd.DataFrame:
+def _frame(path: Path) -> DataFrame:
     """The lines of PAPER.csv, with what stands in the keys of their cells."""
-    records = pd.read_csv(path, keep_default_na=False)
-    keys = records["cell"].str.split("/", expand=True).reindex(columns=range(len(_OF_KEY)))
-    records[[*_OF_KEY]] = keys
-    records["reproduced"] = pd.to_numeric(records["reproduced"])
-    records["tokens"] = pd.to_numeric(records["length"].str.removeprefix("L"), errors="coerce")
+    records = read_comparisons(path)
+    records[[*_OF_KEY]] = records["cell"].str.split("/", expand=True).reindex(columns=range(len(_OF_KEY)))
+    records["tokens"] = to_numeric(records["length"].str.removeprefix("L"), errors="coerce")
     records["ranks"] = records["sizes"].str.removeprefix("sp").str.removeprefix("tp")
     return records
 
 
-def _number(records: pd.DataFrame, claim: str) -> float:
+def _number(records: DataFrame, claim: str) -> float:
     return float(records.loc[records["table"] == claim, "reproduced"].iloc[0])
 
 
-def _longest(records: pd.DataFrame, table: str, **fields: str | Sequence[str]) -> float:
+def _longest(records: DataFrame, table: str, **fields: str | Sequence[str]) -> float:
     """The longest sequence of the cells of a table that have these fields and fit, in tokens."""
     wanted = records[(records["table"] == table) & (records["status_reproduced"] == "ok")]
     for name, values in fields.items():
@@ -296,16 +296,16 @@ def _longest(records: pd.DataFrame, table: str, **fields: str | Sequence[str]) -
     return float(wanted["tokens"].max())
 
 
-def _dsp_over_others(records: pd.DataFrame, tables: str) -> pd.Series:
+def _dsp_over_others(records: DataFrame, tables: str) -> Series:
     """DSP's number over each other method's, at the same sizes, in the tables whose names begin so."""
     numbers = records[records["table"].str.match(tables)].pivot_table(
         index=["model", "length", "ranks"], columns="method", values="reproduced", sort=False
     )
-    return pd.Series(numbers.rdiv(numbers["dsp"], axis=0).drop(columns="dsp").stack())
+    return Series(numbers.rdiv(numbers["dsp"], axis=0).drop(columns="dsp").stack())
 
 
 #: by claim, our number from the records of its paper
-_OURS: Mapping[str, Callable[[pd.DataFrame], float]] = {
+_OURS: Mapping[str, Callable[[DataFrame], float]] = {
     "rsa-batch": lambda records: _number(records, "rsa-max-batch-base"),
     "rsa-length": lambda records: _number(records, "rsa-max-seqlen-base"),
     "lasp-longest": lambda records: _longest(records, "lasp-scalability", sizes="sp128") / 1024,

@@ -19,17 +19,7 @@ from itertools import combinations, pairwise
 from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
-from spbench.bench.measure.trust.error_model import (
-    ANY,
-    EDGES,
-    EVER_WORSE,
-    FITTED,
-    NO_RATE,
-    ErrorModel,
-    Interval,
-    Pairs,
-    distance,
-)
+from spbench.bench.measure import ANY, EDGES, EVER_WORSE, FITTED, NO_RATE, ErrorModel, Interval, Pairs
 from spbench.bench.setting_values import STOOD_IN
 from spbench.plots.series import grouped
 
@@ -163,7 +153,7 @@ def _differences(observations: Sequence[StepObservation]) -> dict[str, list[floa
 
 def _by_distance(compared: Iterable[ComparedTimes]) -> list[Pairs]:
     """The pairs by how far their simulated times are apart, one for each two of :data:`EDGES`."""
-    classes = grouped(compared, lambda each: distance(math.expm1(abs(each.simulated))))
+    classes = grouped(compared, lambda each: Pairs.distance(math.expm1(abs(each.simulated))))
     return [
         Pairs(sum(c.simulated * c.measured > 0 for c in some), len(some), len({c.source for c in some}))
         for some in (classes.get(at, []) for at, _ in enumerate(pairwise(EDGES)))

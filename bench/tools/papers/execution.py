@@ -15,17 +15,28 @@ import click
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.progress import SweepProgress, message, remark
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import usual_kernel
-from spbench.bench.measure.scenarios.choices import option_mistakes
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import NO_KERNEL, Narrowing, declared_cells, narrowed_cells
-from spbench.bench.measure.sweep import sweep
-from spbench.bench.measure.sweep.executor import Executor, opened
-from spbench.bench.measure.sweep.results import ResultsFile
-from spbench.bench.measure.sweep.sweep import Digesting, digests_of_a_run, is_current, outdated
-from spbench.bench.measure.sweep.worker import Crew
-from spbench.bench.measure.trust.bands import NO_RATE, priced_by_in_words, with_band
+from spbench.bench.measure import (
+    NO_KERNEL,
+    NO_RATE,
+    Crew,
+    Digesting,
+    Executor,
+    Narrowing,
+    ResultsFile,
+    Scenario,
+    at_once,
+    digests_of_a_run,
+    is_current,
+    load_cluster,
+    opened,
+    option_mistakes,
+    outdated,
+    priced_by_in_words,
+    run_sweep,
+    unfinished,
+    usual_kernel,
+    with_band,
+)
 from spbench.bench.measured_code import has_baseline, refuse_unmeasured_checkout, unmeasured_checkout
 from spbench.bench.row import FAULTS, FINAL, Row
 from spbench.bench.tools.papers.answer import compare
@@ -103,16 +114,16 @@ def run_cells(
         click.Abort: interrupted; it says how many cells are kept.
     """
     _check_measured_tree(scenario.name)
-    declared = declared_cells(scenario, narrowing)
+    declared = narrowing.declared(scenario)
     limit = {} if timeout_s is None else {"timeout_s": timeout_s}
-    cells = [cell.model_copy(update=limit) for cell in narrowed_cells(scenario, narrowing, declared)]
+    cells = [cell.model_copy(update=limit) for cell in narrowing.cells(scenario, declared)]
     digest_of = digests_of_a_run()
     with ResultsFile(folder, fresh=fresh) as results:
-        todo = sweep.unfinished(cells, results, digest_of)
-        _announce(scenario, results, cells, todo, sweep.at_once(todo, jobs, executor), digest_of)
+        todo = unfinished(cells, results, digest_of)
+        _announce(scenario, results, cells, todo, at_once(todo, jobs, executor), digest_of)
         try:
             with nullcontext(progress) if progress else SweepProgress(len(todo)) as shown:
-                rows = sweep.sweep(
+                rows = run_sweep(
                     cells,
                     results,
                     crew=crew,
@@ -125,7 +136,7 @@ def run_cells(
                     on_end=shown.end,
                 )
         except KeyboardInterrupt as interrupt:
-            kept = len(cells) - len(sweep.unfinished(cells, results, digest_of))
+            kept = len(cells) - len(unfinished(cells, results, digest_of))
             text = f"interrupted; {kept} of {len(cells)} cells are in {results.path}, the same command "
             raise click.Abort(f"{text}{'without --fresh ' if fresh else ''}goes on") from interrupt
         of = {cell.key: cell for cell in [*declared, *cells]}

@@ -21,7 +21,7 @@ from pandas import DataFrame
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.measure import Scenario
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.megatron import read

@@ -8,18 +8,19 @@ too. "Yes" is all met, "no" fewer than half; numbers that a rate was fitted to a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from statistics import median
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.measure.scenarios.scenario import Document
+from spbench.bench.measure import Document
 from spbench.bench.tools.papers.answers.tables import UNSTATED
-from spbench.bench.tools.papers.comparison import Comparison, Role, number_or_status
+from spbench.bench.tools.papers.comparison import Role, groups, is_time, lines_of, number_or_status
 from spbench.bench.units import difference, percent, three_digits
-from spbench.plots.series import grouped
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
 
 Line = dict[str, Any]
 
@@ -30,11 +31,12 @@ assert set(ROLES) | {"curve"} == set(get_args(Role))
 
 @dataclass(frozen=True)
 class PaperFindings:
-    """The lines of PAPER.csv and PAPER_runs.csv. ``documents``: the scenario files by scenario, for titles
-    and for what is written by hand of a scenario. ``orders``: by scenario, lines of :func:`order_lines`."""
+    """The lines of PAPER.csv (:func:`frame_of`) and of PAPER_runs.csv. ``documents``: the scenario files by
+    scenario, for titles and for what is written by hand of a scenario. ``orders``: by scenario, lines of
+    :func:`order_lines`."""
 
     paper: str
-    records: Sequence[Comparison]
+    records: DataFrame
     runs: Sequence[Mapping[str, str]]
     documents: Mapping[str, Document] = field(default_factory=dict)
     orders: Mapping[str, list[Line]] = field(default_factory=dict)
@@ -44,25 +46,28 @@ class PaperFindings:
         """Their names, in the order of the runs."""
         return [run["scenario"] for run in self.runs]
 
+    def of(self, *scenarios: str) -> DataFrame:
+        """The records of some scenarios."""
+        return self.records[self.records["scenario"].isin(scenarios)]
+
     def blocks(self, scenario: str) -> Iterator[tuple[str, list[Line]]]:
         """The tables of a scenario: (title, lines), claims first."""
-        mine = [r for r in self.records if r.scenario == scenario]
-        formulas = [r for r in mine if r.role == "formula"]
-        if claims := [r for r in mine if r.role != "formula" and not r.of_table]:
-            columns = ("claim", "table"), ("variant", "variant"), ("quantity", "quantity")
-            yield (
-                "claims",
-                [{name: getattr(r, of) for name, of in columns} | compared(r, _digits([r])) for r in claims],
+        mine = self.of(scenario)
+        formulas = mine[mine["role"] == "formula"]
+        if len(claims := mine[(mine["role"] != "formula") & ~mine["of_table"]]):
+            about = (
+                {"claim": c.table, "variant": c.variant, "quantity": c.quantity} for c in lines_of(claims)
             )
-        tables = grouped((r for r in mine if r.of_table), lambda r: (r.table_name, r.quantity, r.variant))
-        for (table, quantity, variant), rows in tables.items():
+            yield "claims", [{**each, **line} for each, line in zip(about, _lines(claims), strict=True)]
+        tables = groups(mine[mine["of_table"]], "table_name", "quantity", "variant")
+        for (table, quantity, variant), rows in tables:
             title = f"{table}, {quantity}" + (f" ({variant})" if variant else "")
             statuses = _statuses(rows)
             title += f": {errors_by_role(rows)}" + (f"; status right in {statuses}" if statuses else "")
             yield title, _table_lines(rows)
         if order := self.orders.get(scenario):
             yield "order of the layouts of a run (Kendall's tau)", order
-        if formulas:
+        if len(formulas):
             yield "formulas", _formula_lines(formulas)
 
     def verdict(self) -> list[Line]:
@@ -70,17 +75,18 @@ class PaperFindings:
         scenario; the last line is of all numbers of the paper."""
         lines = []
         for scenario in self.scenarios:
-            mine = [r for r in self.records if r.scenario == scenario]
+            mine = self.of(scenario)
             # ratios of ours alone are no verdict
-            answered = [r for r in mine if r.quantity != "ratio" or r.published is not None]
-            for (what, variant), rows in by_answer(answered or mine).items():
+            answered = mine[(mine["quantity"] != "ratio") | mine["published"].notna()]
+            answered = answered if len(answered) else mine
+            for (what, variant), rows in groups(answered, "answer", "variant"):
                 lines.append(
                     _verdict_line(scenario, what, variant, rows) | {"statuses right": _statuses(rows)}
                 )
         # an error for each cell of a formula, one for any other number
-        once = {id(r) for r in distinct(self.records)}
-        rows = [r for r in self.records if id(r) in once or r.role == "formula"]
-        return [*lines, _verdict_line("all", "", "", rows)]
+        of_formulas = self.records["role"] == "formula"
+        counted = of_formulas | self.records.index.isin(distinct(self.records).index)
+        return [*lines, _verdict_line("all", "", "", self.records[counted])]
 
     def part(self, name: str) -> str:
         """What was found of a scenario, in Markdown; UserError if there is no such scenario."""
@@ -99,24 +105,17 @@ class PaperFindings:
 # -- records and their errors -------------------------------------------------------------------------------
 
 
-def by_answer(records: Sequence[Comparison]) -> dict[tuple[str, str], list[Comparison]]:
-    """The records by what they answer and the variant: tables by quantity, claims, formulas and curves."""
-    return grouped(records, lambda r: (_what(r), r.variant))
-
-
-def distinct(records: Sequence[Comparison]) -> list[Comparison]:
+def distinct(records: DataFrame) -> DataFrame:
     """The records of published numbers, each number once: the first of those that have the same source, or
     that are of the same quantity of the same run (and of the same rank, step and measurement of it)."""
-    seen: set[object] = set()
-    kept = []
-    for record in records:
-        same: set[object] = {record.source}
-        if record.of_table:
-            same.add((record.cell, record.quantity, record.label))
-        if record.published is not None and not same & seen:
-            kept.append(record)
-            seen |= same
-    return kept
+    numbers = records[records["published"].notna()]
+    places = zip(*(numbers[name] for name in ("cell", "quantity", "label")), strict=True)
+    seen, is_first = set[object](), list[bool]()
+    for source, place, of_table in zip(numbers["source"], places, numbers["of_table"], strict=True):
+        same = {source, place} if of_table else {source}
+        is_first.append(not same & seen)
+        seen |= same if is_first[-1] else set()
+    return numbers.loc[is_first]
 
 
 class RoleErrors(NamedTuple):
@@ -128,51 +127,45 @@ class RoleErrors(NamedTuple):
     worst: float | None
 
 
-def role_errors(records: Sequence[Comparison]) -> list[RoleErrors]:
+def role_errors(records: DataFrame) -> list[RoleErrors]:
     """The errors of each role that has a published number, in the order of :data:`ROLES`."""
     of_roles = []
     for role in ROLES:
-        rows = [r for r in records if r.role == role]
+        rows = records[records["role"] == role]
         numbers = distinct(rows)
         # a formula is one number, and is evaluated at many cells
         errors = absolute_errors(rows if role == "formula" else numbers)
-        if numbers:
+        if len(numbers):
             both = (median(errors), max(errors)) if errors else (None, None)
             of_roles.append(RoleErrors(role, len(numbers), *both))
     return of_roles
 
 
-def errors_by_role(records: Sequence[Comparison]) -> str:
+def errors_by_role(records: DataFrame) -> str:
     """The count of numbers of each role, and the median and the worst of their absolute errors, in words."""
-    digits = _digits(records)
+    # repeated measurements of real machines tell smaller errors apart than papers do
+    digits = 2 if (records["of_table"] & (records["label"] != "")).any() else 1
     parts = []
     for of in role_errors(records):
         errors = f", median error {percent(of.median, digits)}, worst {percent(of.worst, digits)}"
         parts.append(f"{of.numbers} {of.role}{'' if of.worst is None else errors}")
-    gaps = [r.reproduced for r in records if r.quantity == "largest_deviation" and r.reproduced]
-    if any(r.role == "curve" for r in records):
-        parts.append(f"curves differ by at most {max(gaps):.0e}" if gaps else "curves")
+    if (records["role"] == "curve").any():
+        gap = records.loc[records["quantity"] == "largest_deviation", "reproduced"].max()
+        parts.append(f"curves differ by at most {gap:.0e}" if gap > 0 else "curves")
     return "; ".join(parts) or "no published number at hand"
 
 
-def _statuses(records: Sequence[Comparison]) -> str:
+def _statuses(records: DataFrame) -> str:
     """How many of the published statuses are ours too, as "3 of 4"; "" where none is published."""
-    stated = [r for r in records if r.status_published not in ("", UNSTATED)]
-    right = sum(r.status_published == r.status_reproduced for r in stated)
-    return f"{right} of {len(stated)}" if stated else ""
+    stated = records[~records["status_published"].isin(["", UNSTATED])]
+    right = (stated["status_published"] == stated["status_reproduced"]).sum()
+    return f"{right} of {len(stated)}" if len(stated) else ""
 
 
 # -- lines of tables -----------------------------------------------------------------------------------------
 
 
-def _what(record: Comparison) -> str:
-    """What a line of the verdict is about."""
-    if record.of_table:
-        return f"{record.table_name}: {record.quantity}"
-    return {"formula": "formulas", "curve": "curves"}.get(record.role, "claims")
-
-
-def _verdict_line(scenario: str, what: str, variant: str, rows: Sequence[Comparison]) -> Line:
+def _verdict_line(scenario: str, what: str, variant: str, rows: DataFrame) -> Line:
     return {
         "scenario": scenario,
         "compared": what,
@@ -183,31 +176,29 @@ def _verdict_line(scenario: str, what: str, variant: str, rows: Sequence[Compari
     }
 
 
-def _digits(records: Sequence[Comparison]) -> int:
-    """Digits of errors in percent after the point: repeated measurements of real machines tell smaller ones
-    apart than papers do."""
-    return 2 if any(record.label for record in records if record.of_table) else 1
-
-
-def _table_lines(records: Sequence[Comparison]) -> list[Line]:
+def _table_lines(records: DataFrame) -> list[Line]:
     """A line for each row of a table, with its model if there are several."""
-    models = [record.cell.split("/")[0] for record in records]
+    keys = [cell.split("/") for cell in records["cell"]]
+    several = len({model for model, *_ in keys}) > 1
     return [
-        {
-            "model": model if len(set(models)) > 1 else "",
-            "strategy": record.strategy,
-            # sizes, batch and length
-            "cell": " ".join(record.cell.split("/")[2:5]),
-            "measured": record.label,
-            **compared(record, _digits([record])),
-        }
-        for model, record in zip(models, records, strict=True)
+        # sizes, batch and length
+        {"model": key[0] if several else "", "strategy": strategy, "cell": " ".join(key[2:5]), "measured": of}
+        | line
+        for key, strategy, of, line in zip(
+            keys, records["strategy"], records["label"], _lines(records), strict=True
+        )
     ]
 
 
-def compared(record: Comparison, digits: int = 1) -> Line:
-    """The published number and ours, with so many digits of the error in percent after the point."""
-    digits_of_ours = three_digits if record.is_time else None
+def _lines(records: DataFrame) -> Iterator[Line]:
+    for record in lines_of(records):
+        yield compared(record, 2 if record.of_table and record.label else 1)
+
+
+def compared(record: Any, digits: int = 1) -> Line:
+    """The published number and ours of a comparison, with so many digits of the error in percent after the
+    point."""
+    digits_of_ours = three_digits if is_time(record.quantity) else None
     return {
         "published": number_or_status(record.published, record.status_published),
         "ours": number_or_status(record.reproduced, record.status_reproduced, digits_of_ours),
@@ -217,17 +208,19 @@ def compared(record: Comparison, digits: int = 1) -> Line:
     }
 
 
-def _formula_lines(records: Sequence[Comparison]) -> list[Line]:
+def _formula_lines(records: DataFrame) -> list[Line]:
     """A line for each formula: how many cells, and the largest error."""
     return [
         {
             "formula": name,
-            "engines": ", ".join(sorted({r.cell.split("/")[-2] for r in rows})),
+            "engines": ", ".join(sorted({cell.split("/")[-2] for cell in rows["cell"]})),
             "cells": len(rows),
-            "exactly met": sum(r.relative_error == 0 or r.published == r.reproduced for r in rows),
-            "largest error": difference(max((r.relative_error or 0 for r in rows), key=abs)),
+            "exactly met": int(
+                ((rows["relative_error"] == 0) | (rows["published"] == rows["reproduced"])).sum()
+            ),
+            "largest error": difference(max(rows["relative_error"].fillna(0), key=abs)),
         }
-        for name, rows in grouped(records, lambda r: r.table.split(",")[0]).items()
+        for name, rows in groups(records.assign(name=records["table"].str.split(",").str[0]), "name")
     ]
 
 
@@ -278,35 +271,29 @@ class PaperVerdict:
         return median(self.errors) if self.errors else None
 
 
-def verdict_on(records: Sequence[Comparison]) -> PaperVerdict:
+def verdict_on(records: DataFrame) -> PaperVerdict:
     """The verdict on records of findings, each published number and run counted once, by its first record."""
-    judged = (r for r in distinct(records) if r.role in JUDGED)
-    numbers = [r for r in judged if r.reproduced is not None or r.status_reproduced]
-    records = [record for record in records if record.role in JUDGED]
-    formulas = grouped((r for r in records if r.role == "formula"), lambda r: r.source)
+    numbers, records = (some[some["role"].isin(JUDGED)] for some in (distinct(records), records))
+    numbers = numbers[numbers["reproduced"].notna() | (numbers["status_reproduced"] != "")]
     # a formula is one number that is evaluated at many cells
-    met = [
-        all(r.published == r.reproduced or _is_within(r, _EXACT) for r in formulas[record.source])
-        if record.role == "formula"
-        else _is_within(record, TOLERANCE)
-        for record in numbers
-    ]
-    runs: dict[str, bool] = {}  # published as out of memory and run here: whether ours ran out of it too
-    for record in records:
-        if record.status_published == "oom" and record.status_reproduced:
-            runs.setdefault(record.published_run, record.status_reproduced == "oom")
-    met += runs.values()
-    errors = absolute_errors(record for record in numbers if record.role != "formula")
-    return PaperVerdict(len(met), sum(met), errors, absolute_errors(chain.from_iterable(formulas.values())))
+    formulas, others = records[records["role"] == "formula"], numbers[numbers["role"] != "formula"]
+    exact = (formulas["published"] == formulas["reproduced"]) | _within(formulas, _EXACT)
+    of_source = exact.groupby(formulas["source"]).all()
+    exact = numbers.loc[numbers["role"] == "formula", "source"].map(of_source)
+    oom = records[(records["status_published"] == "oom") & (records["status_reproduced"] != "")]
+    # published as out of memory and run here: whether ours ran out of it too
+    runs = oom.drop_duplicates("run")["status_reproduced"] == "oom"
+    met = sum(int(each.sum()) for each in (exact, _within(others, TOLERANCE), runs))
+    return PaperVerdict(len(numbers) + len(runs), met, absolute_errors(others), absolute_errors(formulas))
 
 
-def absolute_errors(records: Iterable[Comparison]) -> list[float]:
+def absolute_errors(records: DataFrame) -> list[float]:
     """The absolute relative errors of the records that have one."""
-    return [abs(record.relative_error) for record in records if record.relative_error is not None]
+    return records["relative_error"].abs().dropna().to_list()
 
 
-def _is_within(record: Comparison, tolerance: float) -> bool:
-    return record.relative_error is not None and abs(record.relative_error) <= tolerance
+def _within(records: DataFrame, tolerance: float) -> Series[bool]:
+    return records["relative_error"].abs() <= tolerance
 
 
 def counts(verdict: PaperVerdict) -> str:

@@ -9,26 +9,32 @@ datasheets say, or from which a rate was taken away, so that something else pric
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import scipy  # whose parts are imported as they are first used
+from pandas import DataFrame, Series
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
-from spbench.bench.measure.trust.bands import run_of
+from spbench.bench.measure import ALL, Narrowing, Scenario, load_cluster, run_of
 from spbench.bench.setting_values import STOOD_IN
-from spbench.bench.tools.papers.comparison import OF_TIMES, Comparison, read_comparisons
+from spbench.bench.tools.papers.comparison import (
+    OF_TIMES,
+    UNKNOWN,
+    as_lines,
+    groups,
+    joined,
+    lines_of,
+    parts_of_a_whole,
+    read_comparisons,
+)
 from spbench.bench.tools.papers.error_fits import Covered, LeftOut, StepObservation, coverage, overall
 from spbench.bench.tools.papers.paper_findings import Line, distinct
 from spbench.bench.tools.papers.sources import published_file, publishers
 from spbench.bench.units import difference, percent, shown_share, three_digits
-from spbench.plots.series import grouped
 
 #: arguments of `spbench reproduce`, the files of their records, and the folders of their clusters; in words
 DATASHEETS, SUBSTITUTES = "datasheets", "substitutes"
@@ -62,154 +68,125 @@ STEP_TIME = "step_time_ms"
 # -- the order of layouts ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TimesOrder:
-    """The layouts of a run: one model and options, length, number of GPUs, cluster and variant.
-
-    Attributes:
-        table: the published one.
-        layouts: several, of each its cell, and the published and the simulated time of a sample.
-    """
-
-    table: str
-    layouts: list[tuple[Cell, float, float]]
-
-    @property
-    def tau(self) -> float:
-        """Kendall's tau-b, which ties do not lower: 1: the same order, -1: the reverse; nan: all are ties."""
-        _, published, ours = zip(*self.layouts, strict=True)
-        return float(scipy.stats.kendalltau(published, ours).statistic)
-
-    @property
-    def fastest(self) -> tuple[tuple[Cell, float, float], tuple[Cell, float, float]]:
-        """The layout whose published time is shortest, and that whose simulated time is."""
-        return min(self.layouts, key=lambda each: each[1]), min(self.layouts, key=lambda each: each[2])
-
-    @property
-    def distance(self) -> float:
-        """How much longer than the shortest published time that of our fastest layout is, as a part of it."""
-        published, ours = self.fastest
-        return ours[1] / published[1] - 1
-
-
-def orders(records: Iterable[Comparison], cells: Mapping[str, Cell]) -> list[TimesOrder]:
-    """The runs of some records that have several layouts.
+def orders(times: DataFrame) -> DataFrame:
+    """A line for each run that has several layouts, one model and options, length, number of GPUs, cluster
+    and variant: its table, cell and number of layouts; Kendall's tau-b of the published and the simulated
+    times of a sample, which ties do not lower (1: the same order, -1: the reverse; NaN: all are ties); the
+    layouts of the shortest published and simulated times; and how much longer than the shortest published
+    time that of our fastest layout is, as a part of it.
 
     Args:
-        cells: by key; a record whose cell is not there is left out.
+        times: of :func:`with_cells`; those of :data:`STEP_TIME` with both numbers count.
     """
-    runs: dict[str, TimesOrder] = {}
-    for record in records:
-        cell, published, ours = cells.get(record.cell), record.published, record.reproduced
-        if record.quantity != STEP_TIME or cell is None or published is None or ours is None:
-            continue
-        batch = cell.batch or 1
-        run = runs.setdefault(_run_name(record, cell), TimesOrder(record.table_name, []))
-        run.layouts.append((cell, published / batch, ours / batch))
+    times = times[(times["quantity"] == STEP_TIME) & times["has_both"] & times["of"].notna()]
+    lines = []
+    for _, run in groups(times, "alike"):
+        if len({(cell.strategy, cell.mesh_text) for cell in run["of"]}) > 1:
+            batches = [cell.batch or 1 for cell in run["of"]]
+            published, ours = (run[name] / batches for name in ("published", "reproduced"))
+            fastest: list[Any] = [times.idxmin() for times in (published, ours)]
+            line = {"table": run["table_name"].iloc[0], "cell": run["of"].iloc[0], "layouts": len(run)}
+            line |= {"tau": float(scipy.stats.kendalltau(published, ours).statistic)}
+            line |= dict(zip(("fastest", "our_fastest"), run["of"].loc[fastest], strict=True))
+            lines.append(line | {"distance": published[fastest[1]] / published[fastest[0]] - 1})
+    return DataFrame(lines, columns=["table", "cell", "layouts", "tau", "fastest", "our_fastest", "distance"])
+
+
+def order_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
+    """A line for each run of :func:`orders`: its number of layouts, tau, the fastest as published and ours,
+    and how much longer than the fastest the published time of ours is; ``cells`` by key."""
     return [
-        run for run in runs.values() if len({(cell.strategy, cell.mesh_text) for cell, *_ in run.layouts}) > 1
+        {
+            "table": order.table,
+            "model": order.cell.model,
+            "cluster": order.cell.cluster,
+            "seq_len": order.cell.seq_len,
+            "GPUs": order.cell.sizes.world,
+            "layouts": order.layouts,
+            "tau": shown_tau(order.tau),
+            "fastest published": order.fastest.mesh_text,
+            "fastest ours": order.our_fastest.mesh_text,
+            "published time of ours": difference(order.distance),
+        }
+        for order in lines_of(orders(with_cells(records[records["quantity"] == STEP_TIME], cells)))
     ]
 
 
-def _run_name(record: Comparison, cell: Cell) -> str:
-    """What the records of one run have in common: their table and variant, and :func:`run_of` their cells."""
-    return str((record.table_name, cell.variant, *run_of(cell.model_dump(mode="json"))))
-
-
-def order_lines(records: Iterable[Comparison], cells: Mapping[str, Cell]) -> list[Line]:
-    """A line for each run of :func:`orders`: its number of layouts, tau, the fastest as published and ours,
-    and how much longer than the fastest the published time of ours is."""
-    lines = []
-    for order in orders(records, cells):
-        (published, *_), (ours, *_) = order.fastest
-        cell = order.layouts[0][0]
-        lines.append(
-            {
-                "table": order.table,
-                "model": cell.model,
-                "cluster": cell.cluster,
-                "seq_len": cell.seq_len,
-                "GPUs": cell.sizes.world,
-                "layouts": len(order.layouts),
-                "tau": shown_tau(order.tau),
-                "fastest published": published.mesh_text,
-                "fastest ours": ours.mesh_text,
-                "published time of ours": difference(order.distance),
-            }
-        )
-    return lines
-
-
-def orders_by_scenario(scenarios: Iterable[Scenario], records: Sequence[Comparison]) -> dict[str, list[Line]]:
+def orders_by_scenario(scenarios: Iterable[Scenario], records: DataFrame) -> dict[str, list[Line]]:
     """The :func:`order_lines` of each scenario that has any, by its name."""
     by_name = {}
     for scenario in scenarios:
-        cells = {cell.key: cell for cell in declared_cells(scenario, Narrowing(variant=ALL))}
-        if lines := order_lines((r for r in records if r.scenario == scenario.name), cells):
+        cells = {cell.key: cell for cell in Narrowing(variant=ALL).declared(scenario)}
+        if lines := order_lines(records[records["scenario"] == scenario.name], cells):
             by_name[scenario.name] = lines
     return by_name
 
 
-def mean_tau(runs: Iterable[TimesOrder]) -> float:
-    """The mean of the taus of some runs that have one; nan if none has."""
-    taus = [order.tau for order in runs if not math.isnan(order.tau)]
-    return fmean(taus) if taus else math.nan
-
-
-def shown_tau(tau: float) -> str:
+def shown_tau(tau: float | None) -> str:
     """Tau with two digits after the point; "" where there is none."""
-    return "" if math.isnan(tau) else f"{tau:.2f}"
+    return "" if tau is None or math.isnan(tau) else f"{tau:.2f}"
 
 
 # -- step times ----------------------------------------------------------------------------------------------
 
 
-def counted_times(paths: Iterable[Path]) -> list[Comparison]:
+def with_cells(records: DataFrame, cells: Mapping[str, Cell]) -> DataFrame:
+    """The records with their cells, as ``of``, None where ``cells`` by key has none; and ``alike``, what the
+    records of one run have in common: their table and variant, and :func:`run_of` their cells; else ""."""
+    of = [cells.get(key) for key in records["cell"]]
+    alike = [
+        cell and str((table, cell.variant, *run_of(cell.model_dump(mode="json"))))
+        for table, cell in zip(records["table_name"], of, strict=True)
+    ]
+    return records.assign(of=Series(of, records.index, object), alike=[run or "" for run in alike])
+
+
+def counted_times(paths: Iterable[Path]) -> DataFrame:
     """The counted times of files of `spbench reproduce`, each published number once for each file.
 
     Raises:
         UserError: a file cannot be read, or is of a version that did not say what a time rests on.
     """
 
-    def counts(r: Comparison) -> bool:
-        is_timed = r.rates and r.bound and r.published and r.reproduced
-        return bool(is_timed and r.is_time and r.role in COUNTED)
+    def counted(records: DataFrame) -> DataFrame:
+        rests = records["is_time"] & records["has_both"] & (records[[*OF_TIMES]] != "").all(axis=1)
+        return distinct(records[rests & records["role"].isin(COUNTED)])
 
-    files = (filter(counts, read_comparisons(path, OF_TIMES)) for path in paths)
-    return [record for records in files for record in distinct([*records])]
-
-
-def log_error(record: Comparison) -> float:
-    """log(simulated / published) of the time that a record is of, or that its rate says."""
-    published, ours = record.both
-    error = math.log(ours / published)
-    return -error if record.is_rate else error
+    return joined(counted(read_comparisons(path, OF_TIMES)) for path in paths)
 
 
-def observations(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> list[StepObservation]:
-    """The errors of some times, each with who measured: the figures and tables of a paper are one source,
-    under the first word of their files' names.
+def log_errors(records: DataFrame) -> list[float]:
+    """log(simulated / published) of the times that records are of, or that their rates say."""
+    errors = (records["reproduced"] / records["published"]).map(math.log)
+    return errors.where(~records["is_rate"], -errors).to_list()
+
+
+def observations(records: DataFrame, cells: Mapping[str, Cell]) -> DataFrame:
+    """The records of some times with the columns of :class:`StepObservation`: the figures and tables of a
+    paper are one source, under the first word of their files' names.
 
     Args:
         records: of :func:`counted_times`.
         cells: by key; a record whose cell is not there is compared with no other.
     """
-    source_of, seen = publishers(), []
-    for record in records:
-        known: dict[str, Any] = {}
-        if (cell := cells.get(record.cell)) is not None:
-            # the kernel of its attention; "none" of a model without
-            device, kernel = load_cluster(cell.cluster).device, cell.model_options.get("attention", "none")
-            if kernel == "flash" and device.attention is not None:
-                kernel = device.attention.default
-            _, simulated = record.both
-            # a rate is of a run's cells, all of the same length
-            time = 1 / simulated if record.is_rate else simulated / (cell.batch or 1)
-            known = {"alike": _run_name(record, cell), "log_time": math.log(time)}
-            known |= {"machine": device.name, "kernel": kernel}
-        rests = record.rates, record.bound, record.strategy, log_error(record)
-        seen.append(StepObservation(source_of(record.source), *rests, unknown=record.share, **known))
-    return seen
+    seen, source_of = with_cells(records, cells), publishers()
+    devices = [cell and load_cluster(cell.cluster).device for cell in seen["of"]]
+    # the kernel of its attention; "none" of a model without
+    kernels = [cell.model_options.get("attention", "none") if cell else "" for cell in seen["of"]]
+    # a rate is of a run's cells, all of the same length
+    batches = [(cell and cell.batch) or 1 for cell in seen["of"]]
+    times = (seen["reproduced"] / batches).where(~seen["is_rate"], 1 / seen["reproduced"])
+    return seen.assign(
+        source=[source_of(source) for source in seen["source"]],
+        log_error=log_errors(seen),
+        log_time=times.map(math.log),
+        machine=[device.name if device else "" for device in devices],
+        kernel=[
+            device.attention.default if device and device.attention and kernel == "flash" else kernel
+            for device, kernel in zip(devices, kernels, strict=True)
+        ],
+        unknown=[min(1.0, 0.0 if math.isnan(part) else part) for part in parts_of_a_whole(seen, UNKNOWN)],
+    )
 
 
 def grouped_observations() -> list[StepObservation]:
@@ -229,7 +206,13 @@ def grouped_observations() -> list[StepObservation]:
     ]
 
 
-def time_lines(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> list[Line]:
+def observed(seen: DataFrame) -> list[StepObservation]:
+    """The lines of :func:`observations` as those are fitted."""
+    names = [field.name for field in fields(StepObservation)]
+    return [StepObservation(**line) for line in as_lines(seen, names)]
+
+
+def time_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
     """A line for each class of rates and source: how many times, their errors, the order of layouts, and how
     many lie within the intervals that the other sources give. Each class ends with a line of all, in which
     sources count alike, and the last is of all classes.
@@ -238,49 +221,48 @@ def time_lines(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> list
         records, cells: as of :func:`observations`.
     """
     seen = observations(records, cells)
-    covered = {(each.rates, each.source): each for each in coverage(seen)}
+    covered = _covered(seen)
     lines = []
-    for rates, of_class in grouped(zip(records, seen, strict=True), lambda each: each[1].rates).items():
-        for source, some in grouped(of_class, lambda each: each[1].source).items():
-            within = covered.get((rates, source))
+    for rates, of_class in groups(seen, "rates"):
+        for source, some in groups(of_class, "source"):
+            within = covered[(covered["rates"] == rates) & (covered["source"] == source)]
             lines.append(
                 {
                     "rates": rates,
                     "measured by": source,
                     "times": len(some),
-                    **_errors([o.log_error for _, o in some]),
-                    **_order([record for record, _ in some], cells),
-                    "within 80% intervals": f"{within.within} of {within.rows}" if within else "",
+                    **_errors(some["log_error"]),
+                    **_order(orders(some)),
+                    "within 80% intervals": "".join(f"{w.within} of {w.rows}" for w in lines_of(within)),
                 }
             )
-        lines.append(_all(rates, [each for each in covered.values() if each.rates == rates]))
-    return [*lines, _all("all", list(covered.values()))]
+        lines.append(_all(rates, covered[covered["rates"] == rates]))
+    return [*lines, _all("all", covered)]
 
 
-def class_lines(records: Sequence[Comparison]) -> list[Line]:
+def class_lines(records: DataFrame) -> list[Line]:
     """A line for each class of rates: what it rests on, how many times and sources, the errors of the times,
     and the share within the intervals that the other sources give, in which sources count alike."""
     seen = observations(records, {})
-    of_class = grouped(seen, lambda o: o.rates)
-    covered = grouped(coverage(seen), lambda each: each.rates)
+    covered = _covered(seen)
     lines = []
-    for rates, some in sorted(of_class.items(), key=lambda of: [*RESTS_ON].index(of[0])):
-        errors = _errors([o.log_error for o in some])
+    for rates, some in sorted(groups(seen, "rates"), key=lambda of: [*RESTS_ON].index(of[0])):
+        errors, of_class = _errors(some["log_error"]), covered[covered["rates"] == rates]
         lines.append(
             {
                 "rates": rates,
                 "rest on": RESTS_ON[rates],
-                "times (sources)": f"{len(some)} ({len({o.source for o in some})})",
+                "times (sources)": f"{len(some)} ({some['source'].nunique()})",
                 "median error": errors["median error"],
                 "mean with its sign": errors["bias"],
                 "worst": errors["worst"],
-                "in 80% intervals": shown_share(overall(covered[rates])) if rates in covered else "",
+                "in 80% intervals": shown_share(overall([*lines_of(of_class)])) if len(of_class) else "",
             }
         )
     return lines
 
 
-def left_out_lines(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> list[Line]:
+def left_out_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
     """What is left out of the intervals in turn, sources, machines or kernels: how many times lie within the
     intervals of the rest, and every group of :data:`GROUP` times or more of which fewer than
     :data:`TOO_FEW` do.
@@ -291,19 +273,19 @@ def left_out_lines(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> 
     seen = observations(records, cells)
     lines = []
     for what, name in LEFT_OUT.items():
-        covered = coverage(seen, what)
-        rows, within = sum(each.rows for each in covered), sum(each.within for each in covered)
+        covered = _covered(seen, what)
+        rows, within = covered["rows"].sum(), covered["within"].sum()
+        few = covered[(covered["rows"] >= GROUP) & (covered["within"] < TOO_FEW * covered["rows"])]
         named = [
             f"{each.source}, {each.rates}{f' ({each.left_out})' if each.left_out != each.source else ''}: "
             f"{each.within} of {each.rows}"
-            for each in covered
-            if each.rows >= GROUP and each.within < TOO_FEW * each.rows
+            for each in lines_of(few)
         ]
         lines.append(
             {
                 "left out in turn": name,
-                "groups": len({each.left_out for each in covered}),
-                "times": rows,
+                "groups": covered["left_out"].nunique(),
+                "times": int(rows),
                 "within the 80% interval of the rest": percent(within / rows) if rows else "",
                 f"of {GROUP} times or more, fewer than {TOO_FEW:.0%} within": "; ".join(named) or "none",
             }
@@ -311,7 +293,11 @@ def left_out_lines(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> 
     return lines
 
 
-def _errors(errors: Sequence[float]) -> Line:
+def _covered(seen: DataFrame, what: LeftOut = "source") -> DataFrame:
+    return DataFrame(coverage(observed(seen), what), columns=list(Covered._fields))
+
+
+def _errors(errors: Iterable[float]) -> Line:
     """The median, the mean and the worst of the sizes of errors, and their mean with its sign, as parts of
     the published times."""
     parts = [math.expm1(error) for error in errors]
@@ -321,18 +307,17 @@ def _errors(errors: Sequence[float]) -> Line:
     return {name: f"{three_digits(100 * value)}%" for name, value in shown.items()} | {"bias": bias}
 
 
-def _order(records: Sequence[Comparison], cells: Mapping[str, Cell]) -> Line:
-    runs = orders(records, cells)
-    far = percent(fmean(run.distance for run in runs)) if runs else ""
-    return {"runs compared": len(runs) or "", "tau": shown_tau(mean_tau(runs)), "our best from the best": far}
+def _order(runs: DataFrame) -> Line:
+    far = percent(fmean(runs["distance"])) if len(runs) else ""
+    tau = shown_tau(runs["tau"].mean())
+    return {"runs compared": len(runs) or "", "tau": tau, "our best from the best": far}
 
 
-def _all(rates: str, covered: Sequence[Covered]) -> Line:
-    sources = f"all, {len({each.source for each in covered})} sources alike"
+def _all(rates: str, covered: DataFrame) -> Line:
     return {
         "rates": rates,
-        "measured by": sources,
-        "times": sum(each.rows for each in covered),
-        **dict.fromkeys([*_errors([0.0]), *_order([], {})], ""),
-        "within 80% intervals": shown_share(overall(covered)) if covered else "",
+        "measured by": f"all, {covered['source'].nunique()} sources alike",
+        "times": int(covered["rows"].sum()),
+        **dict.fromkeys([*_errors([0.0]), "runs compared", "tau", "our best from the best"], ""),
+        "within 80% intervals": shown_share(overall([*lines_of(covered)])) if len(covered) else "",
     }

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
-from pandas import DataFrame
+from pandas import DataFrame, concat
 
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import SweepProgress, message
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells, narrowed_cells
-from spbench.bench.measure.sweep.executor import Executor
-from spbench.bench.measure.sweep.provenance import check_same_code
-from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
-from spbench.bench.measure.sweep.sweep import digests_of_a_run, is_final
-from spbench.bench.measure.sweep.worker import Crew
+from spbench.bench.measure import (
+    ALL,
+    Crew,
+    Executor,
+    Narrowing,
+    Scenario,
+    check_same_code,
+    digests_of_a_run,
+    is_final,
+    read_rows,
+    unknown_share,
+)
+from spbench.bench.measurement import filled
 from spbench.bench.row import finite
 from spbench.bench.tools.papers.comparison import (
+    FILLED,
+    OF_TIMES,
     RECORDS,
-    Comparison,
+    UNKNOWN,
+    as_lines,
+    frame_of,
+    is_time,
+    joined,
     read_comparisons,
     read_records,
     write_csv,
@@ -33,9 +44,6 @@ from spbench.bench.tools.papers.execution import RanScenario, draw, draw_figure,
 from spbench.bench.tools.papers.paper_findings import PaperFindings
 from spbench.bench.tools.papers.past_errors import orders_by_scenario
 from spbench.bench.tools.papers.sources import Paper, one_of
-from spbench.plots.series import grouped
-
-Line = TypeVar("Line")
 
 FOLDER = Path("results", "reproduction")
 #: where results go without --write where git follows :data:`FOLDER`
@@ -106,10 +114,9 @@ class Reproduction:
 
     def left(self, scenario: Scenario, narrowing: Narrowing) -> int:
         """How many of a scenario's cells are still to be run."""
-        file = self._runs / scenario.name / RESULTS_FILE
-        rows = read_rows(file)[0] if file.is_file() and not self.fresh else []
+        rows = [] if self.fresh else read_rows(self._runs / scenario.name)[0]
         kept, digest_of = {row.key: row for row in rows}, digests_of_a_run()
-        cells = narrowed_cells(scenario, narrowing)
+        cells = narrowing.cells(scenario)
         return sum(not is_final(cell, kept.get(cell.key), digest_of) for cell in cells)
 
     def earlier(self, file: str) -> Path:
@@ -130,7 +137,6 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
     one = request.asked[1]
     asked = [one_of(paper, scenarios, one)] if one else scenarios
     all_ran: dict[str, RanScenario] = {}
-    records: list[Comparison] = []
     files: list[Path] = []
     failed = False
     with SweepProgress(sum(request.left(each, narrowing) for each in asked)) as progress:
@@ -143,61 +149,64 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
         drawn, figure_failed = draw_figure(scenario, ran, request.output / "figures")
         files += drawn
         failed = ran.failed() or figure_failed or failed
-        # our own closed forms are in comparison.csv too, as sent_bytes: nobody has published them
-        records += [record for record in records_of(scenario, ran) if record.quantity != "sent_bytes"]
-    runs: list[Mapping[str, Any]] = [run_record(name, ran) for name, ran in all_ran.items()]
+    records = joined(records_of(scenario, all_ran[scenario.name]) for scenario in asked)
+    # our own closed forms are in comparison.csv too, as sent_bytes: nobody has published them
+    records = records[records["quantity"] != "sent_bytes"]
+    runs = DataFrame([run_record(name, ran) for name, ran in all_ran.items()], columns=list(RUNS))
     if one:
         names = [each.name for each in scenarios]
         of_paper, of_runs = (request.earlier(f"{paper.name}{kind}.csv") for kind in ("", "_runs"))
-        others = read_comparisons(of_paper) if of_paper.exists() else []
-        records = _in_order(names, records, others, lambda record: record.scenario)
+        records = _in_order(names, records, read_comparisons(of_paper) if of_paper.exists() else records[:0])
         other_runs = read_records(of_runs) if of_runs.exists() else []
-        runs = _in_order(names, runs, other_runs, lambda run: run["scenario"])
+        runs = _in_order(names, runs, DataFrame(other_runs, columns=list(RUNS)))
         for name in _out_of_date(scenarios, records):
             message(
                 f"spbench: {paper.name}/{name} has changed since it was run, and its numbers here are"
                 f" older; `spbench reproduce {paper.name}/{name}` runs it again"
             )
     documents = {scenario.name: scenario.document for scenario in scenarios}
-    findings = PaperFindings(paper.name, records, runs, documents, orders_by_scenario(scenarios, records))
+    orders = orders_by_scenario(scenarios, records)
+    findings = PaperFindings(paper.name, records, as_lines(runs, RUNS), documents, orders)
     tables = [
-        write_records(records, request.output / f"{paper.name}.csv"),
-        write_csv(DataFrame(runs, columns=list(RUNS)), request.output / f"{paper.name}_runs.csv"),
+        write_csv(records[[*RECORDS]], request.output / f"{paper.name}.csv"),
+        write_csv(runs, request.output / f"{paper.name}_runs.csv"),
     ]
     if request.write:
         tables += write_documents(findings)
-    lines = [record.record for record in records]
-    drawn, figure_failed = draw(paper.name, [], DataFrame(lines), request.output / "figures")
+    drawn, figure_failed = draw(paper.name, [], records[[*RECORDS]], request.output / "figures")
     return _report(paper, asked, findings, [*tables, *files, *drawn], int(failed or figure_failed))
 
 
-def records_of(scenario: Scenario, ran: RanScenario) -> Iterator[Comparison]:
-    """The lines of PAPER.csv that a scenario's run gives."""
+def records_of(scenario: Scenario, ran: RanScenario) -> DataFrame:
+    """The lines of PAPER.csv that a scenario's run gives. A claim is a table of one number, under its own
+    name."""
     measured = {row["key"]: row["measurement"] for row in ran.known}
+    records = []
     for entry in ran.comparisons:
-        yield entry.recorded(scenario.name, measured.get(entry.cell, {}))
+        measurement, texts = measured.get(entry.cell, {}), {}
+        if is_time(entry.quantity):
+            texts = {name: measurement.get(name, "") for name in OF_TIMES}
+            share = unknown_share(measurement)
+            texts[UNKNOWN] = f"{share:.3g}" if share else ""
+        if entry.status_published and (part := filled(measurement)):
+            texts[FILLED] = f"{part:.6g}"
+        records.append(replace(entry, table=entry.table or entry.claim, scenario=scenario.name, **texts))
+    return frame_of(records)
 
 
-def write_records(records: Sequence[Comparison], path: Path) -> Path:
-    """Write records as PAPER.csv has them; returns the path. UserError as of :func:`write_csv`."""
-    return write_csv(DataFrame([record.record for record in records], columns=list(RECORDS)), path)
-
-
-def _in_order(
-    scenarios: Sequence[str], mine: Sequence[Line], others: Sequence[Line], name: Callable[[Line], str]
-) -> list[Line]:
+def _in_order(scenarios: Sequence[str], mine: DataFrame, others: DataFrame) -> DataFrame:
     """The lines of some scenarios, and the others' of the paper's further ones, in the order of scenarios."""
-    run = {name(line) for line in mine}
-    by_name = grouped([*mine, *(line for line in others if name(line) not in run)], name)
-    return [line for scenario in scenarios for line in by_name.get(scenario, [])]
+    lines = concat([mine, others[~others["scenario"].isin(mine["scenario"])]], ignore_index=True)
+    lines = lines[lines["scenario"].isin(scenarios)]
+    return lines.sort_values("scenario", key=lambda of: of.map(scenarios.index), kind="stable")
 
 
-def _out_of_date(scenarios: Sequence[Scenario], records: Sequence[Comparison]) -> Iterator[str]:
+def _out_of_date(scenarios: Sequence[Scenario], records: DataFrame) -> Iterator[str]:
     """The names of scenarios of which there are records of cells that they do not have."""
     for scenario in scenarios:
-        cells = {cell.key for cell in declared_cells(scenario, Narrowing(variant=ALL))}
-        mine = (record.cell for record in records if record.scenario == scenario.name)
-        if any(key and key not in cells for of_record in mine for key in of_record.split(" / ")):
+        cells = {cell.key for cell in Narrowing(variant=ALL).declared(scenario)}
+        mine = records.loc[records["scenario"] == scenario.name, "cell"].str.split(" / ").explode()
+        if not mine.isin([*cells, ""]).all():
             yield scenario.name
 
 
@@ -225,7 +234,7 @@ def _report(
     unpublished = {at: line["errors"] for at, line in enumerate(verdict) if not line["numbers"]}
     important = ("scenario", "compared", "errors", "numbers", "variant", "statuses right")
     table = Table("Verdict", verdict, important, ("errors",), unpublished)
-    records = [record.record for record in findings.records]
+    records = as_lines(findings.records)
     content = {"paper": paper.name, "records": records, "runs": findings.runs}
     if findings.orders:
         content["orders"] = [line for lines in findings.orders.values() for line in lines]

@@ -19,21 +19,25 @@ from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.git import asked as asked_git
-from spbench.bench.measure.engines.run_cell import run_cell
-from spbench.bench.measure.engines.virtual import trace_classes
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import ALL, Narrowing, declared_cells
-from spbench.bench.measure.simulator.timeline import trace_events
-from spbench.bench.measure.sweep.results import RESULTS_FILE
-from spbench.bench.measure.sweep.worker import Crew
-from spbench.bench.measure.trust.bands import BANDS_FILE, MEMORY_ERRORS_FILE, packaged_model
-from spbench.bench.measure.trust.error_model import ANY
-from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE, Evidence
+from spbench.bench.measure import (
+    ALL,
+    ANY,
+    BANDS_FILE,
+    CERTAINTY_FILE,
+    MEMORY_ERRORS_FILE,
+    RESULTS_FILE,
+    Crew,
+    Evidence,
+    Narrowing,
+    Scenario,
+    packaged_model,
+    run_cell,
+    trace_classes,
+)
 from spbench.bench.row import Row, json_line
 from spbench.bench.tools.papers.answer import load_scenario
-from spbench.bench.tools.papers.comparison import RECORDS, Comparison, read_csv
+from spbench.bench.tools.papers.comparison import RECORDS, as_lines, joined, read_csv, write_csv
 from spbench.bench.tools.papers.document import (
-    FIRST_PAGE,
     SUMMARY_PAGE,
     TIMES_PAGE,
     TRUST_PAGE,
@@ -52,6 +56,7 @@ from spbench.bench.tools.papers.past_errors import (
     grouped_observations,
     left_out_lines,
     observations,
+    observed,
     time_lines,
 )
 from spbench.bench.tools.papers.reproduction import (
@@ -60,7 +65,6 @@ from spbench.bench.tools.papers.reproduction import (
     Reproduction,
     records_of,
     reproduce_paper,
-    write_records,
 )
 from spbench.bench.tools.papers.sources import papers, scenarios_of
 from spbench.bench.tools.papers.validation import certainty_lines, filled_runs, memory_errors
@@ -105,16 +109,9 @@ def write_trace(cell: Cell, folder: Path) -> Path:
     Unsupported if the strategy cannot run the cell. UserError if the file cannot be written."""
     timeline = trace_classes(cell, events=True).simulator()()
     ranks = range(timeline.world_size)
-    other = {
-        "cell": cell.key,
-        "step_time_s": timeline.step_time_s,
-        "by_rank": [timeline.breakdown_of(rank) for rank in ranks],
-    }
-    content = {"displayTimeUnit": "ms", "otherData": other, "traceEvents": [*trace_events(timeline, ranks)]}
-    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
-    # no time in the file's head: the same trace has the same bytes
-    path = trace_path(folder, cell)
-    return write_whole(path, gzip.compress(text.encode(), mtime=0))
+    by_rank = [timeline.breakdown_of(rank) for rank in ranks]
+    about = {"cell": cell.key, "step_time_s": timeline.step_time_s, "by_rank": by_rank}
+    return timeline.export(trace_path(folder, cell), ranks, **about)
 
 
 def read_trace(folder: Path, cell: Cell) -> Mapping[str, Any] | None:
@@ -129,13 +126,10 @@ def read_trace(folder: Path, cell: Cell) -> Mapping[str, Any] | None:
 
 #: the intervals that the package comes with, below the working directory
 PACKAGED = Path("bench", "measure", "trust")
-#: the argument that fits the intervals, and the parts that it writes: of TIMES_PAGE, of docs/trust.md, and of
-#: that and README.md
+#: the argument that fits the intervals, and the parts that it writes: of TIMES_PAGE, and two of docs/trust.md
 BANDS, TIMES, CLASSES, LEFT = "bands", "times", "classes", "left-out"
 #: of REPRODUCE.md: how sure verdicts on memory are
 CERTAINTY = "certainty"
-#: the columns of :func:`left_out_lines` that README.md has
-SHORT = ("left out in turn", "groups", "times", "within the 80% interval of the rest")
 
 
 def reproduce(output: Path | None, executor: str | None, **asked: Any) -> Iterator[Output]:
@@ -194,17 +188,16 @@ def _without_rates(name: str, request: Reproduction) -> Output:
         name: the folder of the clusters: DATASHEETS, which know no more than that, or SUBSTITUTES, from which
             a rate was taken away, so that something else prices what it is of.
     """
-    records: list[Comparison] = []
-    lines, failed = [], False
+    records, lines, failed = joined([]), [], False
     for cluster, scenario, narrowing in _on_other_clusters(name):
         ran = request.run(scenario, narrowing, name)
-        records += [record for record in records_of(scenario, ran) if record.is_time]
+        records = joined([records, records_of(scenario, ran).query("is_time")])
         failed = ran.failed() or failed
         lines.append({"scenario": scenario.name, "cluster": str(cluster)})
     if not lines:
         raise UserError(f"no clusters in {FOLDER / name}: run it in a checkout")
-    path = write_records(records, request.output / f"{name}.csv")
-    written = [record.record for record in records]
+    path = write_csv(records[[*RECORDS]], request.output / f"{name}.csv")
+    written = as_lines(records)
     table = Table(f"Published step times {WITHOUT_RATES[name]}", lines)
     return Output([table], {"records": written}, written, RECORDS, files=[path], code=int(failed))
 
@@ -226,9 +219,9 @@ def fit_bands(request: Reproduction) -> Output:
     files = [path for name in names if (path := request.earlier(f"{name}.csv")).exists()]
     records, cells = counted_times(files), _all_cells()
     seen = observations(records, cells)
-    if not seen:
+    if seen.empty:
         raise UserError(f"{request.output} has no times: run spbench reproduce all first")
-    model = fit([*seen, *grouped_observations()])
+    model = fit([*observed(seen), *grouped_observations()])
     lines = time_lines(records, cells)
     intervals = [
         {
@@ -253,13 +246,10 @@ def fit_bands(request: Reproduction) -> Output:
         write_whole(folder / CERTAINTY_FILE, json.dumps(Evidence.of(runs, kinds)._asdict(), indent=1) + "\n"),
     ]
     if request.write:
-        left_out = left_out_lines(records, cells)
-        in_short = [{k: v for k, v in line.items() if k in SHORT} for line in left_out]
         written += [
             write_part(TIMES_PAGE, BANDS, TIMES, markdown(lines)),
             write_part(TRUST_PAGE, BANDS, CLASSES, markdown(class_lines(records))),
-            write_part(TRUST_PAGE, BANDS, LEFT, markdown(left_out)),
-            write_part(FIRST_PAGE, BANDS, LEFT, markdown(in_short)),
+            write_part(TRUST_PAGE, BANDS, LEFT, markdown(left_out_lines(records, cells))),
             write_part(SUMMARY_PAGE, BANDS, CERTAINTY, markdown(verdicts)),
             *write_shared(),
         ]
@@ -278,4 +268,4 @@ def _all_cells() -> Mapping[str, Cell]:
     scenarios = [load_scenario(name) for name in packaged("spbench.scenarios")]
     declared = [(each, Narrowing(variant=ALL)) for each in scenarios if each.document.paper]
     declared += [(scenario, narrowing) for _, scenario, narrowing in _on_other_clusters()]
-    return {cell.key: cell for each in declared for cell in declared_cells(*each)}
+    return {cell.key: cell for scenario, narrowing in declared for cell in narrowing.declared(scenario)}

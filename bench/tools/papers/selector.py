@@ -12,7 +12,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_va
 
 from spbench.bench.cell import Cell, Count, strategy_axes
 from spbench.bench.errors import suggestion
-from spbench.bench.measure.engines.plan import rank_classes
+from spbench.bench.measure import rank_classes
 from spbench.bench.measurement import Measurement
 from spbench.bench.yaml_files import StrictModel, finite
 from spbench.impls.axes import MESH_AXES, check_axis_names, ranks_along, whole_mesh

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, shown, suggestion
-from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.measure import Scenario
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import read_csv
 from spbench.bench.yaml_files import PublishedNumber, StrictModel, finite, packaged, read_yaml

@@ -10,20 +10,28 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+from pandas import DataFrame
+
 from spbench.bench.cell import Cell
-from spbench.bench.measure.trust.bands import PEAK, RESERVED
-from spbench.bench.measure.trust.fit_certainty import FITS, NO, TIGHT, Evidence, Filled, kinds_of
-from spbench.bench.setting_values import STOOD_IN
-from spbench.bench.tools.papers.comparison import Comparison, read_comparisons, read_csv
+from spbench.bench.measure import FITS, NO, PEAK, RESERVED, TIGHT, Evidence, Filled, kinds_of
+from spbench.bench.tools.papers.comparison import (
+    FILLED,
+    frame_of,
+    groups,
+    joined,
+    lines_of,
+    parts_of_a_whole,
+    read_comparisons,
+    read_csv,
+)
 from spbench.bench.tools.papers.megatron_cases import CASES, GOLDEN_FILES, MEMORY
 from spbench.bench.tools.papers.paper_findings import ROLES, Line, absolute_errors, distinct
-from spbench.bench.tools.papers.past_errors import COUNTED, DATASHEETS, counted_times, log_error
+from spbench.bench.tools.papers.past_errors import COUNTED, DATASHEETS, counted_times, log_errors
 from spbench.bench.tools.papers.sources import (
     EXPERTS,
     MEASURED,
@@ -50,23 +58,27 @@ QUANTITY_NAMES = {
 }
 
 
-def records_by_source(records: Sequence[Comparison]) -> dict[MeasuredSource, list[Comparison]]:
+def records_by_source(records: DataFrame) -> dict[MeasuredSource, DataFrame]:
     """The records of each file of measurements that has any; each measured number once."""
-    by_file = grouped(distinct(records), lambda record: record.source.partition(":")[0])
+    by_file = dict(groups(distinct(records), "file"))
     return {source: by_file[source.file] for source in measured_sources() if source.file in by_file}
 
 
-def validation_lines(records: Sequence[Comparison]) -> list[Line]:
+def validation_lines(records: DataFrame) -> list[Line]:
     """A line for each source of measurements and quantity, with other predictors of the same runs; then a
     line for each predictor on other runs. ``records`` are of `spbench reproduce measured`."""
     others = published_file(PREDICTORS_FILE).rows
-    compared: list[tuple[str, str, list[Comparison], list[dict[str, str]]]] = []
-    for source, some in records_by_source(records).items():
-        for quantity, name in QUANTITY_NAMES.items():
-            if mine := _of(some, quantity):
-                same = [row for row in others if (row["file"], row["quantity"]) == (source.file, name)]
-                compared.append((f"{source.measured_by}, {source.machines}", name, mine, same))
-    compared += [(row["compared"], row["quantity"], [], [row]) for row in others if not row["file"]]
+    compared = [
+        (f"{source.measured_by}, {source.machines}", name, mine, (source.file, name))
+        for source, some in records_by_source(records).items()
+        for quantity, name in QUANTITY_NAMES.items()
+        if len(mine := _of(some, quantity))
+    ]
+    lines = [
+        (measured, name, mine, [row for row in others if (row["file"], row["quantity"]) == same])
+        for measured, name, mine, same in compared
+    ]
+    lines += [(row["compared"], row["quantity"], records[:0], [row]) for row in others if not row["file"]]
     return [
         {
             "measured by, on": measured,
@@ -74,19 +86,18 @@ def validation_lines(records: Sequence[Comparison]) -> list[Line]:
             **_errors_and_roles(some),
             "other predictors": "; ".join(map(_other_predictor, same)),
         }
-        for measured, quantity, some, same in compared
+        for measured, quantity, some, same in lines
     ]
 
 
-def _errors_and_roles(records: Sequence[Comparison]) -> Line:
+def _errors_and_roles(records: DataFrame) -> Line:
     """How many numbers, the median and the worst of their absolute errors, and how many are of each role."""
-    roles = Counter(record.role for record in records)
-    errors = absolute_errors(records)
+    roles, errors = records["role"].value_counts(), absolute_errors(records)
     return {
-        "numbers": len(errors) if records else "",
+        "numbers": len(errors) if len(records) else "",
         "median error": error_percent(median(errors)) if errors else "",
         "worst": error_percent(max(errors)) if errors else "",
-        "role": ", ".join(f"{roles[role]} {role}" for role in ROLES if roles[role]),
+        "role": ", ".join(f"{roles[role]} {role}" for role in ROLES if role in roles),
     }
 
 
@@ -112,17 +123,12 @@ def predictor_errors(other: Mapping[str, str]) -> list[float]:
 _COUNTS_WIRE = "elements that a GPU sends"
 #: quantities of papers and of others that are a peak
 _PEAKS = ("memory_mb", "memory_gb", "peak_memory_gib")
-#: what the times of a cluster rest on, by the classes of rates
-_RATES = {
-    "published steps, rates from benchmarks": ("sourced", "extrapolated", "transferred"),
-    "published steps, a scalar fitted to other steps": ("fitted", "fitted elsewhere"),
-    "published steps, datasheets alone": ("datasheet",),
-    "published steps of programs that another stands in for": STOOD_IN,
-}
+#: classes of rates that are measured, if of another length, card or kernel
+_MEASURED_RATES = ("sourced", "extrapolated", "transferred")
 
 
 def trust_lines(folder: Path) -> list[Line]:
-    """The errors of each kind of number in nine lines, and how many of these numbers were predicted.
+    """The errors of memory, bytes and all step times in four lines, and how many of them were predicted.
 
     Args:
         folder: the files of `spbench reproduce`.
@@ -132,51 +138,52 @@ def trust_lines(folder: Path) -> list[Line]:
     """
     files = {name: folder / f"{name}.csv" for name in papers()}
     by_paper = {name: read_comparisons(path) for name, path in files.items()}
-    on_b200 = [
-        record
-        for source, some in records_by_source(by_paper.pop(MEASURED)).items()
-        for record in some
+    by_source = records_by_source(by_paper.pop(MEASURED))
+    on_b200 = joined(
+        some
+        for source, some in by_source.items()
         if "B200" in source.machines and "GB200" not in source.machines
-    ]
-    others = [record for name, some in by_paper.items() if name != EXPERTS for record in some]
-    numbers = distinct(others)
+    )
+    others = joined(some for name, some in by_paper.items() if name != EXPERTS)
     cases = read_csv(folder / f"{CASES}_errors.csv")[1]
-    peaks, reserved = (_of(on_b200, f"{kind}_memory_gib") for kind in ("peak", "reserved"))
-    of_cases = [Comparison.of_line({**line, "relative_error": float(line["error"])}) for line in cases]
-    tests = "Megatron-LM's own tests on A100, H100 and GB200"
-    kinds = [
-        ("peak memory", "Megatron-LM on 8 B200, every rank", peaks),
-        ("reserved memory", "the same runs", reserved),
-        ("memory at the peak and after a step", tests, of_cases),
-        ("peak memory", "tables of RSA, LASP, LASP-2 and FPDT", _of(numbers, *_PEAKS)),
-        ("bytes sent for a layer", "papers' formulas, at several sizes", _wire_counts(others)),
-    ]
+    of_cases = frame_of({**line, "relative_error": float(line["error"])} for line in cases)
+    peaks = _of(on_b200, "peak_memory_gib"), _of(on_b200, "reserved_memory_gib")
     times = counted_times([*files.values(), folder / f"{DATASHEETS}.csv"])
-    for what, classes in _RATES.items():
-        some = [replace(r, relative_error=math.expm1(log_error(r))) for r in times if r.rates in classes]
-        kinds.append(("step time", what, some))
+    times["relative_error"] = [math.expm1(error) for error in log_errors(times)]
+    is_measured = times["rates"].isin(_MEASURED_RATES)
+    memory = joined([*peaks, of_cases, _of(distinct(others), *_PEAKS)])
+    kinds = [
+        ("memory", "Megatron-LM on A100 to GB200; tables of RSA, LASP, LASP-2 and FPDT", memory),
+        ("bytes sent for a layer", "papers' formulas, at several sizes", _wire_counts(others)),
+        ("step time, rates from benchmarks", "published steps", times[is_measured]),
+        ("step time, other rates: fitted, substituted, datasheets", "published steps", times[~is_measured]),
+    ]
     return [
         {"quantity": quantity, "compared with": against, **_errors_and_roles(some)}
         for quantity, against, some in kinds
     ]
 
 
-def _of(records: Sequence[Comparison], *quantities: str) -> list[Comparison]:
-    return [record for record in records if record.quantity in quantities]
+def _of(records: DataFrame, *quantities: str) -> DataFrame:
+    return records[records["quantity"].isin(quantities)]
 
 
-def _wire_counts(records: Sequence[Comparison]) -> list[Comparison]:
+def _wire_counts(records: DataFrame) -> DataFrame:
     """The formulas that count what leaves a GPU, and not what a paper's convention adds."""
-    formulas = [record for record in records if record.role == "formula"]
-    files = {record.source.partition(":")[0] for record in formulas}
-    rows = {f"{file}:{row['claim']}:published": row for file in files for row in published_file(file).rows}
-    return [record for record in formulas if rows[record.source]["what"].startswith(_COUNTS_WIRE)]
+    formulas = records[records["role"] == "formula"]
+    counted = {
+        f"{file}:{row['claim']}:published"
+        for file in formulas["file"].unique()
+        for row in published_file(file).rows
+        if row["what"].startswith(_COUNTS_WIRE)
+    }
+    return formulas[formulas["source"].isin(counted)]
 
 
 # -- the ladder ----------------------------------------------------------------------------------------------
 
 
-def ladder_lines(records: Sequence[Comparison]) -> list[Line]:
+def ladder_lines(records: DataFrame) -> list[Line]:
     """A line for each rung, in the order of the published table; no price where no step was timed with and
     without a switch.
 
@@ -184,24 +191,23 @@ def ladder_lines(records: Sequence[Comparison]) -> list[Line]:
         records: of `spbench reproduce field`.
     """
     prices: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for record in records:
-        if (price := _PRICE.fullmatch(record.table_name)) and record.reproduced is not None:
+    for record in lines_of(records[records["reproduced"].notna()]):
+        if price := _PRICE.fullmatch(record.table_name):
             of = prices[f"{price['machine']}, {price['rung']}"]
             of[price["base"]].append(f"{difference(record.reproduced - 1)} ({price['step']})")
     lines = []
-    for record in records:
-        if record.table_name == _LADDER:
-            machine, _, rung = record.label.rpartition(", ")
-            paid = prices[record.label].items()
-            lines.append(
-                {
-                    "on": machine.replace("gpus ", ""),
-                    "switches": rung,
-                    "longest, published": _length(record.published),
-                    "ours": _length(record.reproduced),
-                    "step": "; ".join(f"{', '.join(steps)} over {base}" for base, steps in paid),
-                }
-            )
+    for record in lines_of(records[records["table_name"] == _LADDER]):
+        machine, _, rung = record.label.rpartition(", ")
+        paid = prices[record.label].items()
+        lines.append(
+            {
+                "on": machine.replace("gpus ", ""),
+                "switches": rung,
+                "longest, published": _length(record.published),
+                "ours": _length(record.reproduced),
+                "step": "; ".join(f"{', '.join(steps)} over {base}" for base, steps in paid),
+            }
+        )
     return lines
 
 
@@ -231,12 +237,14 @@ def memory_errors(
         if line["quantity"] in MEMORY[:2]  # which are peaks
     ]
     for path in paths:
-        counted = (r for r in read_comparisons(path) if r.quantity in _MEMORY and r.role in COUNTED)
-        for record in distinct([record for record in counted if record.cell in cells]):
-            file, row, column, *_ = record.source.split(":")
-            if record.published and record.reproduced and not (of_cases and file in GOLDEN_FILES):
-                kind = cells[record.cell].training.backend, _MEMORY[record.quantity]
-                errors.append((*kind, f"{file} {row} {column}", record.reproduced / record.published - 1))
+        records = read_comparisons(path)
+        counted = records["role"].isin(COUNTED) & records["cell"].isin(cells)
+        records = distinct(_of(records[counted], *_MEMORY))
+        scored = records["file"].isin(GOLDEN_FILES if of_cases else ())
+        for record in lines_of(records[records["has_both"] & ~scored]):
+            kind = cells[record.cell].training.backend, _MEMORY[record.quantity]
+            run = " ".join(record.source.split(":")[:3])
+            errors.append((*kind, run, record.reproduced / record.published - 1))
     by_backend: dict[str, dict[str, list[float]]] = defaultdict(dict)
     for (backend, quantity), runs in sorted(grouped(errors, lambda each: each[:2]).items()):
         of_run = grouped(runs, lambda each: each[2]).values()
@@ -253,20 +261,17 @@ def filled_runs(paths: Iterable[Path], cells: Mapping[str, Cell]) -> tuple[list[
         paths: of files of `spbench reproduce`.
         cells: by key; a record whose cell is not there is left out.
     """
-    source_of, runs, kinds = publishers(), dict[tuple[str, str], Filled](), set[str]()
-    records = [r for path in paths for r in read_comparisons(path) if r.cell in cells and r.status_published]
-    of_cell = {key: kinds_of(cells[key]) for key in {record.cell for record in records}}
-    for record in records:
-        if record.published and record.reproduced and record.quantity in (*_MEMORY, *_SEEN):
-            kinds |= of_cell[record.cell]
-        if record.status_published in ("ok", "oom") and record.filled_part is not None:
-            source, oom = source_of(record.source), record.status_reproduced == "oom"
-            backend = cells[record.cell].training.backend
-            here = record.filled_part, of_cell[record.cell], backend, source
-            runs.setdefault(
-                (source, record.published_run), Filled(*here, record.status_published == "oom", oom)
-            )
-    return [*runs.values()], kinds
+    records = joined(read_comparisons(path) for path in paths)
+    records = records[records["cell"].isin(cells) & records["of_table"]]
+    records = records.assign(part=parts_of_a_whole(records, FILLED), by=records["source"].map(publishers()))
+    of_cell = {key: kinds_of(cells[key]) for key in records["cell"].unique()}
+    measured = _of(records[records["has_both"]], *_MEMORY, *_SEEN)
+    told = records[records["status_published"].isin(["ok", "oom"]) & records["part"].notna()]
+    runs = []
+    for run in lines_of(told.drop_duplicates(["by", "run"])):
+        oom = run.status_published == "oom", run.status_reproduced == "oom"
+        runs.append(Filled(run.part, of_cell[run.cell], cells[run.cell].training.backend, run.by, *oom))
+    return runs, set().union(*(of_cell[key] for key in measured["cell"].unique()))
 
 
 def certainty_lines(runs: Sequence[Filled], kinds: set[str]) -> list[Line]:

@@ -103,10 +103,10 @@ def files(gathered: Gathered, documentation: str = "") -> dict[str, bytes]:
         ValueError: two pages write one file, with other content.
     """
     pages = [page for name in PAGES.names() for page in PAGES.load(name)(gathered)]
-    links = navigation(pages, documentation)
+    links = navigation(pages)
     contents = dict(vendored())
     for page in pages:
-        rendered = page.rendered(links)
+        rendered = page.rendered(links, documentation)
         of_page = {path: text.encode() if isinstance(text, str) else text for path, text in rendered.items()}
         # two pages may show one figure
         if twice := [path for path in contents.keys() & of_page if contents[path] != of_page[path]]:

@@ -13,15 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from pandas import DataFrame
+
 import spbench
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.sweep.results import RESULTS_FILE, flat, read_all_rows
+from spbench.bench.measure import RESULTS_FILE, Scenario, flat, read_all_rows
 from spbench.bench.measurement import Measured, Status
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import answers_of
 from spbench.bench.tools.papers.answers.tables import PublishedTable
-from spbench.bench.tools.papers.comparison import Comparison, read_records
+from spbench.bench.tools.papers.comparison import frame_of, lines_of, read_records
 from spbench.bench.tools.papers.paper_findings import PaperFindings
 from spbench.bench.tools.papers.reproductions import SIDE_BY_SIDE, STRATEGIES
 from spbench.bench.tools.papers.sources import ALL, Paper, scenarios_of
@@ -56,18 +57,18 @@ class PaperResults:
         return sorted(self.scenarios.values(), key=lambda scenario: scenario.document.published_in)
 
     @property
-    def records(self) -> Sequence[Comparison]:
-        """All records; none where nothing was reproduced."""
-        return self.findings.records if self.findings else []
+    def records(self) -> DataFrame:
+        """All records, as :func:`frame_of` has them; none where nothing was reproduced."""
+        return self.findings.records if self.findings else frame_of([])
 
-    def records_of(self, source: str) -> list[Comparison]:
+    def records_of(self, source: str) -> DataFrame:
         """The records of the numbers that were published there."""
-        names = {each.name for each in self.in_order if each.document.published_in == source}
-        return [record for record in self.records if record.scenario in names]
+        names = [each.name for each in self.in_order if each.document.published_in == source]
+        return self.records_of_scenario(*names)
 
-    def records_of_scenario(self, name: str) -> list[Comparison]:
-        """The records of one scenario."""
-        return [record for record in self.records if record.scenario == name]
+    def records_of_scenario(self, *names: str) -> DataFrame:
+        """The records of some scenarios."""
+        return self.records[self.records["scenario"].isin(names)]
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def gather(results: Path, history: Path | None, baseline: Path | None = None) ->
     cells = list(_cells(baseline, results / "runs", papers))
     if not cells and not any(paper.findings for paper in papers):
         raise UserError(f"{results} has no results; `spbench reproduce all` makes them")
-    rows = read_all_rows(results / "reproduction" / STRATEGIES / SIDE_BY_SIDE / RESULTS_FILE)
+    rows = read_all_rows(results / "reproduction" / STRATEGIES / SIDE_BY_SIDE)
     return Gathered(results, baseline, history, papers, cells, rows)
 
 
@@ -171,9 +172,8 @@ def _paper(folder: Path, paper: Paper, scenarios: Sequence[Scenario]) -> PaperRe
     if not any(file.exists() for file in files):
         return PaperResults(paper, by_name, None)
     lines, runs = (_checked(path, read_records(path), columns) for path, columns in files.items())
-    records = [Comparison.of_line(line) for line in lines]
     documents = {name: scenario.document for name, scenario in by_name.items()}
-    return PaperResults(paper, by_name, PaperFindings(paper.name, records, runs, documents))
+    return PaperResults(paper, by_name, PaperFindings(paper.name, frame_of(lines), runs, documents))
 
 
 #: columns of PAPER.csv and of PAPER_runs.csv that pages show
@@ -221,9 +221,9 @@ def _written_rows(scenario: Scenario, findings: PaperFindings) -> Iterator[Row]:
     cells = {cell.key: cell for declared in scenario.cells.values() for cell in declared}
     run = next((run for run in findings.runs if run["scenario"] == scenario.name), {})
     rows: dict[str, Row] = {}
-    for record in findings.records:
+    for record in lines_of(findings.of(scenario.name)):
         cell, quantity = cells.get(record.cell), columns.get((record.table_name, record.quantity))
-        if record.scenario != scenario.name or cell is None or quantity is None:
+        if cell is None or quantity is None:
             continue
         row = rows.setdefault(
             cell.key,

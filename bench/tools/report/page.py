@@ -1,123 +1,199 @@
-"""A page of the site: a Markdown document, with parts from the results in its places, and its HTML.
+"""A page of the site: a Markdown document with parts from the results in it, and its HTML.
 
 A module of :mod:`tools.report.pages` has a function ``pages(gathered) -> Iterable[Page]``; it is found by
-being there. A line ``<!-- NAME -->`` of the document beside it is the place of the part of that name.
-Small drawings on it are SVG (:class:`Svg`), whose marks say what they are when they are pointed at.
+being there. The document beside it is a template of Jinja that is filled in with the page's values. A value
+that is a :class:`DataTable`, a :class:`Figure` or :class:`Html` stands in the document where it is named.
+
+HTML in the Markdown is text, so that nothing in a row or a scenario can become part of a page's code. Beside
+CommonMark there are tables, ``## Title {#place}`` for a place that links name, and ``**{good}words**`` for
+words in the colour of a verdict: good, partly, bad or unjudged.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
-from itertools import groupby
+from functools import cache
+from itertools import groupby, pairwise
 from pathlib import Path
-from string import Template
-from typing import Any, Self
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
+from markupsafe import Markup
+from pandas import DataFrame
 
 from spbench.bench.files import csv_text
-from spbench.bench.tools.report.report_markdown import html_of, shown
+from spbench.bench.git import day_of
+from spbench.bench.tools.papers.comparison import groups
+from spbench.bench.tools.papers.paper_findings import Word, verdict_on
 from spbench.bench.units import percent
 
-#: pixels left of the marks for labels of rows, and below them for an axis
-LABELS, AXIS = 110, 34
-#: the colour of the page's text
-INK = "currentColor"
-
-#: left, top, width and height
-Box = tuple[float, float, float, float]
-Points = Sequence[tuple[float, float]]
+_CLASS = re.compile(r"\{(good|partly|bad|unjudged)\}")
+_PLACE = re.compile(r"\s*\{#([\w-]+)\}$")
+_SIGNS = re.compile(r"([\\`*_\[\]<>|#&])")
+_ROLE = re.compile(r"(?::[a-z]+:)?`{1,2}([^`]+)`{1,2}")
+_ARXIV = re.compile(r"arXiv:? ?(\d{4}\.\d{4,5})")
+_GITHUB = re.compile(r"(?<![\w/])((?:github\.com|docs\.pytorch\.org)/[\w./-]*[\w/])")
 
 
-class Svg:
-    """A drawing of ``width`` x ``height`` pixels, whose marks are added one by one; text has the page's
-    colour unless it is given one."""
-
-    def __init__(self, width: float, height: float):
-        self._size = f"{width:.0f} {height:.0f}"
-        self._width = width
-        self._marks: list[str] = []
-
-    def __str__(self) -> str:
-        marks = "\n".join(self._marks)
-        return f'<svg viewBox="0 0 {self._size}" width="{self._width:.0f}" aria-hidden="true">{marks}</svg>'
-
-    def _add(self, mark: str, title: str) -> Self:
-        name = mark.split()[0]
-        self._marks.append(f"<{mark}><title>{escape(title)}</title></{name}>" if title else f"<{mark}/>")
-        return self
-
-    def rect(self, box: Box, color: str, title: str = "", opacity: float = 1) -> Self:
-        """A filled rectangle."""
-        left, top, width, height = box
-        faint = f' fill-opacity="{opacity:g}"' if opacity < 1 else ""
-        place = f'x="{left:.2f}" y="{top:.2f}" width="{max(width, 0.3):.2f}" height="{height:.2f}"'
-        return self._add(f'rect {place} fill="{color}"{faint}', title)
-
-    def line(self, points: Points, color: str = INK, title: str = "", dashed: bool = False) -> Self:
-        """A line through points."""
-        text = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
-        dashes = ' stroke-dasharray="5 4"' * dashed
-        return self._add(f'polyline points="{text}" fill="none" stroke="{color}"{dashes}', title)
-
-    def dot(self, x: float, y: float, color: str, title: str) -> Self:
-        """A filled circle."""
-        return self._add(f'circle cx="{x:.2f}" cy="{y:.2f}" r="3" fill="{color}"', title)
-
-    def text(self, x: float, y: float, text: str, anchor: str = "start", color: str = INK) -> Self:
-        """A line of text whose foot is at ``y``; ``anchor``: start, middle or end."""
-        self._marks.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{color}">{escape(text)}</text>'
-        )
-        return self
+@cache
+def _reader() -> MarkdownIt:
+    reader = MarkdownIt("commonmark", {"html": False}).enable("table")
+    reader.core.ruler.push("places and classes", _set_attributes)
+    reader.add_render_rule("table_open", lambda *_: '<div class="scroll" tabindex="0"><table>')
+    reader.add_render_rule("table_close", lambda *_: "</table></div>")
+    return reader
 
 
-def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers from ``low`` to ``high``, with at most ``most`` steps between them."""
-    least = (high - low or 1.0) / most
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next(size * power for size in (1, 2, 2.5, 5, 10) if size * power >= least * (1 - 1e-9))
-    return [at * step for at in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+def _set_attributes(state: StateCore) -> None:
+    """Takes ``{#place}`` from the end of headings and ``{good}`` from the begin of bold words."""
+    for before, token in pairwise(state.tokens):
+        children = token.children or []
+        if before.type == "heading_open" and children and (place := _PLACE.search(children[-1].content)):
+            before.attrSet("id", place[1])
+            children[-1].content = children[-1].content[: place.start()]
+        for opening, text in pairwise(children):
+            if opening.type == "strong_open" and (word := _CLASS.match(text.content)):
+                opening.attrSet("class", word[1])
+                text.content = text.content[word.end() :]
 
+
+def html_of(markdown: str) -> str:
+    """Markdown as HTML."""
+    return str(_reader().render(markdown))
+
+
+def plain(text: Any) -> str:
+    """Text from results for a place in Markdown: none of its signs mean anything."""
+    return _SIGNS.sub(r"\\\1", " ".join(str(text).split()))
+
+
+def code(text: Any) -> str:
+    """Text from results as code; nothing for an empty one."""
+    ticks = "``" if "`" in str(text) else "`"
+    return f"{ticks}{str(text).replace('|', chr(92) + '|')}{ticks}" if text else ""
+
+
+def codes(texts: Iterable[Any]) -> str:
+    """Several texts as code, with commas between them."""
+    return ", ".join(map(code, texts))
+
+
+def link(text: str, target: str) -> str:
+    """A link to a page, or to a place on one; ``text`` may be of results."""
+    return f"[{plain(text)}]({target.replace(' ', '%20')})"
+
+
+def marked(text: Any, word: str) -> str:
+    """Bold text in the colour of a verdict, ``word``."""
+    return f"**{{{word}}}{text}**"
+
+
+def docstring(text: str) -> str:
+    """A docstring, or a line of one, as Markdown: its code marked, its papers and repositories linked."""
+    text = _ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", _ROLE.sub(r"`\1`", inspect.cleandoc(text)))
+    return _GITHUB.sub(r"[\1](https://\1)", text)
+
+
+def dated(commits: str) -> str:
+    """Commits, with spaces between them, each with its day where git knows of it."""
+    days = {commit: day_of(commit) for commit in commits.split()}
+    return ", ".join(f"{commit} ({day})" if day else commit for commit, day in days.items())
+
+
+#: units that end the names of quantities, as people write them
+_UNITS = {"gib": "GiB", "gb": "GB", "mb": "MB", "mib": "MiB", "ms": "ms", "s": "s", "bytes": "bytes"}
+
+
+def quantity_words(name: str) -> str:
+    """The name of a quantity for people: "throughput (tokens/s)" of "throughput_tokens_per_s"."""
+    if name == "max_seq_len":
+        return "longest sequence (tokens)"
+    rate = name.endswith("_per_s")
+    words, _, unit = name.removesuffix("_per_s").rpartition("_")
+    if not words or not (rate or unit in _UNITS):
+        return name.replace("_", " ")
+    return f"{words.replace('_', ' ')} ({f'{unit}/s' if rate else _UNITS[unit]})"
+
+
+def shown(value: Any) -> str:
+    """A value as tables show it: numbers rounded to five significant digits, thousands set apart."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{value:,.0f}"
+    return f"{value:,.1f}" if abs(value) >= 10_000 else f"{value:.5g}"
+
+
+# -- whether published numbers reproduce ------------------------------------------------------------
+
+#: by word, how a sentence in Markdown says it, in its colour: grey where nothing was judged
+BADGES: dict[Word, str] = {
+    "yes": "**{good}reproduces**",
+    "in part": "**{partly}reproduces in part**",
+    "no": "**{bad}does not reproduce**",
+    "not run": "**{unjudged}was not run**",
+}
+
+
+def most_misses(records: DataFrame) -> tuple[str, str] | None:
+    """The scenario with the most misses and their number, as "2 of 8"; None if all are met."""
+    verdicts = {name: verdict_on(some) for name, some in groups(records, "scenario")}
+    name = max(verdicts, key=lambda one: verdicts[one].judged - verdicts[one].met, default=None)
+    if name is None or verdicts[name].met == verdicts[name].judged:
+        return None
+    return name, f"{verdicts[name].judged - verdicts[name].met} of {verdicts[name].judged}"
+
+
+# -- pages ------------------------------------------------------------------------------------------------
 
 _FOLDER = Path(__file__).parent
-_PLACE = re.compile(r"^<!-- ([\w-]+) -->\n", re.MULTILINE)
-#: lines of a table above which it scrolls in a box of its own
-_TALL = 20
+#: the place of a part in a document that is filled in
+_PART = re.compile("\x02(\\d+)\x03")
+#: what documents do to values; text of results is ``plain`` or ``code`` there
+_FILTERS = (plain, code, codes, link, marked, dated, shown, docstring, quantity_words)
 
 
 class Html(str):
     """A part of a page that is HTML, in which text from results is escaped."""
 
 
-def folded(summary: str, text: str) -> Html:
-    """A text as it is, such as a file, that readers unfold."""
-    return Html(
-        f'<details><summary>{escape(summary)}</summary><pre tabindex="0">{escape(text)}</pre></details>\n'
+@cache
+def _html_environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER), undefined=StrictUndefined, autoescape=True, trim_blocks=True
     )
+    environment.filters |= {"shown": shown, "in_percent": percent}
+    return environment
+
+
+def from_template(name: str, **values: Any) -> Html:
+    """A template of this folder, filled in with values, which are escaped."""
+    return Html(_html_environment().get_template(name).render(values))
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture of results/reproduction/figures, drawn by plots/.
+    """A picture: a file of results/reproduction/figures, or drawn for the page.
 
     Attributes:
         path: on the site.
-        content: of the file: an SVG, or a PNG where that is all there is.
+        content: of the file: an SVG or a PNG.
         title: what it shows.
+        alt: what stands in its place for those who cannot see it; empty: the title.
     """
 
     path: str
     content: bytes
     title: str
-
-    def html(self) -> str:
-        """The picture, with a link to it."""
-        alt = f"Figure: {escape(self.title)}. Its numbers are in the tables of this page."
-        picture = f'<img src="{self.path}" loading="lazy" alt="{alt}">'
-        return f'<figure class="plot"><a href="{self.path}">{picture}</a></figure>\n'
+    alt: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,7 +207,8 @@ class DataTable:
         columns: in order; empty: those of the first row.
         sortable: whether readers sort and search it; for tables of more than a few lines.
         percent: columns of parts of one that are shown in percent.
-        most: lines that the page shows, the first ones; the file has all.
+        most: lines that the page shows, the first ones; the file has all. 0: the page shows no table.
+        drawn: a picture of the numbers, below which they are folded.
     """
 
     name: str
@@ -141,87 +218,18 @@ class DataTable:
     sortable: bool = False
     percent: Sequence[str] = ()
     most: int | None = None
+    drawn: Figure | None = None
 
     @property
     def heads(self) -> list[str]:
         """The columns in order."""
         return list(self.columns or (self.rows[0] if self.rows else ()))
 
-    def html(self, csv: str) -> str:
-        """The table with its caption and a link to its file, ``csv``."""
-        return self.figure("numbers", self.lines(), csv)
 
-    def lines(self) -> str:
-        """The table in a box that scrolls; cells of numbers carry them whole in data-order, by which they are
-        sorted."""
-        heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in self.heads)
-        lines = (
-            "".join(self._cell(row[head], head) for head in self.heads) for row in self.rows[: self.most]
-        )
-        rows = "\n".join(f"<tr>{line}</tr>" for line in lines)
-        return (
-            f'<div class="scroll{" tall" * (len(self.rows) > _TALL)}" tabindex="0" role="region" '
-            f'aria-labelledby="{self.name}-caption"><table{" class=sortable" * self.sortable}>'
-            f"<thead><tr>{heads}</tr></thead>\n<tbody>{rows}</tbody></table></div>"
-        )
-
-    def _cell(self, value: Any, head: str) -> str:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            # keys of cells may be broken behind a slash
-            return f"<td>{escape(shown(value)).replace('/', '/<wbr>')}</td>"
-        text = percent(value) if head in self.percent else shown(value)
-        return f'<td class="number" data-order="{value}">{text}</td>'
-
-    @property
-    def hidden(self) -> str:
-        """What a link says to those who do not see which table it belongs to."""
-        return f'<span class="hidden"> of {escape(self.caption)}</span>'
-
-    def figure(self, kind: str, content: str, csv: str) -> str:
-        """Content below the caption and above a link to the numbers."""
-        return (
-            f'<figure class="{kind}" id="{self.name}">'
-            f'<figcaption id="{self.name}-caption">{escape(self.caption)}</figcaption>\n{content}\n'
-            f'<p class="actions"><a href="{csv}" download>CSV{self.hidden}</a></p></figure>\n'
-        )
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """Drawings beside each other, with what stands in their place for those who cannot see them.
-
-    Attributes:
-        alt: what can be seen, in a sentence or two.
-        panels: the title (empty of a single one) and the SVG of each.
-        table: the numbers behind it; its name and caption are the drawing's.
-        legend: the colour of each kind of mark.
-        lists: whether the numbers stand below, folded, or are in their CSV file alone.
-    """
-
-    alt: str
-    panels: Sequence[tuple[str, str]]
-    table: DataTable
-    legend: Mapping[str, str] = field(default_factory=dict)
-    lists: bool = True
-
-    def html(self, csv: str) -> str:
-        """The drawing with its legend and its numbers; a single one scrolls where it is wide."""
-        square = '<svg viewBox="0 0 10 10" aria-hidden="true"><rect width="10" height="10" fill="{}"/></svg>'
-        entries = (f"<li>{square.format(color)}{escape(text)}</li>" for text, color in self.legend.items())
-        legend = f'<ul class="legend">{"".join(entries)}</ul>' * bool(self.legend)
-        panels = (
-            f"<div>{f'<p class=note>{escape(title)}</p>' * bool(title)}{svg}</div>"
-            for title, svg in self.panels
-        )
-        drawn = f'<div class="panels" role="img" aria-label="{escape(self.alt)}">{"".join(panels)}</div>'
-        if len(self.panels) == 1:
-            drawn = f'<div class="scroll" tabindex="0">{drawn}</div>'
-        numbers = f"<details><summary>Numbers{self.table.hidden}</summary>{self.table.lines()}</details>"
-        return self.table.figure("drawing", f"{legend}{drawn}{numbers * self.lists}", csv)
-
-
-#: text is Markdown
-Part = str | Html | DataTable | Drawing | Figure | None
+def folded(summary: str, text: str) -> Html:
+    """A text as it is, such as a file, that readers unfold."""
+    block = '<details><summary>{}</summary><pre tabindex="0">{}</pre></details>\n'
+    return Html(Markup(block).format(summary, text))
 
 
 @dataclass(frozen=True)
@@ -232,7 +240,7 @@ class Page:
         path: its file's name; all pages are in one folder, so that links between them are names.
         title: of the window, the heading and the navigation.
         document: a file in the folder pages, or Markdown that has a line break.
-        parts: what stands in the places of the document; None is left out.
+        values: by the names that the document has for them. Texts are Markdown; None is left out.
         group: the heading in the navigation that it stands under; empty: at the top level.
         order: in the navigation; pages of a group stand where the first of them is.
         summary: one sentence, shown below the heading.
@@ -244,7 +252,7 @@ class Page:
     path: str
     title: str
     document: str
-    parts: Mapping[str, Part | Iterable[Part]] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
     group: str = ""
     order: int = 50
     summary: str = ""
@@ -252,60 +260,69 @@ class Page:
     files: Mapping[str, str | bytes] = field(default_factory=dict)
     scripts: Sequence[str] = ()
 
-    def _content(self) -> Iterator[Part]:
-        """The paragraphs of the document, with its parts in their places."""
-        is_file = "\n" not in self.document
-        text = (_FOLDER / "pages" / self.document).read_text(encoding="utf-8") if is_file else self.document
-        paragraphs, *places = _PLACE.split(text)
-        yield paragraphs
-        for name, below in zip(places[::2], places[1::2], strict=True):
-            part = self.parts[name]
-            if part is None or isinstance(part, (str, DataTable, Drawing, Figure)):
-                yield part
-            else:
-                yield from part
-            yield below
+    def blocks(self) -> Iterator[Html | DataTable | Figure]:
+        """The document, filled in: HTML of its paragraphs, and the parts between these."""
+        parts: list[Any] = []
 
-    def rendered(self, links: str = "") -> dict[str, str | bytes]:
+        def placed(value: Any) -> Any:
+            if isinstance(value, list):
+                return "".join(map(placed, value))
+            if isinstance(value, (DataTable, Figure, Html)):
+                parts.append(value)
+                return f"\n\n\x02{len(parts) - 1}\x03\n\n"
+            return "" if value is None else value
+
+        environment = Environment(
+            loader=FileSystemLoader(_FOLDER / "pages"),
+            undefined=StrictUndefined,
+            finalize=placed,
+            comment_start_string="{##",  # {#place} names the place of a heading
+            comment_end_string="##}",
+            trim_blocks=True,
+            lstrip_blocks=True,
+            keep_trailing_newline=True,
+        )
+        environment.filters |= {each.__name__: each for each in _FILTERS}
+        environment.globals["badges"] = BADGES
+        is_text = "\n" in self.document
+        template = (environment.from_string if is_text else environment.get_template)(self.document)
+        for at, text in enumerate(_PART.split(template.render(self.values))):
+            yield parts[int(text)] if at % 2 else Html(html_of(text))
+
+    def rendered(
+        self, navigation: Sequence[tuple[str, Sequence[Page]]] = (), documentation: str = ""
+    ) -> dict[str, str | bytes]:
         """The page, with links to all pages, and the files that come with it, by path.
 
         Raises:
             ValueError: two tables have one name.
-            KeyError: the document has a place without a part.
+            jinja2.UndefinedError: the document names a value that the page does not have.
         """
-        files, blocks = dict(self.files), []
-        for part in self._content():
-            if isinstance(part, (DataTable, Drawing)):
-                table = part if isinstance(part, DataTable) else part.table
-                csv = f"data/{Path(self.path).stem}-{table.name}.csv"
+        files, blocks = dict(self.files), list(self.blocks())
+        for block in blocks:
+            if isinstance(block, DataTable):
+                csv = f"data/{Path(self.path).stem}-{block.name}.csv"
                 if csv in files:
-                    raise ValueError(f"{self.path}: two tables are called {table.name!r}")
-                files[csv] = csv_text(table.heads, table.rows)
-                blocks.append(part.html(csv))
-            elif isinstance(part, Figure):
-                files[part.path] = part.content
-                blocks.append(part.html())
-            elif part is not None:
-                blocks.append(part if isinstance(part, Html) else html_of(part))
-        here = f'<a href="{self.path}"'
-        text = Template((_FOLDER / "page.html").read_text(encoding="utf-8")).substitute(
-            title=escape(self.title),
-            summary=escape(self.summary),
-            navigation=links.replace(here, f'{here} aria-current="page"'),
-            content="".join(blocks),
-            scripts="".join(f'<script src="{path}"></script>\n' for path in self.scripts),
+                    raise ValueError(f"{self.path}: two tables are called {block.name!r}")
+                files[csv] = csv_text(block.heads, block.rows)
+            figure = block if isinstance(block, Figure) else getattr(block, "drawn", None)
+            if figure is not None:
+                files[figure.path] = figure.content
+        html = from_template(
+            "page.html",
+            page=self,
+            stem=Path(self.path).stem,
+            blocks=[Markup(block) if isinstance(block, Html) else block for block in blocks],
+            navigation=navigation,
+            documentation=documentation,
         )
-        return {self.path: text, **files}
+        return {self.path: html, **files}
 
 
-def navigation(pages: Sequence[Page], documentation: str = "") -> str:
-    """Links to all pages in order, under the headings of their groups, and to the documentation."""
+def navigation(pages: Sequence[Page]) -> list[tuple[str, list[Page]]]:
+    """All pages in order, under the headings of their groups."""
     first: dict[str, int] = {}
     for page in pages:
         first[page.group] = min(first.get(page.group, page.order), page.order)
     ordered = sorted(pages, key=lambda p: (first[p.group] if p.group else p.order, p.group, p.order, p.path))
-    text = ""
-    for heading, some in groupby(ordered, lambda page: page.group):
-        links = (f'<li><a href="{p.path}">{escape(p.short_title or p.title)}</a></li>' for p in some)
-        text += f"{f'<p>{escape(heading)}</p>' * bool(heading)}<ul>{''.join(links)}</ul>\n"
-    return text + f'<ul><li><a href="{documentation}">Documentation</a></li></ul>\n' * bool(documentation)
+    return [(heading, list(some)) for heading, some in groupby(ordered, lambda page: page.group)]

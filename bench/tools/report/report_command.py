@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spbench.bench.tools.report.build import Site
 
 #: modules of the extra `report`
-NEEDED = ("itables", "markdown_it")
+NEEDED = ("itables", "jinja2", "markdown_it")
 _LISTED = 5
 
 

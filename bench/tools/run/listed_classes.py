@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from spbench.bench.command_line.output import Table
-from spbench.bench.measure.scenarios.choices import LISTED, OF_CLASSES
+from spbench.bench.measure import LISTED, OF_CLASSES
 from spbench.bench.tools.papers.answer import answer_kinds
 from spbench.bench.units import three_digits
 from spbench.impls.layout import Site, Unsupported

@@ -6,13 +6,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from spbench.bench.measure.clusters.cluster import Calibration, Cluster, Precision
-from spbench.bench.measure.clusters.rate_tables import rates_along
-from spbench.bench.measure.clusters.rates import AttentionRate, MatmulRate
-from spbench.bench.measure.simulator.costs import Costs
-from spbench.bench.measure.simulator.program import MATMUL, AttentionCall
-from spbench.bench.measure.simulator.program_builder import ProgramBuilder
-from spbench.bench.measure.simulator.table_prices import attention_rate
+from spbench.bench.measure import (
+    MATMUL,
+    AttentionCall,
+    AttentionRate,
+    Calibration,
+    Cluster,
+    Costs,
+    MatmulRate,
+    Precision,
+    ProgramBuilder,
+    attention_rate,
+    rates_along,
+)
 from spbench.impls.traffic import WIRE_SHARE
 
 #: n of a product [n, n] x [n, n], tokens of a sequence, bytes of a message

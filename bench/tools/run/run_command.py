@@ -21,7 +21,7 @@ from spbench.bench.command_line.options import (
     printed,
 )
 from spbench.bench.command_line.output import Output
-from spbench.bench.measure.processes.starting import beginning_server
+from spbench.bench.measure import beginning_server
 
 
 @click.command("run")

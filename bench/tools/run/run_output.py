@@ -14,17 +14,26 @@ from typing import Any, Literal
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column, Output, Table, memory_table
 from spbench.bench.command_line.progress import message
-from spbench.bench.measure.engines.tracing import only_plain_traces
-from spbench.bench.measure.scenarios.choices import refusal
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
-from spbench.bench.measure.sweep.results import RESULTS_FILE, flat, flat_rows, read_rows
-from spbench.bench.measure.sweep.sweep import digests_of_a_run, is_final, outdated
-from spbench.bench.measure.trust.bands import TIE, TIE_LEGEND, priced_by_in_words, shown_band, tied, with_band
-from spbench.bench.measure.trust.fit_certainty import TIGHT, certainty
+from spbench.bench.command_line.shown_times import TIE, TIE_LEGEND, shown_band
+from spbench.bench.measure import (
+    TIGHT,
+    Narrowing,
+    Scenario,
+    certainty,
+    digests_of_a_run,
+    flat_rows,
+    is_final,
+    only_plain_traces,
+    outdated,
+    priced_by_in_words,
+    read_rows,
+    refusal,
+    tied,
+    with_band,
+)
 from spbench.bench.row import FAULTS, Row, finite
 from spbench.bench.tools.papers.answer import load_scenario
-from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.comparison import Comparison, frame_of
 from spbench.bench.tools.papers.execution import RanScenario, draw_figure, opened_executor, run_cells
 from spbench.bench.tools.papers.paper_findings import compared, errors_by_role
 from spbench.bench.tools.papers.sources import unknown_paper
@@ -85,8 +94,8 @@ def run(
 
 def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool) -> Output:
     """The cells that would run, those that cannot, and those that are kept from before."""
-    cells = narrowed_cells(scenario, narrowing)
-    rows, problems = ([], []) if fresh else read_rows(folder / RESULTS_FILE)
+    cells = narrowing.cells(scenario)
+    rows, problems = ([], []) if fresh else read_rows(folder)
     for problem in problems:
         message(f"spbench: warning: {problem}")
     kept = {row.key: row for row in rows}
@@ -225,11 +234,11 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
     the mesh and not in the number of GPUs: the mesh, and what a GPU sends along its axes; what all rows have
     in common stands in the title. A terminal counts the rows that are unsupported by their reasons."""
     cells = [Cell.model_validate(row.cell) for row in rows]
-    options, ties = _options(cells), tied(rows)
+    options = _options(cells)
     unsupported = {at: row.reason for at, row in enumerate(rows) if row.status == "unsupported"}
     entries: list[Entry] = [
-        {**_flat(row), "options": option, "tie": tie, "communication": row.measurement.communication}
-        for row, option, tie in zip(rows, options, ties, strict=True)
+        {**entry, **_engine(row, entry), "options": option, "communication": row.measurement.communication}
+        for row, entry, option in zip(rows, flat_rows(rows), options, strict=True)
     ]
     shared = {name: entries[0][name] for name in _SHARED if len({entry[name] for entry in entries}) == 1}
     by_gpus, by_mesh = (
@@ -262,11 +271,10 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
     )
 
 
-def _flat(row: Row) -> dict[str, Any]:
-    """As :func:`flat`; the engine of times that a CPU took says so, as its cluster is another machine."""
-    entry = flat(row)
+def _engine(row: Row, entry: Entry) -> dict[str, Any]:
+    """The engine of times that a CPU took, which says so, as its cluster is another machine; else nothing."""
     measured_here = entry.get("step_time_s") and not entry["rates"] and row.cell.get("device") != "cuda"
-    return entry | ({"engine": f"{entry['engine']} on a CPU"} if measured_here else {})
+    return {"engine": f"{entry['engine']} on a CPU"} if measured_here else {}
 
 
 def _unsupported(cells: Sequence[Cell], reasons: Mapping[int, str]) -> dict[int, str]:
@@ -312,9 +320,9 @@ def _is_closed_form_that_holds(entry: Comparison) -> bool:
 def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> Iterator[str]:
     """How far ours are from published numbers, which cells failed or do not fit (those that are unsupported
     are counted alone), and last how many cells have which status."""
-    published = [entry for entry in comparisons if entry.quantity != "sent_bytes"]
-    if published:  # our own closed forms, as sent_bytes, are none
-        yield f"published numbers: {errors_by_role(published)}"
+    # our own closed forms, as sent_bytes, are none
+    if published := [entry for entry in comparisons if entry.quantity != "sent_bytes"]:
+        yield f"published numbers: {errors_by_role(frame_of(published))}"
     for status in (*FAULTS, "oom"):
         keys = [row.key.split("/") for row in rows if row.status == status]
         named = list(dict.fromkeys(" ".join(parts[:3]) for parts in keys))  # model, strategy and mesh

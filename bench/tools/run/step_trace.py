@@ -11,15 +11,19 @@ import torch
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Output, memory_table
 from spbench.bench.command_line.progress import message, remark
+from spbench.bench.command_line.shown_times import shown_band
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.carried_rates import RatesUnknown, check_rates
-from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.step_times import add_simulated_time
-from spbench.bench.measure.engines.virtual import trace_classes
-from spbench.bench.measure.scenarios.select import Narrowing, the_cell
-from spbench.bench.measure.simulator.timeline import export_trace
-from spbench.bench.measure.trust.bands import priced_by_in_words, shown_band, with_band
-from spbench.bench.measure.verify.proof import unproven
+from spbench.bench.measure import (
+    Narrowing,
+    RatesUnknown,
+    add_simulated_time,
+    check_rates,
+    load_cluster,
+    priced_by_in_words,
+    trace_classes,
+    unproven,
+    with_band,
+)
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.units import shown_time
@@ -35,7 +39,7 @@ def traced(
 ) -> Output:
     """The outcome of `spbench trace`, whose options the arguments are."""
     narrowing = dataclasses.replace(narrowing, engines=("virtual",))
-    return write_trace(the_cell("a trace", load_scenario(scenario), narrowing, shape), ranks, output)
+    return write_trace(narrowing.only_cell("a trace", load_scenario(scenario), shape), ranks, output)
 
 
 def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
@@ -44,30 +48,25 @@ def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
     Raises:
         UserError: the cell cannot be timed or run, or it has no such rank.
     """
-
-    cluster, world = load_cluster(cell.cluster), cell.sizes.world
+    world = cell.sizes.world
     try:
-        check_rates(cluster, cell.precision, world)
-    except RatesUnknown as error:
-        raise UserError(f"{cell.key} cannot be timed: {error}; --cluster names another") from error
-    if absent := [rank for rank in ranks if rank >= world]:
-        raise UserError(f"--ranks {absent[0]}: the cell has ranks 0 to {world - 1}")
-    if refused := unproven([cell], say=remark):
-        raise UserError(f"{cell.key}: {refused[cell.key].reason}")
-    torch.set_num_threads(1)
-    remark(f"tracing {cell.key}")
-    try:
+        check_rates(load_cluster(cell.cluster), cell.precision, world)
+        if absent := [rank for rank in ranks if rank >= world]:
+            raise UserError(f"--ranks {absent[0]}: the cell has ranks 0 to {world - 1}")
+        if refused := unproven([cell], say=remark):
+            raise UserError(f"{cell.key}: {refused[cell.key].reason}")
+        torch.set_num_threads(1)
+        remark(f"tracing {cell.key}")
         traces = trace_classes(cell, events=True)
-    except Unsupported as error:
-        raise UserError(f"{cell.key} cannot be run: {error}") from error
-    fits = traces.memory_measurement()
-    if fits.status == "oom":
-        message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
-    try:
+        fits = traces.memory_measurement()
+        if fits.status == "oom":
+            message(f"spbench: warning: timed as if it fitted the card, which has {fits.reason}")
         timeline = traces.simulator()()
     except RatesUnknown as error:
         raise UserError(f"{cell.key} cannot be timed: {error}; --cluster names another") from error
-    export_trace(timeline, output, ranks or [each.first for each in traces.classes])
+    except Unsupported as error:
+        raise UserError(f"{cell.key} cannot be run: {error}") from error
+    timeline.export(output, ranks or [each.first for each in traces.classes])
     add_simulated_time(fits, cell, timeline)
     return _report(cell, fits, output)
 

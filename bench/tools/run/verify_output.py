@@ -15,30 +15,28 @@ from spbench.bench.cell import TrainingOptions
 from spbench.bench.command_line.output import Column, Output, Table
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
-from spbench.bench.measure.scenarios.choices import (
-    cell_names,
-    check_known,
-    names,
-    option_mistakes,
-    strategy_problem,
-)
-from spbench.bench.measure.scenarios.expand import chosen_device
-from spbench.bench.measure.scenarios.scenario import FLAG, given
-from spbench.bench.measure.sweep.provenance import provenance
-from spbench.bench.measure.verify import cases
-from spbench.bench.measure.verify.proof import keep_package_proof
-from spbench.bench.measure.verify.verdicts import (
+from spbench.bench.measure import (
     EQUAL,
     VERDICTS_FILE,
     Verdict,
     VerifyRow,
+    cell_names,
+    check_known,
+    chosen_device,
+    given,
+    keep_package_proof,
     kept_verdicts,
+    option_mistakes,
+    provenance,
+    strategy_problem,
     verified_code,
+    verify_cases,
 )
 from spbench.bench.row import finite
 from spbench.bench.setting_values import names_a_file, read_model_file
+from spbench.impls.discovery import absent
 from spbench.impls.models.model import models as all_models
-from spbench.impls.registries import DEFAULT_BACKEND, absent
+from spbench.impls.registries import DEFAULT_BACKEND
 from spbench.impls.registries import peers as all_peers
 from spbench.impls.strategies.nesting import pairs as all_pairs
 from spbench.impls.training.step import PRECISIONS
@@ -86,7 +84,7 @@ def verified(
     made_by |= {name: provenance()[name] for name in ("commit", "torch")}
     made_by |= {"code": verified_code(), "time": datetime.now(UTC).isoformat(timespec="seconds")}
     with kept_verdicts(output, made_by) as verdicts, Progress() as progress:
-        for row in cases.verify(
+        for row in verify_cases(
             [*named, *(pair.name for pair in all_pairs() if pairs)] or None,
             models or None,
             list(world_size or ((4,) if pairs else (1, 2, 3, 4))),
@@ -150,8 +148,8 @@ def _check_names(
     for name in strategies:
         if problem := strategy_problem(name):
             raise UserError(problem)
-    check_known("model", [name for name in models if not names_a_file(name)], names("model"))
-    check_known("backend", [backend], names("backend"))
+    check_known("model", [name for name in models if not names_a_file(name)])
+    check_known("backend", [backend])
     check_known("dtype", dtypes, list(PRECISIONS))
     check_known("part", parts, sorted({part for model in all_models().values() for part in model.parts()}))
 
@@ -171,14 +169,14 @@ def _options(changes: Pairs, owners: Sequence[Sequence[str]]) -> dict[str, dict[
         section, _, name = path.partition(".")
         of_a_step = section == "training" and name in TrainingOptions.model_fields
         if not name or section not in options or of_a_step:
-            raise UserError(f"{FLAG} {path}: verify takes {', '.join(f'{each}.OPTION' for each in options)}")
+            raise UserError(f"--set {path}: verify takes {', '.join(f'{each}.OPTION' for each in options)}")
         if not by_section[section]:
-            raise UserError(f"{FLAG} {path} needs what it belongs to by name; add {_OWNERS[section]}")
+            raise UserError(f"--set {path} needs what it belongs to by name; add {_OWNERS[section]}")
         options[section][name] = value
     for section, owner in ((each, name) for each in options if options[each] for name in by_section[each]):
         config = read_model_file(owner) if section == "model_options" and names_a_file(owner) else None
         for below, problem in option_mistakes(section, owner, options[section], config):
-            raise UserError(f"{FLAG} {'.'.join([section, *below])} of {owner}: {problem}")
+            raise UserError(f"--set {'.'.join([section, *below])} of {owner}: {problem}")
     return options
 
 

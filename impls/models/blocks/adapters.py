@@ -24,20 +24,18 @@ r rank of the adapters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from spbench.impls.kernels.grouped_matmul import grouped_project, stacked_project
 from spbench.impls.layout import StackShard, mark_expert, mark_shard
+from spbench.impls.models.blocks.architecture import Architecture
+from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.expert_weights import Stack
+from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.layers import GroupedLinear, LayerHooks, Linear
-
-if TYPE_CHECKING:
-    from spbench.impls.models.blocks.decoder import DecoderModel
-    from spbench.impls.models.blocks.decoder_options import DecoderOptions
-    from spbench.impls.strategies.base import Strategy
 
 
 class Adapters(nn.Module):
@@ -156,7 +154,7 @@ class ExpertAdapters(Adapters):
     """What the adapters of experts add to rows, which lie one expert's after another's: A of what opens an
     expert [r, H] and B [P, F, r], of what closes it [r, F] and [H, r]."""
 
-    def __init__(self, model: DecoderModel, held: range):
+    def __init__(self, model: Architecture, held: range):
         super().__init__()
         self.scale, self.stacked = model.lora_scale, model.stacked_experts
         hidden, features, rank = model.hidden, model.expert_width, model.lora_rank

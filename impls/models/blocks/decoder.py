@@ -12,7 +12,6 @@ V vocabulary.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -21,21 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.composition import ONE_STAGE, Stage
+from spbench.impls.models.blocks.architecture import Architecture, FeedForward
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, LoneDecoderLayer
 from spbench.impls.models.blocks.decoder_module import Decoder, shifted_inputs
-from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.decoder_sites import stage_parameters, stage_sites
-from spbench.impls.models.blocks.expert_options import ExpertOptions
 from spbench.impls.models.blocks.experts import MixtureOfExperts
-from spbench.impls.models.blocks.feed_forward import FeedForward, Mlp
-from spbench.impls.models.blocks.linear_mixer import LinearAttention
-from spbench.impls.models.blocks.recurrent_mixer import RecurrentLayer
+from spbench.impls.models.blocks.feed_forward import Mlp
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.text import causal_language_batches
-from spbench.impls.models.model import Model, ModelPart, PaddedVocabulary, check_positions
+from spbench.impls.models.model import ModelPart, check_positions
 from spbench.impls.options import Saving, with_options
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
-from spbench.impls.tiles import Tiling
 
 #: sizes for verification: head count and sizes that divide by 1, 2, 3 and 4. The epsilon of norms is large: a
 #: norm scales up what is almost zero by chance, as the product of a query and a key of 4 features can be, and
@@ -51,44 +46,9 @@ TINY_SIZES: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
-    """The options of a causal language model, beside those of its layers.
-
-    Attributes:
-        vocabulary: rows of the word embedding before padding (50272: GPT-2's 50257, as metaseq pads it).
-        vocabulary_multiple: the table is padded to a multiple of this times the strategy's parts of it.
-        tied: the head shares the weights of the word embedding.
-    """
-
-    vocabulary: int = 50272
-    vocabulary_multiple: int = 1
-    tied: bool = False
-
-    #: of the MLP: whether the activated projection is multiplied by a second one (a gated linear unit)
-    gated_mlp: ClassVar[bool] = True
-    #: of the MLP: a key of :data:`ACTIVATIONS`
-    activation: ClassVar[str] = "silu"
-    #: where norms stand: "before" mixer and MLP, "behind" each, "around", or one "shared" by both
-    norms: ClassVar[str] = "before"
-    #: whether embedded words are multiplied by the root of ``hidden``
-    embedding_scaled: ClassVar[bool] = False
-    #: of logits: c tanh(x / c) where it is not 0
-    logit_cap: ClassVar[float] = 0.0
-    #: whether norms have a weight
-    weighted_norms: ClassVar[bool] = True
-    #: whether projections have biases
-    biases: ClassVar[bool] = False
-    #: whether the MLP has the input of the mixer, not its result
-    parallel_residual: ClassVar[bool] = False
-    #: of what a mixer or an MLP adds to the hidden states, and of the embedding
-    dropout: ClassVar[float] = 0.0
-    #: rows of a table of learned positions; None: there is none
-    learned_positions: ClassVar[int | None] = None
-    #: modules of multi-token prediction, and the weight of the mean of their losses
-    mtp_layers: ClassVar[int] = 0
-    mtp_weight: ClassVar[float] = 0.0
-    #: whether a mask of all queries and keys is there while forward runs, though no kernel reads it
-    loader_mask: ClassVar[bool] = False
+class DecoderModel(Architecture):
+    """A causal language model of the layers that its options describe; a derived class says what mixes the
+    tokens in each."""
 
     sequence_dims: ClassVar[Mapping[str, int | None]] = {
         "tokens": 1,
@@ -129,12 +89,7 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
 
     rounding_options: ClassVar[frozenset[str]] = frozenset({"fp8"})
 
-    @abstractmethod
-    def mixing(self, layer: int) -> LinearAttention | SoftmaxAttention | RecurrentLayer:
-        """What mixes the tokens in a layer."""
-
     def feeding(self, layer: int) -> FeedForward | None:
-        """What follows the mixer in a layer; None: nothing."""
         return MixtureOfExperts() if self.has_experts(layer) else Mlp()
 
     def __post_init__(self) -> None:
@@ -151,22 +106,6 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
     @property
     def losses(self) -> tuple[str, ...]:  # type: ignore[override]
         return ("language", "mtp") if self.mtp_layers else ("language",)
-
-    @property
-    def shares_embedding(self) -> bool:
-        """Whether the first and the last pipeline stage both use the word embedding."""
-        return self.tied or self.mtp_layers > 0
-
-    def prediction_layers(self, stage: Stage) -> range:
-        """The numbers of the layers that a stage's modules of multi-token prediction have."""
-        return range(self.layers, self.layers + self.mtp_layers * stage.last)
-
-    @property
-    def loss_tiling(self) -> Tiling:
-        """How head and loss are computed."""
-        if self.loss_tile == "liger":
-            return Tiling(share=-(-self.vocabulary // self.hidden), backward_at_once=True)
-        return Tiling(self.loss_tile, backward_at_once=bool(self.loss_tile) and self.tiling != "fpdt")
 
     def variants(self) -> list[Mapping[str, Any]]:
         return [*self._dense_variants(), *self.expert_variants()]
@@ -298,11 +237,6 @@ class DecoderModel(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
             yield f"dense_layers {self.dense_layers} leaves no experts in {self.layers} layers; set it lower"
         if self.lora_rank > self.hidden:
             yield f"lora_rank {self.lora_rank} exceeds the {self.hidden} features of hidden; set it lower"
-
-    @property
-    def mlp_projections(self) -> int:
-        """Projections that open the MLP."""
-        return 2 if self.gated_mlp else 1
 
     def parts(self) -> Mapping[str, ModelPart]:
         def hidden_inputs(batch: int, seq_len: int, generator: torch.Generator) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ of the MLP (this rank's).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +16,13 @@ from spbench.impls.kernels.fp8_projection import mark_recipe
 from spbench.impls.kernels.packed_weights import mark_packed, pack_weights
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, mark_library
 from spbench.impls.models.blocks.adapters import beside_adapters, freeze
+from spbench.impls.models.blocks.architecture import Architecture
 from spbench.impls.models.blocks.experts import MixtureModule
 from spbench.impls.models.blocks.host_checkpoints import checkpoints_on_host
 from spbench.impls.models.blocks.norms import norm_of
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import recomputed, remade
 from spbench.impls.strategies.base import Strategy
-
-if TYPE_CHECKING:
-    from spbench.impls.models.blocks.decoder import DecoderModel
 
 
 class AddToHidden(nn.Module):
@@ -34,7 +31,7 @@ class AddToHidden(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, model: DecoderModel, strategy: Strategy, *, biased: bool = True):
+    def __init__(self, model: Architecture, strategy: Strategy, *, biased: bool = True):
         super().__init__()
         self.p, self.fused, self.random = model.dropout, model.fuses("bias_dropout"), strategy.random
         self.axes = strategy.position_axes
@@ -52,7 +49,7 @@ class DecoderBlock(nn.Module):
     """x [B, L, H] -> [B, L, H]: the mixer, and then the feed-forward block, or both of
     the same x; or the mixer alone. Norms stand before each, behind each, or both, or one before both."""
 
-    def __init__(self, model: DecoderModel, strategy: Strategy, layer: int):
+    def __init__(self, model: Architecture, strategy: Strategy, layer: int):
         super().__init__()
         before, behind = model.norms != "behind", model.norms in ("behind", "around")
         # a module that does nothing would cost the host a call, so what is not there is None
@@ -115,7 +112,7 @@ def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
     return y
 
 
-def make_norm(model: DecoderModel) -> nn.Module:
+def make_norm(model: Architecture) -> nn.Module:
     """The norm of the model, of hidden states [..., H]."""
     return norm_of(model, model.hidden, weighted=model.weighted_norms)
 
@@ -123,7 +120,7 @@ def make_norm(model: DecoderModel) -> nn.Module:
 class LoneDecoderLayer(nn.Module):
     """A mixer or a block with inputs of its own, for verification; recomputed in backward if the model is."""
 
-    def __init__(self, layer: nn.Module, model: DecoderModel, strategy: Strategy, seq_len: int):
+    def __init__(self, layer: nn.Module, model: Architecture, strategy: Strategy, seq_len: int):
         super().__init__()
         self.layer, self.model, self.strategy, self.seq_len = layer, model, strategy, seq_len
         self.on_host = checkpoints_on_host(model.checkpoints)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +30,7 @@ from spbench.impls.kernels.host_copies import samples_begun
 from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, mark_library
 from spbench.impls.kernels.vocabulary_tiles import token_losses
 from spbench.impls.models.blocks.adapters import freeze, with_gradient
+from spbench.impls.models.blocks.architecture import Architecture
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock, make_norm
 from spbench.impls.models.blocks.host_checkpoints import checkpoints_on_host
 from spbench.impls.models.blocks.places import Places, places_in_documents
@@ -38,9 +38,6 @@ from spbench.impls.models.blocks.recomputation import recomputed
 from spbench.impls.models.blocks.tiles import loss_in_tiles
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.layers import Linear, full_precision
-
-if TYPE_CHECKING:
-    from spbench.impls.models.blocks.decoder import DecoderModel
 
 
 class Decoder(nn.Module):
@@ -52,7 +49,7 @@ class Decoder(nn.Module):
     ``loss`` contains.
     """
 
-    def __init__(self, model: DecoderModel, strategy: Strategy, seq_len: int, stage: Stage):
+    def __init__(self, model: Architecture, strategy: Strategy, seq_len: int, stage: Stage):
         super().__init__()
         self.model, self.strategy, self.seq_len, self.stage = model, strategy, seq_len, stage
         self.unbatched, self.attended = model.unbatched, model.attended(seq_len)
@@ -211,7 +208,7 @@ class Decoder(nn.Module):
         return self.strategy.cross_entropy(logits, labels, way=way)
 
 
-def _learned_positions(model: DecoderModel, seq_len: int) -> nn.Embedding | None:
+def _learned_positions(model: Architecture, seq_len: int) -> nn.Embedding | None:
     if model.learned_positions is None:
         return None
     return nn.Embedding(model.learned_positions, model.hidden)
@@ -229,7 +226,7 @@ class _LoaderMask(nn.Module):
 class TokenPrediction(nn.Module):
     """(hidden, embedded) [B, L, H] -> (hidden, the same normalised for the head) [B, L, H]."""
 
-    def __init__(self, model: DecoderModel, strategy: Strategy, layer: int):
+    def __init__(self, model: Architecture, strategy: Strategy, layer: int):
         super().__init__()
         self.hidden_norm, self.token_norm = make_norm(model), make_norm(model)
         self.project = Linear(2 * model.hidden, model.hidden, bias=False)

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from spbench.impls.composition import Stage
 from spbench.impls.dispatchers.dispatcher import ExpertCall
+from spbench.impls.kernels.packed_weights import HOLDER
 from spbench.impls.layout import SiteKind
 from spbench.impls.models.blocks.adapter_options import (
+    CLOSING,
+    EXPERTS,
     MLP_CLOSING,
-    adapter_sites,
-    frozen,
-    spared_by_packing,
-    trained_parameters,
+    QKV,
+    WHOLE,
 )
+from spbench.impls.models.blocks.architecture import Architecture
 from spbench.impls.models.blocks.latent_mixer import LatentAttention
 from spbench.impls.strategies.base import Site
-
-if TYPE_CHECKING:
-    from spbench.impls.models.blocks.decoder import DecoderModel
 
 #: of ways of the loss that send other messages than Megatron-LM's own
 _CROSS_ENTROPY_SITES: Mapping[str, SiteKind] = {
@@ -32,7 +30,7 @@ _CROSS_ENTROPY_SITES: Mapping[str, SiteKind] = {
 }
 
 
-def stage_sites(model: DecoderModel, batch: int, seq_len: int, rows: int, stage: Stage) -> list[Site]:
+def stage_sites(model: Architecture, batch: int, seq_len: int, rows: int, stage: Stage) -> list[Site]:
     """What a stage asks of a strategy for one batch, with a vocabulary of that many rows."""
     layers = stage.layers(model.layers)
     alike: Counter[tuple[SiteKind, tuple[tuple[str, int], ...], bool, ExpertCall | None]] = Counter()
@@ -59,7 +57,7 @@ def stage_sites(model: DecoderModel, batch: int, seq_len: int, rows: int, stage:
     sites = [replace(s, kind=loss) if s.kind == "cross_entropy" else s for s in sites]
     in_tiles, tiles = ("vocabulary_logits", loss), model.loss_tiling.dims
     sites = [replace(s, dims={**s.dims, **tiles}) if s.kind in in_tiles else s for s in sites]
-    sites.append(Site("parameters", 1, model.parameters(rows, stage)))
+    sites.append(Site("parameters", 1, stage_parameters(model, rows, stage)))
     sites += model.scale_sites(len(layers), len(predictions))
     if not model.lora_rank:
         return sites
@@ -68,7 +66,7 @@ def stage_sites(model: DecoderModel, batch: int, seq_len: int, rows: int, stage:
 
 
 def _layer_sites(
-    model: DecoderModel, layer: int, batch: int, seq_len: int, again: bool, spared: bool
+    model: Architecture, layer: int, batch: int, seq_len: int, again: bool, spared: bool
 ) -> Iterator[Site]:
     """What a layer asks of a strategy for one batch; the other arguments are those of
     :meth:`FeedForward.sites`."""
@@ -84,7 +82,7 @@ def _layer_sites(
     yield from mixer.sites(model, batch, seq_len, again)
 
 
-def stage_parameters(model: DecoderModel, rows: int, stage: Stage) -> dict[str, int]:
+def stage_parameters(model: Architecture, rows: int, stage: Stage) -> dict[str, int]:
     """Counts of a stage's parameters: all ``elements``, of them those that can be ``split`` over features
     and vocabulary, and of these the ``vocabulary``'s, which has that many ``rows``, those of each
     ``mlp``, and the ``key_value`` ones that grouped heads share, with the number of these heads; those of
@@ -93,7 +91,9 @@ def stage_parameters(model: DecoderModel, rows: int, stage: Stage) -> dict[str, 
     layers = [*stage.layers(model.layers), *predictions]
     blocks: Counter[str] = Counter()
     feeding = [each for i in layers if (each := model.feeding(i)) is not None]
-    for block in (*map(model.mixing, layers), *feeding):
+    for mixer in map(model.mixing, layers):
+        blocks.update(mixer.parameters(model))
+    for block in feeding:
         blocks.update(block.parameters(model))
     experts = blocks["experts"]
     of_norm = h * (2 if model.norm == "layer" else 1) if model.weighted_norms else 0
@@ -117,3 +117,139 @@ def stage_parameters(model: DecoderModel, rows: int, stage: Stage) -> dict[str, 
     if model.kv_heads is not None and blocks["key_value"]:
         counts |= {"key_value": blocks["key_value"], "kv_heads": model.kv_heads}
     return counts
+
+
+# -- adapters beside frozen weights --------------------------------------------------------------------------
+
+
+def frozen(
+    sites: Iterable[Site],
+    trained: Mapping[str, int] | None = None,
+    spared: Mapping[str, int] = {},
+    whole: Sequence[str] = (),
+) -> Iterator[Site]:
+    """What sites are where their weights are frozen: no gradient of a weight is summed, or needs the input of
+    its projection.
+
+    Args:
+        trained: of sites of a whole model, the counts of its adapters' parameters; None: of layers alone.
+        spared: of the counts of its parameters, elements that packing saves.
+        whole: words of :data:`WHOLE` that are trained, beside a frozen tensor each.
+    """
+    around = tuple(site for word, site in WHOLE.items() if word not in whole)
+    weighted = ("linear_in", "linear_out", "grouped_query_linear_in") if trained is None else around
+    for site in sites:
+        if site.kind in weighted:
+            yield replace(site, dims={**site.dims, "frozen": 1})
+        elif site.kind == "parameters" and trained is not None:
+            held = {name: n - spared.get(name, 0) for name, n in site.dims.items()}
+            yield replace(site, kind="frozen_parameters", dims=held)
+            yield Site("parameters", 1, trained)
+        elif site.kind not in ("shared_by_heads", "tied_embedding"):
+            yield site
+
+
+def adapter_sites(model: Architecture, layer: int, batch: int, seq_len: int, again: bool) -> Iterator[Site]:
+    """What the adapters of a layer ask of a strategy for one batch; ``again``: the layer is recomputed."""
+    rank = {"B": batch, "L": seq_len, "H": model.lora_rank}
+    for name, of_latent in model.mixing(layer).latents(model).items():
+        if of_latent.split and model.adapts([name]):
+            up_again = again or model.recomputes("mla_up_proj")
+            yield Site("linear_in", 1, {**rank, "F": of_latent.outputs}, up_again)
+    for names, closing, features, in_mlp in _blocks(model, layer):
+        parts = ("moe", "shared_experts") if model.has_experts(layer) else ("mlp",)
+        again = again or (in_mlp and any(map(model.recomputes, parts)))
+        tiles = model.mlp_tiling.dims if in_mlp else {}
+        many, once = _adapters(model, names), {"gathered_once": 1} if model.separate_projections else {}
+        of_mlp = _elements(model, names, closing, features, in_mlp) if in_mlp else {}
+        opens = {"mlp": of_mlp["opens"] // many} if many and in_mlp else {}
+        if many:
+            yield Site("linear_in", many, {**rank, "F": features, **once, **opens, **tiles}, again)
+        if many and not in_mlp and model.grouped and not model.separate_projections:
+            heads = {"Z": model.heads, "A": model.head_size, "G": model.kv_heads or model.heads}
+            yield Site("grouped_query_linear_in", 1, {**heads, "H": model.lora_rank}, again)
+        if model.adapts([closing]):
+            closes = {"mlp": of_mlp["closes"]} if in_mlp else {}
+            yield Site("linear_out", 1, {**rank, "F": features, **closes, **tiles}, again)
+
+
+def trained_parameters(model: Architecture, rows: int, stage: Stage) -> dict[str, int]:
+    """Counts of the parameters of a stage that are trained, adapters and what is trained whole, as
+    :meth:`DecoderModel.parameters` has them."""
+    layers = stage.layers(model.layers)
+    counts: Counter[str] = Counter()
+    for layer in layers:
+        for name, (inputs, outputs, is_split) in model.mixing(layer).latents(model).items():
+            if model.adapts([name]):
+                counts["split" if is_split else "whole"] += model.lora_rank * outputs
+                counts["whole"] += model.lora_rank * inputs
+        if model.has_experts(layer) and model.adapts([EXPERTS]):
+            opens = model.hidden + model.mlp_projections * model.expert_width
+            closes = model.hidden + model.expert_width
+            counts["experts"] += model.experts * model.lora_rank * (opens + closes)
+        for names, closing, features, in_mlp in _blocks(model, layer):
+            of_block = _elements(model, names, closing, features, in_mlp)
+            split = of_block["opens"] + of_block["closes"]
+            counts["split"] += split
+            counts["mlp"] += split * in_mlp
+            counts["key_value"] += of_block["key_value"]
+            counts["whole"] += of_block["whole"]
+    tables = (stage.first and "embedding" in model.lora_whole) + (stage.last and "head" in model.lora_whole)
+    vocabulary = tables * rows * model.hidden
+    split = counts["split"] + vocabulary
+    elements = split + counts["whole"] + counts["experts"]
+    dims = {"elements": elements, "split": split, "vocabulary": vocabulary, "mlp": counts["mlp"]}
+    if counts["experts"]:
+        dims["experts"] = counts["experts"]
+    if model.kv_heads is not None and counts["key_value"]:
+        dims |= {"key_value": counts["key_value"], "kv_heads": model.kv_heads}
+    return dims
+
+
+def spared_by_packing(model: Architecture, layers: Sequence[int]) -> dict[str, int]:
+    """Elements that frozen weights of some layers are fewer for being packed, by the counts that
+    :meth:`DecoderModel.parameters` has."""
+    if not model.packs:
+        return {}
+    counts: Counter[str] = Counter()
+    for layer in layers:
+        kind, hidden = model.mixing(layer), model.hidden
+        keys = 2 * (model.kv_heads or model.heads) * model.head_size * hidden
+        mlp = (model.mlp_projections + 1) * hidden * model.mlp_width(layer)
+        matrices = (2 + getattr(kind, "gated", False)) * kind.width(model) * hidden + keys + mlp
+        counts.update(elements=matrices, split=matrices, mlp=mlp, key_value=keys * model.grouped)
+    return {name: n * (HOLDER - model.frozen_bits) // HOLDER for name, n in counts.items()}
+
+
+def _blocks(model: Architecture, layer: int) -> Iterator[tuple[Sequence[str], str, int, bool]]:
+    """A layer's attention, then its MLP: the names of the projections that open it and of the one that closes
+    it, where these may have adapters, the features between them, and whether it is the MLP."""
+    kind = model.mixing(layer)
+    opening = QKV if {*QKV} <= {*kind.adapted} else ()
+    yield opening, CLOSING if CLOSING in kind.adapted else "", kind.width(model), False
+    if width := model.mlp_width(layer):
+        yield model.opening_names, MLP_CLOSING, width, True
+
+
+def _adapters(model: Architecture, names: Sequence[str]) -> int:
+    """How many adapters the projections that open a block have."""
+    places = model.adapted_apart(names)
+    return int(model.adapts(names)) if places is None else len(places)
+
+
+def _elements(
+    model: Architecture, names: Sequence[str], closing: str, features: int, in_mlp: bool
+) -> dict[str, int]:
+    """Elements of a block's adapters: those that can be split of what ``opens`` and what ``closes`` it, of
+    these the ``key_value`` ones, and those that every rank holds ``whole``."""
+    rank, hidden, closes = model.lora_rank, model.hidden, model.adapts([closing])
+    of_keys = features if in_mlp else (model.kv_heads or model.heads) * model.head_size
+    widths = zip(names, (features, of_keys, of_keys), strict=False)
+    adapted = {name: width for name, width in widths if model.adapts([name])}
+    keys = sum(adapted.get(name, 0) for name in QKV[1:])
+    return {
+        "opens": rank * sum(adapted.values()),
+        "closes": rank * features * closes,
+        "key_value": rank * keys if model.grouped else 0,
+        "whole": rank * hidden * (_adapters(model, names) + closes),
+    }

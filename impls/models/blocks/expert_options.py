@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spbench.impls.dispatchers.dispatcher import dispatchers
 from spbench.impls.kernels.permutation import PERMUTATIONS
 from spbench.impls.kernels.projection import LIBRARIES
 from spbench.impls.options import check_choices
-from spbench.impls.registries import dispatchers
 from spbench.impls.routing import EVEN, LEARNED, RoutingPlan
 
 _CHOICES = {

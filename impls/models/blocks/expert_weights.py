@@ -11,7 +11,7 @@ projections, 1 or 2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from spbench.impls.kernels.fp8_grouped import grouped_project_fp8
 from spbench.impls.kernels.grouped_matmul import add_grouped_bias, grouped_project, stacked_project
 from spbench.impls.layout import Shard, StackShard, mark_expert, mark_shard
+from spbench.impls.models.blocks.architecture import Architecture
+from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.layers import GroupedLinear, Linear
-
-if TYPE_CHECKING:
-    from spbench.impls.models.blocks.decoder import DecoderModel
-    from spbench.impls.strategies.base import Strategy
 
 
 class ExpertTensors(NamedTuple):
@@ -39,7 +37,7 @@ class Expert(nn.Module):
     """The weights of one routed expert, or of this rank's part of its features: ``opens`` [P, F, H] and
     ``closes`` [H, F], with biases or without."""
 
-    def __init__(self, model: DecoderModel, strategy: Strategy):
+    def __init__(self, model: Architecture, strategy: Strategy):
         super().__init__()
         place = strategy.place
         parts, index = place.size("etp"), place.rank("etp")
@@ -56,7 +54,7 @@ class Expert(nn.Module):
 class SeparateExperts(nn.ModuleDict):
     """Parameters for each expert, by its number."""
 
-    def __init__(self, model: DecoderModel, strategy: Strategy, held: range):
+    def __init__(self, model: Architecture, strategy: Strategy, held: range):
         super().__init__({str(number): Expert(model, strategy) for number in held})
         self.parts = strategy.place.size("etp")
 
@@ -107,7 +105,7 @@ class Stack(nn.Module):
 class StackedExperts(nn.Module):
     """One parameter for all experts of a rank: ``opens`` [n, P, F, H] and ``closes`` [n, H, F]."""
 
-    def __init__(self, model: DecoderModel, strategy: Strategy, held: range):
+    def __init__(self, model: Architecture, strategy: Strategy, held: range):
         super().__init__()
         place, hidden, bias = strategy.place, model.hidden, model.expert_biases
         self.parts, index = place.size("etp"), place.rank("etp")

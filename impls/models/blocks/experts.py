@@ -12,19 +12,26 @@ this rank's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spbench.impls.dispatchers.dispatcher import BesideDispatch, Counts, Dispatched, Dispatcher, ExpertCall
+from spbench.impls.dispatchers.dispatcher import (
+    BesideDispatch,
+    Counts,
+    Dispatched,
+    Dispatcher,
+    ExpertCall,
+    dispatchers,
+)
 from spbench.impls.dispatchers.sent_tokens import planned_counts, positions_of
 from spbench.impls.kernels.activations import weighted_swiglu
 from spbench.impls.kernels.projection import LIBRARIES, project
 from spbench.impls.models.blocks.adapter_options import EXPERTS
 from spbench.impls.models.blocks.adapters import ExpertAdapters
+from spbench.impls.models.blocks.architecture import Architecture
 from spbench.impls.models.blocks.expert_weights import (
     ExpertTensors,
     SeparateExperts,
@@ -34,14 +41,10 @@ from spbench.impls.models.blocks.expert_weights import (
 from spbench.impls.models.blocks.feed_forward import ACTIVATIONS, FACTORS, FeedForward, MlpModule, mlp_sites
 from spbench.impls.models.blocks.recomputation import recomputed, remade
 from spbench.impls.models.blocks.router import Routed, Router
-from spbench.impls.registries import dispatchers
 from spbench.impls.routing import LEARNED
 from spbench.impls.row_collectives import gather_flags
 from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.layers import Linear
-
-if TYPE_CHECKING:
-    from spbench.impls.models.blocks.decoder import DecoderModel
 
 
 class MixtureOfExperts(FeedForward):
@@ -49,10 +52,10 @@ class MixtureOfExperts(FeedForward):
 
     closing_bias = False
 
-    def build(self, model: DecoderModel, strategy: Strategy) -> nn.Module:
+    def build(self, model: Architecture, strategy: Strategy) -> nn.Module:
         return MixtureModule(model, strategy)
 
-    def sites(self, model: DecoderModel, batch: int, seq_len: int, again: bool, spared: bool) -> list[Site]:
+    def sites(self, model: Architecture, batch: int, seq_len: int, again: bool, spared: bool) -> list[Site]:
         dims = {"B": batch, "L": seq_len, "H": model.hidden, "F": model.expert_width}
         dims |= {"E": model.experts, "K": model.experts_per_token}
         dims |= {"adapted": 1} if model.adapts([EXPERTS]) else {}
@@ -63,7 +66,7 @@ class MixtureOfExperts(FeedForward):
         shared = mlp_sites(model, model.shared_inner, batch, seq_len, again, spared=False, once=once)
         return [experts, *(shared if model.shared_inner else [])]
 
-    def parameters(self, model: DecoderModel) -> dict[str, int]:
+    def parameters(self, model: Architecture) -> dict[str, int]:
         hidden, features, experts = model.hidden, model.expert_width, model.experts
         opening = model.mlp_projections
         of_expert = (opening + 1) * hidden * features
@@ -79,7 +82,7 @@ class MixtureOfExperts(FeedForward):
         }
 
 
-def call_of(model: DecoderModel) -> ExpertCall:
+def call_of(model: Architecture) -> ExpertCall:
     """What a block of experts of the model asks of its dispatcher."""
     return ExpertCall(
         model.routing_plan,
@@ -98,7 +101,7 @@ def call_of(model: DecoderModel) -> ExpertCall:
 class MixtureModule(nn.Module):
     """x [B, L, H] -> [B, L, H]."""
 
-    def __init__(self, model: DecoderModel, strategy: Strategy):
+    def __init__(self, model: Architecture, strategy: Strategy):
         super().__init__()
         self.model, self.strategy, place = model, strategy, strategy.place
         self.router = Router(model, strategy)

@@ -9,10 +9,8 @@ of the MLP (this rank's).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -28,53 +26,24 @@ from spbench.impls.kernels.activations import (
 )
 from spbench.impls.models.blocks.adapter_options import MLP_CLOSING
 from spbench.impls.models.blocks.adapters import ClosingAdapter, OpeningAdapters
+from spbench.impls.models.blocks.architecture import Architecture, FeedForward
 from spbench.impls.models.blocks.tiles import WeightsOf, in_tiles
 from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.layers import GroupedLinear, Linear, SeparateLinear
-
-if TYPE_CHECKING:
-    from spbench.impls.models.blocks.decoder import DecoderModel
-
-
-class FeedForward(ABC):
-    """A kind of feed-forward block."""
-
-    #: whether what adds its result to the hidden states adds the model's bias too
-    closing_bias: ClassVar[bool] = True
-
-    @abstractmethod
-    def build(self, model: DecoderModel, strategy: Strategy) -> nn.Module:
-        """The block, x [B, L, H] -> [B, L, H], without the bias of its last projection, which is left to what
-        adds the result to the hidden states."""
-
-    @abstractmethod
-    def sites(self, model: DecoderModel, batch: int, seq_len: int, again: bool, spared: bool) -> list[Site]:
-        """What the block asks of a strategy for one batch.
-
-        Args:
-            again: the layer is recomputed.
-            spared: its last projection is not, as nothing behind it is needed for backward.
-        """
-
-    @abstractmethod
-    def parameters(self, model: DecoderModel) -> dict[str, int]:
-        """Counts of the block's parameters, but for the norm before it: those that can be ``split`` over
-        features, of them those that :attr:`LayerHooks.of_mlp` makes (``mlp``), and those that every rank
-        holds ``whole``."""
 
 
 @dataclass(frozen=True)
 class Mlp(FeedForward):
     """The MLP that the model's options describe, with a gate or without; see :class:`MlpModule`."""
 
-    def build(self, model: DecoderModel, strategy: Strategy) -> nn.Module:
+    def build(self, model: Architecture, strategy: Strategy) -> nn.Module:
         return MlpModule(model, strategy)
 
-    def sites(self, model: DecoderModel, batch: int, seq_len: int, again: bool, spared: bool) -> list[Site]:
+    def sites(self, model: Architecture, batch: int, seq_len: int, again: bool, spared: bool) -> list[Site]:
         again, spared = again or model.recomputes("mlp"), spared and not model.recomputes("mlp")
         return mlp_sites(model, model.inner, batch, seq_len, again, spared=spared)
 
-    def parameters(self, model: DecoderModel) -> dict[str, int]:
+    def parameters(self, model: Architecture) -> dict[str, int]:
         split = (model.mlp_projections + 1) * model.hidden * model.inner
         if model.biases:
             split += model.mlp_projections * model.inner
@@ -82,7 +51,7 @@ class Mlp(FeedForward):
 
 
 def mlp_sites(
-    model: DecoderModel,
+    model: Architecture,
     inner: int,
     batch: int,
     seq_len: int,
@@ -133,7 +102,7 @@ class MlpModule(nn.Module):
         inner: features; None: the model's.
     """
 
-    def __init__(self, model: DecoderModel, strategy: Strategy, inner: int | None = None):
+    def __init__(self, model: Architecture, strategy: Strategy, inner: int | None = None):
         super().__init__()
         inner = model.inner if inner is None else inner
         self.activation, self.model, layers = model.activation, model, strategy.of_mlp

@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from spbench.impls.kernels.rotary import keys_and_values, turned_queries
 from spbench.impls.models.blocks.adapter_options import CLOSING, LATENT, QKV, LatentProjection
 from spbench.impls.models.blocks.adapters import OpeningAdapters
+from spbench.impls.models.blocks.attention_mixer import AttentionMixer
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.norms import norm_of
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recomputation import used_without_results
-from spbench.impls.models.blocks.softmax_mixer import AttentionMixer, SoftmaxAttention
+from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.layers import GroupedLinear, Linear
 

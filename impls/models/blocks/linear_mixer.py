@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.kernels.rms_norm import rms_norm
-from spbench.impls.models.blocks.adapter_options import Adaptable
+from spbench.impls.models.blocks.architecture import Mixer
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.strategies.base import Site, Strategy
@@ -29,7 +29,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "elu_plus
 
 
 @dataclass(frozen=True)
-class LinearAttention(Adaptable):
+class LinearAttention(Mixer):
     """A layer of causal linear attention, its output normalised instead of divided by a sum of keys.
 
     Attributes:
@@ -53,20 +53,16 @@ class LinearAttention(Adaptable):
         return 4 if self.gated else 3
 
     def width(self, model: DecoderOptions) -> int:
-        """Features between the projections that open and close the layer."""
         return model.attention_width
 
     def gathers_once(self, model: DecoderOptions) -> bool:
-        """Whether the input is one tensor for several products."""
         return False
 
     def parameters(self, model: DecoderOptions) -> dict[str, int]:
-        """Counts of the layer's parameters, as :class:`SoftmaxAttention` has them."""
         angles = model.attention_width if self.lrpe else 0
         return {"split": (self.projections + 1) * model.hidden * model.attention_width + angles}
 
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
-        """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
         dims = {"B": batch, "L": seq_len, "Z": model.heads, "A": model.head_size}
         width = (2 if self.lrpe else 1) * model.head_size
         sites = [Site("linear_attention", 1, dims | {"D": width} | model.heeded(seq_len), again)]

@@ -49,11 +49,12 @@ from spbench.impls.kernels.recurrence import Rule, sequential
 from spbench.impls.kernels.rms_norm import rms_norm
 from spbench.impls.kernels.short_convolution import plain_short_convolution, short_convolution
 from spbench.impls.kernels.state_space import StateSpace
-from spbench.impls.models.blocks.adapter_options import Adaptable
+from spbench.impls.models.blocks.architecture import Mixer
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Strategy
+from spbench.impls.strategies.recurrence import RecurrenceHooks
 
 #: "chunked": the kernels of the recurrence and what is fused around it; "sequential": position by position,
 #: in torch's own operators
@@ -61,7 +62,7 @@ WAYS = ("chunked", "sequential")
 
 
 @dataclass(frozen=True)
-class RecurrentLayer(Adaptable, ABC):
+class RecurrentLayer(Mixer):
     """A layer of a gated recurrence.
 
     Attributes:
@@ -97,20 +98,10 @@ class RecurrentLayer(Adaptable, ABC):
         if self.heads % self.key_heads:
             raise ValueError(f"key_heads {self.key_heads} does not divide heads {self.heads} of a recurrence")
 
-    @abstractmethod
-    def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
-        """The layer's mixer."""
-
-    @abstractmethod
-    def parameters(self, model: DecoderOptions) -> dict[str, int]:
-        """Counts of the layer's parameters, as :class:`SoftmaxAttention` has them."""
-
     def width(self, model: DecoderOptions) -> int:
-        """Features between the projections that open and close the layer."""
         return self.heads * self.value_size
 
     def gathers_once(self, model: DecoderOptions) -> bool:
-        """Whether the input is one tensor for several products."""
         return True
 
     @property
@@ -131,7 +122,6 @@ class RecurrentLayer(Adaptable, ABC):
         return projections * model.hidden + columns * sum(self.channels) + 2 * self.heads
 
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
-        """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
         d, a = self.key_size, self.value_size
         dims = {"B": batch, "L": seq_len, "Z": self.heads, "A": a, "G": self.key_heads, "D": d}
         dims |= {"M": self.rule.carry_elements(d, a) - d * a, "W": self.convolution, "gates": self.gates}
@@ -194,19 +184,19 @@ class RecurrentMixer(nn.Module, ABC):
             yield x.unflatten(dim, (-1, size))
 
     def _mixed(
-        self, attended: Attended, strategy: Strategy, by_heads: list[Tensor], weights: Sequence[Tensor]
+        self, attended: Attended, hooks: RecurrenceHooks, by_heads: list[Tensor], weights: Sequence[Tensor]
     ) -> Tensor:
         *inputs, gates = by_heads
         by_heads.clear()  # whoever handed them over holds them no longer: each dies at its convolution
-        starts = strategy.document_starts(attended, gates.shape[1])
+        starts = hooks.document_starts(attended, gates.shape[1])
         biases, by_head = (weights[3:6], weights[6:]) if self.kind.biased else ([None] * 3, weights[3:])
         # the last positions of all channels, in one message
         rows = torch.cat([x[:, 1 - self.kind.convolution :].flatten(2) for x in inputs], -1)
-        before = strategy.rows_before(rows)
+        before = hooks.rows_before(rows)
         del rows
         widths = [x[0, 0].numel() for x in inputs]
         parts = [None] * 3 if before is None else before.split(widths, -1)
-        run = sequential if self.kind.way == "sequential" else strategy.gated_recurrence
+        run = sequential if self.kind.way == "sequential" else hooks.gated_recurrence
         run = partial(run, self.rule, starts=starts)
         beside = *weights[:3], *biases, *parts
         if self.kind.makes_again:

@@ -7,7 +7,7 @@ Letters: T tokens of this rank, H hidden, E experts, k experts a token.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from spbench.impls.collectives import all_reduce
 from spbench.impls.kernels.kept_results import keeping
 from spbench.impls.kernels.projection import LIBRARIES, library_of, te_mm, te_mm_to
+from spbench.impls.models.blocks.architecture import Architecture
 from spbench.impls.routing import capacity_of
 from spbench.impls.strategies.base import Strategy
-
-if TYPE_CHECKING:
-    from spbench.impls.models.blocks.decoder import DecoderModel
 
 _TINY = 1e-20
 #: rounds of Sinkhorn's scaling
@@ -43,7 +41,7 @@ class Router(nn.Module):
     bias: nn.Parameter | None
     choice_bias: Tensor | None
 
-    def __init__(self, model: DecoderModel, strategy: Strategy):
+    def __init__(self, model: Architecture, strategy: Strategy):
         super().__init__()
         self.model, self.strategy = model, strategy
         self.weight = nn.Parameter(torch.empty(model.experts, model.hidden))

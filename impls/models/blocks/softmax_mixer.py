@@ -1,31 +1,42 @@
-"""Softmax attention as what mixes the tokens in a layer of a causal language model.
+"""Softmax attention as what mixes the tokens in a layer of a causal language model: the module, and its heads
+as parts that strategies project by themselves.
+
+A part's rows of the weights are multiplied with its positions, normalised and turned as the layer has it.
+Backward, RoPE is undone by the negative angles; a norm needs what it normalised, which is projected again.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden (this
-rank's features of it between projections), Z heads (this rank's), G heads of keys and values, A head size.
+rank's features of it between projections), Z heads (this rank's), G heads of keys and values, A head size;
+of a part, z, g and l of these.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from spbench.impls.kernels.host_copies import read_packing
 from spbench.impls.kernels.layer_norm import layer_norm
-from spbench.impls.kernels.projection import TRANSFORMER_ENGINE
+from spbench.impls.kernels.projection import (
+    TRANSFORMER_ENGINE,
+    add_input_gradient,
+    bias_gradient,
+    library_of,
+    mark_rows,
+    project,
+    weight_gradient,
+)
 from spbench.impls.kernels.rms_norm import rms_norm
-from spbench.impls.kernels.rotary import fused_rotary, rotated, rotated_by_angles, rotated_by_halves
-from spbench.impls.models.blocks.adapter_options import CLOSING, QKV
-from spbench.impls.models.blocks.adapters import ClosingAdapter, OpeningAdapters
+from spbench.impls.models.blocks.adapter_options import QKV
+from spbench.impls.models.blocks.adapters import OpeningAdapters
+from spbench.impls.models.blocks.attention_mixer import AttentionMixer
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.models.blocks.places import Places
-from spbench.impls.models.blocks.projected_heads import ProjectedHeads
-from spbench.impls.models.blocks.recomputation import recomputed
-from spbench.impls.models.blocks.softmax_options import FLASH_KERNELS, SoftmaxOptions
+from spbench.impls.models.blocks.softmax_options import SoftmaxOptions
 from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.grouped_query import GroupedQueryLinear
-from spbench.impls.strategies.layers import GroupedLinear, SeparateLinear
+from spbench.impls.strategies.head_sources import HeadPart, HeadSource
+from spbench.impls.strategies.layers import GroupedLinear, GroupedQueryLinear, SeparateLinear
 
 
 @dataclass(frozen=True)
@@ -35,94 +46,6 @@ class SoftmaxAttention(SoftmaxOptions):
     def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
         """The module that mixes the tokens."""
         return SoftmaxAttentionMixer(self, model, strategy)
-
-
-class AttentionMixer(nn.Module):
-    """What mixers of softmax attention share: how heads attend, RoPE, and the projection that closes the
-    layer. A derived class makes the projections that open it."""
-
-    def __init__(self, kind: SoftmaxOptions, model: DecoderOptions, strategy: Strategy):
-        super().__init__()
-        self.kind, self.model, self.strategy = kind, model, strategy
-
-    def close(self) -> None:
-        """Make what follows the projections that open the layer: parameters lie in the order of their use."""
-        model, strategy = self.model, self.strategy
-        self.sinks = strategy.feature_parameter(torch.zeros(model.heads)) if self.kind.sinks else None
-        self.out = strategy.linear_out(self.kind.width(model), model.hidden)
-
-    def adapt_closing(self) -> None:
-        """Make the adapter of the projection that closes the layer, if it has one."""
-        self.closing, width = None, self.kind.width(self.model)
-        if self.model.adapts([CLOSING]):
-            self.closing = ClosingAdapter(self.model, self.strategy, self.strategy, width, self.model.hidden)
-
-    def closed(self, y: Tensor) -> Tensor:
-        """The heads' features [B, L, Z A] projected to [B, L, H]."""
-        projected = self.out.project(y)
-        return projected if self.closing is None else self.closing(y, projected)
-
-    def attend_to(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
-        """The attention [B, Z, L, A] of q to k and v of this rank's positions, as the layer has it."""
-        if self.model.recomputes("core_attn"):
-            return recomputed(self.attend_at_once, self.strategy.random, q, k, v, places)
-        return self.attend_at_once(q, k, v, places)
-
-    def beside_heads(self, o: Tensor) -> Tensor:
-        """The heads' features one after another [B, L, Z A], from o [B, Z, L, A]."""
-        y = o.transpose(1, 2)
-        del o
-        if self.model.fused and self.kind.kernel in FLASH_KERNELS and len(y) > 1:
-            # the libraries' hidden states are [L, B, H]: they copy what this kernel returns, [B, L, H]
-            y = y.clone(memory_format=torch.contiguous_format)
-        return y.flatten(2)
-
-    def rotated(self, x: Tensor, places: Places) -> Tensor:
-        """[..., L, features that turn] -> the same."""
-        base, size = self.kind.rotary_base, x.shape[-1]
-        assert base is not None
-        if self.model.fuses("rope"):
-            return fused_rotary(x, places.angles(size, base))
-        if self.model.fused:
-            return rotated_by_angles(x, places.angles(size, base))
-        if self.model.rope == "each_layer":
-            return rotated_by_halves(x, *places.rotary_of_layer(self, size, base))
-        return rotated(x, *places.rotary(size, base))
-
-    def attend_at_once(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
-        """The same, never recomputed."""
-        attended = self.kind.attended(places.attended, places.seq_len)
-        if self.model.packing_read:
-            read_packing(places.seq_len, q.device)
-        if not self.kind.needs_all_positions:
-            # strategies that know of nothing but causal attention need not name further arguments
-            if self.sinks is not None:
-                return self.strategy.causal_attention(q, k, v, attended, self.sinks)
-            if not attended.plain:
-                return self.strategy.causal_attention(q, k, v, attended)
-            return self.strategy.causal_attention(q, k, v)
-        local = self.model.library == "megatron-local"
-        if self.kind.kernel == "unfused" and k.shape[1] < q.shape[1]:
-            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        return self.strategy.whole_attention(
-            q,
-            k,
-            v,
-            dropout=self.kind.dropout,
-            scores=self._softmax_of_scores,
-            into=self.strategy.buffer if local else None,
-        )
-
-    @property
-    def _softmax_of_scores(self) -> str | None:
-        """How scores become probabilities, a way of :func:`softmax_of_scores`; None: none are made."""
-        if self.kind.kernel != "unfused":
-            return None
-        if not self.model.fused:
-            return "plain"
-        # TransformerEngine's own fusion does not heed Megatron-LM's argument
-        by_megatron = self.model.library == "megatron-local"
-        return "in_float32" if by_megatron and not self.model.fuses("masked_softmax") else "fused"
 
 
 class SoftmaxAttentionMixer(AttentionMixer):
@@ -243,3 +166,139 @@ class SoftmaxAttentionMixer(AttentionMixer):
             return rms_norm(x, weight, epsilon, way=self.model.rms_norm)
         # libraries' kernels take no views: what is kept is a copy of the projection's part
         return layer_norm(x.contiguous(), weight, bias[0], epsilon)
+
+
+#: of the three that are projected
+QUERIES, KEYS, VALUES = range(3)
+
+
+class ProjectedHeads(HeadSource):
+    """The queries, keys and values of a :class:`SoftmaxAttentionMixer`. Of the tensors x alone has
+    positions."""
+
+    position_dim, with_positions, needed = 1, 1, 1
+
+    def __init__(self, mixer: SoftmaxAttentionMixer, places: Places):
+        self.mixer, self.places = mixer, places
+        model = mixer.model
+        self.heads, self.groups = model.heads, model.kv_heads or model.heads
+        self.head_size = self.value_size = model.head_size
+        self.attended = mixer.kind.attended(places.attended, places.seq_len)
+        self.sinks = mixer.sinks
+
+    @property
+    def in_parts(self) -> bool:
+        # a rank's part of split weights is followed by what sums or gathers over ranks
+        whole = not self.mixer.strategy.splits_features
+        again = self.mixer.model.recomputes("core_attn") or self.mixer.opening is not None
+        again = again or self.mixer.model.fp8 != "none"  # casts are of whole weights
+        again = again or (self.mixer.model.qk_norm and self.mixer.model.qk_norm_over == "all")
+        return whole and not again and not self.mixer.kind.needs_all_positions
+
+    def attend_whole(self, x: Tensor) -> Tensor:
+        return self.mixer.attend_whole(x, self.places)
+
+    # -- what is differentiated: x, the weights, their biases, and the norms of queries and of keys ----------
+
+    def tensors(self, x: Tensor) -> Sequence[Tensor]:
+        norms = [*self.mixer.norm_of("q"), *self.mixer.norm_of("k")]
+        return x, *self._weights(), *self._biases(), *norms
+
+    def _weights(self) -> Sequence[Tensor]:
+        project = self.mixer.project
+        return [*project.weights] if isinstance(project, SeparateLinear) else [project.weight]
+
+    def _biases(self) -> Sequence[Tensor]:
+        project = self.mixer.project
+        if isinstance(project, SeparateLinear):
+            return [*project.biases]
+        return [] if project.bias is None else [project.bias]
+
+    def _by_heads(self, tensors: Sequence[Tensor], which: int, part: HeadPart) -> Tensor:
+        """A part's rows of queries, keys or values, of weights [.., H] or biases, or of gradients of these: a
+        view [.., A, H] or [.., A]."""
+        project: nn.Module = self.mixer.project
+        if isinstance(project, SeparateLinear):
+            rows = tensors[which].unflatten(0, (self.groups, -1, self.head_size))
+        elif isinstance(project, GroupedQueryLinear):
+            group = tensors[0].unflatten(1, (-1, self.head_size))
+            rows = (group[:, :-2], group[:, -2:-1], group[:, -1:])[which]
+        else:
+            assert isinstance(project, GroupedLinear)
+            rows = tensors[0][which].unflatten(0, (self.groups, -1, self.head_size))
+        if which != QUERIES:
+            return part.of_keys(rows, 0)
+        return rows.unflatten(1, (part.runs, -1))[part.groups, :, part.members]
+
+    def _rows(self, tensors: Sequence[Tensor], which: int, part: HeadPart) -> tuple[Tensor, Tensor | None]:
+        """A part's rows of the weights [F, H] and of the biases [F], where there are some."""
+        weights, biases, _ = self._separated(tensors)
+        rows = self._by_heads(weights, which, part).flatten(0, -2)
+        bias = self._by_heads(biases, which, part).flatten() if biases else None
+        return mark_rows(rows, library_of(self._weights()[0])), bias
+
+    def _separated(
+        self, tensors: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """Weights, biases and norms, of what :meth:`tensors` returns or of its gradients."""
+        weights = 1 + len(self._weights())
+        biases = weights + len(self._biases())
+        return tensors[1:weights], tensors[weights:biases], tensors[biases:]
+
+    def _norm(self, tensors: Sequence[Tensor], which: int) -> Sequence[Tensor]:
+        norms = self._separated(tensors)[2]
+        each = len(norms) // 2
+        return () if which == VALUES else norms[:each] if which == QUERIES else norms[each:]
+
+    # -- parts -------------------------------------------------------------------------------------------
+
+    def queries(self, tensors: Sequence[Tensor], part: HeadPart) -> Tensor:
+        return self._made(tensors, QUERIES, part)
+
+    def keys_values(self, tensors: Sequence[Tensor], part: HeadPart) -> tuple[Tensor, Tensor]:
+        return self._made(tensors, KEYS, part), self._made(tensors, VALUES, part)
+
+    def add_queries(
+        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], part: HeadPart, d_q: Tensor
+    ) -> None:
+        self._add(tensors, gradients, QUERIES, part, d_q)
+
+    def add_keys_values(
+        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], part: HeadPart, d_k: Tensor, d_v: Tensor
+    ) -> None:
+        self._add(tensors, gradients, KEYS, part, d_k)
+        self._add(tensors, gradients, VALUES, part, d_v)
+
+    def _projected(self, tensors: Sequence[Tensor], which: int, part: HeadPart) -> Tensor:
+        """[B, z, l, A], before norm and RoPE."""
+        rows, bias = self._rows(tensors, which, part)
+        y = project(tensors[0], rows, bias)
+        return y.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+
+    def _made(self, tensors: Sequence[Tensor], which: int, part: HeadPart) -> Tensor:
+        y = self._projected(tensors, which, part)
+        if norm := self._norm(tensors, which):
+            y = self.mixer.normalised(y, *norm)
+        return y if which == VALUES else self.mixer.turned(y, self.places.part(part.positions))
+
+    def _add(
+        self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], which: int, part: HeadPart, d: Tensor
+    ) -> None:
+        if which != VALUES:
+            d = self.mixer.turned(d, self.places.part(part.positions, back=True))
+        if norm := self._norm(tensors, which):
+            y, *leaves = (x.detach().requires_grad_() for x in (self._projected(tensors, which, part), *norm))
+            with torch.enable_grad():
+                normalised = self.mixer.normalised(y, *leaves)
+            d, *d_norm = torch.autograd.grad(normalised, [y, *leaves], d)
+            for total, gradient in zip(self._norm(gradients, which), d_norm, strict=True):
+                total.add_(gradient)
+        d_y = d.transpose(1, 2).flatten(2)
+        x, (rows, bias) = tensors[0], self._rows(tensors, which, part)
+        d_weights, d_biases, _ = self._separated(gradients)
+        of_rows = self._by_heads(d_weights, which, part)
+        of_rows.add_(weight_gradient(d_y, x, rows).view(of_rows.shape))
+        if bias is not None:
+            of_bias = self._by_heads(d_biases, which, part)
+            of_bias.add_(bias_gradient(d_y, bias).view(of_bias.shape))
+        add_input_gradient(gradients[0], d_y, rows)

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 from spbench.impls.attended import Attended
 from spbench.impls.layout import SiteKind
-from spbench.impls.models.blocks.adapter_options import CLOSING, QKV, Adaptable
+from spbench.impls.models.blocks.adapter_options import CLOSING, QKV
+from spbench.impls.models.blocks.architecture import Mixer
 from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site
@@ -34,7 +35,7 @@ KERNELS = (*FUSED_KERNELS, "unfused")
 
 
 @dataclass(frozen=True)
-class SoftmaxOptions(Adaptable):
+class SoftmaxOptions(Mixer):
     """The options of a layer of causal softmax attention, and what they ask of a strategy.
 
     Attributes:
@@ -86,11 +87,9 @@ class SoftmaxOptions(Adaptable):
         return self.attended(packed, seq_len).dims | ({"sinks": 1} if self.sinks else {})
 
     def width(self, model: DecoderOptions) -> int:
-        """Features between the projections that open and close the layer."""
         return model.attention_width
 
     def gathers_once(self, model: DecoderOptions) -> bool:
-        """Whether the input is one tensor for several products."""
         return model.separate_projections
 
     def norm_weights(self, model: DecoderOptions) -> int:
@@ -99,8 +98,6 @@ class SoftmaxOptions(Adaptable):
         return heads * (2 if model.norm == "layer" else 1) if model.qk_norm else 0
 
     def parameters(self, model: DecoderOptions) -> dict[str, int]:
-        """Counts of the layer's parameters: those that can be ``split`` over features, of these the
-        ``key_value`` ones that grouped heads share, and the ``whole`` ones that every rank holds."""
         columns = model.hidden + (1 if self.bias else 0)
         key_value = 2 * (model.kv_heads or model.heads) * model.head_size * columns
         return {
@@ -112,7 +109,6 @@ class SoftmaxOptions(Adaptable):
         }
 
     def sites(self, model: DecoderOptions, batch: int, seq_len: int, again: bool) -> list[Site]:
-        """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
         heads, sites = {"Z": model.heads, "A": model.head_size}, []
         if model.separate_projections:
             heads["G"] = model.kv_heads or model.heads

@@ -1,7 +1,5 @@
 """Ranks that have run torch's FSDP are ended afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A rank's training by a backend beside that of one device, and what it sends beside the closed form."""
 
-from __future__ import annotations
-
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

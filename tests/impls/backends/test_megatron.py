@@ -1,7 +1,5 @@
 """The backend ``megatron`` with its options: values, planted faults, closed form, bytes held."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from typing import Any
@@ -24,9 +22,8 @@ from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.buffer_layout import laid_out
 from spbench.impls.backends.main_gradients import GradientBuffer, MainGradients
 from spbench.impls.backends.megatron import Megatron
-from spbench.impls.backends.megatron_options import MegatronOptions
 from spbench.impls.backends.optimizer import PRECISIONS
-from spbench.impls.strategies.base import Strategy, Unsupported
+from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.pipeline import StageRun
 from spbench.impls.training.step import Training
 from spbench.impls.training.turns import Turns
@@ -263,17 +260,6 @@ def test_half_precision_weights_follow_float32_ones() -> None:
         training.backend.step()
     assert module.weight.item() == pytest.approx(1 - 4 * 2**-10, abs=2**-9)
     assert module.weight.item() < 1
-
-
-def test_options_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="needs distributed_optimizer and overlap_grad_reduce"):
-        MegatronOptions(overlap_param_gather=True)
-    with pytest.raises(ValueError, match="bucket_size is a number of elements from 1 on, not 0"):
-        MegatronOptions(bucket_size=0)
-    with pytest.raises(ValueError, match="num_distributed_optimizer_instances needs distributed_optimizer"):
-        MegatronOptions(num_distributed_optimizer_instances=2)
-    with pytest.raises(Unsupported, match="2 instances of the optimizer cannot share 3 ranks"):
-        tracing.trace(megatron("single", 2, INSTANCES, sizes={"dp": 3}))
 
 
 # -- in pipelines -----------------------------------------------------------------------------------------

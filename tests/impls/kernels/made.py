@@ -1,8 +1,6 @@
 """Inputs and comparisons of the tests of kernels. Arguments of the operators of gated recurrences, and of
 what stands around these."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every operator's fake implementation against its real one."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -17,11 +15,11 @@ from spbench.impls.kernels.linear_attention import linear_attention_state_gradie
 from spbench.impls.kernels.packed_weights import initial_scales
 from tests.impls.kernels.made import bits, made, recurrence_arguments
 
-import_module("spbench.impls.backends.optimizer")  # which has an operator of its own
 for module in iter_modules(kernels.__path__, f"{kernels.__name__}."):
     if not module.name.endswith("_triton"):  # these are no operators, and triton is not everywhere
         import_module(module.name)
-import_module("spbench.impls.backends.optimizer")  # an operator outside the kernels
+for module_of_backends in ("optimizer", "megatron_options"):  # each has an operator
+    import_module(f"spbench.impls.backends.{module_of_backends}")
 
 HALF = [torch.float16, torch.bfloat16]
 OPS = torch.ops.spbench

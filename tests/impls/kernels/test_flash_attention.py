@@ -1,8 +1,6 @@
 """The block attention operators: values, gradients, fakes and FLOPs. Attention to ranges of keys: values and
 gradients, and bands as FlashAttention's kernel has them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -72,7 +70,6 @@ def test_torchs_cpu_operators_compute_a_part_of_the_whole(
     assert error(merged, o.detach()) < TOLERANCE[dtype]
     gradients = flash_attention_backward(d_o, q, k, v, merged.to(dtype), lse, 0.25, causal)
     for x, of in zip(gradients, exact, strict=True):
-        assert of.grad is not None
         assert error(x, of.grad) < TOLERANCE[dtype]
 
 
@@ -106,7 +103,6 @@ def test_values_and_gradients_are_torchs(
     assert error(lse, scores.logsumexp(-1)) < TOLERANCE[dtype]
     gradients = flash_attention_backward(d_o, q, k, v, o, lse, 0.25, causal)
     for x, of in zip(gradients, exact, strict=True):
-        assert of.grad is not None
         assert error(x, of.grad) < TOLERANCE[dtype]
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) for x in (q, k, v, d_o)]
@@ -236,5 +232,4 @@ def test_ranges_are_attended_to_alone(name: str, dtype: torch.dtype, device: str
     gradients = ranged_attention_backward(d_o, q, k, v, o, lse, 0.25, text)
     assert error(o.cpu(), weights @ exact[2]) < TOLERANCE[dtype]
     for x, gradient in zip(exact, gradients, strict=True):
-        assert x.grad is not None
         assert error(gradient.cpu(), x.grad) < TOLERANCE[dtype]

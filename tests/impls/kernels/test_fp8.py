@@ -1,7 +1,5 @@
 """Casts to eight bits against a plain reference, and projections within the bound of their recipe."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -294,24 +292,3 @@ def test_weights_of_interleaved_stages_are_cast_once_a_step_too() -> None:
     sizes = {"pp": 2}
     counted = kernels(trace(model_options=options, precision="bf16", batch=4, sizes=sizes, training=training))
     assert counted["fp8_cast_both"] == 2 * (4 * (4 + 4) + 4)
-
-
-@pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
-def test_bytes_gathered_are_those_of_the_closed_form(name: str) -> None:
-    options = {"fp8": name, "library": "transformer-engine"}
-    traced = trace(strategy="megatron_sp", sizes={"tp": 2}, model_options=options, precision="bf16")
-    assert traced.measurement(None).formula_difference == []
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"fp8": "rowwise", "library": "transformer-engine"}, "fp8: rowwise is torchao's"),
-        ({"fp8": "tensorwise", "library": "megatron-local"}, "fp8 needs library: torch"),
-        ({"fp8": "mxfp8", "mlp_tile": 7}, "leave mlp_tile out"),
-        ({"fp8": "fp8"}, "fp8"),
-    ],
-)
-def test_what_does_not_go_with_eight_bits_is_refused(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        model_preset("causal-transformer-tiny", options)

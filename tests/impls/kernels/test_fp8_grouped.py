@@ -1,8 +1,6 @@
 """Matmuls of experts and latents in eight bits: each expert as a projection of its own, bytes sent. Casts by
 scales of earlier passes: values, the history, one scale on all ranks, bytes of all-reduces."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -83,7 +81,6 @@ def test_an_expert_without_rows_has_no_gradient() -> None:
     each = weights()
     y = grouped_project_fp8(made(sum(ROWS), 128), each, ROWS, RECIPES["tensorwise"])
     y.sum().backward()
-    assert each[1].grad is not None
     assert not each[1].grad.any()
     assert fp8_amax_rows(made(sum(ROWS), 8).detach(), ROWS)[1] == 0
 
@@ -141,12 +138,6 @@ def test_bytes_are_those_of_the_closed_form(
     assert bool(grouped) == (counted["te_fp8_grouped_mm"] > 0)
     assert "te_grouped_mm" not in counted
     assert {name for name in counted if "grouped_mm" in name} <= GROUPED_MATMULS.keys()
-
-
-@pytest.mark.parametrize("options", [{"fp8": "tensorwise"}, {"fp8": "delayed", **OPTIONS}])
-def test_other_experts_in_eight_bits_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="experts in eight bits need library: transformer-engine"):
-        model_preset("moe-tiny", options)
 
 
 NUMBERS = (torch.finfo(E4M3).max, torch.finfo(E5M2).max)
@@ -280,19 +271,6 @@ def test_no_magnitude_is_taken_before_a_cast() -> None:
     assert (current["fp8_amax"], delayed["fp8_amax"]) == (24, 0)
     assert current["fp8_cast_both"] == delayed["fp8_cast_both_delayed_"] == 24
     assert delayed["fp8_update_scales_"] == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"library": "torch"}, "fp8: delayed needs library: transformer-engine"),
-        ({"fp8_history": 0}, "fp8_history is at least 1"),
-        ({"fp8": "tensorwise", "fp8_history": 2}, "needs fp8: delayed"),
-    ],
-)
-def test_what_does_not_go_with_delayed_scales_is_refused(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        model_preset("causal-transformer-tiny", {**DELAYED, **options})
 
 
 def test_a_model_has_four_matmuls_a_layer() -> None:

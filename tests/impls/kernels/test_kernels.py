@@ -1,8 +1,6 @@
 """Kernels against torch's own operators, and what they keep for backward. Head and loss in tiles of the
 vocabulary, and an update of all weights at once, beside torch's own."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -203,7 +201,6 @@ def test_cross_entropy_of_large_logits_is_finite() -> None:
     loss = vocab_parallel_cross_entropy(logits, torch.tensor([[1, 2]]), None)
     loss.sum().backward()
     assert loss.isfinite().all()
-    assert logits.grad is not None
     assert logits.grad.isfinite().all()
 
 

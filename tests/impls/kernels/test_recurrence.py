@@ -1,7 +1,5 @@
 """Gated recurrences in blocks against the same position by position, and what stands around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise

@@ -1,10 +1,13 @@
-"""The Triton kernels: their values by Triton's interpreter on the CPU, their types by its compiler."""
+"""The Triton kernels: their values by Triton's interpreter on the CPU, their types by its compiler.
+The Triton copy of packed weights: by Triton's interpreter on the CPU, and on a GPU.
+The Triton casts to eight bits: by Triton's interpreter on the CPU, number for number as without."""
 
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import ceil
 from multiprocessing import get_context
 from typing import Any
 
@@ -13,9 +16,10 @@ import torch
 from torch import Tensor
 
 from spbench.bench.measure.verify.judged import relative_errors
+from spbench.impls.kernels import fp8_casts, packed_weights, softmax
 from spbench.impls.kernels import linear_attention as plain
-from spbench.impls.kernels import softmax
-from tests.impls.kernels.test_linear_attention import made
+from spbench.impls.kernels.fp8_casts import E4M3, E5M2, WHOLE
+from tests.impls.kernels.made import made
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -48,7 +52,7 @@ def _among_nans(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
     batch, heads, length, width = shape
     room = torch.full((batch, length + 3, heads, width + 5), torch.nan, dtype=dtype)
     x = room[:, :length, :, :width].transpose(1, 2)
-    return x.copy_(made(*shape, seed=seed, dtype=dtype))
+    return x.copy_(made(*shape, seed=seed, dtype=dtype).detach())
 
 
 def _all_results(operators: Any, case: Case, dtype: torch.dtype, precision: torch.dtype) -> dict[str, Tensor]:
@@ -61,7 +65,7 @@ def _all_results(operators: Any, case: Case, dtype: torch.dtype, precision: torc
     initial = d_final = None
     if case.passed:
         state = plain.state_dtype(precision)
-        initial, d_final = (made(B, Z, case.d, case.a, seed=seed, dtype=state) for seed in (5, 6))
+        initial, d_final = (made(B, Z, case.d, case.a, seed=seed, dtype=state).detach() for seed in (5, 6))
     decay = None if case.decay is None else torch.tensor(case.decay)
     states = operators["states"](k, v, decay, case.block)
     o = operators["output"](q, k, v, decay, states, initial, case.block)
@@ -133,7 +137,7 @@ def softmax_results(
     from spbench.impls.kernels import softmax_triton
 
     by_kernel = dtype == precision
-    scores, gradient = (made(*SHAPE, seed=seed, dtype=dtype).to(precision) for seed in (0, 1))
+    scores, gradient = (made(*SHAPE, seed=seed, dtype=dtype).detach().to(precision) for seed in (0, 1))
     scores = scores.transpose(1, 2).contiguous().transpose(1, 2)  # rows of a head are not adjacent
     hidden = torch.arange(SHAPE[3]).expand(SHAPE[0], 1, 1, -1) % 3 == 0
     mask = hidden if masked else None
@@ -238,3 +242,114 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
 )
 def test_kernels_compile_and_fit(arguments: tuple[Any, ...], compiler: ProcessPoolExecutor) -> None:
     assert compiler.submit(shared_bytes, *arguments).result() <= SHARED_BYTES
+
+
+#: rows and features; of more than a program's numbers and than a block of scales
+SHAPE_PACKED = (37, 640)
+
+
+def difference(bits: int, device: str) -> float:
+    """The largest difference from the plain copy, of the largest number."""
+    generator = torch.Generator().manual_seed(0)
+    rows, features = SHAPE_PACKED
+    words = torch.randint(-(2**15), 2**15, (rows, features * bits // 16), generator=generator)
+    packed = words.to(torch.int16).view(torch.float16)
+    blocks = ceil(rows * features / packed_weights.BLOCK)
+    wide = torch.rand(rows if bits == 8 else ceil(blocks / 256), generator=generator) + 0.5
+    narrow = torch.randint(0, 256, (0 if bits == 8 else blocks,), generator=generator).to(torch.uint8)
+    scales = torch.cat((wide.view(torch.uint8), narrow))
+    exact = packed_weights._unpacked(packed, scales, bits).double()
+    if device == "cuda":
+        ours = packed_weights.unpack_weight(packed.cuda(), scales.cuda(), bits).cpu()
+    else:
+        from spbench.impls.kernels import packed_weights_triton
+
+        levels = packed_weights._levels(torch.device("cpu"))
+        ours = packed_weights_triton.unpacked(packed, levels, wide, narrow, bits, 64, 256)
+    return float((ours.double() - exact).abs().max() / exact.abs().max())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_values(interpreter: ProcessPoolExecutor, bits: int) -> None:
+    # a rounding of float16, where float32 and float64 fall on two sides
+    assert interpreter.submit(difference, bits, "cpu").result() <= 2**-11
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_values_on_a_gpu(bits: int) -> None:
+    assert difference(bits, "cuda") <= 2**-11
+
+
+ROWS = (1, 0)
+#: more than a block, and no multiple of one
+SHAPE_FP8 = (70, 150)
+CASES_FP8 = [
+    (tile, dtype, transposed, power_of_two)
+    for tile, power_of_two in ((WHOLE, False), (ROWS, False), (ROWS, True))
+    for dtype in (E4M3, E5M2)
+    for transposed in (False, True)
+]
+
+
+def differences(
+    tile: tuple[int, int], dtype: torch.dtype, transposed: bool, power_of_two: bool
+) -> tuple[float, float, int]:
+    """How much data and scales differ from the plain cast's, and how many numbers are not 0."""
+    from spbench.impls.kernels import fp8_triton
+
+    x = (
+        made(*SHAPE_FP8, seed=0, dtype=torch.bfloat16).detach()
+        * torch.logspace(-3, 3, SHAPE_FP8[1]).bfloat16()
+    )
+    x[3] = 0  # its scale is that of the smallest magnitude
+    # a view whose rows are not adjacent
+    view = x.mT.contiguous().mT if transposed else x
+    data, scale = fp8_casts._cast(view, None, dtype, tile, torch.float32 if power_of_two else None)
+    if tile == ROWS:
+        ours, of_ours = fp8_triton.cast_by_rows(view, dtype, fp8_casts._SMALLEST, power_of_two)
+    else:
+        ours, other, of_ours = fp8_triton.cast_by_one_scale(
+            view, view.abs().amax().float(), dtype, fp8_casts._SMALLEST, both=True
+        )
+        assert torch.equal(other.float(), ours.float().mT)
+    exact, of_exact = data.double(), scale.double()
+    return (
+        float((ours.double() - exact).abs().max()),
+        float((of_ours.double() - of_exact).abs().max()),
+        int(exact.count_nonzero()),
+    )
+
+
+def test_casts_number_for_number(interpreter: ProcessPoolExecutor) -> None:
+    for case in CASES_FP8:
+        data, scale, numbers = interpreter.submit(differences, *case).result()
+        assert (data, scale) == (0, 0), case
+        assert numbers > SHAPE_FP8[0], case
+
+
+has_eight_bits = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+@pytest.mark.skipif(not has_eight_bits, reason="no GPU that multiplies eight bits")
+@pytest.mark.parametrize(("tile", "dtype", "transposed", "power_of_two"), CASES_FP8)
+def test_a_gpu_casts_and_multiplies_as_a_cpu(
+    tile: tuple[int, int], dtype: torch.dtype, transposed: bool, power_of_two: bool
+) -> None:
+    scales = torch.float32 if power_of_two else None
+    x, w = (torch.randn(256, 256, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (0, 1))
+    x = x.mT.contiguous().mT if transposed else x
+
+    def cast_and_multiplied(device: str) -> list[Tensor]:
+        a, of_a = fp8_casts.fp8_cast(x.to(device), None, dtype, tile, scales, transposed)
+        b, of_b = fp8_casts.fp8_cast(w.to(device), None, E4M3, tile, scales, False)
+        left, right = (fp8_casts.Quantized(*each, tile) for each in ((a, of_a), (b, of_b)))
+        y = fp8_casts.multiply_fp8(left, right.mT, torch.bfloat16, by_engine=False)
+        both = fp8_casts.fp8_cast_both(x.to(device), None, dtype, tile, scales)
+        return [each.cpu().double() for each in (a, of_a, b, of_b, *both, y)]
+
+    *casts, y = cast_and_multiplied("cuda")
+    *exact, product = cast_and_multiplied("cpu")
+    for one, other in zip(casts, exact, strict=True):
+        assert torch.equal(one, other)
+    assert (y - product).abs().max() <= 2**-7 * product.abs().max()

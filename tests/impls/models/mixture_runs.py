@@ -1,7 +1,5 @@
 """Gradients of a model with experts on the ranks of a mesh, beside those of one device in float64."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,8 @@
-"""Adapters of low rank: what is trained, what is kept, and ranks beside one device."""
+"""Adapters of low rank: what is trained, what is kept, and ranks beside one device.
+Frozen weights in few bits: what they unpack to, ranks beside one device, bytes and memory."""
 
-from __future__ import annotations
-
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,21 +15,21 @@ from spbench.bench.measure.memory.allocator import rounded
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.kernels.grouped_matmul import grouped_project, stacked_project
+from spbench.impls.kernels.packed_weights import BLOCK, BLOCK_OF_SCALES, NF4, Packed, unpack_weight
 from spbench.impls.kernels.projection import project
+from spbench.impls.layout import mark_shard, shard_of
 from spbench.impls.models.blocks.adapters import OpeningAdapters
 from spbench.impls.models.blocks.experts import MixtureModule
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import strategy_class
+from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.layers import Linear
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
-from tests.measure.engines.cells import assert_real_ranks_send_the_same
-from tests.measure.verify.assertions import assert_green, assert_red
+from spbench.impls.training.step import initialize
+from tests.measure.verify.assertions import assert_red
 from tests.measure.verify.expert_faults import in_each_block
 from tests.measure.verify.planting import planted
-from tests.slow import mostly_slow, slow
 
 MODEL, RANK = "causal-transformer-tiny-gqa", 4
 
@@ -39,58 +40,8 @@ def adapted(**options: Any) -> CausalTransformerModel:
     return model
 
 
-STRATEGIES = ("tensor_parallel", "megatron_sp", "ulysses", "ring_attention", "upipe", "fpdt", "odysseus")
-BACKENDS = ("legacy_ddp", "ddp", "zero1", "zero2", "zero3", "megatron")
-
-
-@pytest.mark.parametrize("n", mostly_slow((1, 2, 4), 4))
-@pytest.mark.parametrize("strategy", mostly_slow(STRATEGIES, "tensor_parallel", "megatron_sp", "ulysses"))
-@pytest.mark.parametrize("variant", [0, 1])
-def test_ranks_compute_what_one_device_does(pool: RankPool, strategy: str, n: int, variant: int) -> None:
-    model = adapted(**adapted().adapter_variants()[variant])
-    assert_green(pool, Case(strategy_class(strategy), model, "model"), n)
-
-
-@pytest.mark.parametrize("model", ["moe-tiny", "mla-tiny", "hybrid-tiny"])
-@pytest.mark.parametrize("strategy", mostly_slow(("megatron_sp", "ulysses"), "megatron_sp"))
-def test_layers_have_the_adapters_that_their_projections_can_take(
-    pool: RankPool, strategy: str, model: str
-) -> None:
-    """Experts and latents have their own; linear attention is frozen."""
-    alone = {"mtp_layers": 0} if model == "mla-tiny" else {}
-    plain = model_preset(model, alone)
-    assert isinstance(plain, CausalTransformerModel)
-    options = plain.adapter_variants()[0]
-    assert_green(pool, Case(strategy_class(strategy), model_preset(model, {**alone, **options}), "model"), 2)
-
-
 TARGETS = ("o_proj", "gate_proj", "up_proj", "down_proj", "experts")
 ALL = {"lora_rank": RANK, "lora_targets": TARGETS, "shared_inner": 24}
-#: Mixtral's uneven routing beside shared experts, and all tokens to three experts of twelve
-UNEVEN = {**ALL, "routing": "zipf:1.5", "recompute": "selective"}
-FEW = {**ALL, "routing": "zipf:40", "z_weight": 0.01, "expert_weighting": "input"}
-KEPT = {"recompute_modules": ("moe_act", "shared_experts"), "library": "transformer-engine"}
-
-
-@pytest.mark.parametrize("options", [{**UNEVEN, **KEPT}, slow(FEW), slow({**FEW, "stacked_experts": True})])
-@pytest.mark.parametrize("strategy", mostly_slow(("ulysses", "megatron_sp"), "ulysses", "megatron_sp"))
-def test_each_expert_has_adapters_where_its_rank_is(
-    pool: RankPool, strategy: str, options: dict[str, Any]
-) -> None:
-    case = Case(strategy_class(strategy), model_preset("moe-tiny", options), "model", folds={"ep": 2})
-    assert_green(pool, case, 2)
-
-
-@pytest.mark.parametrize("options", [{}, slow({"q_lora_rank": None})])
-@pytest.mark.parametrize(
-    "strategy", mostly_slow(("tensor_parallel", "megatron_sp", "ulysses"), "megatron_sp")
-)
-def test_projections_of_latents_have_adapters_with_their_recomputation(
-    pool: RankPool, strategy: str, options: dict[str, Any]
-) -> None:
-    again = {"recompute": "selective", "recompute_modules": ("mla_up_proj",)}
-    case = Case(strategy_class(strategy), latent(**again, **options), "model")
-    assert_green(pool, case, 2)
 
 
 def latent(**options: Any) -> CausalTransformerModel:
@@ -120,12 +71,6 @@ def test_a_frozen_expert_keeps_no_input_and_has_no_gradient() -> None:
     )
 
 
-@pytest.mark.parametrize("n", mostly_slow((2, 4), 2))
-@pytest.mark.parametrize("backend", mostly_slow(BACKENDS, "zero1", "zero3", "megatron"))
-def test_backends_sum_the_gradients_of_adapters_alone(pool: RankPool, backend: str, n: int) -> None:
-    assert_green(pool, Case(strategy_class("ulysses"), adapted(), "model", backend=backend), n)
-
-
 # -- planted faults --------------------------------------------------------------------------------------
 
 
@@ -145,20 +90,18 @@ def _not_entered(self: Any, honest: Any, x: Tensor, weight: Tensor, bias: Tensor
 
 def _of_the_next(block: MixtureModule) -> None:
     """An expert's rows meet the adapter of another one."""
-    assert block.adapters is not None
     block.adapters.opens_up = nn.ModuleDict(reversed(block.adapters.opens_up.items()))  # type: ignore[operator,arg-type]
 
 
 def _summed_over_all(block: MixtureModule) -> None:
-    assert block.adapters is not None
     for p in block.adapters.parameters():
         p.spbench_expert = False  # type: ignore[attr-defined]
 
 
-OfTheNext = planted("OfTheNext", CausalTransformerModel, build=in_each_block(_of_the_next))
-SummedOverAll = planted("SummedOverAll", CausalTransformerModel, build=in_each_block(_summed_over_all))
-Unscaled = planted("Unscaled", Ulysses, linear_out=_unscaled)
-AdapterNotSummed = planted("AdapterNotSummed", TensorParallel, enter=_not_entered)
+OfTheNext = planted(CausalTransformerModel, build=in_each_block(_of_the_next))
+SummedOverAll = planted(CausalTransformerModel, build=in_each_block(_summed_over_all))
+Unscaled = planted(Ulysses, linear_out=_unscaled)
+AdapterNotSummed = planted(TensorParallel, enter=_not_entered)
 
 
 def test_a_missing_scale_is_red(pool: RankPool) -> None:
@@ -186,34 +129,7 @@ def test_faults_in_adapters_of_experts_are_red(
 
 # -- sizes, bytes and memory -----------------------------------------------------------------------------
 
-OPTIONS = {"lora_rank": RANK, "tied": True}
 WHOLE = {"lora_rank": RANK, "lora_whole": ["embedding", "head"]}
-#: weights that are not trained are in no bucket
-OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
-
-
-@pytest.mark.parametrize(
-    ("sizes", "training"),
-    [
-        ({"pp": 2}, {"micro_batches": 2, "backend": "ddp"}),
-        slow({"dp": 2}, {"backend": "zero3"}),
-        slow({"tp": 2}, {"backend": "megatron"}),
-        ({"dp": 2}, {"backend": "megatron", **OVERLAPPED}),
-        ({"pp": 2, "tp": 2}, {"micro_batches": 2, "backend": "zero3"}),
-        ({"dp": 2, "ep": 2}, {"backend": "zero3"}),
-    ],
-)
-def test_real_ranks_send_what_virtual_ones_do(
-    pool: RankPool, sizes: dict[str, int], training: dict[str, Any]
-) -> None:
-    strategy = "megatron_sp" if "tp" in sizes else "single"
-    cell = {"model": MODEL, "strategy": strategy, "sizes": sizes, "batch": 4, "seq_len": 24}
-    both = {"model_options": OPTIONS, "training": training}
-    if {"pp", "tp"} <= sizes.keys():
-        both |= {"model_options": WHOLE, "strategy_options": {"vocabulary": "split"}}
-    if "ep" in sizes:
-        both |= {"model": "moe-tiny", "model_options": {**ALL, "stacked_experts": True, "routing": "even"}}
-    assert_real_ranks_send_the_same(pool, Cell.model_validate(cell | both))
 
 
 def test_a_rank_holds_states_of_adapters_alone() -> None:
@@ -266,20 +182,102 @@ def test_dropout_is_of_what_adapters_take_and_the_same_where_layers_are_recomput
     assert abs(ones.mean() - 1) < 0.05
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"lora_targets": ["query"]}, "lora_targets has words of q_proj"),
-        ({"lora_targets": ["q_proj"]}, "name all or none of them, or set separate_projections"),
-        ({"lora_targets": []}, "names no projection"),
-        ({"lora_whole": ["head"], "tied": True}, "needs lora_rank and a head of its own"),
-        ({"lora_whole": ["norm"]}, "lora_whole has words of embedding, head"),
-        ({"lora_targets": ["experts"]}, "this model has no experts for adapters; name some of q_proj, "),
-        ({"recompute": "operators"}, "neither mtp_layers nor recompute: operators"),
-        ({"lora_dropout": 1.0}, "at least 0 and below 1"),
-        ({"lora_dropout": 0.1, "mlp_tile": 7}, "goes with neither mlp_tile nor"),
-    ],
-)
-def test_options_that_do_not_fit(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        adapted(**options)
+#: rows of 64 and 128 features, so that a rank of four has whole numbers of float64 and whole blocks
+SIZES = {"hidden": 64, "inner": 128, "head_dim": 16}
+
+
+def packed(bits: int, **options: Any) -> Model:
+    return model_preset(MODEL, {"lora_rank": 4, "frozen_bits": bits, **SIZES, **options})
+
+
+def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix in four bits, and its scales, operation by operation."""
+    blocks = weight.double().view(-1, BLOCK)
+    largest = blocks.abs().amax(1)
+    codes = (blocks / largest[:, None]).unsqueeze(-1).sub(torch.tensor(NF4)).abs().argmin(-1)
+    of_scales = largest.split(BLOCK_OF_SCALES)
+    wide = torch.stack([each.amax() for each in of_scales]).float()
+    narrow = torch.cat([(s / w * 255).round().to(torch.uint8) for s, w in zip(of_scales, wide, strict=True)])
+    words = sum(codes.view(-1, 4)[:, at] << 4 * at for at in range(4))
+    assert isinstance(words, Tensor)
+    numbers = (words << 16).to(torch.int32).view(torch.float32).view(len(weight), -1)
+    return numbers, torch.cat((wide.view(torch.uint8), narrow))
+
+
+def test_what_was_packed_is_near_to_what_is_unpacked() -> None:
+    """Half the widest gap between codes (0.152), of the largest of a block, and a level of its scale."""
+    weight = torch.randn(96, 256, generator=torch.Generator().manual_seed(0)) * 0.02
+    numbers, scales = _quantized(weight)
+    assert scales.numel() == 96 * 256 // 64 + 4 * 2
+    largest = weight.view(-1, BLOCK).abs().amax(1, keepdim=True)
+    away = (unpack_weight(numbers, scales, 4) - weight).view(-1, BLOCK).abs() / largest
+    assert 0.05 < away.max() < 0.152 + 1 / 255
+    # the first 16 of the bits of float32, which a conversion would change where they are no number
+    words = (numbers.view(torch.int32) >> 16).to(torch.int16)
+    halves = unpack_weight(words.view(torch.bfloat16), scales, 4)
+    assert halves.dtype == torch.bfloat16
+    torch.testing.assert_close(halves.float(), unpack_weight(numbers, scales, 4), rtol=2**-8, atol=1e-9)
+    wrong = unpack_weight(numbers.flip(0), scales, 4)
+    assert (wrong - weight).abs().max() > 0.05
+
+
+def test_eight_bits_have_a_scale_a_row() -> None:
+    codes = torch.tensor([[127, -127, 0, 1], [64, -1, -64, 5]])
+    words = (codes[:, ::2] & 255) | (codes[:, 1::2] & 255) << 8
+    numbers = (words << 16).to(torch.int32).view(torch.float32)
+    scales = torch.tensor([2.0, 127.0]).view(torch.uint8)
+    expected = codes * torch.tensor([[2 / 127], [1.0]])
+    torch.testing.assert_close(unpack_weight(numbers, scales, 8), expected)
+
+
+def _of_the_other_rank(self: Any, honest: Any, strategy: Strategy, *sizes: Any) -> nn.Module:
+    """Each rank has the part of another one of what is packed."""
+    module: nn.Module = honest(strategy, *sizes)
+    for each in module.modules():
+        for p in each._parameters.values() if hasattr(each, "packed_bits") else ():
+            if p is not None and (shard := shard_of(p)) is not None:
+                mark_shard(p, replace(shard, index=(shard.index + 1) % shard.parts))
+    return module
+
+
+OfTheOtherRank = planted(CausalTransformerModel, build=_of_the_other_rank)
+
+
+def test_packed_parts_of_another_rank_are_red(pool: RankPool) -> None:
+    model = OfTheOtherRank(**vars(packed(4)))
+    assert_red(pool, Case(TensorParallel, model, "model"), 2)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_rank_holds_packed_weights_and_their_scales(bits: int) -> None:
+    options = {"lora_rank": 4, "frozen_bits": bits, **SIZES}
+    cell = Cell(model=MODEL, strategy="single", batch=1, seq_len=24, precision="bf16", model_options=options)
+    module = packed(bits).build(Strategy(), 24)
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    scales = [b.nbytes for name, b in module.named_buffers() if "scales_" in name]
+    trained = [2 * p.numel() for p in module.parameters() if p.requires_grad]
+    held = trace(cell).memory.peak().held["parameters"]
+    assert held == sum(map(rounded, trained)) + sum(rounded(2 * p.numel()) for p in frozen) + sum(
+        map(rounded, scales)
+    )
+    per_weight = bits / 8 + (4 / 64 if bits == 8 else (1 + 4 / 256) / BLOCK)
+    weights = sum(p.numel() for p in frozen if hasattr(p, "spbench_library")) * 16 // bits
+    assert sum(scales) + weights * bits / 8 == pytest.approx(weights * per_weight, rel=0.1)
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 2), ("full", 3)])
+def test_each_use_unpacks_a_weight(recompute: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In forward and in backward, and once more where a layer is recomputed."""
+    unpacked, honest = Counter[int](), Packed.unpacked
+
+    def counted(self: Packed, weight: Tensor) -> Tensor:
+        unpacked[id(weight)] += 1
+        return honest(self, weight)
+
+    monkeypatch.setattr(Packed, "unpacked", counted)
+    model = packed(4, recompute=recompute)
+    module = model.build(Strategy(), 24)
+    initialize(module, seed=0)
+    module(model.inputs(1, 24, torch.Generator().manual_seed(0)))["loss"].backward()
+    assert set(unpacked.values()) == {times}
+    assert len(unpacked) == 4 * model.layers  # type: ignore[attr-defined]

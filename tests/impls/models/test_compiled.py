@@ -6,8 +6,6 @@ Checkpoints on the host: gradients are those of checkpoints on the device, also 
 the waits of streams allow, and a wait that is left out is seen.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,7 +29,7 @@ from spbench.impls.models.model import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import default_dtype, initialize
 from tests.impls.models.deferred_streams import Device
-from tests.impls.models.test_kept_by_libraries import kept_by_a_layer
+from tests.impls.models.test_fusions import kept_by_a_layer
 
 MODEL, ALL = "causal-transformer-tiny", ["swiglu", "rope"]
 L, H, HEADS, INNER = 128, 64, 4, 128
@@ -66,19 +64,6 @@ def test_fused_kernels_have_the_same_gradients_in_fewer_calls(separate: bool) ->
         torch.testing.assert_close(together[name], gradient)
     assert not fewer["silu"]
     assert fewer.total() < calls.total()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"fusions": ["norm"]}, "fusions has words of swiglu, rope"),
-        ({"fusions": ["rope"], "library": "megatron-local"}, "has its own, see unfused"),
-        ({"fusions": ["swiglu"], "swiglu": "in_place"}, "leave swiglu out of fusions"),
-    ],
-)
-def test_fusions_that_do_not_fit(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        model_preset(MODEL, options)
 
 
 def _layer(x: Tensor, weights: list[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
@@ -220,7 +205,6 @@ def copies(**changes: Any) -> Counter[str]:
         "seq_len": 16,
     }
     program = tracing.trace(Cell.model_validate(asked | changes), events=True).program
-    assert program is not None
     names = [program.names[n] for n, kind in zip(program.name, program.kind, strict=True) if kind == KERNEL]
     return Counter(name for name in names if name in ("to_host_", "to_device_"))
 
@@ -290,12 +274,6 @@ def test_nothing_is_held_after_backward(where: str) -> None:
     assert len(log.sizes) == LAYERS
     assert sorted(map(abs, log.events)) == sorted([*range(1, LAYERS + 1)] * 2)
     assert len(log.tags) == (LAYERS if where == "pageable" else 0)
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective", "operators"])
-def test_it_is_of_full_recomputation(recompute: str) -> None:
-    with pytest.raises(ValueError, match=r"^checkpoints: host needs recompute: full; set that, or leave it"):
-        model_preset("causal-transformer-tiny", {"recompute": recompute, "checkpoints": "host"})
 
 
 def test_checkpointing_is_full_recomputation_too() -> None:

@@ -3,8 +3,6 @@
 What a step of causal language models sends and holds, and what its backward keeps.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
@@ -17,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.impls.composition import ONE_STAGE, Stage
 from spbench.impls.kernels.rotary import rotated
 from spbench.impls.models.blocks.decoder import DecoderModel
@@ -321,33 +318,6 @@ def test_a_run_longer_than_the_text_starts_again() -> None:
 def cell(model: str, **changes: Any) -> Cell:
     defaults = {"model": model, "strategy": "tensor_parallel", "batch": 2, "seq_len": 48}
     return Cell.model_validate(defaults | changes)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [("tnl-tiny", {"attention_norm": "head"}), ("linear-llama3-tiny-hybrid", {})]
-)
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(
-    ("sizes", "tied"),
-    [
-        ({"tp": 2, "pp": 2}, True),
-        ({"tp": 2, "dp": 2}, False),
-        slow({"tp": 4}, True),
-        slow({"tp": 2}, False),
-    ],
-)
-def test_tensor_parallelism_sends_what_its_formula_says(
-    name: str, options: dict[str, Any], checkpointing: bool, sizes: dict[str, int], tied: bool
-) -> None:
-    changed = options | {"checkpointing": checkpointing, "tied": tied}
-    measured = VirtualEngine().measure(cell(name, sizes=sizes, precision="bf16", model_options=changed))
-    assert measured.formula_difference == []
-    assert measured.communication
-
-
-def test_a_norm_over_all_features_is_refused_where_they_are_split() -> None:
-    with pytest.raises(ValueError, match="set its option attention_norm or"):
-        VirtualEngine().measure(cell("tnl-tiny", sizes={"tp": 2}))
 
 
 def bytes_a_token(model: str, **options: Any) -> float:

@@ -5,8 +5,6 @@ Parameters of presets with experts beside published counts.
 What a layer of experts holds on a card, beside a measured layer and what switches save.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

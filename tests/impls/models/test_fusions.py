@@ -1,6 +1,6 @@
-"""Fusions that a library has or leaves out: gradients, bytes kept, and peaks on virtual and real ranks."""
-
-from __future__ import annotations
+"""Fusions that a library has or leaves out: gradients, bytes kept, and peaks on virtual and real ranks.
+What a layer keeps for backward, bytes a token, against counts from the libraries' public code.
+A step computes the same products by the layers of any library; attention by scores adds its own."""
 
 from typing import Any
 
@@ -9,14 +9,13 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.memory.allocator import MIB, rounded
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.verify.verified_run import Case
-from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.nesting import nesting
-from tests.impls.models.test_kept_by_libraries import SMALL, L, kept_by_a_layer
+from spbench.bench.measure.simulator.program import ATTENTION
+from spbench.bench.measure.trace.operator_prices import MATMULS
+from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
 from tests.measure.engines.cells import on_real_ranks, seen
-from tests.measure.verify.assertions import assert_green
 from tests.slow import slow
 
 LOCAL = {"library": "megatron-local", "attention": "unfused"}
@@ -28,14 +27,6 @@ CHOICES: list[dict[str, Any]] = [
     {**LOCAL, "position": "rotary", "rotary_share": 0.5, "unfused": ["rope", "bias_gelu"]},
     {**TRANSFORMER_ENGINE, "mlp": "swiglu", "unfused": ["bias_swiglu"]},
 ]
-SPLIT: dict[str, dict[str, str]] = {"tensor_parallel": {}, "megatron_sp": {"vocabulary": "split"}}
-
-
-@pytest.mark.parametrize("options", [CHOICES[0], CHOICES[1], *(slow(each) for each in CHOICES[2:])])
-@pytest.mark.parametrize("strategy", ["tensor_parallel", slow("megatron_sp")])
-def test_gradients_are_those_of_one_device(pool: RankPool, strategy: str, options: dict[str, Any]) -> None:
-    model = model_preset("gpt3-tiny", options)
-    assert_green(pool, Case(nesting(strategy), model, "model", options=SPLIT[strategy]), {"tp": 2})
 
 
 @pytest.mark.parametrize("options", [CHOICES[0], *(slow(each) for each in CHOICES[1:])])
@@ -93,24 +84,6 @@ def test_transformer_engine_gives_up_the_joint_projection_where_it_must_copy() -
     assert kept(position="rotary") - kept() == 2 * 2 * h
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"unfused": ["softmax"]}, "unfused has words of masked_softmax, bias_gelu, .*, not 'softmax'"),
-        ({"unfused": ["rope"], "library": "torch"}, "library torch does not"),
-        ({"autotune_flush_kib": 1}, "autotune_flush_kib needs cross_entropy: native"),
-        (
-            {"cross_entropy": "native", "autotune_copies": 1},
-            "autotune_copies stand beside autotune_flush_kib",
-        ),
-        ({"cross_entropy": "native", "autotune_flush_kib": -1}, "at least 0"),
-    ],
-)
-def test_what_cannot_be_left_out_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        model_preset("gpt3-tiny", LOCAL | options)
-
-
 def peaks_of_steps(**options: Any) -> list[int]:
     """The peaks of two steps, with two micro-batches whose logits have 16 MiB."""
     cell = Cell(
@@ -151,6 +124,118 @@ def test_the_compiler_times_the_kernels_of_the_first_step(flush_mib: int, copies
     assert later == native[1]
 
 
-def test_bert_without_a_binary_head(pool: RankPool) -> None:
-    model = model_preset("bert-tiny", {"binary_head": False})
-    assert_green(pool, Case(nesting("tensor_parallel"), model, "model"), {"tp": 2})
+def kept_by_a_layer(**cell: Any) -> int:
+    """Bytes that forward leaves behind for one more layer of the first rank."""
+
+    def kept(layers: int) -> int:
+        options = {**cell["model_options"], "layers": layers, "vocabulary": 128}
+        log = trace(Cell(**{**cell, "precision": "bf16", "model_options": options})).memory
+        (forward,) = (span for name, span in log.spans() if name == "forward")
+        changes = log.signed_bytes()[forward]
+        return int(changes.sum())
+
+    return kept(3) - kept(2)
+
+
+L = 1024
+SMALL: dict[str, Any] = {
+    "hidden": 512,
+    "heads": 8,
+    "inner": 2048,
+    "library": "megatron-local",
+    "attention": "unfused",
+}
+
+
+def test_llama_3_by_transformer_engine() -> None:
+    # norm input and output twice, q, k, v after RoPE, attention's output, fc1's and SwiGLU's outputs in bf16;
+    # a float32 a head and a norm
+    expected = 4 * 2 * 8192 + 2 * 8192 + 4 * 8 * 128 + 2 * 8192 + 4 * 64 + 2 * 4 + 6 * 28672
+    cell = {"model": "llama3-70b", "strategy": "single", "batch": 1, "seq_len": L}
+    options = {"library": "transformer-engine", "cross_entropy": "in_place"}
+    assert kept_by_a_layer(**cell, model_options=options) == L * expected == L * 274_696
+
+
+@pytest.mark.parametrize(("attention", "outputs"), [("flash", 2), ("cudnn", 1)])
+def test_gpt_with_dropout_and_flash_attention(attention: str, outputs: int) -> None:
+    # Megatron-LM's gpt3_7b_tp4 on A100 (64,560) and on H100 (62,512)
+    h, kv = 4096, 8 * 128
+    expected = (
+        8 * h + 2 * (h + 2 * kv) // 4 + outputs * 2 * h // 4 + 4 * 32 // 4 + 2 * h + 4 * 4 * h // 4 + 16
+    )
+    options = {"library": "transformer-engine", "attention": attention, "kv_heads": 8}
+    cell = {"model": "gpt3-7b", "strategy": "tensor_parallel", "sizes": {"tp": 4}, "batch": 2, "seq_len": L}
+    assert kept_by_a_layer(**cell, model_options=options) == 2 * L * expected
+
+
+def test_gpt_with_dropout_and_scores() -> None:
+    # 10 h + 24 h / tp + 5 L heads / tp, and two float32 a norm
+    h, heads = SMALL["hidden"], SMALL["heads"]
+    cell = {"model": "gpt3-345m", "strategy": "tensor_parallel", "sizes": {"tp": 2}, "batch": 2, "seq_len": L}
+    expected = 10 * h + 24 * h // 2 + 5 * L * heads // 2 + 16
+    assert kept_by_a_layer(**cell, model_options=SMALL) == 2 * L * expected
+
+
+def test_selective_recomputation_keeps_no_scores() -> None:
+    h = SMALL["hidden"]
+    cell = {"model": "gpt3-345m", "strategy": "single", "batch": 1, "seq_len": L}
+    kept = kept_by_a_layer(**cell, model_options=SMALL | {"recompute": "selective"})
+    assert kept == L * (10 * h + 24 * h + 16)
+
+
+def test_full_recomputation_keeps_the_input_of_each_run() -> None:
+    options = {"hidden": 512, "heads": 8, "inner": 2048, "recompute": "full"}
+    cell = {"model": "gpt3-345m", "strategy": "single", "batch": 1, "seq_len": L}
+    assert kept_by_a_layer(**cell, model_options=options) == L * 2 * 512
+
+
+def test_hugging_faces_layers_keep_cos_and_sin_of_their_own() -> None:
+    # cos and sin of A features each in bf16, once a layer for queries and keys together
+    cell = {"model": "causal-transformer-1b", "strategy": "single", "batch": 2, "seq_len": L}
+    shared, own = (kept_by_a_layer(**cell, model_options={"rope": rope}) for rope in ("shared", "each_layer"))
+    assert own - shared == L * 2 * 2 * 128
+
+
+B, LENGTH, Z, A, LAYERS = 2, 64, 12, 4, 2
+#: FLOPs of one product of all queries with all keys, or of scores with values
+SCORES = 2 * B * Z * LENGTH * LENGTH * A
+
+
+def flops(backend: str = "ddp", **options: Any) -> tuple[float, float]:
+    """FLOPs of a step of gpt3-tiny: of matmuls, and of attention kernels."""
+    cell = Cell(
+        model="gpt3-tiny",
+        strategy="single",
+        batch=B,
+        seq_len=LENGTH,
+        precision="bf16",
+        model_options={"layers": LAYERS, **options},
+        training={"backend": backend},
+    )
+    program = trace(cell, events=True).program
+    of_attention = program.category == ATTENTION
+    return float(program.flops[~of_attention].sum()), float(program.flops[of_attention].sum())
+
+
+@pytest.mark.parametrize("backend", ["ddp", "megatron"])
+def test_libraries_compute_the_same(backend: str) -> None:
+    plain = flops()
+    assert plain[1] > 0
+    for library in ("megatron-local", "transformer-engine"):
+        assert flops(backend, library=library, cross_entropy="in_place") == plain
+        assert flops(backend, library=library, attention_dropout=0.1) == plain
+
+
+def test_attention_by_scores_makes_six_products_of_all_pairs() -> None:
+    (plain, _), (scored, _) = flops(), flops(library="megatron-local", attention="unfused")
+    assert scored - plain == 6 * SCORES * LAYERS
+
+
+def test_full_recomputation_repeats_the_forward_of_layers() -> None:
+    once, again = flops(), flops(recompute="full")
+    # 12 h^2 of a layer's weights, of the inner width 2 h of the tiny model 8 h^2
+    assert again[0] - once[0] == 2 * B * LENGTH * LAYERS * 8 * (Z * A) ** 2
+
+
+def test_every_product_has_its_flops() -> None:
+    assert MATMULS.keys() >= TORCH_PRODUCTS | TRANSFORMER_ENGINE_PRODUCTS

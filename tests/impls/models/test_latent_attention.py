@@ -1,7 +1,5 @@
 """Latent attention and multi-token prediction: values, sizes, bytes, and what libraries keep."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spbench.bench.cell import Cell
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.attended import Attended
@@ -22,10 +19,8 @@ from spbench.impls.models.model import model_preset
 from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.training.step import initialize
-from tests.impls.models.test_kept_by_libraries import kept_by_a_layer
-from tests.measure.engines.cells import assert_real_ranks_send_the_same
+from tests.impls.models.test_fusions import kept_by_a_layer
 from tests.measure.verify.assertions import assert_green
-from tests.slow import mostly_slow
 
 MODEL = "mla-tiny"
 B, L = 2, 6
@@ -147,21 +142,6 @@ def test_closed_forms_count_the_parameters(options: dict[str, Any], stages: int)
         assert site.dims["elements"] == sum(p.numel() for p in built(model, stage).parameters())
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"kv_heads": 4}, "latent attention has no kv_heads"),
-        ({"qk_rope_head_dim": 3}, "RoPE turns pairs, but qk_rope_head_dim is 3"),
-        ({"kv_lora_rank": 0}, "need latent attention; set kv_lora_rank"),
-        ({"padded_values": True, "v_head_dim": 7}, "v_head_dim 7 is above the head size of keys"),
-        ({"position": "learned"}, "multi-token prediction has no learned positions"),
-    ],
-)
-def test_options_that_do_not_fit(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        latent(**options)
-
-
 def test_a_strategy_that_knows_one_head_size_refuses() -> None:
     peer = strategy_class("torch_context_parallel").planned(2)
     with pytest.raises(Unsupported, match="has no values of another head size than keys"):
@@ -178,29 +158,6 @@ def test_bytes_of_a_ring_are_those_of_keys_and_of_values() -> None:
 
 
 # -- on ranks --------------------------------------------------------------------------------------------
-
-STRATEGIES = ("ring_attention", "all_gather_kv", "ulysses", "megatron_sp", "tensor_parallel", "fpdt", "upipe")
-
-
-@pytest.mark.parametrize("strategy", mostly_slow(STRATEGIES, "megatron_sp"))
-@pytest.mark.parametrize("n", mostly_slow((2, 3, 4), 4))
-def test_ranks_compute_what_one_device_does(pool: RankPool, strategy: str, n: int) -> None:
-    assert_green(pool, Case(strategy_class(strategy), latent(mtp_layers=2), "model"), n)
-
-
-@pytest.mark.slow  # and by `spbench verify`
-@pytest.mark.parametrize("placement", ["zigzag", "striped"])
-@pytest.mark.parametrize("strategy", ["ring_attention", "all_gather_kv"])
-def test_placements(pool: RankPool, strategy: str, placement: str) -> None:
-    case = Case(strategy_class(strategy), latent(), "model", options={"placement": placement})
-    assert_green(pool, case, 3)
-
-
-@pytest.mark.parametrize("strategy", mostly_slow(STRATEGIES, "all_gather_kv"))
-def test_real_ranks_send_what_virtual_ones_do(pool: RankPool, strategy: str) -> None:
-    axis = strategy_class(strategy).axes[0]
-    cell = Cell(model=MODEL, strategy=strategy, sizes={axis: 2}, batch=2, seq_len=24)
-    assert_real_ranks_send_the_same(pool, cell)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Routers beside their papers' formulas, one token at a time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -120,7 +118,6 @@ def gradient_of(options: dict[str, Any], x: Tensor) -> tuple[CausalTransformerMo
     model, module = router(options)
     routed = module(x, BATCH, None)
     (routed.weights * 0).sum().backward()
-    assert module.weight.grad is not None
     return model, module, module.weight.grad
 
 

@@ -1,7 +1,5 @@
 """Tiles of MLPs and losses: their numbers, their bytes, what is kept, and faults that others have had."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,17 +19,11 @@ from spbench.impls.models.blocks.decoder_layer import DecoderBlock
 from spbench.impls.models.blocks.feed_forward import MlpModule
 from spbench.impls.models.model import model_preset
 from spbench.impls.registries import strategies
-from spbench.impls.strategies.megatron_sp import MegatronSP
-from spbench.impls.strategies.nesting import Nesting
-from spbench.impls.strategies.tensor_parallel import TensorParallel
-from spbench.impls.strategies.ulysses import Ulysses
 from spbench.impls.tiles import Tiling
 from tests.impls.models.test_recomputation import gradients, kernels, trace
-from tests.measure.verify.assertions import assert_green
 
 GROUPED = "causal-transformer-tiny-gqa"
 TILES = {"mlp_tile": 5, "loss_tile": 5}
-FULL = {"recompute": "full"}
 SLOW = pytest.mark.slow
 
 
@@ -51,31 +43,6 @@ def test_liger_s_tiles_are_a_power_of_two() -> None:
     """32 parts of 475,000 tokens in Llama-3-8B, rounded up: 14,844 to 16,384."""
     lengths = model_preset("llama3-8b", {"loss_tile": "liger"}).loss_tiling.lengths(475_000)
     assert lengths == [16384] * 28 + [475_000 - 28 * 16384]
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("vocabulary", ["whole", "split"])
-def test_a_strategy_s_ranks_have_as_many_tiles(pool: RankPool, vocabulary: str) -> None:
-    """Else ranks would wait for collectives that others do not call. 6 positions of 3 samples a rank are 4
-    tiles of 5, 5, 5 and 3; what is sent is what the closed form says."""
-    model = model_preset(GROUPED, TILES)
-    assert_green(pool, Case(MegatronSP, model, "model", options={"vocabulary": vocabulary}))
-
-
-@pytest.mark.slow
-def test_within_another_strategy(pool: RankPool) -> None:
-    model = model_preset(GROUPED, TILES | {"recompute": "full", "cross_entropy": "in_place"})
-    strategy = Nesting((TensorParallel, Ulysses))
-    assert_green(pool, Case(strategy, model, "model"), strategy.meshes(4)[0])
-
-
-@pytest.mark.parametrize("recompute", [{}, FULL, {**FULL, "recompute_early_stop": True}, {"tiling": "fpdt"}])
-@pytest.mark.parametrize("strategy", ["tensor_parallel", "megatron_sp"])
-def test_bytes_are_those_of_the_closed_form(strategy: str, recompute: dict[str, Any]) -> None:
-    split = {"vocabulary": "split"} if strategy == "megatron_sp" else {}
-    options = TILES | recompute | {"cross_entropy": "native", "separate_projections": True}
-    found = trace(strategy=strategy, sizes={"tp": 2}, model_options=options, strategy_options=split)
-    assert found.measurement(None).formula_difference == []
 
 
 @pytest.mark.one_in(2)
@@ -150,13 +117,6 @@ def test_one_tile_s_intermediate_results_exist_at_once() -> None:
     of_hidden = peak(1024, inner=1, vocabulary=96) - peak(256, inner=1, vocabulary=96)
     assert peak(1024, **tiled) - peak(256, **tiled) < 1.1 * of_hidden
     assert peak(1024) - peak(256) > 10 * of_hidden
-
-
-def test_no_product_is_kept_of_a_tile() -> None:
-    with pytest.raises(ValueError, match="recompute: operators keeps matmuls, and mlp_tile keeps none"):
-        model_preset(GROUPED, {"recompute": "operators", "mlp_tile": 4})
-    with pytest.raises(ValueError, match="tiling: fpdt needs mlp_tile or loss_tile"):
-        model_preset(GROUPED, {"tiling": "fpdt"})
 
 
 def test_inference_makes_no_gradient() -> None:

@@ -3,8 +3,6 @@
 Skipped where a package is missing: fla-core and ring-flash-attn are of the extra peers, transformers is not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,6 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.beside_values import document_of_positions
 from spbench.impls.attended import Attended, Range, Ranges
+from spbench.impls.discovery import INSTALL
 from spbench.impls.kernels.gated_delta import GatedDelta
 from spbench.impls.kernels.gated_norm import l2_norm
 from spbench.impls.kernels.ranged_attention import (
@@ -35,7 +34,6 @@ from spbench.impls.models.blocks.recurrent_mixer import Mamba2
 from spbench.impls.models.model import model_preset
 from spbench.impls.peers import flash_attn_stand_in
 from spbench.impls.place import Place
-from spbench.impls.registries import INSTALL
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.placed_chunks import PlacedChunks

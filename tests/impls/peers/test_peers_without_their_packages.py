@@ -2,8 +2,6 @@
 are installed: which are right, and in which precision. Skipped where a package is missing; ``pip install -e
 '.[peers]'`` brings all."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator
@@ -22,12 +20,13 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.scenarios.choices import strategy_problem
 from spbench.bench.measure.verify.cases import VerifyRow, verify_case
 from spbench.bench.measure.verify.verified_run import Case
-from spbench.impls import registries
+from spbench.impls import discovery, registries
+from spbench.impls.discovery import INSTALL, absent
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.model import model_preset
 from spbench.impls.peers import flash_attn_stand_in as stand_in
 from spbench.impls.place import Place
-from spbench.impls.registries import INSTALL, absent, peers, strategies
+from spbench.impls.registries import peers, strategies
 from spbench.impls.strategies.nesting import nesting
 
 ROOM = Path(spbench.impls.peers.__path__[0])
@@ -36,12 +35,12 @@ LINE = "install the extra peers: pip install 'spbench[peers]'"
 
 @pytest.fixture
 def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registries, "installed_version", lambda name: None)
+    monkeypatch.setattr(discovery, "installed_version", lambda name: None)
 
 
 @pytest.fixture
 def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registries, "installed_version", lambda name: "1")
+    monkeypatch.setattr(discovery, "installed_version", lambda name: "1")
 
 
 def test_a_peer_is_found_by_being_there_and_is_no_strategy_of_ours() -> None:

@@ -1,7 +1,8 @@
 """Attention alone on real ranks: values, all three gradients, bytes, and sizes that strategies refuse. The
-attention of UPipe's rounds: one graph for all of them."""
-
-from __future__ import annotations
+attention of UPipe's rounds: one graph for all of them.
+Gated recurrences on real ranks: values, every gradient and the closed forms of bytes; planted faults;
+sizes that are refused. Gated recurrences of packed documents on real ranks: values, every gradient, bytes,
+and planted faults."""
 
 import gc
 import weakref
@@ -19,6 +20,7 @@ from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.cases import verify_case
 from spbench.bench.measure.verify.verified_run import Case
+from spbench.impls.models.model import Model, model_preset
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.lasp import Lasp
@@ -27,7 +29,8 @@ from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.repeated_attention import RepeatedAttention
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ulysses import Ulysses
-from tests.measure.verify import recurrence_faults
+from tests.measure.verify import document_faults, recurrence_faults
+from tests.measure.verify import recurrence_faults as faults
 from tests.measure.verify.assertions import assert_green, assert_red
 from tests.measure.verify.attention_model import AttentionModel, formula, metered
 from tests.slow import slow
@@ -98,18 +101,6 @@ def test_all_three_gradients(
         assert_green(pool, Case(strategy, model, "attention", dtype, 3, seq_len, 0, options), n)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("strategy", [RingAttention, AllGatherKV])
-def test_a_middle_rank_of_a_placement(pool: RankPool, strategy: type[Strategy], placement: str) -> None:
-    options = {"placement": placement}
-    assert_green(pool, Case(strategy, replace(CAUSAL, rotary=True), "attention", options=options), 3)
-
-
-@pytest.mark.parametrize("cls", [Lasp, Lasp2])
-def test_chunks_of_several_blocks_and_a_rest(pool: RankPool, cls: type[Strategy]) -> None:
-    assert_green(pool, Case(cls, THREE_HEADS, "attention", "fp64", 1, 3 * 600), 3)
-
-
 @pytest.mark.parametrize("fault", recurrence_faults.OF_STATES)
 def test_planted_faults_of_states_are_red(pool: RankPool, fault: type[Strategy]) -> None:
     # one position of weak decay is less than bf16 can tell
@@ -128,24 +119,6 @@ def test_heads_that_ranks_do_not_divide_are_padded(pool: RankPool, heads: int, m
     assert_green(pool, Case(Ulysses, model, "attention", options={"pad_heads": True}), 4)
     refused = verify_case(pool, Case(Ulysses, model, "attention"), 4)
     assert (refused.status, "option pad_heads" in refused.reason) == ("unsupported", True)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "n", "model", "seq_len", "message"),
-    [
-        (Lasp, 4, LINEAR, 25, "25 is not divisible by 4 ranks; use a sequence length of 24 or 28"),
-        (Lasp, 4, CAUSAL, 24, "lasp has no causal softmax attention"),
-        *(
-            (Ulysses, n, CAUSAL, 840, rf"12 attention heads .* {n} ranks; use {nearest}, or")
-            for n, nearest in ((5, "4 or 6"), (24, "12"), (7, "6 or 12"))
-        ),
-    ],
-)
-def test_sizes_that_are_refused(
-    strategy: type[Strategy], n: int, model: AttentionModel, seq_len: int, message: str
-) -> None:
-    with pytest.raises(Unsupported, match=message):
-        strategy.planned(n).check(model.sites(1, seq_len))
 
 
 def test_masks_of_own_queries_are_refused() -> None:
@@ -203,3 +176,43 @@ def test_it_is_given_up_with_its_graph() -> None:
     del attend, attention
     gc.collect()
     assert held() is None
+
+
+ONE = {"layers": 1}
+#: of Gated DeltaNet with as many heads of keys, of Mamba-2 with fewer
+MIXERS = ["gated-deltanet-tiny", "mamba2-tiny"]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("fault", faults.OF_RECURRENCES)
+def test_planted_faults_are_red(pool: RankPool, fault: type[Strategy], name: str) -> None:
+    assert_red(pool, Case(fault, model_preset(name, ONE), "attention"), 3, "output y", "gradient of")
+
+
+def test_heads_that_ranks_can_share_out_are_sent_as_they_are() -> None:
+    strategy, heads = Ulysses.planned(4), torch.zeros(1, 3, 4, 5)
+    assert strategy._for_ranks(heads, 2, 4) is heads
+    assert strategy._for_ranks(heads[:, :, :2], 2, 4).shape == (1, 3, 4, 5)
+
+
+#: on 4 ranks of 6 positions: one begins right before an edge, one at it, one is longer than a rank; on 2
+#: ranks of 12 several lie within one
+DOCUMENTS = (5, 1, 11, 7)
+
+
+def packed(name: str, **options: object) -> Model:
+    return model_preset(name, {"layers": 1, "documents": DOCUMENTS, **options})
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        (fault, name) if (i + j) % 2 == 0 else slow(fault, name)
+        for i, fault in enumerate(document_faults.OF_RECURRENCES)
+        for j, name in enumerate(MIXERS)
+    ],
+)
+def test_planted_faults_are_red_of_documents(pool: RankPool, fault: type[Strategy], name: str) -> None:
+    row = assert_red(pool, Case(fault, packed(name), "model"), 4, "output")
+    assert "of other documents" in row.verdict, row

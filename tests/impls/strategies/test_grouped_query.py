@@ -1,7 +1,5 @@
 """Grouped-query attention over ranks: weights, values, gradients, bytes and what a rank holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,7 +20,6 @@ from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
-from tests.measure.engines.cells import assert_real_ranks_send_the_same
 from tests.measure.verify.assertions import assert_green
 from tests.slow import mostly_slow, slow
 
@@ -65,7 +62,6 @@ def test_parts_of_the_weight_make_the_heads_of_the_whole(kv_heads: int, n: int) 
         torch.testing.assert_close(keys, k[:, :, groups])
         torch.testing.assert_close(values, v[:, :, groups])
         shard = shard_of(part.weight)  # type: ignore[arg-type]
-        assert shard is not None
         assert shard.full_shape(part.weight.shape) == [kv_heads, (HEADS // kv_heads + 2) * HEAD_SIZE, HIDDEN]  # type: ignore[arg-type,union-attr]
     torch.testing.assert_close(torch.cat(queries, 2), q.flatten(2, 3))
 
@@ -158,33 +154,6 @@ def test_formula_is_what_virtual_ranks_send(strategy: str, kv_heads: int, n: int
     assert (measured.status, measured.formula_difference) == ("ok", [])
     replicated = [row for row in measured.formula if "replicated" in row["purpose"]]
     assert sum(row["count"] for row in replicated) == (2 if n > kv_heads else 0)  # layers
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("backend", sorted(backends()))
-@pytest.mark.parametrize("strategy", ["megatron_sp+ring_attention", slow("tensor_parallel+ring_attention")])
-def test_formula_of_backends(strategy: str, backend: str) -> None:
-    asked = cell(strategy, {"tp": 4, "sp": 3, "dp": 2}, 2, precision="fp16", training={"backend": backend})
-    assert VirtualEngine().measure(asked).formula_difference == []
-
-
-@pytest.mark.parametrize("strategy", SPLITTING)
-def test_a_stage_without_softmax_attention_makes_no_groups(strategy: str) -> None:
-    """Softmax attention is in the second of the hybrid's two layers alone."""
-    options = {"qk_norm": True, "checkpointing": True}
-    sizes = {"tp": 4, "pp": 2, "dp": 2}
-    asked = cell(strategy, sizes, 2, model="linear-llama3-tiny-hybrid", model_options=options)
-    assert VirtualEngine().measure(asked).formula_difference == []
-
-
-@pytest.mark.parametrize(
-    ("strategy", "sizes", "kv_heads"),
-    [("tensor_parallel", {"tp": 4}, 2), slow("ulysses", {"sp": 3}, 2), slow("ring_attention", {"sp": 3}, 4)],
-)
-def test_real_ranks_send_what_virtual_ones_do(
-    pool: RankPool, strategy: str, sizes: dict[str, int], kv_heads: int
-) -> None:
-    assert_real_ranks_send_the_same(pool, cell(strategy, sizes, kv_heads, precision="bf16"))
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@ alone, for random packings. A fake process group runs one rank on real tensors; 
 ranks is never looked at. What a rank attends to and holds of packed sequences, against a mask of all pairs,
 for random packings."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,18 +1,25 @@
-"""Ring Attention and gathered keys and values: bytes, memory, within other strategies, misuse of a ring. The
-halo of a window, against a mask of all pairs, for random windows and packings."""
-
-from __future__ import annotations
+"""Ring Attention, plain and in full, and gathered keys and values: results, bytes, memory, within other
+strategies, misuse of a ring. The halo of a window, against a mask of all pairs, for random windows and
+packings.
+Placements of positions on ranks, of each strategy that has them.
+Our context parallelism beside torch's own (torch.distributed.tensor.experimental): the same positions on
+each rank, and the same messages, for each rotate method, with load balancing and without."""
 
 import random
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import plan, rank_classes
+from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.beside_values import seen_pairs
@@ -21,11 +28,14 @@ from spbench.impls.collectives import Ring
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.models.model import model_preset
 from spbench.impls.place import Place
-from spbench.impls.strategies.all_gather_kv import AllGatherKV
-from spbench.impls.strategies.meetings import Meetings
-from spbench.impls.strategies.placed_chunks import PlacedChunks
+from spbench.impls.registries import strategy_class
+from spbench.impls.strategies.all_gather_kv import AllGatherKV, joint_meetings
+from spbench.impls.strategies.meetings import Meetings, meeting
+from spbench.impls.strategies.placed_chunks import PlacedChunks, PlacementOptions
 from spbench.impls.strategies.placements import PLACEMENTS
+from spbench.impls.strategies.plain_ring_attention import PlainRingAttention
 from spbench.impls.strategies.ring_attention import RingAttention
+from spbench.impls.strategies.sequence_chunks import chunk_of
 from tests.impls.strategies.test_packed_memory import count, packings
 from tests.measure.verify.attention_model import AttentionModel, formula
 from tests.slow import slow
@@ -41,6 +51,40 @@ def test_as_many_bytes_as_a_ring_sends(n: int) -> None:
     assert gathers["backward", "all_gather"] == gathers["forward", "all_gather"]
     sums = travels["backward", "send"] - travels["forward", "send"]
     assert gathers["backward", "reduce_scatter"] * n == sums * (n - 1)
+
+
+def of_both_rings(mesh: DeviceMesh, causal: bool, dtype: torch.dtype) -> list[float]:
+    """How far the output of the plain ring and its gradients of q, k and v are from those of the full one."""
+    generator = torch.Generator().manual_seed(mesh.get_local_rank("sp"))
+    q, k, v, d_o = (torch.randn(2, heads, 5, 4, generator=generator, dtype=dtype) for heads in (6, 3, 3, 6))
+    results = []
+    for strategy in (PlainRingAttention(Place.on(mesh)), RingAttention(Place.on(mesh))):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = strategy.causal_attention(*leaves) if causal else strategy.full_attention(*leaves)
+        results.append([o, *torch.autograd.grad(o, leaves, d_o)])
+    return [(plain - full).abs().max().item() for plain, full in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-14), (torch.bfloat16, 0.03)])
+def test_the_plain_ring_computes_what_the_full_one_does(
+    pool: RankPool, causal: bool, dtype: torch.dtype, most: float
+) -> None:
+    for apart in pool.run({"sp": 4}, of_both_rings, causal, dtype):
+        assert max(apart) < most
+
+
+@pytest.mark.parametrize(
+    ("model", "options"), [("causal-transformer-tiny", {"kv_heads": 4}), ("st-dit-tiny", {})]
+)
+def test_the_plain_ring_sends_what_the_full_one_does(model: str, options: dict[str, Any]) -> None:
+    of: Any = {"model": model, "model_options": options | {"checkpointing": True}, "precision": "bf16"}
+    plain, full = (
+        VirtualEngine().measure(cell(name, {"sp": 4}, **of))
+        for name in ("plain_ring_attention", "ring_attention")
+    )
+    assert plain.communication == full.communication
+    assert plain.formula_difference == []
 
 
 def cell(strategy: str, sizes: dict[str, int], **changes: Any) -> Cell:
@@ -79,26 +123,6 @@ def test_gradients_round_a_ring_leave_half_a_block_out_of_the_peak() -> None:
     peaks, traced = peaks_of_ranks(4, "all_gather_kv", placement="zigzag", gradients="ring")
     half_a_block = 4 * (768 // 4) * 48 * 2  # of k and v in bfloat16
     assert max(peaks) - half_a_block <= traced <= max(peaks)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    ("model", "placement"),
-    [
-        ("causal-transformer-tiny", "zigzag"),
-        ("st-dit-tiny", "contiguous"),
-        *(slow("causal-transformer-tiny", placement) for placement in ("contiguous", "striped")),
-    ],
-)
-@pytest.mark.parametrize("around", ["tensor_parallel", "megatron_sp", "ulysses"])
-def test_within_another_strategy(around: str, model: str, placement: str) -> None:
-    axes = ("sp", "cp") if around == "ulysses" else ("tp", "sp")
-    sizes = {**dict.fromkeys(axes, 2), "dp": 2}
-    of: Any = {"model_options": {"checkpointing": True}, "strategy_options": {"placement": placement}}
-    asked = cell(f"{around}+all_gather_kv", sizes, model=model, precision="bf16", **of)
-    measured = VirtualEngine().measure(asked)
-    assert measured.formula_difference == []
-    assert {*axes} <= {row["axis"] for row in measured.communication}
 
 
 def misuse(mesh: DeviceMesh) -> list[str]:
@@ -230,7 +254,128 @@ def test_no_rank_holds_more_than_those_that_are_traced(strategy: str, window: in
     )
     traces = [tracing.trace(asked, rank) for rank in range(5)]
     planned = plan(asked)
-    for rank, trace in enumerate(traces):
-        assert not planned.difference(trace.communication, rank)
-    peaks = [trace.memory.peak().nbytes for trace in traces]
+    for rank, each in enumerate(traces):
+        assert not planned.difference(each.communication, rank)
+    peaks = [each.memory.peak().nbytes for each in traces]
     assert max(peaks) == max(peaks[each.first] for each in rank_classes(asked))
+
+
+SIZES = [*((p, 4) for p in PLACEMENTS), ("striped", 1)]
+
+
+def positions(placement: str, n: int, length: int) -> list[Tensor]:
+    """Those of each of n ranks."""
+    ranks = [RingAttention.planned(n, r, {"placement": placement}) for r in range(n)]
+    return [strategy.shard(torch.arange(n * length), 0) for strategy in ranks]
+
+
+def assert_covered(met: Tensor, mine: Tensor, theirs: Iterable[Tensor]) -> None:
+    """Every query has met the keys that are not later once, and no other."""
+    keys = torch.cat([*theirs])
+    assert torch.equal(met, (mine.unsqueeze(-1) >= keys).int())
+
+
+def count_pairs(met: Tensor, causal: bool) -> None:
+    met.add_(torch.ones_like(met).tril() if causal else 1)
+
+
+@pytest.mark.parametrize(("placement", "length"), SIZES)
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_blocks_cover_what_causality_allows(n: int, placement: str, length: int) -> None:
+    places = positions(placement, n, length)
+    for rank in range(n):
+        for owner in range(n):
+            met = torch.zeros(length, length, dtype=torch.int)
+            if (found := meeting(placement, rank, owner, length)) is not None:
+                mine, theirs, causal = found
+                count_pairs(met[mine, theirs], causal)
+            assert_covered(met, places[rank], [places[owner]])
+
+
+@pytest.mark.parametrize(("placement", "length"), SIZES)
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_joint_blocks_cover_what_causality_allows(n: int, placement: str, length: int) -> None:
+    places, calls = positions(placement, n, length), set()
+    for rank in range(n):
+        found = [*joint_meetings(Meetings(placement, rank, n, length))]
+        met = torch.zeros(length, n, length, dtype=torch.int)
+        for owners, mine, theirs, causal in found:
+            block = met[mine, owners, theirs]
+            if causal:
+                assert block.shape[1] == 1
+                count_pairs(block[:, 0], causal)
+            else:
+                count_pairs(block, causal)
+        assert_covered(met.flatten(1), places[rank], places)
+        assert found[0][1] == slice(None)  # all queries
+        calls.add(len(found))
+    assert max(calls) <= {"contiguous": 2, "zigzag": 3, "striped": n}[placement]
+
+
+def test_unknown_placement() -> None:
+    with pytest.raises(ValueError, match="one of contiguous, striped, zigzag, not 'spiral'"):
+        PlacementOptions(placement="spiral")
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_a_chunk_is_that_of_torch(dim: int) -> None:
+    x = torch.arange(6 * 12 * 18).view(6, 12, 18)
+    for parts in (1, 2, 3):
+        for number, expected in enumerate(x.chunk(parts, dim)):
+            chunk = chunk_of(x, dim, number, parts)
+            assert torch.equal(chunk, expected)
+            assert chunk.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+N, LENGTH = 4, 48
+#: torch's rotate method and, of ours, the strategy that sends what it sends
+OURS: dict[str, tuple[str, dict[str, str]]] = {
+    "allgather": ("all_gather_kv", {"gradients": "ring"}),
+    "alltoall": ("ring_attention", {}),
+}
+
+
+@pytest.mark.parametrize("strategy", ["ring_attention", "all_gather_kv"])
+@pytest.mark.parametrize("balanced", [True, False])
+def test_a_rank_has_the_positions_that_torch_gives_it(strategy: str, balanced: bool) -> None:
+    positions = torch.arange(LENGTH)
+    if balanced:
+        positions = positions[_HeadTailLoadBalancer(LENGTH, N, "cpu")._generate_indices()[0].long()]
+    placement = "zigzag" if balanced else "contiguous"
+    for rank, theirs in enumerate(positions.chunk(N)):
+        place = Place({"sp": N}, {"sp": rank})
+        ours = strategy_class(strategy).configured(place, {"placement": placement})
+        assert torch.equal(ours.shard(torch.arange(LENGTH)[None], 1)[0], theirs)
+
+
+def messages(strategy: str, **options: str) -> Counter[tuple[str, bool, int]]:
+    """How many messages of how many bytes of payload, by phase and by whether each is an all-gather; an
+    all-to-all of torch's ring goes to one rank whole, as a send does."""
+    cell = Cell.model_validate(
+        {
+            "model": "causal-transformer-tiny-gqa",
+            "strategy": strategy,
+            "strategy_options": options,
+            "sizes": {"sp": N},
+            "batch": 2,
+            "seq_len": LENGTH,
+            "precision": "bf16",
+        }
+    )
+    found: Counter[tuple[str, bool, int]] = Counter()
+    for operation, times in trace(cell, N - 1).communication.counts.items():
+        if operation.collective in ("all_gather", "all_to_all", "send"):
+            gathers = operation.collective == "all_gather"
+            found[operation.phase, gathers, operation.payload_bytes] += times
+    return found
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("rotate", OURS)
+@pytest.mark.parametrize("placement", ["contiguous", "zigzag"])
+def test_messages_are_those_of_torch(rotate: str, placement: str) -> None:
+    strategy, options = OURS[rotate]
+    ours: Any = messages(strategy, placement=placement, **options)
+    theirs = messages("torch_context_parallel", placement=placement, rotate=rotate)
+    assert ours == theirs
+    assert ours

@@ -1,6 +1,5 @@
-"""Data and pipeline parallelism around each strategy give the single device's loss and gradients."""
-
-from __future__ import annotations
+"""Data and pipeline parallelism around each strategy give the single device's loss and gradients.
+What pipeline stages send beside its closed form, and sizes that cannot be divided."""
 
 import pickle
 from collections.abc import Callable, Iterator
@@ -13,6 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.judged import relative_errors
 from spbench.impls.backends.optimizer import PRECISIONS, default_dtype
@@ -20,8 +21,10 @@ from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition, rank_module
 from spbench.impls.models.model import Model, model_preset
 from spbench.impls.place import Place
+from spbench.impls.registries import strategy_class
 from spbench.impls.strategies.base import Strategy, shard_of
 from spbench.impls.strategies.nesting import nesting
+from spbench.impls.training.pipeline import summed
 from spbench.impls.training.step import Training, initialize
 from spbench.impls.training.turns import Turns
 from tests.slow import slow
@@ -239,3 +242,66 @@ def test_planted_faults_are_seen(
 ) -> None:
     by_rank = pool.run(sizes, errors_of_rank, "single", 2, schedule, "contiguous", fault)
     assert all(errors[tensor] > 1e-3 for errors in by_rank)
+
+
+SEQ_LEN = 24
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("strategy", ["single", "tensor_parallel", "ring_self_attention"])
+@pytest.mark.parametrize(("pp", "dp"), [(4, 2), slow(1, 1), slow(1, 2), slow(4, 1)])
+@pytest.mark.parametrize("precision", ["fp16", slow("fp32")])
+def test_every_stage_sends_what_the_closed_form_says(strategy: str, pp: int, dp: int, precision: str) -> None:
+    cls = strategy_class(strategy)
+    cell = Cell(
+        model="bert-tiny",
+        strategy=strategy,
+        sizes=Sizes(dp=dp, pp=pp, **dict.fromkeys(cls.axes, 4)),
+        batch=16,
+        seq_len=SEQ_LEN,
+        precision=precision,  # type: ignore[arg-type]
+        model_options=OPTIONS,
+        training=TrainingOptions(micro_batches=8),
+    )
+    result = VirtualEngine().measure(cell)
+    assert result.formula_difference == []
+    if pp * dp > 1 or cls.axes:
+        assert result.communication
+
+
+def test_virtual_stages_are_those_of_one_schedule() -> None:
+    with pytest.raises(ValueError, match="virtual_stages is for schedule: interleaved"):
+        TrainingOptions(virtual_stages=2)
+    with pytest.raises(ValueError, match="schedule: interleaved needs virtual_stages: 2 or more"):
+        TrainingOptions(schedule="interleaved")
+
+
+def interleaved_cell(pp: int, virtual_stages: int, strategy: str = "single", **axes: int) -> Cell:
+    interleaved = {"schedule": "interleaved", "virtual_stages": virtual_stages} if virtual_stages > 1 else {}
+    return Cell(
+        model="bert-tiny",
+        strategy=strategy,
+        sizes=Sizes(pp=pp, **axes),
+        batch=16,
+        seq_len=SEQ_LEN,
+        precision="fp16",
+        model_options={"layers": 8, "vocabulary_multiple": 2},
+        training=TrainingOptions.model_validate({"micro_batches": 8, **interleaved}),
+        cluster="dgx-a100",
+    )
+
+
+@pytest.mark.parametrize(("strategy", "axes"), [("single", {}), slow("megatron_sp", {"tp": 2})])
+def test_interleaved_stages_send_what_the_closed_form_says(strategy: str, axes: dict[str, int]) -> None:
+    assert VirtualEngine().measure(interleaved_cell(2, 2, strategy, **axes)).formula_difference == []
+
+
+def test_an_interleaved_rank_runs_ahead_by_all_its_forwards_at_most() -> None:
+    assert [Turns(rank, ranks=4, chunks=2, micro_batches=4).ahead for rank in range(4)] == [8, 8, 6, 4]
+    assert Turns(0, ranks=4, chunks=2, micro_batches=8).ahead == 10
+
+
+def test_a_stage_without_losses_has_zero_where_its_inputs_are() -> None:
+    inputs = [{"tokens": torch.empty(2, device="meta")}]
+    assert summed([], inputs).device.type == "meta"
+    assert summed([torch.tensor(1.0), torch.tensor(2.0)], inputs) == 3

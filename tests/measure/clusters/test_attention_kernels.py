@@ -3,8 +3,6 @@
 Rates of attention kernels carried over from the card that has both kernels.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from spbench.bench.cell import Cell
@@ -65,17 +63,13 @@ def test_what_nobody_says_is_taken_and_told_and_what_is_said_is_kept() -> None:
 
 def test_rates_of_latent_attention_are_of_its_calls_alone() -> None:
     h100, b200 = (load_cluster(name).device.attention for name in ("h100-sxm", "dgx-b200"))
-    assert h100 is not None
-    assert b200 is not None
     # a call's head size is the mean over its matmuls: 160 forward and 166 backward for 192 and 128
     for size, direction, reached in ((160, "forward", 553e12), (166, "backward", 422e12)):
         rate = h100.rate_of("cudnn", size, direction, "causal")
-        assert rate is not None
         assert rate.value_head_size == 128
         assert rate.at(4096) == pytest.approx(reached, rel=1e-3)
     for direction in ("forward", "backward"):
         rate = h100.rate_of("cudnn", 128, direction, "causal")
-        assert rate is not None
         assert rate.value_head_size is None
         assert b200.rate_of("cudnn", 128, direction, "causal") is None
 
@@ -85,7 +79,6 @@ CALL = (128, "forward", "causal")
 
 def test_a_kernel_that_was_measured_has_its_own_rate() -> None:
     device = load_cluster("a100-sxm-80gb").device
-    assert device.attention is not None
     for kernel in ("triton", "flash"):
         assert rate_of_call(device, kernel, *CALL) == device.attention.rate_of(kernel, *CALL)
 
@@ -104,7 +97,6 @@ def test_another_has_the_ratio_of_both_kernels_on_the_card_that_has_both() -> No
     assert ratios[0] == pytest.approx(ratios[1], rel=1e-3)
     assert ratios[0] < 0.6
     carried = rates[other.name, "triton"]
-    assert carried is not None
     assert carried.limit_flops_per_s.substitute.startswith(
         "flash_attention_2's, by the ratio of both on NVIDIA A100"
     )
@@ -113,7 +105,6 @@ def test_another_has_the_ratio_of_both_kernels_on_the_card_that_has_both() -> No
 def test_without_a_kernel_in_common_or_any_rate_nothing_is_carried_over() -> None:
     without = load_cluster("a100-pcie-80gb").device
     assert rate_of_call(without.model_copy(update={"attention": None}), "triton", *CALL) is None
-    assert without.attention is not None
     alone = without.attention.model_copy(
         update={"kernels": {"cudnn": without.attention.kernels["flash_attention_2"]}}
     )

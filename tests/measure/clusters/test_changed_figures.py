@@ -1,7 +1,5 @@
 """Clusters with figures changed: what changes, what stays, and what cannot be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,7 @@ import yaml
 
 from spbench.bench.errors import UserError
 from spbench.bench.files import CACHE_FOLDER
-from spbench.bench.measure.clusters.changed_figures import changed_cluster, is_figure, sweep
+from spbench.bench.measure.clusters.changed_figures import changed_cluster, is_figure, swept_figures
 from spbench.bench.measure.clusters.cluster import Cluster, cluster_names, load_cluster
 from spbench.bench.yaml_files import validate
 
@@ -82,15 +80,15 @@ def test_what_cannot_be_changed(cluster: str, figure: str, text: str, problem: s
 
 
 def test_a_range_is_doublings() -> None:
-    assert sweep([(BANDWIDTH, "x0.5..x4"), ("network.nics_per_node", "4")]) == [
+    assert swept_figures([(BANDWIDTH, "x0.5..x4"), ("network.nics_per_node", "4")]) == [
         {BANDWIDTH: factor, "network.nics_per_node": "4"} for factor in ("x0.5", "x1", "x2", "x4")
     ]
-    assert sweep([]) == [{}]
+    assert swept_figures([]) == [{}]
     for wrong in ("x4..x1", "x0..x4"):
         with pytest.raises(UserError, match="the smaller first"):
-            sweep([(BANDWIDTH, wrong)])
+            swept_figures([(BANDWIDTH, wrong)])
     with pytest.raises(UserError, match="given twice"):
-        sweep([(BANDWIDTH, "x1"), (BANDWIDTH, "x2")])
+        swept_figures([(BANDWIDTH, "x1"), (BANDWIDTH, "x2")])
 
 
 def test_names_of_figures() -> None:

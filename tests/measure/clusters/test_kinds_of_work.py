@@ -1,7 +1,5 @@
 """What is said of a cluster by kind of work: its figures, and the gaps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +96,6 @@ def test_a_host_extends_that_of_a_packaged_cluster(tmp_path: Path) -> None:
     start = "extends: dgx-a100\nabout: ours\nhost:\n  extends: "
     own.write_text(start + "h100-sxm\n  scale: {value: 0.5, source: ours}\n")
     ours, theirs = load_cluster(str(own)).host, load_cluster("h100-sxm").host
-    assert ours is not None
-    assert theirs is not None
     assert ours.seconds("operator_s") == 0.5 * theirs.seconds("operator_s")
     own.write_text(start + "h100-smx\n")
     with pytest.raises(UserError, match=r"ours.yaml: host.extends: unknown cluster 'h100-smx'.*h100-sxm"):
@@ -122,10 +118,8 @@ def test_a_cluster_that_is_not_there() -> None:
 
 def test_null_takes_the_collectives_of_an_extended_file_away() -> None:
     link = load_cluster("h800-sxm").node_link
-    assert link is not None
     assert link.collectives == {}
     above = load_cluster("h100-sxm").node_link
-    assert above is not None
     assert "all_reduce" in above.collectives
 
 

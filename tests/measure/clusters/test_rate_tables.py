@@ -1,7 +1,5 @@
 """Tables of measured times: calls on measured ones, between two and beyond; packaged files and errors."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Cells of tiny models, with those on which short cuts are held to the plain way, cards of a
 chosen size, what the meters of one rank see, virtual or real; and traces compared field by field."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence

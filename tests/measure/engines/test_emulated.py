@@ -1,8 +1,6 @@
 """One rank of N on this machine's CPU: what it holds, sends and computes is what virtual ranks say. What a
 rank receives from ranks that are not there."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,8 +66,6 @@ def played(cell: Cell, rank: int) -> tuple[Trace, list[float]]:
 
 def differences(ours: Trace, theirs: Trace) -> list[str]:
     """What is not the same: closed forms, bytes, operators in their order, and each birth and death."""
-    assert ours.program is not None
-    assert theirs.program is not None
     found = ["communication"] * (ours.communication.counts != theirs.communication.counts)
     found += ["operators"] * (_operators(ours) != _operators(theirs))
     found += ["memory"] * (not np.array_equal(_in_step(ours.memory), _in_step(theirs.memory)))
@@ -78,7 +74,6 @@ def differences(ours: Trace, theirs: Trace) -> list[str]:
 
 def _operators(trace: Trace) -> list[tuple[str, float, float]]:
     program = trace.program
-    assert program is not None
     names = [program.names[number] for number in program.name]
     return list(zip(names, program.flops.tolist(), program.nbytes.tolist(), strict=True))
 
@@ -245,7 +240,6 @@ def test_a_search_is_decided_by_steps(
     monkeypatch.setattr(search, "largest_that_fits", lambda cell: Measurement(answer=guess, peak_rank=0))
     cell = searching(tmp_path)
     found = search.search(cell, EmulatedEngine())
-    assert found.answer is not None
     assert {(found.answer, "ok"), (found.answer + 16, "oom")} <= set(tried(found))
     expected = tracing.trace(cell.at(found.answer)).memory.peak().nbytes
     assert (found.status, found.peak_memory_bytes) == ("ok", expected)
@@ -257,7 +251,6 @@ def test_a_search_begins_with_the_virtual_answer(monkeypatch: pytest.MonkeyPatch
     found, virtually = (
         search.search(searching(tmp_path), engine()) for engine in (EmulatedEngine, VirtualEngine)
     )
-    assert virtually.answer is not None
     assert found.answer == virtually.answer
     assert tried(found) == [(virtually.answer, "ok"), (virtually.answer + 16, "oom")]
 

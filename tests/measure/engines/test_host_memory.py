@@ -1,8 +1,6 @@
 """What ranks hold on their hosts: by hand and on virtual ranks, against what a node has. What NCCL takes of a
 device to connect it with the others of its node."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +173,6 @@ def test_torchs_save_on_cpu_is_waited_for(tmp_path: Path) -> None:
     asked = cell(with_host(tmp_path, link_bandwidth_bytes_per_s=1000), model_options=options)
     assert VirtualEngine().measure(asked).step_time_s == pytest.approx(2 * LAYERS * 6912 / 1000, rel=1e-3)
     program = tracing.trace(asked, events=True).program
-    assert program is not None
     assert program.host[:, HOST_WORK.index("joins")].sum() == LAYERS
 
 

@@ -1,7 +1,5 @@
 """Training runs: every strategy and size learns as one device does, and a fault shows in the curves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from spbench.bench.measure.engines import distributed
 from spbench.bench.measure.engines.distributed import learning_rate, losses_of_rank
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Outcome
 from spbench.bench.row import Row
@@ -180,7 +178,7 @@ def test_pieces() -> None:
 
 def test_comparison_states_deviations() -> None:
     scenario = load_scenario("rsa_convergence")
-    cells = declared_cells(scenario, Narrowing())
+    cells = Narrowing().declared(scenario)
     rows: dict[str, Row] = {}
     for asked in cells:
         off = {"tensor_parallel": 1e-7, "ring_self_attention": 0.5}.get(asked.strategy, 0.0)
@@ -203,7 +201,7 @@ def test_comparison_states_deviations() -> None:
 
 @pytest.mark.slow
 def test_whole_scenario() -> None:
-    cells = declared_cells(load_scenario("rsa_convergence"), Narrowing())
+    cells = Narrowing().declared(load_scenario("rsa_convergence"))
     losses = {(c.strategy, c.precision): run_cell(c).losses for c in cells}
     reference = losses.pop(("single", "fp32"))
     assert final(reference, "mlm") < reference[0]["mlm"] - 1.4

@@ -13,8 +13,6 @@ which it does not tell apart. The peak of a training step as torch's own MemTrac
 tensors: an independent check.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any

@@ -1,8 +1,6 @@
 """The parts of short cuts: lists of deeper models by those of shallow ones, on lists that are written by
 hand; steps of very many micro-batches, from three of a few; the turns of an interleaved pipeline."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace

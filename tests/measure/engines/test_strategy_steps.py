@@ -1,35 +1,24 @@
 """Steps of the strategies that sequence parallelism is compared with, on sequences and on grids: closed form,
-virtual ranks and real ranks send the same bytes."""
+virtual ranks and real ranks send the same bytes.
+Strategies around each other: virtual ranks, real ranks and closed forms agree, axis by axis."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
+import pickle
 from fractions import Fraction
-from itertools import product
 from typing import Any
 
 import pytest
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.impls.models.model import models
-from spbench.impls.registries import strategy_class
-from spbench.impls.strategies.base import Unsupported
-from tests.measure.engines.cells import assert_real_ranks_send_the_same
-from tests.slow import slow
+from spbench.impls.place import ALONE
+from spbench.impls.registries import backends, strategies, strategy_class
+from spbench.impls.strategies.nesting import Nesting, nesting, pairs
+from spbench.impls.strategies.upipe import UPipe
+from tests.measure.engines.cells import ATTEMPTS, on_real_ranks, seen
+from tests.slow import mostly_slow
 
-#: of sequences: each strategy with models that it can run
-PAIRS = [
-    *product(("ulysses", "megatron_sp"), ("bert-tiny", "causal-transformer-tiny", "linear-transformer-tiny")),
-    *product(("ring_attention",), ("causal-transformer-tiny", "linear-transformer-tiny")),
-    ("all_gather_kv", "causal-transformer-tiny"),
-]
-#: of which real ranks are of every run
-ALWAYS = ("megatron_sp", "bert-tiny"), ("ring_attention", "linear-transformer-tiny")
-#: of grids
-STRATEGIES = ("dsp", "ulysses", "megatron_sp", "ring_attention", "all_gather_kv", "tensor_parallel")
 GRID = "st-dit-tiny"
 
 
@@ -37,72 +26,6 @@ def cell_of(strategy: str, n: int, model: str = GRID, **changes: Any) -> Cell:
     sizes, batch = strategy_class(strategy).sizes_for(n), 2 if model == GRID else 3
     options = {"model": model, "strategy": strategy, "sizes": sizes, "batch": batch, "seq_len": 24}
     return Cell.model_validate(options | changes)
-
-
-def real_cases() -> Iterator[Any]:
-    """By default few: others are compared in :mod:`tests.measure.engines.test_peaks`. 3 and 4 ranks do not
-    divide the 2 places of a frame."""
-    for (strategy, model), n, kept in product(PAIRS, (2, 3, 4), (True, False)):
-        always = (strategy, model) in ALWAYS and (n, kept) == (2, True)
-        case = strategy, n, model, {"checkpointing": kept}
-        yield case if always else slow(*case)
-    for strategy in STRATEGIES:
-        case = strategy, 3, GRID, {"checkpointing": True, "layers": 1}
-        yield case if strategy == "dsp" else slow(*case)
-    yield slow("dsp", 4, GRID, {"checkpointing": False, "layers": 1})
-
-
-@pytest.mark.parametrize(("strategy", "n", "model", "options"), [*real_cases()])
-def test_real_ranks_send_what_virtual_ones_do(
-    pool: RankPool, strategy: str, n: int, model: str, options: dict[str, Any]
-) -> None:
-    """Their peaks are compared elsewhere, for Gloo copies what it reduce-scatters."""
-    assert_real_ranks_send_the_same(
-        pool, cell_of(strategy, n, model, precision="bf16", model_options=options)
-    )
-
-
-def of_settings() -> Iterator[Any]:
-    """Ranks, checkpointing and precision, of which two combinations are of every run."""
-    for settings in product((2, 4, 8, 64), (False, True), ("fp16", "fp32", "fp64")):
-        always = settings in ((2, True, "fp32"), (64, False, "fp16"))
-        yield settings if always else slow(*settings)
-
-
-def check_formula(cell: Cell, rank: int) -> None:
-    measured = tracing.trace(cell, rank=rank).measurement(None)
-    assert measured.formula_difference == []
-    assert measured.communication
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize(("n", "checkpointing", "precision"), [*of_settings()])
-@pytest.mark.parametrize(("strategy", "model"), PAIRS)
-def test_formula_is_what_virtual_ranks_send(
-    strategy: str, n: int, model: str, checkpointing: bool, precision: str
-) -> None:
-    options = {"heads": 64, "hidden": 128, "checkpointing": checkpointing}
-    if hasattr(models()[model], "inner"):
-        options["inner"] = 192
-    check_formula(
-        cell_of(strategy, n, model, seq_len=128, precision=precision, model_options=options), rank=n - 1
-    )
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("strategy", "model"),
-    [
-        ("ulysses", "bert-tiny"),
-        ("megatron_sp", "bert-tiny"),
-        ("ring_attention", "causal-transformer-tiny"),
-        ("all_gather_kv", "causal-transformer-tiny"),
-    ],
-)
-def test_formula_between_pipeline_stages_and_replicas(strategy: str, model: str) -> None:
-    sizes = {**strategy_class(strategy).sizes_for(2), "pp": 2, "dp": 2}
-    cell = cell_of(strategy, 2, model, batch=4, sizes=sizes, precision="fp16")
-    assert VirtualEngine().measure(cell).formula_difference == []
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -118,48 +41,6 @@ def test_what_is_told_is_of_a_rank_that_sends(n: int) -> None:
 
 # -- grids ---------------------------------------------------------------------------------------------------
 
-ST_DIT = GRID, {"temporal": 16, "patch": 4}, 16 * 4 * 16
-CUBE = "transformer-3d-tiny", {"leading": (16, 16)}, 16**3
-
-
-SHAPES = [(*ST_DIT, 1, 16, True), (*CUBE, 0, 8, False), (*ST_DIT, 0, 8, False), (*CUBE, 1, 16, True)]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "shape"),
-    [
-        # each strategy in one shape, each shape with some strategies; in the slow run all with all
-        slow(strategy, shape) if (n - m) % 4 else (strategy, shape)
-        for n, strategy in enumerate(STRATEGIES)
-        for m, shape in enumerate(SHAPES)
-    ],
-)
-def test_formula_of_grids_is_what_virtual_ranks_send(strategy: str, shape: Any) -> None:
-    model, options, seq_len, grid_dim, n, checkpointing = shape
-    cell = cell_of(
-        strategy,
-        n,
-        model=model,
-        seq_len=seq_len,
-        precision="fp16",
-        model_options={**options, "heads": 16, "hidden": 32, "checkpointing": checkpointing},
-        strategy_options={} if strategy == "tensor_parallel" else {"grid_dim": grid_dim},
-    )
-    check_formula(cell, rank=n - 1)
-
-
-@pytest.mark.parametrize(("temporal", "spatial", "rank"), [(10, 6, 0), (7, 3, 3)])
-def test_formula_pays_for_padding(rank: int, temporal: int, spatial: int) -> None:
-    options = {"temporal": temporal, "layers": 1}
-    cell = cell_of("dsp", 4, seq_len=temporal * spatial, model_options=options)
-    assert tracing.trace(cell, rank).measurement(None).formula_difference == []
-
-
-@pytest.mark.parametrize("backend", ["ddp", "fsdp_flat"])
-def test_formula_with_replicas(backend: str) -> None:
-    cell = cell_of("dsp", 2, sizes={"sp": 2, "dp": 2}, precision="bf16", training={"backend": backend})
-    assert VirtualEngine().measure(cell).formula_difference == []
-
 
 def inference(strategy: str, n: int, **changes: Any) -> Cell:
     return cell_of(strategy, n, precision="bf16", training={"step": "inference"}, **changes)
@@ -172,28 +53,9 @@ def test_inference_is_the_forward_of_a_training_step(strategy: str) -> None:
     inferred = VirtualEngine().measure(inference(strategy, 4))
     assert inferred.formula_difference == []
     assert inferred.communication == [row for row in trained.communication if row["phase"] == "forward"]
-    assert inferred.peak_memory_bytes is not None
-    assert trained.peak_memory_bytes is not None
     assert inferred.peak_memory_bytes < trained.peak_memory_bytes / 3
     assert inferred.peak_held["parameters"] > 0
     assert not inferred.peak_held.get("gradients", 0) + inferred.peak_held.get("optimizer_state", 0)
-
-
-def test_inference_on_real_ranks(pool: RankPool) -> None:
-    assert_real_ranks_send_the_same(pool, inference("dsp", 3))
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"micro_batches": 2}, "no micro-batches"),
-        ({"backend": "zero3"}, "no backend zero3"),
-    ],
-)
-def test_inference_refuses_what_is_about_training(changes: dict[str, Any], reason: str) -> None:
-    cell = cell_of("dsp", 2, training={"step": "inference", **changes})
-    with pytest.raises(Unsupported, match=reason):
-        VirtualEngine().measure(cell)
 
 
 @pytest.mark.one_in(2)
@@ -218,3 +80,112 @@ def test_bytes_are_those_of_the_paper(n: int) -> None:
 def sent(strategy: str, n: int) -> dict[tuple[str, str], Fraction]:
     cell = cell_of(strategy, n, seq_len=12 * 24, model_options={"layers": 1})
     return tracing.trace(cell).communication.sent_bytes()
+
+
+ZIGZAG: dict[str, Any] = {"strategy_options": {"placement": "zigzag"}}
+#: a pair, a model, further fields
+CELLS: list[tuple[str, str, dict[str, Any]]] = [
+    ("tensor_parallel+ring_self_attention", "bert-tiny", {"precision": "fp16"}),
+    ("megatron_sp+ring_self_attention", "bert-tiny-linformer", {"precision": "fp16"}),
+    ("megatron_sp+ring_attention", "causal-transformer-tiny", ZIGZAG),
+    ("ulysses+ring_attention", "causal-transformer-tiny", ZIGZAG),
+    ("tensor_parallel+lasp", "linear-llama3-tiny", {"model_options": {"checkpointing": True}}),
+    ("tensor_parallel+dsp", "st-dit-tiny", {}),
+]
+
+
+def nested_cell(strategy: str, model: str, sizes: dict[str, int], changes: dict[str, Any]) -> Cell:
+    fields = {"batch": 4, "seq_len": 24, "precision": "fp32"} | changes
+    return Cell(model=model, strategy=strategy, sizes=Sizes(**sizes), **fields)
+
+
+#: each strategy around, and what is within: attention in turns, in a ring, and states
+DEFAULT_PAIRS = ("megatron_sp+ring_self_attention", "ulysses+ring_attention")
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("strategy", "model", "changes"),
+    [pytest.param(*of, id=of[0], marks=[] if of[0] in DEFAULT_PAIRS else pytest.mark.slow) for of in CELLS],
+)
+def test_virtual_ranks_are_as_real_ones(
+    pool: RankPool, strategy: str, model: str, changes: dict[str, Any]
+) -> None:
+    """Every rank sends the same operations over the same axes, and holds the same bytes at its peak, where
+    Gloo's reduce-scatter makes no copies."""
+    (sizes,) = nesting(strategy).meshes(4)
+    cell = nested_cell(strategy, model, sizes, changes)
+    virtually = [seen(tracing.trace(cell, rank)) for rank in range(4)]
+    exact = not any(operation.collective == "reduce_scatter" for v in virtually for operation in v.counts)
+    really = on_real_ranks(pool, sizes, cell, virtually, attempts=ATTEMPTS if exact else 1)
+    assert [r.counts for r in really] == [v.counts for v in virtually]
+    assert not exact or [r.peak for r in really] == [v.peak for v in virtually]
+    assert not any(r.difference or v.difference for r, v in zip(really, virtually, strict=True))
+    assert {operation.axis for v in virtually for operation in v.counts} >= set(sizes)
+
+
+@pytest.mark.parametrize("backend", mostly_slow(backends(), "ddp", "megatron", "zero3", "fsdp_flat"))
+def test_four_axes_send_what_the_closed_form_says(backend: str) -> None:
+    pp = 2 if backends()[backend].pipelined else 1
+    training = TrainingOptions(backend=backend, micro_batches=2)
+    sizes = {"dp": 2, "pp": pp, "tp": 3, "sp": 4}
+    cell = nested_cell("megatron_sp+ring_self_attention", "bert-tiny-linformer", sizes, {"precision": "fp16"})
+    measured = VirtualEngine().measure(cell.model_copy(update={"training": training}))
+    assert measured.formula_difference == []
+    axes = {row["axis"] for row in measured.communication}
+    assert axes >= {"tp", "sp"}
+    # of what is not split, of heads and features, of columns of the sequence
+    summed = {"dp_tp_sp", "dp_sp", "dp_tp"} if backend != "legacy_ddp" else {"tp_sp", "sp", "tp", "dp"}
+    assert axes >= summed
+
+
+def test_a_tensor_between_stages_is_sent_in_parts_of_both_axes() -> None:
+    sizes = {"pp": 2, "tp": 2, "sp": 2}
+    cell = nested_cell("tensor_parallel+ring_self_attention", "bert-tiny", sizes, {})
+    first = tracing.trace(cell, rank=0).measurement(None)
+    (sent,) = (row for row in first.communication if (row["phase"], row["axis"]) == ("forward", "pp"))
+    assert sent["collective"] == "send"
+    assert sent["sent_bytes"] == 4 * 24 * 48 * 4 / (2 * 2)  # B L H in float32
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ring_attention+ulysses", r"cannot be around another strategy; write ulysses\+ring_attention"),
+        ("ring_attention+lasp", r"ring_attention cannot be around another strategy$"),
+        ("ulysses+tensor_parallel", "tensor_parallel splits weights, which only the outermost strategy can"),
+        ("ulysses+single", "single uses no ranks; leave it out"),
+        ("tensor_parallel+ulysses+ulysses+ring_attention", "no axis is left for ring_attention"),
+    ],
+)
+def test_what_cannot_be_around_what(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        nesting(name)
+
+
+def test_pairs_are_all_that_can_be() -> None:
+    found = {pair.name for pair in pairs()}
+    inner = {name for name, cls in strategies().items() if cls.axes and not cls.splits_features}
+    assert found == {
+        *(f"{outer}+{name}" for outer in ("tensor_parallel", "megatron_sp", "odysseus") for name in inner),
+        *(f"ulysses+{name}" for name in inner - {"ulysses"}),
+        # all that positions of causal attention meet by
+        *(f"upipe+{name}" for name in inner - {"upipe"} if UPipe.meets & strategies()[name].meets),
+    }
+
+
+def test_options_of_all_are_given_by_name() -> None:
+    found = nesting("ulysses+ring_attention")
+    outer = found.configured(ALONE, {"pad_heads": True, "placement": "zigzag"})
+    assert (outer.options.pad_heads, outer.within.options.placement) == (True, "zigzag")  # type: ignore[attr-defined]
+    assert (outer.axes, outer.within.axes) == (("sp",), ("cp",))
+    with pytest.raises(KeyError, match=r"strategy ulysses\+ring_attention has no option 'turn'; it has: "):
+        found.configured(ALONE, {"turn": 1})
+    with pytest.raises(ValueError, match=r"placement is one of contiguous, .*, by_work, not 'spiral'"):
+        found.configured(ALONE, {"placement": "spiral"})
+
+
+def test_a_nesting_is_pickled_by_its_classes() -> None:
+    found = nesting("tensor_parallel+ring_attention")
+    assert found.options_type is not None  # a class made here, which cannot be pickled
+    assert pickle.loads(pickle.dumps(found)) == Nesting(found.classes)

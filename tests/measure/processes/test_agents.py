@@ -1,8 +1,6 @@
 """Agents as torchrun would start them, in processes of this machine: jobs, faults, and their end. A torchrun
 job on two hosts: what it measures and verifies is what one host does, and a host that vanishes is a row."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

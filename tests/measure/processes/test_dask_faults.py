@@ -1,7 +1,5 @@
 """Sweeps on a real Dask cluster of which parts are killed: no row is lost or doubled, no process is left."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

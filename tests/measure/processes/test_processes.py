@@ -1,7 +1,5 @@
 """Processes that are forked from a server are as if this process had spawned them, but warm."""
 
-from __future__ import annotations
-
 import gc
 import os
 import pickle
@@ -18,7 +16,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.measure.engines.engine import engines
+from spbench.bench.measure.engines.engine import engine_classes
 from spbench.bench.measure.processes import starting
 from spbench.bench.measure.processes.child import GRACE_S, Child
 from spbench.bench.measure.processes.starting import (
@@ -132,7 +130,7 @@ def ignores_signals() -> bool:
 
 def test_the_server_alone_is_made_one() -> None:
     assert of_a_process(ignores_signals)
-    engines()  # has all modules of a room imported, as a command does that names things
+    engine_classes()  # has all modules of a room imported, as a command does that names things
     assert not ignores_signals()
 
 

@@ -1,5 +1,11 @@
-"""The pool: results in order, errors with their rank, no process left behind."""
+"""The pool: results in order, errors with their rank, no process left behind.
+Ranks in turns in one process compute what processes with Gloo do, and end where those would hang. Ranks
+whose tensors go through the host's memory compute what ranks with Gloo do.
 
+Errors against float64 of all ranks in turn, and that sums in half precision show in them."""
+
+import json
+import math
 import os
 import resource
 import signal
@@ -7,19 +13,31 @@ import time
 from collections.abc import Collection
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from spbench.bench.cell import Cell
 from spbench.bench.files import write_whole
+from spbench.bench.measure.engines.lockstep import LockstepEngine
 from spbench.bench.measure.processes import rank_pool
 from spbench.bench.measure.processes.child import Child
+from spbench.bench.measure.processes.lockstep_ranks import LOCKSTEP, LockstepRanks
 from spbench.bench.measure.processes.rank_pool import RankError, RankPool, Rendezvous, loopback_store
 from spbench.bench.measure.processes.stacks import GRACE_S, STACKS_FOLDER, STACKS_S, RankAnswer, collect
+from spbench.bench.measure.processes.staged_group import STAGED
+from spbench.bench.measure.verify.cases import verify_cases
+from spbench.impls import collectives
 from spbench.impls.axes import MESH_AXES
 from spbench.impls.place import Place
+from spbench.impls.registries import strategies
+from spbench.impls.strategies import blockwise, ring_attention
+from spbench.impls.strategies.base import Unsupported
+from spbench.impls.strategies.ring_attention import RingAttention
 from tests.bench.hosts import left_of, needs_proc, until
 
 
@@ -225,3 +243,236 @@ def test_the_files_of_the_last_job_are_closed_before_they_are_missed() -> None:
     with RankPool(3) as few:
         for _ in range(4):
             few.run({"sp": 3}, leaves_few_files)
+
+
+def test_each_collective_is_that_of_gloo(pool: RankPool) -> None:
+    for (kind, ours), (_, gloo) in zip(
+        LockstepRanks().run({"sp": 2}, results), pool.run({"sp": 2}, results), strict=True
+    ):
+        assert kind == LOCKSTEP
+        assert len(ours) == len(gloo)
+        assert all(torch.equal(a, b) for a, b in zip(ours, gloo, strict=True))
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("strategy", "model", "part"),
+    [
+        ("ring_attention", "attention-call-tiny", "model"),
+        ("ulysses+ring_attention", "attention-call-tiny", "model"),
+        ("lasp", "tnl-tiny", "attention"),
+        ("tensor_parallel", "causal-transformer-tiny", "block"),
+    ],
+)
+def test_strategies_are_green(strategy: str, model: str, part: str) -> None:
+    rows = list(verify_cases([strategy], [model], [6], parts=[part], pool=LockstepRanks(), batch=1))
+    assert {row.status for row in rows} - {"unsupported"} == {"green"}
+
+
+def test_bytes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RingAttention, "communication", lambda *_: iter(()))
+    (row, *_) = verify_cases(["ring_attention"], ["attention-call-tiny"], [3], pool=LockstepRanks())
+    assert row.status == "RED"
+    assert "bytes, 0 by the closed form" in row.verdict
+
+
+def a_sum_that_rounds(mesh: DeviceMesh) -> float:
+    """1 and then 2^-9 on each other rank: in bf16 each addition of those is lost."""
+    x = torch.tensor([1.0 if dist.get_rank() == 0 else 2.0**-9], dtype=torch.bfloat16)
+    return collectives.all_reduce(x, mesh.get_group("sp")).item()
+
+
+def test_a_sum_is_rounded_at_each_rank() -> None:
+    assert LockstepRanks().run({"sp": 8}, a_sum_that_rounds) == [1.0] * 8
+
+
+def one_who_waits_in_vain(mesh: DeviceMesh) -> None:
+    if dist.get_rank() == 1:
+        dist.recv(torch.zeros(1), 0)
+
+
+def one_who_raises(mesh: DeviceMesh) -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no more")
+    collectives.all_reduce(torch.zeros(1), mesh.get_group("sp"))
+
+
+def test_who_waits_for_what_never_comes_fails_at_once() -> None:
+    with pytest.raises(RankError, match="ranks 1 wait for each other"):
+        LockstepRanks().run({"sp": 3}, one_who_waits_in_vain)
+
+
+def test_of_a_failure_and_those_that_wait_for_it_the_failure_is_the_cause() -> None:
+    with pytest.raises(RankError, match="ValueError: no more") as raised:
+        LockstepRanks().run({"sp": 3}, one_who_raises)
+    assert raised.value.rank == 1
+    assert not dist.is_initialized()
+
+
+def results(mesh: DeviceMesh) -> tuple[str, list[torch.Tensor]]:
+    """The result of each collective that strategies and backends use, on views with strides."""
+    group, rank = mesh.get_group("sp"), dist.get_rank()
+    x = torch.arange(24.0).view(4, 6).t() * (rank + 1)
+    gathered, work = collectives.start_all_gather(x, group)
+    work.wait()
+    parts = [torch.empty(6, 4) for _ in range(2)]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    received = torch.empty(6, 4)
+    collectives.exchange([(x.contiguous(), 1 - rank)], [(received, 1 - rank)], group)
+    sent = x.contiguous()
+    dist.broadcast(sent, 1, group=group)
+    return dist.get_backend(), [
+        collectives.all_reduce(x.clone(), group),
+        collectives.all_to_all(x, 0, 1, group),
+        collectives.reduce_scatter(x, 0, group),
+        gathered,
+        *parts,
+        received,
+        sent,
+    ]
+
+
+def test_each_collective(pool: RankPool) -> None:
+    for (kind, staged), (_, plain) in zip(
+        pool.run({"sp": 2}, results, backend=STAGED), pool.run({"sp": 2}, results), strict=True
+    ):
+        assert kind == STAGED
+        assert len(staged) == len(plain)
+        assert all(torch.equal(a, b) for a, b in zip(staged, plain, strict=True))
+
+
+class Staged:
+    """A pool whose jobs run on the staged backend."""
+
+    def __init__(self, pool: RankPool):
+        self.pool, self.size = pool, pool.size
+
+    def run(self, *args: Any, **options: Any) -> list[Any]:
+        return self.pool.run(*args, **options | {"backend": STAGED})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["legacy_ddp", "zero1", "zero3"])
+def test_strategies_are_right_on_it(pool: RankPool, backend: str) -> None:
+    hybrid = "linear-llama3-tiny-hybrid"
+    models = ["bert-tiny-linformer", "causal-transformer-tiny", "tnl-tiny", hybrid, "st-dit-tiny"]
+    rows = list(verify_cases(None, models, [2], parts=["model"], backend=backend, pool=Staged(pool)))  # type: ignore[arg-type]
+    assert [row for row in rows if row.status == "RED"] == []
+    green = {row.strategy for row in rows if row.status == "green"}
+    assert green >= {*strategies()} - {"single"}
+
+
+ROOT = Path(__file__).parents[3]
+ROWS = [
+    json.loads(line) for line in (ROOT / "results/reproduction/numerics/cells.jsonl").read_text().splitlines()
+]
+CALL = {
+    "model": "attention-call",
+    "model_options": {"heads": 4, "kv_heads": 4, "head_size": 16},
+    "training": {"step": "inference"},
+    "seq_len": 128,
+}
+MODEL = {"model": "causal-transformer-tiny", "model_options": {}, "seq_len": 24, "training": {}}
+
+
+def errors(strategy: str, precision: str = "bf16", sp: int = 1, **options: Any) -> dict[str, float]:
+    settings = {**CALL, "batch": 1, "engine": "lockstep", "sizes": {"sp": sp}, **options}
+    cell = Cell.model_validate({**settings, "strategy": strategy, "precision": precision})
+    return LockstepEngine().measure(cell).errors
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [
+        ("ring_attention", "causal_attention"),
+        ("ring_self_attention", "attention"),
+        ("lasp2", "linear_attention"),
+    ],
+)
+def test_in_float64_only_the_order_of_sums_differs(strategy: str, kind: str) -> None:
+    options = CALL["model_options"] | {"kind": kind}  # type: ignore[operator]
+    found = errors(strategy, "fp64", 4, model_options=options)
+    assert set(found) == {"o", "d_q", "d_k", "d_v"}
+    assert max(found.values()) < 1e-14
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 3}, {"sp": 2, "dp": 2}])
+def test_gradients_of_weights(sizes: dict[str, int]) -> None:
+    strategy = "tensor_parallel" if "tp" in sizes else "ulysses"
+    found = errors(strategy, "fp64", **MODEL, sizes=sizes, batch=2)
+    assert set(found) == {"loss", "gradients", "worst_gradient"}
+    assert max(found.values()) < 1e-13
+    half = errors(strategy, "fp16", **MODEL, sizes=sizes, batch=2)
+    assert 1e-5 < half["gradients"] < 1e-2
+
+
+def test_a_ring_that_sums_in_float32_is_as_exact_as_a_device() -> None:
+    device, ring = errors("single"), errors("ring_attention", sp=16)
+    assert ring["o"] < 1.5 * device["o"]
+    assert ring["d_k"] < 1.5 * device["d_k"]
+
+
+def test_sums_of_a_ring_in_half_precision_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_attention, "state_dtype", lambda dtype: dtype)
+    few, many = (errors("ring_attention", sp=sp)["d_k"] for sp in (2, 16))
+    assert many > 1.5 * few
+
+
+def test_a_wrong_merge_of_softmaxes_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def merge(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor) -> None:
+        o.lerp_(block_o.to(o.dtype), torch.sigmoid(block_lse - lse).unsqueeze(-1))
+        torch.maximum(lse, block_lse, out=lse)
+
+    monkeypatch.setattr(blockwise, "merge", merge)
+    assert errors("ring_attention", sp=4)["o"] > 0.05
+
+
+def test_a_pass_without_gradients_is_refused() -> None:
+    settings = {**MODEL, "batch": 1, "training": {"step": "inference"}, "engine": "lockstep"}
+    with pytest.raises(Unsupported, match=r"leave training\.step out"):
+        LockstepEngine().measure(Cell.model_validate({**settings, "strategy": "single"}))
+
+
+def committed(strategy: str, kind: str, ranks: int, placement: str | None = None) -> dict[str, Any]:
+    """The row in bf16 of a call of attention."""
+    (row,) = [
+        row
+        for row in ROWS
+        if (cell := row["cell"])["model"] == "attention-call"
+        and (cell["strategy"], cell["precision"]) == (strategy, "bf16")
+        and cell["model_options"].get("kind", "causal_attention") == kind
+        and math.prod(cell["sizes"].values()) == ranks
+        and placement in (None, cell["strategy_options"].get("placement"))
+    ]
+    return row
+
+
+def test_a_committed_row_is_measured_again() -> None:
+    row = committed("ring_self_attention", "attention", 4)
+    found = LockstepEngine().measure(Cell.model_validate(row["cell"])).errors
+    # vector units of other machines round otherwise
+    assert found == pytest.approx(row["measurement"]["errors"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("line", "strategy", "kind", "placement"),
+    [
+        ("ring_attention zigzag", "ring_attention", "causal_attention", "zigzag"),
+        ("all_gather_kv", "all_gather_kv", "causal_attention", None),
+        ("ulysses", "ulysses", "causal_attention", None),
+        ("ring_self_attention", "ring_self_attention", "attention", None),
+        ("lasp", "lasp", "linear_attention", None),
+        ("lasp2", "lasp2", "linear_attention", None),
+        ("ring_attention, linear", "ring_attention", "linear_attention", None),
+    ],
+)
+def test_the_page_shows_the_rows(line: str, strategy: str, kind: str, placement: str | None) -> None:
+    page = (ROOT / "docs/numerics.md").read_text()
+    for what, names in (("outputs", ["o"]), ("gradients", ["d_q", "d_k", "d_v"])):
+        (shown,) = [each for each in page.splitlines() if each.startswith(f"| {line}, {what} |")]
+        numbers = [text.strip() for text in shown.strip("|").split("|")[1:]]
+        for ranks, number in zip([1, 4, 16, 64], numbers, strict=True):
+            place = ("single", kind, 1) if ranks == 1 else (strategy, kind, ranks, placement)
+            if number:
+                found = committed(*place)["measurement"]["errors"]
+                assert number == f"{max(found[name] for name in names) * 1e3:.1f}"

@@ -1,8 +1,6 @@
 """Workers that hang, die idle or cannot start: the row has what they said, nothing of them is left, and the
 next cell runs. What keeps ranks from starting or meeting is told at once, with what to do."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os

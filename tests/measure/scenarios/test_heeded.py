@@ -3,8 +3,6 @@
 Scenarios whose model is a config.json: where it is looked for, and what its changes do to rows.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,11 @@ import yaml
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure.engines.engine import engines
+from spbench.bench.measure.engines.engine import engine_classes
 from spbench.bench.measure.engines.traces import trace_key
 from spbench.bench.measure.scenarios.expand import _PARTLY_HEEDED, expand, ignored
 from spbench.bench.measure.scenarios.scenario import load_scenario
-from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.sweep.sweep import as_row, changed_parts
 from spbench.bench.measurement import Outcome
 from spbench.impls.models.model import model_preset
@@ -65,7 +63,7 @@ def with_setting(setting: str, value: Any, cell: dict[str, Any]) -> dict[str, An
 
 def test_every_setting_and_every_engine_is_here() -> None:
     assert {*_PARTLY_HEEDED} == {*VALUES}
-    assert {*engines()} >= {*HEEDED}
+    assert {*engine_classes()} >= {*HEEDED}
 
 
 @pytest.mark.parametrize("engine", HEEDED)
@@ -136,7 +134,7 @@ def test_changes_by_the_command_line(tmp_path: Path) -> None:
         (("rank", "1"), "--set rank: the engine virtual does not heed it"),
     ):
         with pytest.raises(UserError, match=problem):
-            narrowed_cells(loaded, Narrowing(changes=[change]))
+            Narrowing(changes=[change]).cells(loaded)
 
 
 TINY = {
@@ -165,7 +163,7 @@ def write(folder: Path, **changed: Any) -> Path:
 
 
 def only_cell(path: Path) -> Cell:
-    (cell,) = narrowed_cells(load_scenario(path), Narrowing())
+    (cell,) = Narrowing().cells(load_scenario(path))
     return cell
 
 
@@ -199,9 +197,9 @@ def test_a_changed_file_makes_rows_stale_and_traces_anew_under_the_same_key(tmp_
 
 def test_models_of_the_scenario_can_be_chosen(tmp_path: Path) -> None:
     scenario = load_scenario(write(tmp_path))
-    assert len(narrowed_cells(scenario, Narrowing(models=["mine/config.json"]))) == 1
+    assert len(Narrowing(models=["mine/config.json"]).cells(scenario)) == 1
     with pytest.raises(UserError, match=r"unknown model 'mine/other.json'; did you mean 'mine/config.json'"):
-        narrowed_cells(scenario, Narrowing(models=["mine/other.json"]))
+        Narrowing(models=["mine/other.json"]).cells(scenario)
 
 
 def test_a_field_that_is_not_covered_is_an_error_of_the_scenario(tmp_path: Path) -> None:
@@ -243,10 +241,10 @@ def test_a_config_takes_the_place_of_the_models_of_a_scenario(tmp_path: Path) ->
     (tmp_path / "s.yaml").write_text(f"title: t\ngroups:\n  - {cell}\n", encoding="utf-8")
     scenario = load_scenario(tmp_path / "s.yaml")
     name = str(tmp_path / "config.json")
-    (made,) = narrowed_cells(scenario, Narrowing(models=[name]))
+    (made,) = Narrowing(models=[name]).cells(scenario)
     assert (made.model, made.model_config_json is not None) == (name, True)
     with pytest.raises(UserError, match=r"download its config\.json and give the path of that"):
-        narrowed_cells(scenario, Narrowing(models=["meta-llama/Llama-3-8B"]))
+        Narrowing(models=["meta-llama/Llama-3-8B"]).cells(scenario)
 
 
 def test_a_name_on_hugging_face_needs_no_file_and_a_file_wins(

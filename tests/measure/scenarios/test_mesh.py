@@ -1,8 +1,6 @@
 """The order of the mesh in scenario files: in keys, lists of orders, choosing among cells, and mistakes.
 Where cells' tensors are, and which rank is played: by default, as asked for, and what cannot be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,8 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.scenarios.expand import on_device, playing_rank
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import UNSET, Narrowing, differing_settings, narrowed_cells
-from spbench.bench.measure.verify.cases import verify
+from spbench.bench.measure.scenarios.select import UNSET, Narrowing, differing_settings
+from spbench.bench.measure.verify.cases import verify_cases
 from spbench.bench.setting_values import MOST_RANKS
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.selector import Selector
@@ -37,7 +35,7 @@ def scenario(folder: Path, groups: list[dict[str, Any]], **sections: Any) -> Sce
 
 
 def chosen(of: Scenario, **narrowing: Any) -> list[str]:
-    return [cell.mesh_text for cell in narrowed_cells(of, Narrowing(**narrowing))]
+    return [cell.mesh_text for cell in Narrowing(**narrowing).cells(of)]
 
 
 def test_the_order_is_part_of_a_cells_key_where_it_is_not_the_default() -> None:
@@ -76,7 +74,7 @@ def test_a_variant_may_have_an_order(tmp_path: Path) -> None:
 def test_sizes_that_are_made_keep_the_order(tmp_path: Path) -> None:
     assert chosen(scenario(tmp_path, GROUPS), world_sizes=[16]) == ["dp2xsp8", "sp8xdp2", "tp8xdp2"]
     groups = [{**RING, "sizes": {"dp": 2, "pp": 2}, "mesh": ["pp", "dp"]}]
-    (cell,) = narrowed_cells(scenario(tmp_path, groups), Narrowing(world_sizes=[16]))
+    (cell,) = Narrowing(world_sizes=[16]).cells(scenario(tmp_path, groups))
     assert cell.mesh_text == "pp2xdp2xsp4"
     assert Cell.model_validate(cell.model_dump()) == cell
 
@@ -176,7 +174,7 @@ def test_verification_on_gpus_without_one_is_unsupported(
     monkeypatch: pytest.MonkeyPatch, pool: RankPool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    rows = verify(["ulysses"], ["bert-tiny"], [2], parts=["block"], device="cuda", pool=pool)
+    rows = verify_cases(["ulysses"], ["bert-tiny"], [2], parts=["block"], device="cuda", pool=pool)
     (row, *_) = rows
     assert (row.status, row.reason) == (
         "unsupported",

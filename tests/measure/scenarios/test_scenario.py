@@ -12,7 +12,7 @@ from spbench.bench.measure.clusters.cluster import Cluster, cluster_names, load_
 from spbench.bench.measure.scenarios import expand
 from spbench.bench.measure.scenarios.choices import refusal
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells, narrowed_cells
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.yaml_files import packaged
 from tests.bench.fakes import SCENARIO
@@ -219,7 +219,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_narrowing_chooses(scenario: Scenario) -> None:
     def worlds(**narrowing: Any) -> list[str]:
-        return [f"{c.strategy[:4]}{c.sizes.world}" for c in narrowed_cells(scenario, Narrowing(**narrowing))]
+        return [f"{c.strategy[:4]}{c.sizes.world}" for c in Narrowing(**narrowing).cells(scenario)]
 
     assert worlds() == ["tens1", "tens2", "ring1", "ring4", "ring8"]
     assert worlds(strategies=["tensor_parallel"]) == ["tens1", "tens2"]
@@ -230,9 +230,9 @@ def test_narrowing_chooses(scenario: Scenario) -> None:
 
 
 def test_narrowing_replaces_cluster_and_engine(scenario: Scenario) -> None:
-    cells = declared_cells(scenario, Narrowing(clusters=["local"], engines=["distributed"]))
+    cells = Narrowing(clusters=["local"], engines=["distributed"]).declared(scenario)
     assert {(c.cluster, c.engine) for c in cells} == {("local", "distributed")}
-    assert len(declared_cells(scenario, Narrowing(clusters=["local", "piz-daint-p100"]))) == 10
+    assert len(Narrowing(clusters=["local", "piz-daint-p100"]).declared(scenario)) == 10
 
 
 @pytest.mark.parametrize(
@@ -249,18 +249,18 @@ def test_narrowing_replaces_cluster_and_engine(scenario: Scenario) -> None:
 )
 def test_narrowing_that_leaves_nothing(scenario: Scenario, asked: str, wanted: Any, message: str) -> None:
     with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
-        narrowed_cells(scenario, Narrowing(**{asked: wanted}))
+        Narrowing(**{asked: wanted}).cells(scenario)
     assert message in str(caught.value)
 
 
 def test_single_device_has_no_other_size(tmp_path: Path) -> None:
     text = changed(groups=[{"strategy": "single"}], values=[], inferred_from=[], variants={})
     scenario = load_scenario(write(tmp_path, text))
-    assert [c.variant for c in narrowed_cells(scenario, Narrowing(world_sizes=[1]))] == [""]
+    assert [c.variant for c in Narrowing(world_sizes=[1]).cells(scenario)] == [""]
     with pytest.raises(UserError, match="run on one rank, not 4"):
-        narrowed_cells(scenario, Narrowing(world_sizes=[4]))
+        Narrowing(world_sizes=[4]).cells(scenario)
     with pytest.raises(UserError, match="has no variants"):
-        narrowed_cells(scenario, Narrowing(variant="first"))
+        Narrowing(variant="first").cells(scenario)
 
 
 def test_clusters_of_ones_own(tmp_path: Path) -> None:
@@ -307,7 +307,6 @@ def test_rates_belong_to_a_card_and_to_a_link(tmp_path: Path) -> None:
     other, whose = load("rtx-4090", f"name: A6000, {halved}"), "NVIDIA GeForce RTX 4090 24 GB's"
     assert (other.device.matmul or {})["bf16"].share.substitute == _attention(other).substitute == whose
     assert _attention(other).value == _attention(load_cluster("rtx-4090")).value / 2  # as the peaks are
-    assert other.node_link is not None
     assert other.node_link.bandwidth_bytes_per_s.substitute == whose
     own = load("h200-sxm", "name: H20, matmul: {bf16: {share: {value: 0.5, source: s}}}").device.matmul or {}
     assert (own["bf16"].table.value, own["fp16"].table.value, own["bf16"].share.substitute) == (
@@ -327,7 +326,6 @@ def test_rates_belong_to_a_card_and_to_a_link(tmp_path: Path) -> None:
 
 
 def _attention(cluster: Cluster) -> Any:
-    assert cluster.device.attention is not None
     return cluster.device.attention.kernels["flash_attention_2"][0].limit_flops_per_s
 
 
@@ -340,10 +338,10 @@ def test_cells_that_name_no_attention_kernel_have_the_usual_one(tmp_path: Path) 
         ("defaults: {model_options: {attention: flash}}", (), "flash"),
     ):
         scenario = load_scenario(write(tmp_path, f"title: t\ngroups: [{group}]\n{more}"))
-        for choose in (declared_cells, narrowed_cells):
-            (cell,) = choose(scenario, Narrowing(clusters=clusters))
+        for choose in (Narrowing.declared, Narrowing.cells):
+            (cell,) = choose(Narrowing(clusters=clusters), scenario)
             assert cell.model_options.get("attention") == kernel
-        (cell,) = narrowed_cells(scenario, Narrowing(changes=[("cluster", "dgx-a100")]))
+        (cell,) = Narrowing(changes=[("cluster", "dgx-a100")]).cells(scenario)
         assert cell.model_options.get("attention") in (None, "flash")
 
 

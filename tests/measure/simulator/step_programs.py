@@ -1,7 +1,5 @@
 """Step programs made by hand, and clusters with round figures, to know a simulation's answer beforehand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

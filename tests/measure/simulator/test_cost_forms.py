@@ -1,8 +1,6 @@
 """Costs of kernels and collectives against values worked out by hand; they never fall as bytes grow. Calls
 priced by tables of measured rates: on a measured call, turned, beyond the table, and in words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A sweep that is killed again and again, at random: no row is lost, doubled or cut, no process is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -83,7 +81,6 @@ class Siege:
     def _wait(self) -> None:
         """Until some more rows are there, or for a moment of the start, when there are none yet."""
         process, rows = self.command.process, self._lines() + self.random.randint(0, 12)
-        assert process is not None
         if self.random.random() < 0.2:
             time.sleep(self.random.uniform(0.0, 1.0))
         else:
@@ -92,7 +89,6 @@ class Siege:
 
     def _kill(self, kind: str) -> None:
         process = self.command.process
-        assert process is not None
         if process.poll() is not None:
             return
         if kind != "worker":

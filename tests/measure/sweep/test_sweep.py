@@ -1,21 +1,27 @@
-"""Sweeps: failures are rows, deaths cost one cell, and what has ended is kept through any interruption."""
+"""Sweeps: failures are rows, deaths cost one cell, and what has ended is kept through any interruption.
+Result files: nothing is lost to a crash, a full disk or a spoilt line, and every fault is one line."""
 
+import errno
+import json
 import os
 import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
-from spbench.bench.cell import Cell, Learning
+from spbench.bench.cell import Cell, Learning, Sizes
 from spbench.bench.errors import UserError
-from spbench.bench.measure.sweep.results import ResultsFile, read_rows
+from spbench.bench.measure.engines.run_cell import measure
+from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, as_frame, read_rows
 from spbench.bench.measure.sweep.sweep import _relative_cost, as_row, sweep, unfinished
 from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.measurement import Outcome
+from spbench.bench.row import Row
 from tests.bench import fakes
-from tests.bench.fakes import cell
+from tests.bench.fakes import answer, cell
 from tests.bench.hosts import PATIENCE_S, needs_proc
 from tests.measure.processes.command_process import Command
 
@@ -202,3 +208,208 @@ def test_a_disk_that_is_full_within_a_row(command: Command) -> None:
     assert [row["status"] for row in rows] == ["ok"] * 5
     assert command.results.read_bytes().startswith(kept)
     assert problems == []
+
+
+def row(world: int = 1, **outcome: Any) -> Row:
+    cell = Cell(model="bert-tiny", strategy="ring_self_attention", sizes=Sizes(sp=world), batch=2, seq_len=8)
+    return as_row(cell, Outcome(**outcome) if outcome else measure(answer, cell))
+
+
+def stored(folder: Path) -> list[int]:
+    """World sizes of the rows in a folder's file."""
+    return [entry["cell"]["sizes"]["sp"] for entry in read_rows(folder / RESULTS_FILE)[0]]
+
+
+def test_rows_go_round(tmp_path: Path) -> None:
+    rows = [row(1), row(4), row(5)]
+    with ResultsFile(tmp_path / "new" / "folder") as results:
+        for entry in rows:
+            results.append(entry)
+    loaded, problems = read_rows(results.path)
+    assert loaded == rows
+    assert problems == []
+    assert [entry["status"] for entry in loaded] == ["ok", "ok", "failed"]
+    assert loaded[0]["provenance"]["torch"]
+    assert loaded[2]["reason"] == "ValueError: five is a fault"
+    assert "Traceback" in loaded[2]["traceback"]
+
+
+def test_last_row_of_a_key_wins(tmp_path: Path) -> None:
+    with ResultsFile(tmp_path) as results:
+        results.append(row(1, status="failed", reason="first"))
+        results.append(row(4))
+        results.append(row(1, status="ok"))
+    loaded, _ = read_rows(results.path)
+    assert [entry["status"] for entry in loaded] == ["ok", "ok"]
+    assert results.rows == {entry["key"]: entry for entry in loaded}
+
+
+def test_what_json_cannot_say_becomes_null(tmp_path: Path) -> None:
+    with ResultsFile(tmp_path) as results:
+        results.append(
+            row(1, status="numerics", measurement={"step_time_s": float("nan"), "x": [float("inf")]})
+        )
+    text = results.path.read_text()
+    assert json.loads(text)["measurement"] == {"step_time_s": None, "x": [None]}
+
+
+def test_truncated_last_line_is_skipped_and_the_next_row_starts_afresh(tmp_path: Path) -> None:
+    with ResultsFile(tmp_path) as results:
+        for world in (1, 2, 4):
+            results.append(row(world))
+    whole = results.path.read_bytes()
+    results.path.write_bytes(whole[:-40])
+    with ResultsFile(tmp_path) as results:
+        assert len(results.rows) == 2
+        assert len(results.problems) == 1
+        assert results.problems[0].startswith(f"{results.path}:3: not a result row, skipped")
+        results.append(row(8))
+        results.append(row(16))
+    assert stored(tmp_path) == [1, 2, 8, 16]
+    assert read_rows(results.path)[1] == []  # what holds results to others takes no file with half a row
+
+
+@pytest.mark.parametrize("taken", [1, 2])  # the line's end alone, or more
+def test_a_last_row_without_its_end_of_line_is_kept_if_it_is_whole(tmp_path: Path, taken: int) -> None:
+    with ResultsFile(tmp_path) as results:
+        results.append(row(1))
+        results.append(row(2))
+    results.path.write_bytes(results.path.read_bytes()[:-taken])
+    with ResultsFile(tmp_path) as results:
+        results.append(row(4))
+    assert stored(tmp_path) == ([1, 2, 4] if taken == 1 else [1, 4])
+
+
+def test_a_row_that_was_cut_short_alone_is_gone_over(tmp_path: Path) -> None:
+    with ResultsFile(tmp_path) as results:
+        results.append(row(1))
+    results.path.write_bytes(results.path.read_bytes()[:-40])
+    with ResultsFile(tmp_path) as results:
+        results.append(row(1))
+    assert stored(tmp_path) == [1]
+
+
+@pytest.mark.parametrize(
+    "foreign", [b"my own notes\n", b"PK\x03\x04\x00", b'{"loss": 2.5}\n{"loss": 2.4}\n', b"[]"]
+)
+def test_nothing_is_written_to_a_file_of_somebody_else(tmp_path: Path, foreign: bytes) -> None:
+    (tmp_path / RESULTS_FILE).write_bytes(foreign)
+    for _ in range(2):  # the lock is free again
+        with pytest.raises(UserError, match=r"is not a file of results .* choose another --output, or move"):
+            ResultsFile(tmp_path)
+    assert (tmp_path / RESULTS_FILE).read_bytes() == foreign
+    with ResultsFile(tmp_path, fresh=True) as results:  # it is moved aside
+        results.append(row(1))
+        assert results.moved.read_bytes() == foreign
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        b"garbage",
+        b"\xff\xfe\x00",
+        b"[]",
+        b"{}",
+        b'{"key": "x", "cell": {}, "status": "fine", "measurement": {}}',
+        b"[",
+    ],
+)
+def test_corrupt_lines_cost_only_themselves(tmp_path: Path, spoilt: bytes) -> None:
+    with ResultsFile(tmp_path) as results:
+        results.append(row(1))
+        results.append(row(2))
+    lines = results.path.read_bytes().splitlines()
+    results.path.write_bytes(b"\n".join([lines[0], spoilt, b"", lines[1], b""]))
+    rows, problems = read_rows(results.path)
+    assert len(rows) == 2
+    assert [problem.startswith(f"{results.path}:2: not a result row, skipped") for problem in problems] == [
+        True
+    ]
+
+
+def test_fresh_moves_old_results_aside(tmp_path: Path) -> None:
+    for world in (1, 2, 4):
+        with ResultsFile(tmp_path, fresh=True) as results:
+            assert results.rows == {}
+            results.append(row(world))
+    assert stored(tmp_path) == [4]
+    assert read_rows(tmp_path / "cells.1.jsonl")[0][0]["cell"]["sizes"]["sp"] == 1
+    assert read_rows(tmp_path / "cells.2.jsonl")[0][0]["cell"]["sizes"]["sp"] == 2
+
+
+def test_one_sweep_at_a_time(tmp_path: Path) -> None:
+    with ResultsFile(tmp_path), pytest.raises(UserError, match="another sweep is writing to"):
+        ResultsFile(tmp_path)
+    with ResultsFile(tmp_path) as results:
+        results.append(row(1))
+
+
+def disk_with_room_for(monkeypatch: pytest.MonkeyPatch, nbytes: int, fd: int) -> None:
+    """Let writes to the file through up to so many bytes, then fail as a full disk does."""
+    write = os.write
+
+    def limited(target: int, data: bytes) -> int:
+        if target != fd:
+            return write(target, data)
+        room = nbytes - os.fstat(fd).st_size
+        if room <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(target, data[:room])
+
+    monkeypatch.setattr(os, "write", limited)
+
+
+@pytest.mark.parametrize("room", [0, 100])
+def test_full_disk_keeps_the_rows_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    with ResultsFile(tmp_path) as results:
+        results.append(row(1))
+        before = results.path.read_bytes()
+        with monkeypatch.context() as patch:
+            disk_with_room_for(patch, len(before) + room, results._fd)
+            with pytest.raises(UserError, match=r"^cannot write to .*no space left|No space left"):
+                results.append(row(2))
+        assert results.path.read_bytes() == before
+        results.append(row(4))  # somebody has made room
+    assert stored(tmp_path) == [1, 4]
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UserError, match=r"^cannot write results to .*Not a directory; choose another --output$"
+    ):
+        ResultsFile(tmp_path / "file" / "below")
+
+    def refuse(*args: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:  # permissions do not stop root, who may run this
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(UserError, match="Read-only file system; choose another --output"):
+            ResultsFile(tmp_path)
+
+
+def test_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / RESULTS_FILE).mkdir(parents=True)
+    with pytest.raises(UserError, match="Is a directory"):
+        ResultsFile(tmp_path / "a")
+    with pytest.raises(UserError, match=r"^cannot read .*Is a directory$"):
+        read_rows(tmp_path / "a" / RESULTS_FILE)
+
+    def refuse(path: Path, mode: str) -> NoReturn:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse)
+        with pytest.raises(UserError, match=r"^cannot read .*Permission denied$"):
+            ResultsFile(tmp_path)
+    assert read_rows(tmp_path / "absent") == ([], [])
+
+
+def test_frame(tmp_path: Path) -> None:
+    frame = as_frame([row(1), row(4), row(5)])
+    assert list(frame.world_size) == [1, 4, 5]
+    assert list(frame.status) == ["ok", "ok", "failed"]
+    assert frame.peak_memory_bytes[0] == 2**30
+    assert frame.sent_bytes[1] == 2**20
+    assert frame.answer.isna().tolist() == [False, False, True]

@@ -1,7 +1,5 @@
 """The communication meter: the bytes of each collective by hand, phases, axes, and nothing passed over."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -158,7 +156,6 @@ def test_the_wait_for_a_functional_collective_is_in_the_program(mesh: DeviceMesh
         product = torch.ones(2, 2) @ torch.ones(2, 2)
         del product
         torch.ops._c10d_functional.wait_tensor(summed)
-    assert recorder.events is not None
     program = recorder.events.program()
     kinds = [kind for kind in program.kind.tolist() if kind in (COLLECTIVE, WAIT)]
     assert kinds == [COLLECTIVE, WAIT]

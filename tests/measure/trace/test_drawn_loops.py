@@ -1,8 +1,6 @@
 """Any loop of which a quick trace runs some steps leaves the trace of all; one that settles is shortened, and
 no other."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,8 +1,7 @@
 """The recorder: further meters beside its own, and nothing left patched. What operators return is remembered,
 or worked out, as torch's fake tensors say it; pieces that are joined at once are not cut. In whose forward or
-backward storages are made."""
-
-from __future__ import annotations
+backward storages are made.
+What the event log counts of the host's work between two events, on either path."""
 
 import dataclasses
 from collections import Counter
@@ -17,13 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.tracing import fake_mesh
+from spbench.bench.measure.simulator.program import HOST_WORK, Program
 from spbench.bench.measure.trace import recorder, repeated_steps
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import Call, Meter
 from spbench.bench.measure.trace.operator_results import described, worked_out
 from spbench.bench.measure.trace.recorder import FastRecorder, Recorder
 from spbench.bench.measure.trace.torch_internals import FakeTensor, FakeTensorMode, fsdp_collectives
-from tests.measure.engines.cells import cell, differences
+from tests.measure.engines.cells import cell, differences, differing_fields
 
 
 class Calls(Meter):
@@ -85,8 +86,6 @@ def test_an_output_remembered_with_another_shape_is_seen(monkeypatch: pytest.Mon
     wrong = dict(recorder.MEMORY)
     for key, remembered in wrong.items():
         if key[0] is torch.ops.aten._softmax.default or "gelu" in key[0]._schema.name:
-            assert remembered is not None
-            assert remembered.results is not None
             new = remembered.results[0]
             larger = dataclasses.replace(new, stride=tuple(2 * s for s in new.stride))
             wrong[key] = dataclasses.replace(remembered, results=(larger, *remembered.results[1:]))
@@ -148,7 +147,6 @@ def test_operators_are_worked_out_as_the_mode_does() -> None:
             found = worked_out(operator, args, kwargs, attributes)
             expected = described(operator, args, kwargs, operator(*args, **kwargs))
             assert found is not None, operator
-            assert expected is not None
             assert (found.results, found.container) == (expected.results, expected.container), operator
 
 
@@ -251,3 +249,58 @@ def test_short_cuts_have_the_places_of_plain_traces() -> None:
         plain = tracing.trace(cell, 0).memory
     assert (quick.places, quick.place_names) == (plain.places, plain.place_names)
     assert "blocks.*.mlp" in quick.place_names
+
+
+def one_step(fast: bool) -> Program:
+    """A linear layer and an activation in a module, forward and backward, then a value that is read before an
+    update, and modules that are called between steps."""
+    with fake_mesh({"dp": 1}, 0) as mesh:
+        mode = FakeTensorMode()
+        recorder = FastRecorder(mode, mesh, events=True) if fast else Recorder(mesh, events=True)
+        with mode, recorder:
+            module = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+            x = torch.empty(2, 4)
+            module(x)  # before the step
+            with recorder.phase("forward"):
+                y = module(x).sum()
+            with recorder.phase("backward"):
+                y.backward()
+            with recorder.phase("optimizer"):
+                torch.cpu.synchronize()
+                for parameter in module.parameters():
+                    parameter.detach().view(-1).add_(1.0)
+        assert nn.Module.__call__.__name__ == "_wrapped_call_impl"
+        return recorder.events.program()
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "fast"])
+def program(request: pytest.FixtureRequest) -> Program:
+    one_step(request.param)
+    return one_step(request.param)  # with what the first has remembered
+
+
+def test_work_stands_at_the_event_that_it_comes_before(program: Program) -> None:
+    by_name = {
+        (program.names[name], phase): dict(zip(HOST_WORK, host, strict=True))
+        for event, (name, host) in enumerate(zip(program.name, program.host.tolist(), strict=True))
+        if (phase := program.phase_of(event))
+    }
+    # the outer module and the linear one, with a transposed weight; then the activation's module
+    assert by_name["addmm", "forward"] == {"views": 1, "nodes": 0, "modules": 2, "joins": 0}
+    assert by_name["gelu", "forward"] == {"views": 0, "nodes": 0, "modules": 1, "joins": 0}
+    assert by_name["sum", "forward"] == {"views": 0, "nodes": 0, "modules": 0, "joins": 0}
+    # of the sum, which expands its gradient, and of the activation
+    assert by_name["gelu_backward", "backward"] == {"views": 1, "nodes": 2, "modules": 0, "joins": 0}
+    assert by_name["mm", "backward"]["nodes"] == 1
+    assert program.host[:, HOST_WORK.index("modules")].sum() == 3
+
+
+def test_the_host_waits_once_before_the_update(program: Program) -> None:
+    joins = program.host[:, HOST_WORK.index("joins")]
+    assert joins.sum() == 1
+    (event,) = joins.nonzero()[0]
+    assert (program.names[program.name[event]], program.phase_of(int(event))) == ("add_", "optimizer")
+
+
+def test_both_paths_count_alike() -> None:
+    assert differing_fields(one_step(fast=True), one_step(fast=False)) == []

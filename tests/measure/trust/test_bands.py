@@ -1,12 +1,11 @@
 """Intervals of rows, as they are read and shown, ties among rows, and what is said of errors of memory."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
 import pytest
 
+from spbench.bench.command_line.shown_times import shown_band
 from spbench.bench.measure.sweep.results import flat
 from spbench.bench.measure.trust.bands import (
     PEAK,
@@ -14,7 +13,6 @@ from spbench.bench.measure.trust.bands import (
     packaged_errors,
     packaged_model,
     past_errors,
-    shown_band,
     tied,
     with_band,
 )
@@ -162,7 +160,6 @@ ERRORS = {"ddp": {PEAK: [-0.02, 0.0, 0.001, -0.00005]}, "zero3": {PEAK: [0.1]}}
 
 def test_errors_of_a_backend() -> None:
     found = past_errors("ddp", PEAK, ERRORS)
-    assert found is not None
     assert (found.rows, found.under, found.furthest_under, found.worst) == (4, 1, 0.02, 0.02)
     assert found.median == pytest.approx(0.000525)
     assert str(found) == (
@@ -173,7 +170,6 @@ def test_errors_of_a_backend() -> None:
 
 def test_what_was_not_measured_has_the_errors_of_all() -> None:
     found = past_errors("zero1", PEAK, ERRORS)
-    assert found is not None
     assert (found.rows, found.of) == (5, "all backends (none of zero1)")
     assert past_errors("zero1", RESERVED, ERRORS) is None
 

@@ -1,7 +1,5 @@
 """The error model on errors that were drawn or planted: what it covers, what widens it, what it says."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Verdicts on memory: what makes one tight, and the border that published runs give."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -58,7 +56,6 @@ def test_a_verdict_is_as_sure_as_what_was_measured(
     of: Cell, measures: dict[str, Any], word: str, reason: str
 ) -> None:
     verdict = certainty(of, measures)
-    assert verdict is not None
     assert verdict.word == word
     assert reason in verdict.reason
     assert bool(verdict.reason) is (word == "tight")

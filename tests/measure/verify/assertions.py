@@ -1,7 +1,5 @@
 """Assertions on the verdict of the checker, for all tests that ask for one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from spbench.bench.measure.processes.rank_pool import RankPool

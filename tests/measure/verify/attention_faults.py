@@ -1,7 +1,5 @@
 """Ring Self-Attention, Ring Attention and gathered keys with a planted fault each, as real code has had."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -116,39 +114,29 @@ def _raise_on_last_rank(self: Strategy, honest: Callable[..., Tensor], *args: An
 
 
 RSA = RingSelfAttention
-ZeroGradients = planted("ZeroGradients", RSA, attention=_gradients_times(lambda self: 0.0))
+ZeroGradients = planted(RSA, attention=_gradients_times(lambda self: 0.0))
 # as the public code of Ring Self-Attention has it
-OneNthGradients = planted("OneNthGradients", RSA, attention=_gradients_times(lambda self: 1 / self.size))
-SlightlyWrongOnLastRank = planted(
-    "SlightlyWrongOnLastRank", RSA, attention=_gradients_times(_on_last_rank(1 + 1e-6))
-)
-NanOnLastRank = planted("NanOnLastRank", RSA, attention=_gradients_times(_on_last_rank(math.nan)))
+OneNthGradients = planted(RSA, attention=_gradients_times(lambda self: 1 / self.size))
+SlightlyWrongOnLastRank = planted(RSA, attention=_gradients_times(_on_last_rank(1 + 1e-6)))
+NanOnLastRank = planted(RSA, attention=_gradients_times(_on_last_rank(math.nan)))
 # as a popular ring attention once had it
-StaleBlockInBackward = planted("StaleBlockInBackward", RSA, attention=_own_scores(_StaleScores))
-RowsOfAnotherRank = planted("RowsOfAnotherRank", RSA, attention=_own_scores(_WrongRowsScores))
-KeyGradientsNotReduced = planted("KeyGradientsNotReduced", RSA, attention=_own_scores(_LocalKeyGradient))
+StaleBlockInBackward = planted(RSA, attention=_own_scores(_StaleScores))
+RowsOfAnotherRank = planted(RSA, attention=_own_scores(_WrongRowsScores))
+KeyGradientsNotReduced = planted(RSA, attention=_own_scores(_LocalKeyGradient))
 MaskForgotten = planted(
-    "MaskForgotten", RSA, attention=lambda self, honest, q, k, v, mask, **how: honest(q, k, v, None, **how)
+    RSA, attention=lambda self, honest, q, k, v, mask, **how: honest(q, k, v, None, **how)
 )
-BiasesNotSynchronized = planted(
-    "BiasesNotSynchronized", RSA, partial_axes=lambda self, honest, p: honest(p) if p.ndim > 1 else ()
-)
+BiasesNotSynchronized = planted(RSA, partial_axes=lambda self, honest, p: honest(p) if p.ndim > 1 else ())
 # every rank takes its own first position for the sequence's
-OrderLossOnEveryRank = planted(
-    "OrderLossOnEveryRank", RSA, first_token=lambda self, honest, x: (x[:, 0], 1.0)
-)
+OrderLossOnEveryRank = planted(RSA, first_token=lambda self, honest, x: (x[:, 0], 1.0))
 SameChunkOnEveryRank = planted(
-    "SameChunkOnEveryRank",
-    RSA,
-    shard=lambda self, honest, x, dim: x if dim is None else x.chunk(self.size, dim)[0],
+    RSA, shard=lambda self, honest, x, dim: x if dim is None else x.chunk(self.size, dim)[0]
 )
 # the whole projection is used differently by each rank, so its gradient needs a sum too
 LinformerGradientNotReduced = planted(
-    "LinformerGradientNotReduced",
-    RSA,
-    project_sequence=lambda self, honest, x, weight: reduce_from_group(weight @ x, self.group),
+    RSA, project_sequence=lambda self, honest, x, weight: reduce_from_group(weight @ x, self.group)
 )
-RaisesOnLastRank = planted("RaisesOnLastRank", RSA, attention=_raise_on_last_rank)
+RaisesOnLastRank = planted(RSA, attention=_raise_on_last_rank)
 
 
 # Ring Attention and gathered keys: blocks of keys that arrive
@@ -245,54 +233,35 @@ def _rotated_in_order(self: Any, honest: Any, q: Tensor, k: Tensor, v: Tensor, m
 
 
 _StaleRing = planted(
-    "_StaleRing",
-    ring_attention.RoundTheRing,
-    gradients=patching(ring_attention, gradients_round=_late_round),
+    ring_attention.RoundTheRing, gradients=patching(ring_attention, gradients_round=_late_round)
 )
 _RingOfBlocksAlone = planted(
-    "_RingOfBlocksAlone",
-    ring_attention.RoundTheRing,
-    gradients=patching(blockwise, attention_to_block_backward=_of_block_alone),
+    ring_attention.RoundTheRing, gradients=patching(blockwise, attention_to_block_backward=_of_block_alone)
 )
-_UnsummedGradients = planted(
-    "_UnsummedGradients", all_gather_kv.GatheredKeys, gradients=patching(all_gather_kv, summed=_own_part)
-)
+_UnsummedGradients = planted(all_gather_kv.GatheredKeys, gradients=patching(all_gather_kv, summed=_own_part))
 # as a popular ring attention once had it
-StaleBlockInRingBackward = planted("StaleBlockInRingBackward", RingAttention, attend=_blocks(_StaleRing))
+StaleBlockInRingBackward = planted(RingAttention, attend=_blocks(_StaleRing))
 # each block's gradients with the output and the log-sum-exp of that block, not of all keys
-BackwardOfBlocksAlone = planted("BackwardOfBlocksAlone", RingAttention, attend=_blocks(_RingOfBlocksAlone))
-LogSumExpInHalfPrecision = planted(
-    "LogSumExpInHalfPrecision", RingAttention, attend=patching(blockwise, attention_to_block=_rounded)
-)
-MergeWithoutRescaling = planted(
-    "MergeWithoutRescaling", RingAttention, attend=patching(blockwise, merge=_added)
-)
+BackwardOfBlocksAlone = planted(RingAttention, attend=_blocks(_RingOfBlocksAlone))
+LogSumExpInHalfPrecision = planted(RingAttention, attend=patching(blockwise, attention_to_block=_rounded))
+MergeWithoutRescaling = planted(RingAttention, attend=patching(blockwise, merge=_added))
 # a ring path that drops the scale of latent attention (prime-rl issue 2681)
 ScaleOfValues = planted(
-    "ScaleOfValues",
-    RingAttention,
-    heeds=HEEDS_ALL,
-    attend=patching(blockwise, attention_to_block=_scaled_by_values),
+    RingAttention, heeds=HEEDS_ALL, attend=patching(blockwise, attention_to_block=_scaled_by_values)
 )
 DecayOffByOneChunk = planted(
-    "DecayOffByOneChunk",
-    RingAttention,
-    linear_attention=patching(ring_attention, block_decay=_one_chunk_further),
+    RingAttention, linear_attention=patching(ring_attention, block_decay=_one_chunk_further)
 )
 _contiguous = _other_meetings(lambda self, meetings: replace(meetings, placement="contiguous"))
 # striped and zigzag positions under the causal blocks of contiguous ones
-StripesInAnotherOrder = planted("StripesInAnotherOrder", RingAttention, attend=_contiguous)
-ZigzagUnderContiguousBlocks = planted("ZigzagUnderContiguousBlocks", AllGatherKV, attend=_contiguous)
+StripesInAnotherOrder = planted(RingAttention, attend=_contiguous)
+ZigzagUnderContiguousBlocks = planted(AllGatherKV, attend=_contiguous)
 # a gather whose backward takes the rank's part of its own gradient, without the sum over the ranks
-LocalSliceOfKeyGradients = planted(
-    "LocalSliceOfKeyGradients", AllGatherKV, attend=_blocks(_UnsummedGradients, "reduce_scatter")
-)
-GatheredKeysRotatedInOrder = planted("GatheredKeysRotatedInOrder", AllGatherKV, attend=_rotated_in_order)
+LocalSliceOfKeyGradients = planted(AllGatherKV, attend=_blocks(_UnsummedGradients, "reduce_scatter"))
+GatheredKeysRotatedInOrder = planted(AllGatherKV, attend=_rotated_in_order)
 # tokens to predict further ones from are shifted within each chunk (Megatron-LM issue 7498)
-NextTokensOfTheLocalChunk = planted("NextTokensOfTheLocalChunk", RingAttention, shard=_shifted_in_chunk)
+NextTokensOfTheLocalChunk = planted(RingAttention, shard=_shifted_in_chunk)
 # RoPE counts the positions of every chunk from zero (360-LLaMA-Factory issue 72)
 PositionsOfTheLocalChunk = planted(
-    "PositionsOfTheLocalChunk",
-    RingAttention,
-    block_part=lambda self, honest, x, dim: x.narrow(dim, 0, x.shape[dim] // self.size),
+    RingAttention, block_part=lambda self, honest, x, dim: x.narrow(dim, 0, x.shape[dim] // self.size)
 )

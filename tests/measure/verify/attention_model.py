@@ -1,7 +1,5 @@
 """A model that is nothing but attention: q, k and v come in, and all three get gradients."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Data-parallel backends with a planted fault each. None is a backend that is found by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -51,12 +49,10 @@ def _own_part(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole.chunk(group.size())[group.rank()].clone()
 
 
-ReplicasNotSummed = planted("ReplicasNotSummed", DistributedDataParallel, summed=_own_axes_alone)
-WeightsNotGathered = planted("WeightsNotGathered", ShardedOptimizer, step=_own_weights_alone)
-UpdatesTheNextShard = planted("UpdatesTheNextShard", ShardedOptimizer, step=_one_element_further)
-FlatGradientNotSummed = planted(
-    "FlatGradientNotSummed", FlatFullySharded, _scatter=patching(fsdp_flat, reduce_scatter_flat=_own_part)
-)
+ReplicasNotSummed = planted(DistributedDataParallel, summed=_own_axes_alone)
+WeightsNotGathered = planted(ShardedOptimizer, step=_own_weights_alone)
+UpdatesTheNextShard = planted(ShardedOptimizer, step=_one_element_further)
+FlatGradientNotSummed = planted(FlatFullySharded, _scatter=patching(fsdp_flat, reduce_scatter_flat=_own_part))
 
 
 # torch's fully_shard
@@ -91,13 +87,11 @@ def _keep_after_backward(self: Any, module: Any) -> None:
     module.set_reshard_after_backward(False, recurse=False)
 
 
-GradientNotSummed = planted("GradientNotSummed", FullySharded, _wrap=_wrapped(_scatter_without_sum))
+GradientNotSummed = planted(FullySharded, _wrap=_wrapped(_scatter_without_sum))
 # as torch has it by default, for losses that are means over replicas
-MeanOverRanks = planted("MeanOverRanks", FullySharded, _wrap=_wrapped(_divide_by_ranks))
+MeanOverRanks = planted(FullySharded, _wrap=_wrapped(_divide_by_ranks))
 # what forward has gathered stays beyond the update
-WeightsNotGatheredAnew = planted(
-    "WeightsNotGatheredAnew", KeptAfterForward, _wrap=_wrapped(_keep_after_backward)
-)
+WeightsNotGatheredAnew = planted(KeptAfterForward, _wrap=_wrapped(_keep_after_backward))
 
 
 # states on the host
@@ -152,16 +146,14 @@ def _flat_gradients_before(self: Any, honest: Callable[[], None]) -> None:
         x.copy_(old)
 
 
-HookNeverFires = planted("HookNeverFires", FullySharded, _reduced=_hook_never_fires)
-HookFiresTwice = planted("HookFiresTwice", FullySharded, _reduced=_hook_fires_twice)
-MicroBatchesNotSummed = planted("MicroBatchesNotSummed", FullySharded, _reduced=_last_alone)
-ShardsNotSentBack = planted("ShardsNotSentBack", FullySharded, prepare=_nothing_sent_back)
-WeightsNotSentBack = planted("WeightsNotSentBack", DistributedDataParallel, prepare=_nothing_sent_back)
-MainWeightsNotSentBack = planted("MainWeightsNotSentBack", Megatron, prepare=_nothing_sent_back)
-GradientsOfTheStepBefore = planted("GradientsOfTheStepBefore", FullySharded, synchronize=_gradients_before)
-FlatGradientOfTheStepBefore = planted(
-    "FlatGradientOfTheStepBefore", FlatFullySharded, synchronize=_flat_gradients_before
-)
+HookNeverFires = planted(FullySharded, _reduced=_hook_never_fires)
+HookFiresTwice = planted(FullySharded, _reduced=_hook_fires_twice)
+MicroBatchesNotSummed = planted(FullySharded, _reduced=_last_alone)
+ShardsNotSentBack = planted(FullySharded, prepare=_nothing_sent_back)
+WeightsNotSentBack = planted(DistributedDataParallel, prepare=_nothing_sent_back)
+MainWeightsNotSentBack = planted(Megatron, prepare=_nothing_sent_back)
+GradientsOfTheStepBefore = planted(FullySharded, synchronize=_gradients_before)
+FlatGradientOfTheStepBefore = planted(FlatFullySharded, synchronize=_flat_gradients_before)
 
 
 # Megatron's buffers of main gradients
@@ -218,33 +210,23 @@ def _added_again(self: Any, honest: Callable[[Any], None], p: Any) -> None:
 
 
 # each rank keeps what its own backward has made
-GradientsNotSummed = planted(
-    "GradientsNotSummed", Megatron, synchronize=patching(GradientBucket, reduce=_nothing)
-)
+GradientsNotSummed = planted(Megatron, synchronize=patching(GradientBucket, reduce=_nothing))
 # each instance of the optimizer updates with the sums over its own ranks
-InstancesNotSummed = planted(
-    "InstancesNotSummed", Megatron, synchronize=patching(GradientBucket, sum_over_instances=_nothing)
-)
-LastMicroBatchAlone = planted("LastMicroBatchAlone", Megatron, prepare=_forgetting)
-SentBeforeTheLastMicroBatch = planted("SentBeforeTheLastMicroBatch", Megatron, zero=_sent_at_first)
+InstancesNotSummed = planted(Megatron, synchronize=patching(GradientBucket, sum_over_instances=_nothing))
+LastMicroBatchAlone = planted(Megatron, prepare=_forgetting)
+SentBeforeTheLastMicroBatch = planted(Megatron, zero=_sent_at_first)
 # of the updated weights a rank sees its own part only
-PartsNotGathered = planted("PartsNotGathered", Megatron, step=patching(GradientBucket, gather=_nothing))
+PartsNotGathered = planted(Megatron, step=patching(GradientBucket, gather=_nothing))
 # a bucket that was gathered in the first step is not gathered again
-WeightsNotGatheredInForward = planted(
-    "WeightsNotGatheredInForward", Megatron, zero=patching(GatheredInForward, forget=_nothing)
-)
+WeightsNotGatheredInForward = planted(Megatron, zero=patching(GatheredInForward, forget=_nothing))
 # gradients are taken from one element further on
-UpdatedFromTheNextElement = planted("UpdatedFromTheNextElement", Megatron, step=_main_one_element_further)
+UpdatedFromTheNextElement = planted(Megatron, step=_main_one_element_further)
 # the first and the last stage keep the gradients of their own copies
-TiedEmbeddingNotSummed = planted(
-    "TiedEmbeddingNotSummed", Megatron, synchronize=lambda self, honest: self.gradients.finish()
-)
+TiedEmbeddingNotSummed = planted(Megatron, synchronize=lambda self, honest: self.gradients.finish())
 # the norm counts no experts (Megatron-LM #5916), or all that several ranks hold as often as they hold it
 NormWithoutExperts = planted(
-    "NormWithoutExperts",
-    Megatron,
-    _share=lambda self, honest, main: 0.0 if is_expert(main.parameter) else honest(main),
+    Megatron, _share=lambda self, honest, main: 0.0 if is_expert(main.parameter) else honest(main)
 )
-NormOfEveryCopy = planted("NormOfEveryCopy", Megatron, _share=lambda self, honest, main: 1.0)
-NormOfOneRank = planted("NormOfOneRank", Megatron, step=patching(megatron_options, all_reduce=_nothing))
-FlagIgnored = planted("FlagIgnored", MainGradients, _arrived=_added_again)
+NormOfEveryCopy = planted(Megatron, _share=lambda self, honest, main: 1.0)
+NormOfOneRank = planted(Megatron, step=patching(megatron_options, all_reduce=_nothing))
+FlagIgnored = planted(MainGradients, _arrived=_added_again)

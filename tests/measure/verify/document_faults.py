@@ -1,7 +1,5 @@
 """Strategies that treat packed documents, sliding windows and attention sinks wrongly, as public code has."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -73,20 +71,16 @@ def _places_in_the_sequence(self: Any, honest: Any, x: Tensor, dim: Any) -> Tens
 # documents in softmax attention
 
 # the causal mask alone, as trl #6843
-DocumentsSeeEachOther = planted("DocumentsSeeEachOther", RingAttention, **_attending(lambda _: CAUSAL))
+DocumentsSeeEachOther = planted(RingAttention, **_attending(lambda _: CAUSAL))
 # learned positions by the places in the sequence, not in the document; rotary embedding would be the same, as
 # it knows distances alone
-PositionsRunOn = planted("PositionsRunOn", RingAttention, shard=_places_in_the_sequence)
+PositionsRunOn = planted(RingAttention, shard=_places_in_the_sequence)
 # cu_seqlens of each rank's part alone, so that a document which goes on begins anew
-DocumentsEndAtTheRanksEdge = planted(
-    "DocumentsEndAtTheRanksEdge", RingAttention, **_among(lambda each: _CutAtEdges(**vars(each)))
-)
+DocumentsEndAtTheRanksEdge = planted(RingAttention, **_among(lambda each: _CutAtEdges(**vars(each))))
 # keys from the first of a block on, wherever the document begins in it, as TransformerEngine #3351
-KeyOffsetsIgnored = planted(
-    "KeyOffsetsIgnored", RingAttention, **_among(lambda each: _OffsetsIgnored(**vars(each)))
-)
+KeyOffsetsIgnored = planted(RingAttention, **_among(lambda each: _OffsetsIgnored(**vars(each))))
 # a document of 7 as one of 6, whose last position is the next one's: as TransformerEngine #1930
-OddLengthsTakenForEven = planted("OddLengthsTakenForEven", RingAttention, **_attending(_rounded_down))
+OddLengthsTakenForEven = planted(RingAttention, **_attending(_rounded_down))
 
 
 # windows and sinks
@@ -125,32 +119,24 @@ def _of_next_rank(self: Any, honest: Any, initial: Tensor) -> nn.Parameter:
 
 # keys j with i - window <= j: FlashAttention's window_size has one position less than the window
 WindowOffByOne = planted(
-    "WindowOffByOne",
-    RingAttention,
-    **_attending(lambda attended: replace(attended, window=(attended.window or 0) + 1)),
+    RingAttention, **_attending(lambda attended: replace(attended, window=(attended.window or 0) + 1))
 )
 # each rank's own keys alone
-HaloForgotten = planted("HaloForgotten", AllGatherKV, **_among(lambda each: _WithoutHalo(**vars(each))))
+HaloForgotten = planted(AllGatherKV, **_among(lambda each: _WithoutHalo(**vars(each))))
 # the sink in the denominator of each chunk's attention, before they are merged
-SinkOnceAChunk = planted("SinkOnceAChunk", RingAttention, **_sinks(_once_a_chunk))
-SinkWithoutGradient = planted(
-    "SinkWithoutGradient", RingAttention, **_sinks(lambda self, meetings, sinks: sinks.detach())
-)
+SinkOnceAChunk = planted(RingAttention, **_sinks(_once_a_chunk))
+SinkWithoutGradient = planted(RingAttention, **_sinks(lambda self, meetings, sinks: sinks.detach()))
 # those of the next rank's heads
 SinksOfOtherHeads = planted(
-    "SinksOfOtherHeads",
-    Ulysses,
-    of_own_heads=lambda self, honest, numbers: numbers.chunk(self.size)[(self.rank + 1) % self.size],
+    Ulysses, of_own_heads=lambda self, honest, numbers: numbers.chunk(self.size)[(self.rank + 1) % self.size]
 )
 # those of the heads of other rounds, each round with as many
 SinksOfOtherRounds = planted(
-    "SinksOfOtherRounds",
-    UPipe,
-    rounds=lambda self, honest, heads, groups: _OtherRounds(**vars(honest(heads, groups))),
+    UPipe, rounds=lambda self, honest, heads, groups: _OtherRounds(**vars(honest(heads, groups)))
 )
-ChunksSeenWhole = planted("ChunksSeenWhole", FPDT, blocks_seen=_seen_whole)
+ChunksSeenWhole = planted(FPDT, blocks_seen=_seen_whole)
 # as SinksOfOtherHeads, of a parameter of which each rank has a part
-SinksSplitOtherwise = planted("SinksSplitOtherwise", TensorParallel, feature_parameter=_of_next_rank)
+SinksSplitOtherwise = planted(TensorParallel, feature_parameter=_of_next_rank)
 
 
 # documents in linear attention and gated recurrences
@@ -179,34 +165,21 @@ def _no_starts(self: Any, honest: Any, *of: Any) -> Sequence[int]:
 
 
 # a state that goes on from document to document within a rank
-StateNotReset = planted(
-    "StateNotReset",
-    Lasp,
-    **_of_chunk(lambda chunk: replace(chunk, lengths=(sum(chunk.lengths),))),
-)
+StateNotReset = planted(Lasp, **_of_chunk(lambda chunk: replace(chunk, lengths=(sum(chunk.lengths),))))
 # the state of the rank before, also where it ends with its document
-StateNotResetAtTheRanksEdge = planted(
-    "StateNotResetAtTheRanksEdge", Lasp, **_of_chunk(lambda chunk: replace(chunk, goes_on=True))
-)
+StateNotResetAtTheRanksEdge = planted(Lasp, **_of_chunk(lambda chunk: replace(chunk, goes_on=True)))
 # a gated recurrence that knows of no documents
-StateCarriedAcrossDocuments = planted(
-    "StateCarriedAcrossDocuments", Lasp2, **_starting_at(lambda starts, length: ())
-)
+StateCarriedAcrossDocuments = planted(Lasp2, **_starting_at(lambda starts, length: ()))
 # a document that begins with a rank's first position gets the state of the rank before
 StateCarriedOverTheRanksEdge = planted(
-    "StateCarriedOverTheRanksEdge",
-    Lasp,
-    **_starting_at(lambda starts, length: [start for start in starts if start]),
+    Lasp, **_starting_at(lambda starts, length: [start for start in starts if start])
 )
 # the second position of a document is the first without the state of the one before
 DecayResetOneTokenLate = planted(
-    "DecayResetOneTokenLate",
-    Lasp2,
-    **_starting_at(lambda starts, length: [start + 1 for start in starts if start + 1 < length]),
+    Lasp2, **_starting_at(lambda starts, length: [start + 1 for start in starts if start + 1 < length])
 )
 # only the recurrence knows of documents, as fla's layers whose causal_conv1d gets no cu_seqlens
 ConvolutionOverDocuments = planted(
-    "ConvolutionOverDocuments",
     Lasp,
     heeds=HEEDS_ALL,
     document_starts=_no_starts,
@@ -216,7 +189,6 @@ ConvolutionOverDocuments = planted(
 )
 # all rows before a rank's first position, also those of the document before
 ConvolutionOverTheRanksEdge = planted(
-    "ConvolutionOverTheRanksEdge",
     Lasp2,
     heeds=HEEDS_ALL,
     document_starts=lambda self, honest, *of: [start for start in honest(*of) if start >= 0],

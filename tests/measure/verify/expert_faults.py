@@ -1,8 +1,6 @@
 """Models with experts that have a planted fault each, of the kinds that public code has had. On one rank each
 is as it should be."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -30,10 +28,6 @@ def in_each_block(change: Change) -> Callable[..., nn.Module]:
         return module
 
     return build
-
-
-def faulty(name: str, change: Change) -> type[CausalTransformerModel]:
-    return planted(name, CausalTransformerModel, build=in_each_block(change))
 
 
 def _times_ep(block: MixtureModule) -> None:
@@ -82,11 +76,11 @@ def _tossing(block: MixtureModule) -> None:
 
 
 # pytorch #160285: twice the gradient at ep 2, as a mean over ranks is taken for one over copies
-ExpertGradientsTimesEp = faulty("ExpertGradientsTimesEp", _times_ep)
-ExpertGradientsOverAllRanks = faulty("ExpertGradientsOverAllRanks", _experts_as_others)
-RouterGradientNotSummed = faulty("RouterGradientNotSummed", _router_as_an_expert)
-CountsOfOwnTokens = faulty("CountsOfOwnTokens", _own_counts)
-AuxiliaryLossOverWrongGroup = faulty("AuxiliaryLossOverWrongGroup", _of_all_replicas)
+ExpertGradientsTimesEp = planted(CausalTransformerModel, build=in_each_block(_times_ep))
+ExpertGradientsOverAllRanks = planted(CausalTransformerModel, build=in_each_block(_experts_as_others))
+RouterGradientNotSummed = planted(CausalTransformerModel, build=in_each_block(_router_as_an_expert))
+CountsOfOwnTokens = planted(CausalTransformerModel, build=in_each_block(_own_counts))
+AuxiliaryLossOverWrongGroup = planted(CausalTransformerModel, build=in_each_block(_of_all_replicas))
 # marin #8754: a fifth of the tokens at long lengths
-TokensDroppedInSilence = faulty("TokensDroppedInSilence", _dropping)
-OtherChoices = faulty("OtherChoices", _tossing)
+TokensDroppedInSilence = planted(CausalTransformerModel, build=in_each_block(_dropping))
+OtherChoices = planted(CausalTransformerModel, build=in_each_block(_tossing))

@@ -1,8 +1,6 @@
 """Strategies that send heads, in rounds or by chunks of positions, and grouped queries, with a planted fault
 each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,9 +55,8 @@ def _chunks_in_the_order_of_heads(self: Any, honest: Any, x: Tensor, dim: Any) -
     return x if dim is None else self.within.shard(self.own(x, dim), dim)
 
 
-HeadsInWrongOrder = planted("HeadsInWrongOrder", Ulysses, to_positions=_head_by_head)
+HeadsInWrongOrder = planted(Ulysses, to_positions=_head_by_head)
 DecayOfOtherHeads = planted(
-    "DecayOfOtherHeads",
     Ulysses,
     linear_attention=lambda self, honest, q, k, v, mask: honest(
         q, k, v, mask.of_heads(lambda rates: rates.roll(1))
@@ -67,17 +64,12 @@ DecayOfOtherHeads = planted(
 )
 # ranks call different collectives
 GathersWhereOthersReduce = planted(
-    "GathersWhereOthersReduce",
-    Ulysses,
-    name="gathers_where_others_reduce",
-    causal_attention=_gathers_where_others_reduce,
+    Ulysses, name="gathers_where_others_reduce", causal_attention=_gathers_where_others_reduce
 )
-SkipsACollective = planted(
-    "SkipsACollective", Ulysses, name="skips_a_collective", causal_attention=_rank_0_skips
-)
+SkipsACollective = planted(Ulysses, name="skips_a_collective", causal_attention=_rank_0_skips)
 # the sequence cut over Ulysses' ranks first and then round the ring, so that the all-to-all joins positions
 # that do not follow each other
-ChunksInTheOrderOfHeads = planted("ChunksInTheOrderOfHeads", Ulysses, shard=_chunks_in_the_order_of_heads)
+ChunksInTheOrderOfHeads = planted(Ulysses, shard=_chunks_in_the_order_of_heads)
 
 
 # grouped queries, and norms of keys
@@ -152,28 +144,18 @@ class KeyNormAfterAllToAll(Ulysses):
 
 
 # each rank keeps the gradient of its own queries for keys and values that others hold too
-ReplicasNotSummed = planted(
-    "ReplicasNotSummed", TensorParallel, grouped_query_linear_in=_replica_group(lambda self: None)
-)
+ReplicasNotSummed = planted(TensorParallel, grouped_query_linear_in=_replica_group(lambda self: None))
 # one axis too many: over all ranks, of which some hold another key
 ReplicasSummedOverAllRanks = planted(
-    "ReplicasSummedOverAllRanks",
-    TensorParallel,
-    grouped_query_linear_in=_replica_group(lambda self: self.group),
+    TensorParallel, grouped_query_linear_in=_replica_group(lambda self: self.group)
 )
-NormsOfOwnHeads = planted(
-    "NormsOfOwnHeads", TensorParallel, shared_by_heads=lambda self, honest, weight: weight
-)
+NormsOfOwnHeads = planted(TensorParallel, shared_by_heads=lambda self, honest, weight: weight)
 # the norms' weights are taken for replicated, though each rank saw only its own positions
 NormsOfOwnPositions = planted(
-    "NormsOfOwnPositions",
-    Ulysses,
-    partial_axes=lambda self, honest, p: () if p.shape == (4,) else honest(p),
+    Ulysses, partial_axes=lambda self, honest, p: () if p.shape == (4,) else honest(p)
 )
-KeysInAnotherOrder = planted("KeysInAnotherOrder", Ulysses, causal_attention=_repeated_in_another_order)
-FirstQueryOfEachGroup = planted(
-    "FirstQueryOfEachGroup", RingAttention, causal_attention=_first_query_of_each_group
-)
+KeysInAnotherOrder = planted(Ulysses, causal_attention=_repeated_in_another_order)
+FirstQueryOfEachGroup = planted(RingAttention, causal_attention=_first_query_of_each_group)
 
 
 # UPipe's rounds
@@ -225,12 +207,12 @@ def _first_keys(self: Any, honest: Any, *args: Any) -> Any:
 
 
 # all rounds attend to the keys and values that were sent for the first
-KeysOfTheFirstRounds = planted("KeysOfTheFirstRounds", UPipe, keys_to_heads=_first_keys)
-OneBufferForAllMessages = planted("OneBufferForAllMessages", UPipe, to_heads=_one_buffer)
+KeysOfTheFirstRounds = planted(UPipe, keys_to_heads=_first_keys)
+OneBufferForAllMessages = planted(UPipe, to_heads=_one_buffer)
 # each rank is sent other heads by odd ranks than by even ones
-OddRanksBeginWithTheLastRound = planted("OddRanksBeginWithTheLastRound", UPipe, rounds=_last_rounds_first)
+OddRanksBeginWithTheLastRound = planted(UPipe, rounds=_last_rounds_first)
 # keys and values get the gradient of one round of queries, not the sum over their group's
-KeyGradientsOfOneRound = planted("KeyGradientsOfOneRound", UPipe, repeated_attention=_one_round_alone)
+KeyGradientsOfOneRound = planted(UPipe, repeated_attention=_one_round_alone)
 
 
 # FPDT's chunks on the host
@@ -275,17 +257,13 @@ def _kept_copies(self: Any, honest: Any, device: torch.device) -> Any:
 
 # the keys of a chunk are overwritten by those of the next one
 OneBufferOnTheHost = planted(
-    "OneBufferOnTheHost",
-    FPDT,
-    copies=lambda self, honest, device: (_OneBuffer(device), CopyStream(device)),
+    FPDT, copies=lambda self, honest, device: (_OneBuffer(device), CopyStream(device))
 )
 # queries meet the chunk of keys before the one that is meant
-KeysOneChunkLate = planted("KeysOneChunkLate", FPDT, copies=_kept_copies)
+KeysOneChunkLate = planted(FPDT, copies=_kept_copies)
 # queries get the gradients of one chunk of keys, not of all
 QueryGradientsOfOneChunk = planted(
-    "QueryGradientsOfOneChunk",
-    FPDT,
-    copies=lambda self, honest, device: (_NoSums(device), CopyStream(device)),
+    FPDT, copies=lambda self, honest, device: (_NoSums(device), CopyStream(device))
 )
 # a rank has one run of the sequence, as if it were not cut in chunks
-PositionsOfOneChunk = planted("PositionsOfOneChunk", FPDT, own=as_in(SequenceChunks, "own"))
+PositionsOfOneChunk = planted(FPDT, own=as_in(SequenceChunks, "own"))

@@ -1,8 +1,6 @@
 """Tensor parallelism, Megatron's sequence parallelism, DSP and strategies around each other, with a planted
 fault each, of the kinds that public code has had."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,18 +60,14 @@ def _layer(cls: Any) -> Callable[..., Linear]:
 
 
 # Megatron-LM's g without its all-reduce
-RowParallelNotReduced = planted("RowParallelNotReduced", TP, linear_out=_layer(_RowsNotReduced))
+RowParallelNotReduced = planted(TP, linear_out=_layer(_RowsNotReduced))
 # Megatron-LM's f without its all-reduce
-ColumnInputGradientNotReduced = planted(
-    "ColumnInputGradientNotReduced", TP, linear_in=_layer(_InputNotReduced)
-)
-ParameterWithoutGradient = planted("ParameterWithoutGradient", TP, linear_out=_layer(_Frozen))
+ColumnInputGradientNotReduced = planted(TP, linear_in=_layer(_InputNotReduced))
+ParameterWithoutGradient = planted(TP, linear_out=_layer(_Frozen))
 # latent attention's key that all heads share: each rank's heads make only a part of its gradient
-SharedKeyOfOwnHeads = planted("SharedKeyOfOwnHeads", TP, features_for_heads=lambda self, honest, x: x)
+SharedKeyOfOwnHeads = planted(TP, features_for_heads=lambda self, honest, x: x)
 SharedKeyOfOwnPositions = planted(
-    "SharedKeyOfOwnPositions",
-    MegatronSP,
-    features_for_heads=lambda self, honest, x: gather_from_group(x, 1, self.group),
+    MegatronSP, features_for_heads=lambda self, honest, x: gather_from_group(x, 1, self.group)
 )
 
 
@@ -110,20 +104,14 @@ def _labels_of_first_positions(self: Any, honest: Any, logits: Tensor, labels: T
     return honest(logits, rolled.chunk(self.size, 1)[self.rank], way=way)
 
 
-DenominatorNotReduced = planted("DenominatorNotReduced", TP, cross_entropy=_all_but_the_third_sum)
-GatheredGradientSummed = planted(
-    "GatheredGradientSummed", TP, gathers_logits=True, cross_entropy=_gradient_summed
-)
+DenominatorNotReduced = planted(TP, cross_entropy=_all_but_the_third_sum)
+GatheredGradientSummed = planted(TP, gathers_logits=True, cross_entropy=_gradient_summed)
 # the softmax's denominator is that of this rank's part of the vocabulary
 DenominatorOfOwnRows = planted(
-    "DenominatorOfOwnRows",
-    TP,
-    cross_entropy=patching(cross_entropy, all_gather_flat=lambda x, group: x.clone()),
+    TP, cross_entropy=patching(cross_entropy, all_gather_flat=lambda x, group: x.clone())
 )
-GradientsOfOwnPositionsAlone = planted(
-    "GradientsOfOwnPositionsAlone", MegatronSP, cross_entropy=_own_positions_alone
-)
-LabelsOfOwnPositions = planted("LabelsOfOwnPositions", MegatronSP, cross_entropy=_labels_of_first_positions)
+GradientsOfOwnPositionsAlone = planted(MegatronSP, cross_entropy=_own_positions_alone)
+LabelsOfOwnPositions = planted(MegatronSP, cross_entropy=_labels_of_first_positions)
 
 
 # what a strategy says of itself
@@ -142,13 +130,11 @@ def _backward_counted_twice(self: Any, honest: Any, sites: Sequence[Site], size:
 
 
 # initialised as if this were the next rank
-NextRanksWeights = planted("NextRanksWeights", TP, mark=_as_the_next_rank)
-WrongClosedForm = planted("WrongClosedForm", TP, communication=_backward_counted_twice)
+NextRanksWeights = planted(TP, mark=_as_the_next_rank)
+WrongClosedForm = planted(TP, communication=_backward_counted_twice)
 # as if every rank held all rows of the vocabulary
 SplitsTheVocabularyInSilence = planted(
-    "SplitsTheVocabularyInSilence",
-    TP,
-    split_over=lambda self, honest, kind: () if kind == "vocabulary" else honest(kind),
+    TP, split_over=lambda self, honest, kind: () if kind == "vocabulary" else honest(kind)
 )
 
 
@@ -169,31 +155,23 @@ class _SliceForSum(torch.autograd.Function):
 
 
 LocalSliceForReduceScatter = planted(
-    "LocalSliceForReduceScatter", MegatronSP, leave=lambda self, honest, x: x.chunk(self.size, 1)[self.rank]
+    MegatronSP, leave=lambda self, honest, x: x.chunk(self.size, 1)[self.rank]
 )
 # taken for replicated, as they are in tensor parallelism; each rank saw only its own positions
-NormsNotReduced = planted(
-    "NormsNotReduced", MegatronSP, partial_axes=lambda self, honest, p: honest(p) if p.ndim > 1 else ()
-)
+NormsNotReduced = planted(MegatronSP, partial_axes=lambda self, honest, p: honest(p) if p.ndim > 1 else ())
 # data parallelism over a group without the sequence axis, whose all-reduce is silently none (VeOmni, before
 # pull request 1115)
 SumLacksTheSequenceAxis = planted(
-    "SumLacksTheSequenceAxis",
-    TP,
-    partial_axes=lambda self, honest, p: tuple(axis for axis in honest(p) if axis != "sp"),
+    TP, partial_axes=lambda self, honest, p: tuple(axis for axis in honest(p) if axis != "sp")
 )
 # gradients of what is not split summed over one axis too many, so that they come out tp times as large (as
 # DeepSpeed issue 6841 reports of the sequence degree)
 SumHasTheTensorAxisToo = planted(
-    "SumHasTheTensorAxisToo",
-    TP,
-    partial_axes=lambda self, honest, p: honest(p) if shard_of(p) else (*self.axes, *honest(p)),
+    TP, partial_axes=lambda self, honest, p: honest(p) if shard_of(p) else (*self.axes, *honest(p))
 )
 # an all-gather whose backward takes this rank's slice and does not sum (VeOmni pull request 1120)
 GatherWithoutTheSum = planted(
-    "GatherWithoutTheSum",
-    MegatronSP,
-    enter=lambda self, honest, x, weight, bias: project(_SliceForSum.apply(x, self), weight, bias),
+    MegatronSP, enter=lambda self, honest, x, weight, bias: project(_SliceForSum.apply(x, self), weight, bias)
 )
 
 
@@ -202,7 +180,7 @@ def _decay_of_first_heads(self: Any, honest: Any, q: Tensor, k: Tensor, v: Tenso
 
 
 # every tensor parallel rank takes the decay of the first heads
-NestedHeadsWithOneDecay = planted("NestedHeadsWithOneDecay", TP, linear_attention=_decay_of_first_heads)
+NestedHeadsWithOneDecay = planted(TP, linear_attention=_decay_of_first_heads)
 
 
 class _AveragedByRank(Bert):
@@ -283,18 +261,15 @@ def _grouped(cls: Any, **how: Any) -> Callable[..., Linear]:
     return linear
 
 
-PartsInWrongOrder = planted("PartsInWrongOrder", DSP, switch=_place_by_place)
-PaddingAttendedTo = planted("PaddingAttendedTo", DSP, grid_attention=_padding_attended_to)
-PaddingInTheLoss = planted("PaddingInTheLoss", DSP, shard=_last_places_again, grid=_padded_grid)
+PartsInWrongOrder = planted(DSP, switch=_place_by_place)
+PaddingAttendedTo = planted(DSP, grid_attention=_padding_attended_to)
+PaddingInTheLoss = planted(DSP, shard=_last_places_again, grid=_padded_grid)
 # the gradient of the text is summed by the layer that reads it, as tensor parallelism has to, and again with
 # those of all parameters
-TextCountedTwice = planted("TextCountedTwice", DSP, linear_in_text=_grouped(_InputSummed))
+TextCountedTwice = planted(DSP, linear_in_text=_grouped(_InputSummed))
 # the gradient of a weight is summed in backward, and the sum again with the others
-WeightCountedNTimes = planted("WeightCountedNTimes", DSP, linear_out=_grouped(_WeightSummed, bias=False))
+WeightCountedNTimes = planted(DSP, linear_out=_grouped(_WeightSummed, bias=False))
 # attention along the dim that is cut, among the places of a rank: nothing is switched
 LinesOfOneRankOnly = planted(
-    "LinesOfOneRankOnly",
-    DSP,
-    along=lambda self, honest, grid, *where: grid,
-    restored=lambda self, honest, grid: grid,
+    DSP, along=lambda self, honest, grid, *where: grid, restored=lambda self, honest, grid: grid
 )

@@ -4,9 +4,8 @@ The tables of faults are attention_faults.py, head_faults.py, layer_faults.py, d
 recurrence_faults.py and backend_faults.py. None of their classes is registered.
 """
 
-from __future__ import annotations
-
 import inspect
+import linecache
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,8 +14,8 @@ from unittest import mock
 T = TypeVar("T")
 
 
-def planted(name: str, target: type[T], /, **replaced: Any) -> type[T]:
-    """A class derived from ``target``; as with a named tuple, a module's variable of that name must hold it.
+def planted(target: type[T], /, **replaced: Any) -> type[T]:
+    """A class derived from ``target``, of the name of the variable that it is assigned to.
 
     Args:
         replaced: by the name of a method a function of the object, the honest method and its arguments, which
@@ -32,7 +31,10 @@ def planted(name: str, target: type[T], /, **replaced: Any) -> type[T]:
     members = {
         each: method(each, wrong) if inspect.isfunction(wrong) else wrong for each, wrong in replaced.items()
     }
-    module = sys._getframe(1).f_globals["__name__"]
+    caller = sys._getframe(1)
+    name, _, _ = linecache.getline(caller.f_code.co_filename, caller.f_lineno).partition(" = planted(")
+    assert name.isidentifier(), name
+    module = caller.f_globals["__name__"]
     cls: type[T] = type(target)(name, (target,), {"__module__": module, **members})
     return cls
 

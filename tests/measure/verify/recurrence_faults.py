@@ -1,7 +1,5 @@
 """LASP, LASP-2 and Ulysses with planted faults of states between chunks, and of gated recurrences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,21 +69,15 @@ def _none_from_later(self: Any, honest: Any, peer: int, k: Tensor, v: Tensor) ->
     return None if peer > self.rank else received
 
 
-StateNotDecayedAcrossChunks = planted(
-    "StateNotDecayedAcrossChunks", Lasp, send=_undecayed_sent, receive=_undecayed_noted
-)
-ChunkDecayOffByOne = planted("ChunkDecayOffByOne", Lasp, linear_attention=_one_position_longer)
-StateGradientDropped = planted("StateGradientDropped", Lasp, receive=_none_from_later)
+StateNotDecayedAcrossChunks = planted(Lasp, send=_undecayed_sent, receive=_undecayed_noted)
+ChunkDecayOffByOne = planted(Lasp, linear_attention=_one_position_longer)
+StateGradientDropped = planted(Lasp, receive=_none_from_later)
 # the gradient's state is taken from the wrong neighbour's place in time: doubled on the way back
 StateOfThisChunkTwice = planted(
-    "StateOfThisChunkTwice",
-    Lasp,
-    send=lambda self, honest, state, peer: honest(2 * state if peer < self.rank else state, peer),
+    Lasp, send=lambda self, honest, state, peer: honest(2 * state if peer < self.rank else state, peer)
 )
-StatesGatheredInWrongOrder = planted(
-    "StatesGatheredInWrongOrder", Lasp2, linear_attention=_from_the_other_end
-)
-StateStartsAsGarbage = planted("StateStartsAsGarbage", Lasp, receive=_garbage_for_nothing)
+StatesGatheredInWrongOrder = planted(Lasp2, linear_attention=_from_the_other_end)
+StateStartsAsGarbage = planted(Lasp, receive=_garbage_for_nothing)
 
 #: of states of linear attention
 OF_STATES = [
@@ -139,21 +131,19 @@ def _of_first_heads(dims: int, number: int) -> Callable[..., Tensor]:
 
 
 # linear layers run on a rank's part of the sequence, as if it were the whole
-ZeroStateOnEveryRank = planted(
-    "ZeroStateOnEveryRank", Lasp2, gated_recurrence=as_in(Strategy, "gated_recurrence")
-)
+ZeroStateOnEveryRank = planted(Lasp2, gated_recurrence=as_in(Strategy, "gated_recurrence"))
 # a convolution sees zeros before a rank's first position
-HaloForgotten = planted("HaloForgotten", Lasp2, rows_before=as_in(Strategy, "rows_before"))
+HaloForgotten = planted(Lasp2, rows_before=as_in(Strategy, "rows_before"))
 # what later chunks want of a chunk's state never reaches it
-StateGradientStopsAtTheEdge = planted("StateGradientStopsAtTheEdge", Lasp2, passing=_WithoutStateGradient)
+StateGradientStopsAtTheEdge = planted(Lasp2, passing=_WithoutStateGradient)
 # the next chunk's gradient of the rows that it was given is dropped
-RowGradientStopsAtTheEdge = planted("RowGradientStopsAtTheEdge", Lasp, passing=_WithoutRowGradient)
+RowGradientStopsAtTheEdge = planted(Lasp, passing=_WithoutRowGradient)
 # a rank sends on the state that it got plus its own, as linear attention without decay may
-StatesAddedWithoutTransition = planted("StatesAddedWithoutTransition", Lasp, passing=_Adding)
+StatesAddedWithoutTransition = planted(Lasp, passing=_Adding)
 # A_log, dt_bias and the values' convolution are not sliced by head
-DecayOfFirstHeads = planted("DecayOfFirstHeads", Ulysses, mix_by_heads=_of_first_heads(1, 0))
-StepBiasOfFirstHeads = planted("StepBiasOfFirstHeads", Ulysses, mix_by_heads=_of_first_heads(1, 1))
-ConvolutionOfFirstHeads = planted("ConvolutionOfFirstHeads", Ulysses, mix_by_heads=_of_first_heads(3, 2))
+DecayOfFirstHeads = planted(Ulysses, mix_by_heads=_of_first_heads(1, 0))
+StepBiasOfFirstHeads = planted(Ulysses, mix_by_heads=_of_first_heads(1, 1))
+ConvolutionOfFirstHeads = planted(Ulysses, mix_by_heads=_of_first_heads(3, 2))
 
 #: of gated recurrences
 OF_RECURRENCES = [

@@ -3,8 +3,6 @@
 Dropout keeps what all ranks of tensor parallelism hold alike. In a file of its own, which ranks import.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tests.impls.models.huggingface as published
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.verify.cases import verify
+from spbench.bench.measure.verify.cases import verify_cases
 from spbench.impls.backends.legacy_ddp import ContiguousGradients
 from spbench.impls.models.bert import BertModel
 from spbench.impls.models.model import models
@@ -39,7 +37,7 @@ FOLDER = Path(published.__file__).parent
 )
 def test_green(pool: RankPool, name: str, strategy: str) -> None:
     path = name if name in all_models() else str(FOLDER / f"{name}.json")
-    rows = [*verify([strategy], [path], (4,), parts=["attention"], pool=pool)]
+    rows = [*verify_cases([strategy], [path], (4,), parts=["attention"], pool=pool)]
     assert {row.model for row in rows} == {path}
     assert {row.status for row in rows} <= {"green", "unsupported"}
     assert rows[0].status == "green", rows[0].reason
@@ -49,7 +47,7 @@ def test_green(pool: RankPool, name: str, strategy: str) -> None:
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_every_family_under_every_way_to_cut_it(pool: RankPool, path: Path) -> None:
     strategies = ["tensor_parallel", "megatron_sp", "ulysses", "ring_attention", "ring_self_attention"]
-    rows = [*verify(strategies, [str(path)], (3, 4), pool=pool)]
+    rows = [*verify_cases(strategies, [str(path)], (3, 4), pool=pool)]
     assert {row.status for row in rows} == {"green", "unsupported"}
     assert sum(row.status == "green" for row in rows) >= 20
 

@@ -1,27 +1,40 @@
-"""The checker rejects every planted fault, and names a tensor that the fault spoils."""
+"""The checker rejects every planted fault, and names a tensor that the fault spoils: of a strategy, of
+strategies around each other, and of experts. Pairs of strategies agree with the single device.
+Sliding windows and sinks: planted faults, and attention as others compute it.
 
-from __future__ import annotations
+Packed documents against documents one by one, and the faults that public code has had with them."""
 
+import re
 from collections.abc import Iterator
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.beside_values import seen_pairs
+from spbench.bench.measure.verify.cases import VerifyRow, verify_case, verify_cases
 from spbench.bench.measure.verify.verified_run import Case
+from spbench.impls.attended import Attended
+from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.model import Model, model_preset
-from spbench.impls.registries import strategies
+from spbench.impls.registries import strategies, strategy_class
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.lasp2 import Lasp2
 from spbench.impls.strategies.megatron_sp import MegatronSP
-from spbench.impls.strategies.nesting import Nesting
+from spbench.impls.strategies.nesting import Nesting, nesting, pairs
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
+from spbench.impls.training.step import initialize
 from tests.measure.verify import attention_faults as attention
+from tests.measure.verify import document_faults
+from tests.measure.verify import expert_faults as faults
 from tests.measure.verify import head_faults as heads
 from tests.measure.verify import layer_faults as layers
 from tests.measure.verify.assertions import assert_green, assert_red
@@ -33,7 +46,6 @@ LATENT = model_preset("mla-tiny")
 ROTARY = AttentionModel("causal_attention", rotary=True)
 TNL = model_preset("tnl-tiny", {"attention_norm": "head"})
 IN_PLACE = {"library": "transformer-engine", "cross_entropy": "in_place", "recompute": "selective"}
-LOCAL = {"library": "megatron-local", "attention": "unfused", "recompute": "full"}
 #: two heads of keys and values, each of which two of four ranks hold
 REPLICATED = model_preset("causal-transformer-tiny-gqa", {"kv_heads": 2})
 GROUPED, CHUNKS = AttentionModel(kv_heads=4), {"chunk": 8}
@@ -204,21 +216,6 @@ def test_a_norm_of_all_heads_before_the_all_to_all_is_green(pool: RankPool) -> N
     assert_green(pool, Case(Ulysses, heads.KeyNormModel(), "attention"))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "strategy_options", "model", "options"),
-    [
-        (MegatronSP, SPLIT, "causal-transformer-tiny-gqa", IN_PLACE),
-        (MegatronSP, SPLIT, "gpt3-tiny", LOCAL | {"recompute_method": "block"}),
-        (TensorParallel, {}, "gpt3-tiny", LOCAL | {"recompute_layers": 2}),
-        (TensorParallel, {}, "bert-tiny", {"pre_norm": True, "library": "transformer-engine"}),
-    ],
-)
-def test_models_of_libraries_are_green(
-    pool: RankPool, strategy: type[Strategy], strategy_options: dict[str, str], model: str, options: dict
-) -> None:
-    assert_green(pool, Case(strategy, model_preset(model, options), "model", options=strategy_options), 2)
-
-
 def test_faults_are_not_registered() -> None:
     assert not {fault for fault, *_ in FAULTS} & {*strategies().values()}
 
@@ -235,3 +232,256 @@ def test_text_that_is_gathered_again_is_metered(monkeypatch: pytest.MonkeyPatch)
         ("backward", "all_gather"),
         ("backward", "reduce_scatter"),
     }
+
+
+HEAD_NORM = model_preset("tnl-tiny", {"attention_norm": "head"})
+#: of these models each pair is tried on the first that it can run
+MODELS = ("bert-tiny", "causal-transformer-tiny", "linear-llama3-tiny", "st-dit-tiny", "hybrid-tiny")
+
+PAIRS = [pair.name for pair in pairs()]
+
+
+def runnable(pair: str, pool: RankPool, dtype: str = "fp64") -> VerifyRow:
+    """The row of the first of MODELS that a pair can run on 2 x 2 ranks; of the last if there is none."""
+    strategy = nesting(pair)
+    for model in MODELS:
+        row = verify_case(pool, Case(strategy, model_preset(model), "model", dtype), strategy.meshes(4)[0])
+        if row.status != "unsupported":
+            break
+    return row
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_every_pair(pool: RankPool, pair: str) -> None:
+    row = runnable(pair, pool)
+    if pair in ("megatron_sp+dsp", "odysseus+dsp", "ulysses+dsp"):
+        assert row.status == "unsupported"
+        assert "stays cut along one dim" in row.reason
+    elif pair in ("upipe+ulysses", "upipe+fpdt", "upipe+lasp2h"):
+        # a round has one head, which is not split again (tests of chunks have more), and no recurrence
+        assert row.status == "unsupported"
+    else:
+        assert row.status == "green", row
+
+
+@pytest.mark.slow
+def test_every_pair_on_every_tiny_model_and_variant() -> None:
+    with RankPool(6) as pool:
+        rows = list(verify_cases(PAIRS, None, [4, 6], pool=pool))
+    assert not [asdict(row) for row in rows if row.status == "RED"]
+    assert {row.mesh for row in rows if row.status == "green"} >= {"tp2xsp2", "tp2xsp3", "tp3xsp2", "sp2xcp3"}
+
+
+# -- options, and three around each other ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [("sp", "cp"), ("cp", "sp")], ids="-".join)
+def test_ulysses_and_a_ring_in_both_orders_of_the_mesh(pool: RankPool, order: tuple[str, str]) -> None:
+    case = Case(nesting("ulysses+ring_attention"), DECODER, "model", options={"placement": "zigzag"})
+    row = verify_case(pool, case, dict.fromkeys(order, 2))
+    assert row.status == "green", row
+    assert row.mesh == "x".join(f"{axis}2" for axis in order)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", ["tensor_parallel", "megatron_sp"])
+@pytest.mark.parametrize("inner", ["ring_attention", "ring_self_attention", "lasp", "lasp2"])
+def test_three_around_each_other(outer: str, inner: str) -> None:
+    model = {"ring_attention": DECODER, "ring_self_attention": BERT}.get(inner, HEAD_NORM)
+    strategy = nesting(f"{outer}+ulysses+{inner}")
+    with RankPool(8) as pool:
+        assert_green(pool, Case(strategy, model, "model"), {"tp": 2, "sp": 2, "cp": 2})
+
+
+TINY = asdict(model_preset("moe-tiny", {"layers": 2, "heads": 4, "aux_loss": "batch", "aux_weight": 0.1}))  # type: ignore[call-overload]
+EXPERTS, ROUTER = "gradient of blocks.1.mlp.experts.", "gradient of blocks.1.mlp.router."
+
+#: fault, strategy, folds, how the name of the worst tensor may begin
+OF_EXPERTS: list[tuple[type[CausalTransformerModel], type[Strategy], dict[str, int], tuple[str, ...]]] = [
+    (faults.ExpertGradientsTimesEp, Ulysses, {"ep": 2}, (EXPERTS, "gradient of blocks.0.mlp.experts.")),
+    (faults.ExpertGradientsOverAllRanks, Ulysses, {"ep": 2}, ("gradient of blocks",)),
+    (faults.RouterGradientNotSummed, RingAttention, {"ep": 2}, ("gradient of blocks",)),
+    (faults.CountsOfOwnTokens, RingAttention, {"ep": 2}, ("gradient of",)),
+    (faults.AuxiliaryLossOverWrongGroup, MegatronSP, {"ep": 2}, ("gradient of",)),
+    (faults.TokensDroppedInSilence, Ulysses, {"ep": 2}, ("output", "gradient of")),
+]
+
+
+def of_experts(cls: type[CausalTransformerModel], strategy: type[Strategy], folds: dict[str, int]) -> Case:
+    return Case(strategy, cls(**TINY), "model", folds=folds)
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy", "folds", "tensors"), OF_EXPERTS, ids=[f[0].__name__ for f in OF_EXPERTS]
+)
+def test_a_fault_of_experts_is_red(
+    pool: RankPool,
+    fault: type[CausalTransformerModel],
+    strategy: type[Strategy],
+    folds: dict[str, int],
+    tensors: tuple[str, ...],
+) -> None:
+    row = assert_red(pool, of_experts(fault, strategy, folds), 2, *tensors)
+    if fault is faults.ExpertGradientsTimesEp:
+        assert row.factor == pytest.approx(2.0)
+
+
+def test_in_half_precision_choices_are_those_of_the_reference(pool: RankPool) -> None:
+    """There a token between two experts goes to either; what routers choose is proven in float64."""
+    tossed = of_experts(faults.OtherChoices, Ulysses, {"ep": 2})
+    assert verify_case(pool, tossed, 2).status == "RED"
+    assert verify_case(pool, replace(tossed, dtype="bf16"), 2).status == "green"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "folds", "reason"),
+    [
+        ("tensor_parallel", "moe-tiny", {}, "ranks along tp of tensor_parallel hold the same tokens"),
+        ("ulysses", "moe-tiny", {"ep": 5}, "12 experts are not divisible by ep 5; use ep 4 or 6"),
+        (
+            "ulysses",
+            "moe-tiny",
+            {"etp": 5},
+            "24 features of an expert are not divisible by etp 5; use etp 4 or 6",
+        ),
+        ("ulysses", "causal-transformer-tiny", {"ep": 2}, "has no experts, .*; leave ep and etp out"),
+    ],
+)
+def test_sizes_that_cannot_be(
+    pool: RankPool, strategy: str, model: str, folds: dict[str, int], reason: str
+) -> None:
+    asked = Case(strategy_class(strategy), model_preset(model), "model", seq_len=20, folds=folds)
+    row = verify_case(pool, asked, max([2, *folds.values()]))
+    assert row.status == "unsupported"
+    assert re.search(reason, row.reason), row.reason
+
+
+#: of four ranks' chunks of 6 positions, one and a part
+WINDOWED = model_preset("causal-transformer-tiny", {"window": 8, "sinks": True})
+SINKS = "gradient of layer.sinks"
+
+
+@pytest.mark.parametrize(
+    ("fault", "axis", "tensors"),
+    [
+        (document_faults.WindowOffByOne, "sp", ("output", "gradient of")),
+        (document_faults.HaloForgotten, "sp", ("output", "gradient of")),
+        (document_faults.SinkOnceAChunk, "sp", ("output", "gradient of")),
+        (document_faults.SinkWithoutGradient, "sp", (SINKS,)),
+        (document_faults.SinksOfOtherHeads, "sp", (SINKS,)),
+        (document_faults.SinksOfOtherRounds, "sp", (SINKS,)),
+        (document_faults.ChunksSeenWhole, "sp", ("output", "gradient of")),
+        (document_faults.SinksSplitOtherwise, "tp", (SINKS,)),
+    ],
+)
+def test_a_fault_of_windows_is_red(
+    pool: RankPool, fault: type[Strategy], axis: str, tensors: tuple[str, ...]
+) -> None:
+    assert_red(pool, Case(fault, WINDOWED, "attention"), {axis: 4}, *tensors)
+
+
+def windowed_attention(
+    window: int, sinks: torch.Tensor | None
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Random q [2, 4, 24, 8], k, v [2, 2, 24, 8], and the attention here."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, 24, 8, generator=generator, dtype=torch.float64).requires_grad_()
+        for heads in (4, 2, 2)
+    )
+    o = Strategy().causal_attention(q, k, v, Attended(window=window), sinks)
+    return (q, k, v), o
+
+
+@pytest.mark.slow
+def test_windows_are_those_of_flex_attention() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    (q, k, v), o = windowed_attention(7, None)
+    mask = create_block_mask(lambda b, h, i, j: (j <= i) & (i - 7 < j), None, None, 24, 24, device="cpu")
+    with torch.no_grad():
+        given = (x.detach() for x in (q, k, v))
+        theirs = flex_attention(*given, block_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(o.detach(), theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_windows_and_sinks_are_those_of_gpt_oss() -> None:
+    """As in transformers' own code: its mask, its attention, and the gradients that autograd makes."""
+    oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    masks = pytest.importorskip("transformers.masking_utils")
+    sinks = torch.linspace(-1, 2, 4, dtype=torch.float64, requires_grad=True)
+    inputs, o = windowed_attention(7, sinks)
+    q, k, v = inputs
+    config = oss.GptOssConfig(sliding_window=7, _attn_implementation="eager")
+    places = torch.arange(24).unsqueeze(0)
+    hidden = torch.zeros(2, 24, 8, dtype=torch.float64)
+    mask = masks.create_sliding_window_causal_mask(config, hidden, attention_mask=None, position_ids=places)
+    assert torch.equal(mask[0, 0] == 0, seen_pairs(Attended(window=7), 24))
+    layer = SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
+    theirs, _ = oss.eager_attention_forward(layer, q, k, v, mask, scaling=8**-0.5)
+    theirs = theirs.transpose(1, 2)
+    torch.testing.assert_close(o, theirs, rtol=1e-12, atol=1e-12)
+    weights = torch.randn_like(o)
+    ours = torch.autograd.grad((o * weights).sum(), [*inputs, sinks])
+    expected = torch.autograd.grad((theirs * weights).sum(), [*inputs, sinks])
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+
+
+DOCUMENTS = (7, 1, 11, 5)
+PACKED = model_preset("causal-transformer-tiny", {"documents": DOCUMENTS})
+OTHERS = ("output token_loss of other documents", "output hidden of other documents")
+
+
+@pytest.mark.parametrize("options", [{}, {"position": "learned", "max_positions": 11}], ids=str)
+def test_packed_documents_are_documents_one_by_one(options: dict[str, object]) -> None:
+    """Neither by a mask nor by cu_seqlens: each document is a sequence of its own."""
+    losses, gradients = [], []
+    for lengths in ([24], DOCUMENTS):
+        model = model_preset(
+            "causal-transformer-tiny", options | {"documents": [] if len(lengths) > 1 else DOCUMENTS}
+        )
+        whole = model.inputs(2, 24, torch.Generator().manual_seed(0))
+        torch.set_default_dtype(torch.float64)
+        try:
+            modules = [model.build(Strategy(), n) for n in lengths]
+        finally:
+            torch.set_default_dtype(torch.float32)
+        parts = zip(*(x.split(list(lengths), 1) for x in whole.values()), strict=True)
+        found = []
+        for module, part in zip(modules, parts, strict=True):
+            initialize(module, 0, deviation=0.2, everything=True)
+            outputs = module(dict(zip(whole, part, strict=True)))
+            outputs["loss"].backward()
+            found.append(outputs["token_loss"])
+        losses.append(torch.cat(found, 1))
+        named = [dict(module.named_parameters()) for module in modules]
+        gradients.append({n: sum(each[n].grad for each in named) for n in named[0]})
+    torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("fault", "tensors"),
+    [
+        (document_faults.DocumentsSeeEachOther, OTHERS),
+        (document_faults.PositionsRunOn, ("output", "gradient of")),
+        (document_faults.DocumentsEndAtTheRanksEdge, ("output", "gradient of")),
+        (document_faults.KeyOffsetsIgnored, OTHERS),
+        (document_faults.OddLengthsTakenForEven, OTHERS),
+    ],
+)
+def test_a_fault_of_documents_is_red(pool: RankPool, fault: type[Strategy], tensors: tuple[str, ...]) -> None:
+    model = replace(PACKED, position="learned", layers=1)  # type: ignore[type-var]
+    row = assert_red(pool, Case(fault, model, "model"), 4, *tensors)
+    assert ("of other documents" in row.verdict) == (tensors is OTHERS)
+
+
+@pytest.mark.parametrize(
+    "fault", [document_faults.StateNotReset, document_faults.StateNotResetAtTheRanksEdge]
+)
+def test_a_state_that_is_not_reset_is_red(pool: RankPool, fault: type[Strategy]) -> None:
+    # of which the first ends at the edge of the second rank
+    model = model_preset("tnl-tiny", {"documents": (12, 7, 5), "attention_norm": "head"})
+    assert "of other documents" in assert_red(pool, Case(fault, model, "model"), 4).verdict

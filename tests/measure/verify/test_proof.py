@@ -1,7 +1,5 @@
 """A strategy or a backend is measured only where verification proves its gradients right."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

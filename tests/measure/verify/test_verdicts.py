@@ -1,7 +1,5 @@
 """Verdicts in a file: what a later run replaces, and what a reader is told of a spoilt one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -101,7 +99,7 @@ def test_the_command_keeps_its_verdicts(
         yield GREEN
         yield replace(RED, error=float("inf"))
 
-    monkeypatch.setattr("spbench.bench.measure.verify.cases.verify", verify)
+    monkeypatch.setattr("spbench.bench.tools.run.verify_output.verify_cases", verify)
     assert exit_code(["verify", "--backend", "zero1", "--device", "cpu", "--output", str(tmp_path)]) == 1
     assert str(tmp_path / VERDICTS_FILE) in capsys.readouterr().out
     found = read_verdicts(tmp_path)

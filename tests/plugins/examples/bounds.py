@@ -1,7 +1,5 @@
 """Answers of the kind "at most this many bytes": a number that a paper only says is not exceeded."""
 
-from __future__ import annotations
-
 import spbench
 
 

@@ -1,7 +1,5 @@
 """A meter of the floating-point operations of a step, by operator."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from torch.utils.flop_counter import flop_registry

@@ -1,7 +1,5 @@
 """Sequence chunks of which every rank gathers the keys and values of all, by DTensors."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

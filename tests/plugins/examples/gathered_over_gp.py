@@ -1,7 +1,5 @@
 """As the strategy gathered_attention, over an axis of its own: a mesh may have ranks along gp."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A language model of one layer of causal attention, between an embedding and a head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Data parallelism whose gradients are summed within pairs of ranks, and then over the pairs."""
 
-from __future__ import annotations
-
 import torch
 
 import spbench

@@ -1,7 +1,5 @@
 """A language model whose layers feed forward in two steps: y = W_4 relu(W_3 W_2 relu(W_1 x))."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch.nn.functional as F

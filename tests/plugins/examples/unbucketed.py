@@ -1,7 +1,5 @@
 """Data parallelism without buckets: one all-reduce for each parameter, after backward."""
 
-from __future__ import annotations
-
 import torch
 
 import spbench

@@ -26,7 +26,7 @@ from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.sweep.sweep import digest
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.calibrate import closed_loop, compute_rates
-from spbench.bench.tools.calibrate.closed_loop import ComparedCell, agreement, compared, figures, predicted
+from spbench.bench.tools.calibrate.closed_loop import agreement, compared, figures, predicted
 from spbench.bench.tools.calibrate.collective_rates import SEND, SEND_BETWEEN, SEND_WITHIN, bus_factor
 from spbench.bench.tools.calibrate.compute_rates import SMALL, RatePoint
 from spbench.bench.tools.calibrate.fit import Fit, Known, chosen, fitted, profile, residuals, summary
@@ -192,7 +192,7 @@ def test_a_size_that_takes_just_as_long_as_a_call_may_is_timed(monkeypatch: pyte
     assert [point.samples_s for point in points] == [[0.5], [1.0]]
 
 
-def row(measured: float, simulated: float, seq_len: int = 128, spread: float = 0.0) -> ComparedCell:
+def row(measured: float, simulated: float, seq_len: int = 128, spread: float = 0.0) -> dict[str, Any]:
     cell = Cell(model="bert-mini", strategy="single", batch=2, seq_len=seq_len)
     parts = {f"{name}_s": 0.0 for name in ("compute", "overhead", "exposed_communication", "bubble")}
     samples = [measured - spread, measured, measured + spread]

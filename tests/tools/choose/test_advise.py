@@ -11,7 +11,7 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.scenarios.scenario import load_scenario
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.choose import look as module
 from spbench.bench.tools.choose.look import Depth
@@ -48,7 +48,7 @@ def test_the_best_layouts_and_why(advise: Run) -> None:
         assert each["peak_memory_bytes"] > 0
         assert each["spare_bytes"] > 0
         assert 0 <= each["exposed_communication"] <= 1
-    cells = declared_cells(load_scenario("best.yaml"), Narrowing())
+    cells = Narrowing().declared(load_scenario("best.yaml"))
     assert [cell.key for cell in cells] == [each["cell"] for each in layouts]
     code, out, _ = advise(MODEL, *FEW, "--seq-len", "256", "--why", "tp=2")
     assert code == 0

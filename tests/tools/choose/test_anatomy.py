@@ -16,15 +16,7 @@ from spbench.bench.measure.memory.allocator import CachingAllocator, replay
 from spbench.bench.measure.memory.allocator_settings import ExpandableSegments
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.tools.choose import anatomy as module
-from spbench.bench.tools.choose.anatomy import (
-    ANATOMY,
-    Part,
-    anatomy,
-    attempt,
-    examine,
-    fullest,
-    least_usable,
-)
+from spbench.bench.tools.choose.anatomy import ANATOMY, Part, anatomy, attempt, examine, fullest, least_usable
 from spbench.bench.tools.choose.fit_verdict import Verdict, ranks_text
 from spbench.bench.tools.choose.fitting import snapshot
 from spbench.bench.units import card_gib

@@ -114,7 +114,7 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int
 
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr(tracing, "_traced", noted)
-    with traces.used():
+    with traces.keeping_traces():
         yield ranks
 
 

@@ -197,8 +197,8 @@ def test_a_missing_library_is_one_line(
     monkeypatch.setattr(report, "NEEDED", ("itables", "no_such_module"))
     code, out, err = command_line("report", "--output", str(tmp_path / "site"))
     assert (code, out) == (2, "")
-    command = "pip install -c constraints.txt -e '.[report]'"  # as docs/report.md has it
-    assert command in (Path(__file__).parents[3] / "docs/report.md").read_text(encoding="utf-8")
+    command = "pip install -c constraints.txt -e '.[report]'"  # as docs/ci.md has it
+    assert command in (Path(__file__).parents[3] / "docs/ci.md").read_text(encoding="utf-8")
     assert err.startswith(f"spbench: spbench report needs no_such_module: {command} (from PyPI")
 
 

@@ -61,22 +61,6 @@ def test_strategies_of_a_model_and_models_of_a_strategy(
     assert not has_not & named
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("list models lamma3", "no name of models has 'lamma3' in it; did you mean"),
-        ("list clusters h900", "no name of clusters has 'h900' in it"),
-        ("list stategies", "no name has 'stategies' in it; did you mean 'strategies'?"),
-        ("list strategie ring", "'strategie' is no kind; did you mean 'strategies'?"),
-        ("list cluster", "which one? spbench list cluster NAME"),
-    ],
-)
-def test_a_text_that_no_name_has(line: str, message: str, command_line: Run) -> None:
-    code, out, err = command_line(*line.split())
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"spbench: {message}")
-
-
 def test_each_figure_says_what_it_shows() -> None:
     assert [name for name, text in FIGURES.summaries().items() if not text] == []
 

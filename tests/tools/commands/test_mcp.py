@@ -21,8 +21,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import read_file
 from spbench.bench.measure.scenarios.choices import cell_names
 from spbench.bench.tools.run import mcp_server
-from spbench.bench.tools.run.mcp_server import TOOLS, Calls, ToolError, server
-from spbench.bench.tools.run.short_answer import MOST, part_of, short_answer
+from spbench.bench.tools.run.mcp_server import MOST, TOOLS, Calls, ToolError, part_of, server, short_answer
 from spbench.impls.loose_files import ONLY_DATA
 from tests.tools.commands.conftest import Run, command_line
 

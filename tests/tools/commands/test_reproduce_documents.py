@@ -212,9 +212,9 @@ def test_bands_are_written_into_the_package_where_that_is_asked(
 ) -> None:
     test_scenarios_run_on_the_clusters_of_their_names(reproduce, monkeypatch)
     (RESULTS / "bands.json").unlink()
-    page, classes, first = RESULTS / "times.md", Path("docs/trust.md"), Path("README.md")
+    page, classes = RESULTS / "times.md", Path("docs/trust.md")
     classes.parent.mkdir()
-    for path, *parts in ((page, "times"), (classes, "classes", "left-out"), (first, "left-out")):
+    for path, *parts in ((page, "times"), (classes, "classes", "left-out")):
         path.write_text(
             "".join(f"a\n<!-- spbench reproduce bands: {part} -->\n<!-- end -->\nb\n" for part in parts)
         )

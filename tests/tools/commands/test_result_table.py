@@ -12,9 +12,10 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.drawn_tables import markdown
 from spbench.bench.command_line.output import Output, Table, memory_table
+from spbench.bench.command_line.shown_times import TIE
 from spbench.bench.measure.sweep.results import flat_rows
 from spbench.bench.measure.sweep.sweep import as_row
-from spbench.bench.measure.trust.bands import TIE, packaged_model
+from spbench.bench.measure.trust.bands import packaged_model
 from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.run.run_output import result_table, verdict
 from spbench.bench.units import shown_time

@@ -23,7 +23,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.engines import traces, tracing
 from spbench.bench.measure.scenarios.scenario import load_scenario
-from spbench.bench.measure.scenarios.select import Narrowing, narrowed_cells
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.sweep.results import RESULTS_FILE, ResultsFile, read_rows
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Measurement, Outcome, Status
@@ -330,7 +330,7 @@ def test_both_ways_measure_the_same_and_the_plain_one_keeps_no_trace(
     """In this process, which keeps traces as a worker does."""
     (tmp_path / "small.yaml").write_text(SMALL)
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
-    monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep", traces.used()(sweep_here))
+    monkeypatch.setattr("spbench.bench.tools.papers.execution.run_sweep", traces.keeping_traces()(sweep_here))
     both(command_line, str(tmp_path / "small.yaml"), tmp_path)
     assert tracing.PLAIN_TRACE not in os.environ
 
@@ -338,7 +338,7 @@ def test_both_ways_measure_the_same_and_the_plain_one_keeps_no_trace(
 def test_a_plain_run_takes_no_earlier_result(command_line: Run, tmp_path: Path) -> None:
     (tmp_path / "small.yaml").write_text(SCENARIO)
     words = ["run", "--scenario", str(tmp_path / "small.yaml"), "--output", str(tmp_path), "--dry-run"]
-    (cell, *_) = narrowed_cells(load_scenario(str(tmp_path / "small.yaml")), Narrowing())
+    (cell, *_) = Narrowing().cells(load_scenario(str(tmp_path / "small.yaml")))
     with ResultsFile(tmp_path) as results:
         results.append(as_row(cell, Outcome("ok")))
     assert "kept (ok)" in command_line(*words)[1]

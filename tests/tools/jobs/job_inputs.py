@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
+from spbench.bench.tools.jobs import JOBS as JOBS_BY_KIND
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 
 INPUTS = Path(__file__).parent / "inputs"
 #: called without the search for kinds of jobs, which takes longer than they
-_KINDS = (
-    "accelerate arctic automodel axolotl bridge deepspeed llama_factory megatron model_zoo primus swift "
-    "swift_megatron torchtitan veomni verl"
-)
-READERS = {name: import_module(f"spbench.bench.tools.jobs.{name}").read for name in _KINDS.split()}
+READERS = {name: JOBS_BY_KIND.load(name) for name in JOBS_BY_KIND.names()}
 JOBS = {
     "8B": ("torchtitan", ["llama3_8b.toml"]),
     "70B": ("torchtitan", ["llama3_70b.toml"]),

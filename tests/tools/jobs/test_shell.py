@@ -287,7 +287,7 @@ def test_variables_of_attention_are_those_that_megatron_sets_itself() -> None:
 
 
 #: of another form
-OWN = ("other_programs", "model_zoo", "primus_models")
+OWN = ("other_programs", "model_zoo", "primus_models", "transformers")
 
 
 def test_every_entry_of_the_tables_has_a_reason() -> None:

@@ -14,27 +14,19 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.virtual import VirtualEngine
-from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.comparison import frame_of, write_csv
 from spbench.bench.tools.papers.document import write_part
-from spbench.bench.tools.papers.megatron_cases import (
-    ERRORS,
-    EXPERT_CASES,
-    GoldenCase,
-    by_departure,
-    cases,
-)
+from spbench.bench.tools.papers.megatron_cases import ERRORS, EXPERT_CASES, GoldenCase, by_departure, cases
 from spbench.bench.tools.papers.past_errors import (
-    TimesOrder,
     class_lines,
     counted_times,
-    log_error,
-    mean_tau,
+    log_errors,
     observations,
     order_lines,
-    shown_tau,
+    orders,
     time_lines,
+    with_cells,
 )
-from spbench.bench.tools.papers.reproduction import write_records
 from spbench.bench.tools.papers.sources import departures, varies_by
 
 
@@ -43,17 +35,15 @@ def cell(**changes: Any) -> Cell:
     return Cell.model_validate(asked | changes)
 
 
-def record(source: str = "usp_end_to_end.csv:1:step_ms", **changes: Any) -> Comparison:
+def record(source: str = "usp_end_to_end.csv:1:step_ms", **changes: Any) -> dict[str, Any]:
     numbers = {"published": 100.0, "reproduced": 110.0, "relative_error": 0.1}
     texts = {"quantity": "step_time_ms", "role": "predicted", "rates": "sourced", "bound": "matmul"}
-    line = {"table": "t: a", "strategy": "ulysses", **numbers, **texts, "source": source, **changes}
-    return Comparison.of_line(line)
+    return {"table": "t: a", "strategy": "ulysses", **numbers, **texts, "source": source, **changes}
 
 
 def test_errors_are_of_times_whatever_was_published() -> None:
-    assert log_error(record()) == pytest.approx(math.log(1.1))
-    rate = record(quantity="throughput_tokens_per_s")
-    assert log_error(rate) == pytest.approx(-math.log(1.1))
+    both = frame_of([record(), record(quantity="throughput_tokens_per_s")])
+    assert log_errors(both) == pytest.approx([math.log(1.1), -math.log(1.1)])
 
 
 def test_times_to_which_nothing_was_fitted_count_once(tmp_path: Path) -> None:
@@ -66,8 +56,8 @@ def test_times_to_which_nothing_was_fitted_count_once(tmp_path: Path) -> None:
         record("x.csv:5:step_ms", cell="f", reproduced=None),
         record("x.csv:6:step_ms", cell="g", bound="", rates=""),
     ]
-    path = write_records(lines, tmp_path / "field.csv")
-    assert [each.cell for each in counted_times([path])] == ["a", "c"]
+    path = write_csv(frame_of(lines), tmp_path / "field.csv")
+    assert [*counted_times([path])["cell"]] == ["a", "c"]
     # the same number on a datasheet is another time
     assert len(counted_times([path, path])) == 4
 
@@ -81,19 +71,20 @@ def test_files_of_before_do_not_say_what_times_rest_on(tmp_path: Path) -> None:
 
 def test_sources_are_who_measured() -> None:
     files = ("usp_end_to_end.csv:1:step_ms", "lasp_speed.csv:1:x", "lasp_scalability.csv:1:y")
-    found = observations([record(source) for source in files], {})
-    assert [o.source for o in found] == ["USP's authors with Megatron-LM", "LASP", "LASP"]
-    assert {o.alike for o in found} == {""}
+    found = observations(frame_of(record(source) for source in files), {})
+    assert [*found["source"]] == ["USP's authors with Megatron-LM", "LASP", "LASP"]
+    assert {*found["alike"]} == {""}
 
 
 def test_each_source_has_a_line_with_its_errors_order_and_coverage() -> None:
     split = [cell(), cell(sizes={"sp": 2, "cp": 2})]
-    records = [
+    lines = [
         record(cell=split[0].key, published=100.0, reproduced=110.0),
         record("usp_end_to_end.csv:2:step_ms", cell=split[1].key, published=120.0, reproduced=100.0),
         record("upipe.csv:1:step", published=100.0, reproduced=101.0),
         record("rsa_table4.csv:1:x", published=100.0, reproduced=200.0, rates="fitted"),
     ]
+    records = frame_of(lines)
     usp, upipe, sourced, rsa, fitted, whole = time_lines(records, {each.key: each for each in split})
     assert (usp["times"], usp["median error"], usp["worst"]) == (2, "13.3%", "16.7%")
     assert (usp["runs compared"], usp["tau"], usp["our best from the best"]) == (1, "-1.00", "20.0%")
@@ -126,6 +117,10 @@ def test_a_part_of_a_document_is_written_alone(tmp_path: Path) -> None:
 # -- the order of layouts ------------------------------------------------------------------------------------
 
 
+def timed(of: Cell, published: float | None, ours: float | None) -> dict[str, Any]:
+    return record(cell=of.key, published=published, reproduced=ours)
+
+
 @pytest.mark.parametrize(
     ("pairs", "tau"),
     [
@@ -134,22 +129,15 @@ def test_a_part_of_a_document_is_written_alone(tmp_path: Path) -> None:
         ([(1, 2), (2, 1), (3, 3)], 1 / 3),
         # two pairs are in order and one is a tie of ours, so of the three of theirs only two could be
         ([(1, 5), (2, 5), (3, 6)], 2 / math.sqrt(3 * 2)),
+        # where all are ties there is no order
+        ([(1, 5), (2, 5), (3, 5)], math.nan),
     ],
 )
 def test_tau(pairs: list[tuple[float, float]], tau: float) -> None:
-    assert TimesOrder("t", [(cell(), *pair) for pair in pairs]).tau == pytest.approx(tau)
-
-
-def test_where_all_are_ties_there_is_no_order() -> None:
-    same = TimesOrder("t", [(cell(), 1, 5), (cell(), 2, 5)])
-    assert shown_tau(same.tau) == ""
-    right = TimesOrder("t", [(cell(), 1, 5), (cell(), 2, 6)])
-    assert mean_tau([same, right]) == 1
-    assert math.isnan(mean_tau([same]))
-
-
-def timed(of: Cell, published: float | None, ours: float | None) -> Comparison:
-    return record(cell=of.key, published=published, reproduced=ours)
+    split = [cell(), cell(strategy="ring_attention"), cell(sizes={"sp": 2, "cp": 2})]
+    times = frame_of(timed(of, *pair) for of, pair in zip(split, pairs, strict=True))
+    (order,) = orders(with_cells(times, {c.key: c for c in split})).itertuples()
+    assert order.tau == pytest.approx(tau, nan_ok=True)
 
 
 def test_splits_of_one_run_are_set_in_order() -> None:
@@ -159,7 +147,7 @@ def test_splits_of_one_run_are_set_in_order() -> None:
     elsewhere = cell(cluster="dgx-a100")  # likewise
     records = [timed(of, *times) for of, times in zip(split, [(10, 12), (20, 11), (30, 40)], strict=True)]
     (line,) = order_lines(
-        [*records, timed(other, 1, 1), timed(elsewhere, 1, 1)],
+        frame_of([*records, timed(other, 1, 1), timed(elsewhere, 1, 1)]),
         {c.key: c for c in (*split, other, elsewhere)},
     )
     assert (line["table"], line["seq_len"], line["GPUs"], line["layouts"]) == ("t", 64, 4, 3)
@@ -173,7 +161,7 @@ def test_splits_without_a_time_and_recomputation_are_no_splits() -> None:
     plain = cell(model="causal-transformer-tiny", model_options={"recompute": "none"})
     ring = cell(strategy="ring_attention")
     records = [timed(again, 1, 2), timed(plain, 2, 3), timed(cell(), 1, 2), timed(ring, None, 3)]
-    assert order_lines(records, {c.key: c for c in (again, plain, cell(), ring)}) == []
+    assert order_lines(frame_of(records), {c.key: c for c in (again, plain, cell(), ring)}) == []
 
 
 ROOT = Path(__file__).parents[3]

@@ -3,6 +3,7 @@ of a rank and of a step beside published ones, and several measurements of one c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import cluster_names, load_cluster
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.tools.papers.answer import answers_of, compare, load_scenario
 from spbench.bench.tools.papers.answers.tables import PublishedTable
-from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.comparison import Comparison, frame_of
 from spbench.bench.tools.papers.paper_findings import PaperFindings, distinct
 from spbench.bench.yaml_files import packaged
 from tests.tools.packaged import packaged_scenario
@@ -57,7 +58,7 @@ def loaded(folder: Path, cluster: dict[str, Any] | None = None, **changes: Any) 
 
 
 def compared(scenario: Scenario, variant: str = "all") -> list[Comparison]:
-    return compare(scenario, declared_cells(scenario, Narrowing(variant=variant)), {})
+    return compare(scenario, Narrowing(variant=variant).declared(scenario), {})
 
 
 def roles(scenario: Scenario) -> dict[str, list[str]]:
@@ -156,7 +157,7 @@ def test_the_same_number_has_the_same_source_in_every_variant_and_scenario(tmp_p
 
 def packaged_roles(name: str, quantity: str, variant: str | None = None) -> set[str]:
     scenario = packaged_scenario(name)
-    found = compare(scenario, declared_cells(scenario, Narrowing(variant=variant)), {})
+    found = compare(scenario, Narrowing(variant=variant).declared(scenario), {})
     return {c.role for c in found if c.quantity == quantity and c.published is not None}
 
 
@@ -329,7 +330,7 @@ def test_a_step_that_was_not_traced_has_no_number(tmp_path: Path) -> None:
 
 def test_each_measurement_is_counted_and_listed(tmp_path: Path) -> None:
     found = of_ranks(loaded_of_ranks(tmp_path), by_class=CLASSES, step_time_s=0.55)
-    records = [one.recorded("s", {}) for one in found]
+    records = frame_of(replace(one, scenario="s") for one in found)
     assert len(distinct(records)) == len(records) == 9
     runs = [{"scenario": "s", "cells": "2", "ok": "2", "oom": "0", "unsupported": "0", "failed": "0"}]
     blocks = dict(PaperFindings("measured", records, runs).blocks("s"))

@@ -13,7 +13,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import compare, load_scenario
 from spbench.bench.tools.papers.answers.expressions import evaluate
@@ -68,7 +68,7 @@ def row(cell: Cell, status: str = "ok", reason: str = "", **measured: float) -> 
 
 
 def compared(scenario: Scenario, *statuses: str, **measured: float) -> list[Comparison]:
-    cells = declared_cells(scenario, Narrowing())
+    cells = Narrowing().declared(scenario)
     rows = {
         cell.key: row(cell, status, **measured)
         for cell, status in zip(cells, statuses, strict=False)
@@ -95,7 +95,7 @@ def test_each_number_has_its_row(tmp_path: Path) -> None:
     assert {(c.table, c.variant, c.note) for c in found} == {("t1", "", "a note")}
     assert found[0].claim == "t1: memory_gib, ranks 1, sequence 512, how Megatron"
     assert len({c.claim for c in found}) == len(found)
-    cells = declared_cells(scenario, Narrowing())
+    cells = Narrowing().declared(scenario)
     assert [c.cell for c in found[:4]] == [cell.key for cell in cells[:4]] == [c.numerator for c in found[:4]]
     assert [c.strategy for c in found[1:3]] == ["tensor_parallel", "ring_self_attention"]
 
@@ -139,7 +139,7 @@ def test_a_terminal_counts_closed_forms_that_hold(tmp_path: Path) -> None:
 def test_what_a_paper_shows_without_a_number(tmp_path: Path) -> None:
     published = PUBLISHED.replace("4,512,Ring,8,200.5,ok", "4,512,Ring,,,unstated")
     scenario = load_scenario(written(tmp_path, published=published))
-    cells = declared_cells(scenario, Narrowing())
+    cells = Narrowing().declared(scenario)
     for status, note in (("ok", "a note"), ("unsupported", "a note; unsupported: a reason")):
         reason = "a reason" if status != "ok" else ""
         rows = {cells[3].key: row(cells[3], status, reason, peak_memory_bytes=GIB)}

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.tools.papers.comparison import (
-    Comparison,
-    read_comparisons,
-)
+from spbench.bench.tools.papers.comparison import frame_of, joined, read_comparisons
 from spbench.bench.tools.papers.sources import MEASURED, measured_sources, papers, published_file
 from spbench.bench.tools.papers.validation import (
     PREDICTORS_FILE,
@@ -27,9 +24,9 @@ B200 = "megatron_b200_llama3.csv"
 
 def record(
     source: str, quantity: str, error: float | None, role: str = "predicted", **other: Any
-) -> Comparison:
-    """A record of measured.csv, of a cell and row of its own unless given."""
-    line = {
+) -> dict[str, Any]:
+    """A line of measured.csv, of a cell and row of its own unless given."""
+    return {
         "table": f"t: {source}",
         "cell": source,
         "quantity": quantity,
@@ -42,7 +39,6 @@ def record(
         "source": source,
         **other,
     }
-    return Comparison.of_line(line)
 
 
 def test_errors_are_counted_by_source_and_quantity() -> None:
@@ -55,7 +51,7 @@ def test_errors_are_counted_by_source_and_quantity() -> None:
         record(f"{B200}:2:real_ms", "step_time_ms", 0.5),
         record("megatron_lm_goldens.csv:4:iter_s", "step_time_ms", 0.2, "calibrated"),
     ]
-    goldens, memory, time, *others = validation_lines(records)
+    goldens, memory, time, *others = validation_lines(frame_of(records))
     assert list(goldens.values()) == [
         *("Megatron-LM's functional tests, 8 A100, H100 or GB200", "step time", 1),
         *("20.0%", "20.0%", "1 calibrated", ""),
@@ -70,7 +66,7 @@ def test_errors_are_counted_by_source_and_quantity() -> None:
         ("step time", "", "", "", "", "Phantora, as it states: mean 3% to 7%"),
         ("step time", "", "", "", "", "vTrain, as it states: mean 14.7%"),
     ]
-    line, *_ = validation_lines([record(f"{B200}:2:real_ms", "step_time_ms", None)])
+    line, *_ = validation_lines(frame_of([record(f"{B200}:2:real_ms", "step_time_ms", None)]))
     assert list(line.values())[1:6] == ["step time", 0, "", "", "1 predicted"]
 
 
@@ -103,8 +99,8 @@ def test_formulas_by_a_papers_convention_are_not_counted_as_sent_bytes() -> None
     """LASP's Table 1 counts other methods by a convention of its own, and is 800% off."""
     (line,) = (line for line in trust_lines(FILES) if line["quantity"].startswith("bytes sent"))
     assert (line["worst"], line["role"]) == ("0%", f"{line['numbers']} formula")
-    formulas = [r for paper in ("rsa", "lasp", "dsp") for r in read_comparisons(FILES / f"{paper}.csv")]
-    assert 0 < line["numbers"] < sum(r.role == "formula" for r in formulas)
+    records = joined(read_comparisons(FILES / f"{paper}.csv") for paper in ("rsa", "lasp", "dsp"))
+    assert 0 < line["numbers"] < (records["role"] == "formula").sum()
 
 
 # -- the ladder ----------------------------------------------------------------------------------------------
@@ -113,12 +109,8 @@ FIELD = FILES / "field.csv"
 ALST = {"quantity": "tokens", "published": 1.1e6, "reproduced": 1179648.0}
 
 
-def price(name: str, ratio: float | None) -> Comparison:
-    return Comparison.of_line({"table": f"{name}: ulysses sp8", "quantity": "ratio", "reproduced": ratio})
-
-
-def rung(table: str) -> Comparison:
-    return Comparison.of_line({**ALST, "table": table})
+def price(name: str, ratio: float | None) -> dict[str, Any]:
+    return {"table": f"{name}: ulysses sp8", "quantity": "ratio", "reproduced": ratio}
 
 
 def test_a_line_for_each_rung_with_what_its_switch_costs() -> None:
@@ -128,8 +120,8 @@ def test_a_line_for_each_rung_with_what_its_switch_costs() -> None:
         price("H100, gpus 8, loss + Ulysses over loss, 2M", None),
         price("H100, gpus 1, all over none, 32K", 1.81),
     ]
-    rungs = [rung(f"alst: H100, gpus 8, {switches}") for switches in ("loss", "loss + Ulysses")]
-    assert ladder_lines([*prices, *rungs, rung("other: H100, gpus 8, loss")]) == [
+    tables = ("alst: H100, gpus 8, loss", "alst: H100, gpus 8, loss + Ulysses", "other: H100, gpus 8, loss")
+    assert ladder_lines(frame_of([*prices, *({**ALST, "table": table} for table in tables)])) == [
         {
             "on": "H100, 8",
             "switches": "loss",
@@ -149,13 +141,13 @@ def test_a_line_for_each_rung_with_what_its_switch_costs() -> None:
 
 def test_every_price_of_the_scenario_stands_in_the_table() -> None:
     """A ratio whose name is no rung's would be left out."""
-    records = [r for r in read_comparisons(FIELD) if r.scenario == "max_seqlen_today"]
-    ratios = [r for r in records if r.quantity == "ratio"]
+    records = read_comparisons(FIELD).query("scenario == 'max_seqlen_today'")
+    ratios = records[records["quantity"] == "ratio"]
     shown = [line["step"] for line in ladder_lines(records)]
     assert len(ratios) == sum(text.count("%") for text in shown) == 8
 
 
 def test_the_page_on_long_contexts_has_these_prices() -> None:
     page = (ROOT / "docs" / "long_context.md").read_text()
-    records = [r for r in read_comparisons(FIELD) if r.scenario == "max_seqlen_today"]
+    records = read_comparisons(FIELD).query("scenario == 'max_seqlen_today'")
     assert all(f"| {line['step']} |" in page for line in ladder_lines(records))

@@ -15,7 +15,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.run_cell import measure
 from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import Narrowing, declared_cells
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import (
@@ -66,7 +66,7 @@ def results(cells: list[Cell]) -> dict[str, Row]:
 
 def compared(scenario: Scenario, *without: int, **changed: Any) -> list[Comparison]:
     """The comparisons of all cells but those of ``without`` ranks; ``changed`` in the rows of 8 ranks."""
-    cells = declared_cells(scenario, Narrowing())
+    cells = Narrowing().declared(scenario)
     rows = results([cell for cell in cells if cell.sizes.world not in without])
     for key in rows:
         rows[key] |= changed if "/sp8/" in key else {}
@@ -86,7 +86,7 @@ def test_ratio_and_value(tmp_path: Path) -> None:
 
 def test_each_variant_and_cluster_has_its_own(tmp_path: Path) -> None:
     scenario = loaded(tmp_path)
-    cells = declared_cells(scenario, Narrowing(variant="all", clusters=["local", "piz-daint-p100"]))
+    cells = Narrowing(variant="all", clusters=["local", "piz-daint-p100"]).declared(scenario)
     entries = compare(scenario, cells, results(cells))
     assert len(entries) == 2 * 2 * 2
     assert all(entry.reproduced is not None for entry in entries)
@@ -117,7 +117,7 @@ def test_of_several_cells_the_largest_stands_first_and_nothing_is_published(tmp_
 
 def test_micro_batches_tell_alike_splits_apart(tmp_path: Path) -> None:
     scenario = loaded(tmp_path, RATIOS)
-    (cell,) = (each for each in declared_cells(scenario, Narrowing()) if each.sizes.sp == 4)
+    (cell,) = (each for each in Narrowing().declared(scenario) if each.sizes.sp == 4)
     parted = cell.model_copy(update={"training": cell.training.model_copy(update={"micro_batches": 4})})
     (entry,) = compare(scenario, [parted], results([cell, parted]))
     assert entry.claim == "over-four: ring_self_attention sp4, 4 micro-batches"

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from spbench.bench.errors import UserError
+from spbench.bench.tools.papers.comparison import joined
 from spbench.bench.tools.report.gathered import Gathered, gather
-from spbench.bench.tools.report.what_changed import gates
+from spbench.bench.tools.report.pages.regressions_page import gates
 from tests.tools.report.conftest import ROOT
 
 
@@ -22,13 +23,8 @@ def test_a_clone_has_a_row_for_every_cell_of_published_tables(gathered: Gathered
         for cells in scenario.cells.values()
         for cell in cells
     }
-    keys = {
-        record.cell
-        for paper in gathered.papers
-        if paper.findings
-        for record in paper.findings.records
-        if record.status_published and record.cell in declared
-    }
+    records = joined(paper.records for paper in gathered.papers)
+    keys = {*records.loc[records["of_table"], "cell"]} & declared
     assert len(keys) > 300
     assert keys <= {cell.row["key"] for cell in gathered.cells}
 

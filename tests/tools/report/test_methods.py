@@ -1,4 +1,4 @@
-"""The table of the best method, and the page of kept answers of `spbench advise`.
+"""The page of kept answers of `spbench advise`.
 
 The verdict on published numbers: planted records, one for each part of the rule.
 """
@@ -6,119 +6,18 @@ The verdict on published numbers: planted records, one for each part of the rule
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spbench.bench.measure.trust.bands import with_band
-from spbench.bench.tools.papers.comparison import Comparison
+from spbench.bench.tools.papers.comparison import frame_of
 from spbench.bench.tools.papers.paper_findings import counts, verdict_on
-from spbench.bench.tools.report.gathered import CellResult, Gathered
-from spbench.bench.tools.report.page import Page
+from spbench.bench.tools.report.gathered import Gathered
+from spbench.bench.tools.report.page import Page, most_misses
 from spbench.bench.tools.report.pages.advice_page import kept, pages
-from spbench.bench.tools.report.pages.overview_page import BY_BATCH, BY_LENGTH, best_table
-from spbench.bench.tools.report.report_markdown import most_misses
 from tests.terminal import ROOT
-
-
-def cell(
-    strategy: str,
-    status: str = "ok",
-    batch: int = 1,
-    seq_len: int | None = 512,
-    options: dict[str, Any] | None = None,
-    **measured: Any,
-) -> CellResult:
-    fields = {
-        "model": "bert-base",
-        "strategy": strategy,
-        "sizes": {"sp": 4},
-        "batch": batch,
-        "seq_len": seq_len,
-        "cluster": "local",
-        "model_options": options or {},
-        "search": {"quantity": "seq_len"} if seq_len is None else None,
-    }
-    row = {"key": f"{strategy}{batch}", "cell": fields, "status": status, "measurement": measured}
-    return CellResult("planted", "runs", {**row, "reason": ""})
-
-
-def lines(cells: list[CellResult], along: str = "seq_len") -> list[dict[str, Any]]:
-    questions = BY_LENGTH if along == "seq_len" else BY_BATCH
-    table = best_table("best", "Best", cells, questions, along)
-    assert table is not None
-    return [dict(line) for line in table.rows]
-
-
-def test_the_fastest_and_the_smallest_are_found() -> None:
-    found = lines(
-        [
-            cell("lasp", tokens_per_s=100.0, peak_memory_bytes=3 * 2**30),
-            cell("ulysses", tokens_per_s=200.0, peak_memory_bytes=4 * 2**30),
-        ]
-    )
-    assert [(f["metric"], f["best method"], f["value"], f["second"]) for f in found] == [
-        ("fastest", "Ulysses", 200.0, 100.0),
-        ("smallest peak memory", "LASP", 3.0, 4.0),
-    ]
-
-
-def test_options_that_are_lists_are_compared_with_their_like() -> None:
-    packed = {"documents": [7, 5]}
-    found = lines(
-        [
-            cell("lasp", options=packed, tokens_per_s=100.0),
-            cell("ulysses", options=packed, tokens_per_s=200.0),
-            cell("ring_attention", options={"documents": [12]}, tokens_per_s=300.0),
-        ]
-    )
-    assert [(f["best method"], f["compared with"]) for f in found] == [("Ulysses", "LASP")]
-
-
-def test_the_longest_is_the_answer_of_a_search() -> None:
-    (found,) = lines(
-        [cell("lasp", seq_len=None, answer=4096), cell("ulysses", seq_len=None, answer=1024)], along="batch"
-    )
-    assert (found["best method"], found["value"], found["batch"]) == ("LASP", 4096, 1)
-
-
-def test_methods_are_compared_at_the_batch_that_most_have() -> None:
-    (found,) = lines(
-        [
-            cell("lasp", batch=64, tokens_per_s=900.0),
-            cell("lasp", batch=8, tokens_per_s=100.0),
-            cell("ulysses", batch=8, tokens_per_s=200.0),
-        ]
-    )
-    assert (found["best method"], found["batch"], found["compared with"]) == ("Ulysses", 8, "LASP")
-
-
-def test_methods_without_memory_are_marked() -> None:
-    (found,) = lines([cell("lasp", tokens_per_s=100.0), cell("ulysses", status="oom")])
-    assert (found["best method"], found["out of memory"]) == ("LASP", "Ulysses")
-
-
-def test_where_all_ran_out_there_is_no_best() -> None:
-    found = lines([cell("ulysses", status="oom"), cell("lasp", seq_len=1024, tokens_per_s=1.0)])
-    lost = [f for f in found if f["sequence length"] == 512]
-    assert lost
-    assert {(f["best method"], f["out of memory"]) for f in lost} == {(None, "Ulysses")}
-
-
-def test_no_cells_no_table() -> None:
-    assert best_table("best", "Best", [], BY_LENGTH, "seq_len") is None
-
-
-def test_a_model_of_fewer_layers_is_not_compared_with_a_whole_one() -> None:
-    few = {"layers": 2, "softmax": "plain"}
-    whole, part = cell("lasp", tokens_per_s=100.0), cell("ulysses", options=few, tokens_per_s=900.0)
-    (found,) = lines([whole, part])
-    assert (found["best method"], found["compared with"], found["sizes"]) == ("LASP", "", "")
-    (found,) = lines([part, cell("lasp", options={"layers": 2}, tokens_per_s=800.0)])
-    assert (found["best method"], found["compared with"], found["sizes"]) == ("Ulysses", "LASP", "layers 2")
-
 
 # -- advice ----------------------------------------------------------------------------------------------
 
@@ -151,20 +50,17 @@ def page_of(folder: Path, *lines: dict[str, object]) -> list[Page]:
 def test_each_question_has_a_drawing_of_its_layouts(tmp_path: Path) -> None:
     other = {**LINE, "strategy": "single", "mesh": "dp8", "step_time_s": 2.1}
     (page,) = page_of(tmp_path, LINE, other, {**LINE, "gpus": 64, "tie": False})
-    of_eight, of_many = page.parts["answers"]  # type: ignore[misc, union-attr]
-    first, second = of_eight.table.rows
+    of_eight, of_many = page.values["answers"]
+    first, second = of_eight.rows
     assert (first["layout"], first["step s"], first["peak GiB"]) == ("Ulysses, sp8, ZeRO-1", 2.0, 3.0)
     assert first["links floor s"] is None
     alone = "No sequence parallelism, dp8, ZeRO-1"
     assert second["layout"] == alone
-    assert f"a tie with {alone}" in of_eight.alt
-    assert of_many.table.caption.startswith(
-        "Llama-3 8B on 64 GPUs of dgx-h100, batch 128, sequence length 8K"
-    )
-    assert "a tie" not in of_many.alt
-    ((_, svg),) = of_eight.panels
-    assert svg.count("<rect") == 2
-    assert "floor 1 s" in svg
+    assert f"a tie with {alone}" in of_eight.drawn.alt
+    assert of_many.caption.startswith("Llama-3 8B on 64 GPUs of dgx-h100, batch 128, sequence length 8K")
+    assert "a tie" not in of_many.drawn.alt
+    svg = of_eight.drawn.content.decode()
+    assert all(name in svg for name in (">Ulysses<", ">sp8, ZeRO-1<", ">No sequence parallelism<"))
 
 
 def test_intervals_are_those_of_this_version(tmp_path: Path) -> None:
@@ -173,9 +69,9 @@ def test_intervals_are_those_of_this_version(tmp_path: Path) -> None:
     rated = {"rates": "extrapolated", "bound": "attention", "priced_by": priced_by}
     old = {"step_time_low_s": 0.1, "step_time_high_s": 90.0}
     (page,) = page_of(tmp_path, {**LINE, **rated, **old})
-    (drawing,) = page.parts["answers"]  # type: ignore[misc, union-attr]
+    (drawing,) = page.values["answers"]
     measured = with_band({"cell": LINE, "measurement": {"step_time_s": 2.0, **rated}})["measurement"]
-    (row,) = drawing.table.rows
+    (row,) = drawing.rows
     assert (row["at least"], row["at most"]) == (measured["step_time_low_s"], measured["step_time_high_s"])
     committed = kept(ROOT / "results" / "advice")
     assert committed
@@ -196,10 +92,10 @@ def record(
     role: str = "predicted",
     statuses: tuple[str, str] = ("ok", "ok"),
     scenario: str = "planted",
-) -> Comparison:
+) -> dict[str, Any]:
     published = None if statuses[0] == "oom" else 100.0
     ours = None if error is None or published is None else published * (1 + error)
-    line = {
+    return {
         "table": "planted-table" if role != "formula" else "planted-formula",
         "cell": cell,
         "quantity": "memory",
@@ -213,7 +109,6 @@ def record(
         "variant": "",
         "source": cell.split("@")[0],
     }
-    return Comparison.of_line(line)
 
 
 @pytest.mark.parametrize(
@@ -239,30 +134,32 @@ def record(
         ([record("f@1", role="formula"), record("f@2", role="formula")], "yes"),
         ([record("f@1", role="formula"), record("f@2", 0.001, role="formula")], "no"),
         # nothing is sent, and nothing has no relative error
-        ([replace(record("f@1", None, role="formula"), published=0.0, reproduced=0.0)], "yes"),
-        ([replace(record("f@1", None, role="formula"), published=0.0, reproduced=8.0)], "no"),
+        ([record("f@1", None, role="formula") | {"published": 0.0, "reproduced": 0.0}], "yes"),
+        ([record("f@1", None, role="formula") | {"published": 0.0, "reproduced": 8.0}], "no"),
     ],
 )
-def test_the_word_of_planted_records(records: list[Comparison], word: str) -> None:
-    assert verdict_on(records).word == word
+def test_the_word_of_planted_records(records: list[dict[str, Any]], word: str) -> None:
+    assert verdict_on(frame_of(records)).word == word
 
 
 def test_a_number_that_is_compared_twice_is_counted_once() -> None:
-    twice = [record("a"), record("a", 0.5)]
+    twice = frame_of([record("a"), record("a", 0.5)])
     assert (verdict_on(twice).judged, verdict_on(twice).met) == (1, 1)
 
 
 def test_the_sentence_has_the_numbers_and_the_scenario_with_the_most_misses() -> None:
-    records = [record("a"), record("b", 0.3, scenario="bad"), record("c", -0.5, scenario="bad")]
+    lines = [record("a"), record("b", 0.3, scenario="bad"), record("c", -0.5, scenario="bad")]
+    records = frame_of(lines)
     assert counts(verdict_on(records)) == "1 of 3 numbers met, median error 30.0%, worst 50%"
     assert most_misses(records) == ("bad", "2 of 2")
     assert most_misses(records[:1]) is None
-    assert counts(verdict_on([])) == "nothing was judged"
+    assert counts(verdict_on(records[:0])) == "nothing was judged"
 
 
 def test_the_sentence_leaves_no_worst_error_out() -> None:
     """Closed forms have no part in the median, but are named where they are off."""
-    off = [record("a"), record("f@1", role="formula"), record("f@2", 8.0, role="formula")]
+    lines = [record("a"), record("f@1", role="formula"), record("f@2", 8.0, role="formula")]
+    off = frame_of(lines)
     text = "1 of 2 numbers met, median error 0.0%, worst 0%; closed forms off by up to 800%"
     assert counts(verdict_on(off)) == text
     assert counts(verdict_on(off[2:])) == "0 of 1 numbers met, closed forms off by up to 800%"

@@ -16,9 +16,17 @@ from spbench.bench.tools.changes.history import Assessment, read_history
 from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.record_command import Commit, RunRecord, add_record
 from spbench.bench.tools.changes.result_files import read_results
+from spbench.bench.tools.report.drawings import history_figure
 from spbench.bench.tools.report.gathered import Gathered
-from spbench.bench.tools.report.pages.regressions_page import history_drawings, pages, quiet_table
-from spbench.bench.tools.report.what_changed import changes, gates
+from spbench.bench.tools.report.pages import overview_page as overview
+from spbench.bench.tools.report.pages.regressions_page import (
+    changes,
+    gates,
+    history_drawings,
+    is_notable,
+    pages,
+    quiet_table,
+)
 
 Rows = list[dict[str, Any]]
 
@@ -112,18 +120,31 @@ def test_nothing_is_green_that_was_not_run(results: Path) -> None:
 
 def test_the_overview_counts_what_changed(results: Path) -> None:
     gathered = Gathered(results, results / "baseline", None, [], [])
-    (sentence,) = changes(gathered)
-    judged = "[judged](regressions.html#gates): 1 of 2 baselines."
-    assert f"**{{bad}}3 worse**, 1 better, 1 new of 6 {judged}" in sentence
-    assert "[worse: status](regressions.html#gate-gate)" in sentence
+    (change,) = changes(gathered)
+    counts = {name: change.counts[name] for name in ("worse", "better", "new", "judged")}
+    assert (counts, change.against) == (
+        {"worse": 3, "better": 1, "new": 1, "judged": 6},
+        "1 of 2 baselines",
+    )
+    assert change.worst[0] == ("worse: status", "regressions.html#gate-gate")
     (results / "runs" / "gate" / "cells.jsonl").unlink()
-    (sentence,) = changes(gathered)
-    assert sentence.startswith("**{unjudged}Not run**")
-    assert "nothing was run beside the baselines (0 of 2 baselines)" in sentence
+    (change,) = changes(gathered)
+    assert (change.word, change.problem) == (
+        "Not run",
+        "nothing was run beside the baselines (0 of 2 baselines)",
+    )
     (results / "runs" / "gate" / "cells.jsonl").write_text("{")  # which its own page says too
-    (sentence,) = changes(gathered)
-    assert sentence.startswith("**{unjudged}Not judged**")
-    assert "not a result row" in sentence
+    (change,) = changes(gathered)
+    assert change.word == "Not judged"
+    assert "not a result row" in change.problem
+
+
+def test_the_overview_says_what_changed(results: Path) -> None:
+    (page,) = overview.pages(Gathered(results, results / "baseline", None, [], []))
+    html = str(page.rendered()["index.html"])
+    judged = 'of 6 <a href="regressions.html#gates">judged</a>: 1 of 2 baselines.'
+    worst = '<a href="regressions.html#gate-gate">worse: status</a>;'
+    assert f'<strong class="bad">3 worse</strong>, 1 better, 1 new {judged} {worst}' in html
 
 
 def test_what_is_missing_is_said_with_the_command_that_makes_it(tmp_path: Path) -> None:
@@ -194,7 +215,9 @@ def assessed(folder: Path) -> list[Assessment]:
 def test_series_with_steps_or_targets_are_drawn_and_others_are_lines(history: Path) -> None:
     assessments = assessed(history)
     (drawing,) = history_drawings(assessments)
-    assert [title for title, _ in drawing.panels] == ["big", "worse", "better"]
+    assert drawing.drawn is not None
+    words = re.findall(r">(big|worse|better)<", drawing.drawn.content.decode())
+    assert words == ["big", "worse", "better"]
     quiet = quiet_table(assessments)
     assert quiet is not None
     levels = {(line["metric"], line["series"]): line["now"] for line in quiet.rows}
@@ -204,30 +227,37 @@ def test_series_with_steps_or_targets_are_drawn_and_others_are_lines(history: Pa
 
 
 def test_a_step_is_marked_between_its_commits(history: Path) -> None:
-    (drawing,) = history_drawings(assessed(history))
-    svgs = dict(drawing.panels)
+    of = {each.series.cell: each for each in assessed(history) if is_notable(each)}
     shorts = [record.commit.short for record in read_history(history).records]
-    (title,) = re.findall(r"<title>(regression .*?)</title>", svgs["worse"])
-    assert title == f"regression +5% in {shorts[32]}..{shorts[33]}"
-    assert f"meant -10% in {shorts[19]}..{shorts[20]}: smaller moments" in svgs["better"]
-    points = re.findall(r"<circle.*?<title>(\w+) of 2026-01-\d\d: (\d+) bytes</title>", svgs["worse"])
-    assert points == [(short, "105" if at >= 33 else "100") for at, short in enumerate(shorts)]
-    assert "<title>target 800</title>" in svgs["big"]
-    lines = {line["cell"]: line for line in drawing.table.rows}
+    places = {record.commit.hash: at for at, record in enumerate(read_history(history).records)}
+    panels = dict(zip(of, history_figure([*of.values()], places).axes, strict=True))
+
+    def marks(cell: str) -> dict[str, Any]:
+        drawn = {each.get_gid(): each for each in panels[cell].get_children()}
+        return {name: each for name, each in drawn.items() if name}
+
+    assert {*marks("worse")} == {"values", "regression 32 33"}
+    assert {*marks("better")} == {"values", "meant 19 20"}
+    assert {*marks("big")} == {"values", "target 800"}
+    across, values = marks("worse")["values"].get_data()
+    assert [*across] == list(range(COMMITS))
+    assert [*values] == [105 if at >= 33 else 100 for at in range(COMMITS)]
+    (drawing,) = history_drawings(assessed(history))
+    lines = {line["cell"]: line for line in drawing.rows}
     assert lines["big"]["target"] == "800 is missed"
-    assert [lines["worse"][name] for name in ("step", "before", "after")] == [
-        "regression, stands",
-        "100",
-        "105",
+    assert lines["worse"]["commits"] == f"{shorts[32]}..{shorts[33]}"
+    assert [lines["worse"][name] for name in ("step", "change", "before", "after")] == [
+        *("regression, stands", "+5.00%", "100", "105")
     ]
+    assert lines["better"]["step"] == "meant: smaller moments"
 
 
 def test_the_ends_of_a_series_are_named_once(tmp_path: Path) -> None:
     folder = recorded(tmp_path, lambda n: {"big": 900}, commits=1)
     (folder / "targets.yaml").write_text("targets: [{cell: big, metric: peak_memory_bytes, value: 800}]\n")
-    (drawing,) = history_drawings(assessed(folder))
-    ((_, svg),) = drawing.panels
-    assert svg.count("1000000, 2026-01-01") == 1
+    (of,) = (each for each in assessed(folder) if is_notable(each))
+    (panel,) = history_figure([of], {of.series.points[0].commit.hash: 0}).axes
+    assert [text.get_text() for text in panel.get_xticklabels()] == ["1000000\n2026-01-01"]
 
 
 def test_the_overview_says_what_came_with_the_newest_commit(tmp_path: Path) -> None:
@@ -235,17 +265,14 @@ def test_the_overview_says_what_came_with_the_newest_commit(tmp_path: Path) -> N
         return lambda n: {"a": 105 if n >= last else 100, "b": 90 if n >= last else 100, "c": 100}
 
     newest = recorded(tmp_path / "newest", values(COMMITS - 1))
-    _, sentence = changes(Gathered(tmp_path, tmp_path, newest, [], []))
-    place = "regressions.html#history"
-    assert re.match(r"Since commit [0-9a-f]{7} of 2026-01-03: ", sentence)
-    assert f"**{{bad}}1 worse**, 1 better, 0 new of 6 [judged]({place})" in sentence
-    assert rf"[a: peak\_memory\_bytes]({place})" in sentence
-    assert f"**{{bad}}1** [regression of the history stands]({place})" in sentence
+    _, change = changes(Gathered(tmp_path, tmp_path, newest, [], []))
+    assert re.fullmatch(r"commit [0-9a-f]{7} of 2026-01-03", change.since)
+    assert change.counts == {"judged": 6, "worse": 1, "better": 1, "new": 0, "standing": 1}
+    assert change.worst == [("a: peak_memory_bytes", "regressions.html#history")]
     # an older regression stands, but is no news
     older = recorded(tmp_path / "older", values(30))
-    _, sentence = changes(Gathered(tmp_path, tmp_path, older, [], []))
-    assert "**{good}0 worse**, 0 better, 0 new" in sentence
-    assert "**{bad}1** [regression" in sentence
+    _, change = changes(Gathered(tmp_path, tmp_path, older, [], []))
+    assert change.counts == {"judged": 6, "worse": 0, "better": 0, "new": 0, "standing": 1}
 
 
 def test_the_page_counts_what_stands(history: Path, tmp_path: Path) -> None:

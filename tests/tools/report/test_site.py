@@ -20,9 +20,8 @@ from spbench.bench.tools.report import build as building
 from spbench.bench.tools.report import pages as room
 from spbench.bench.tools.report.build import MARKER, PAGES, Site, build, check_place
 from spbench.bench.tools.report.gathered import Gathered, gather
-from spbench.bench.tools.report.page import DataTable, Drawing, Page, folded
+from spbench.bench.tools.report.page import DataTable, Figure, Page, folded, html_of, shown
 from spbench.bench.tools.report.pages.cells_page import _column, _pooled, script_json
-from spbench.bench.tools.report.report_markdown import code, html_of, link, markdown_table, plain, shown
 
 LIMIT_BYTES = 10 * 2**20
 HOSTILE = "<script>alert('x')</script>|`*a*` [b](javascript:c) \"d\" & <img src=x onerror=e>"
@@ -148,23 +147,24 @@ def test_the_same_results_give_the_same_bytes(small_results: Path, tmp_path: Pat
 
 
 def test_hostile_texts_stay_texts(small: Site) -> None:
-    table = DataTable("t", HOSTILE, [{HOSTILE: HOSTILE}])
-    document = f"""{plain(HOSTILE)} and {code(HOSTILE)}, {link(HOSTILE, "cells.html")}
+    document = """{{ text | plain }} and {{ text | code }}, {{ text | link("cells.html") }}
 
-{markdown_table([{"a": plain(HOSTILE), "b": code(HOSTILE)}])}
+{{ text }}
 
-{HOSTILE}
-
-<!-- parts -->
+{{ parts }}
 """
-    drawing = Drawing(HOSTILE, [(HOSTILE, ""), ("", "")], DataTable("u", "", []), {HOSTILE: "red"})
-    page = Page("a.html", HOSTILE, document, {"parts": [table, drawing, folded(HOSTILE, HOSTILE)]}, HOSTILE)
+    table = DataTable("t", HOSTILE, [{HOSTILE: HOSTILE}])
+    drawing = DataTable("u", HOSTILE, [], drawn=Figure("u.svg", b"", HOSTILE, HOSTILE))
+    values = {"text": HOSTILE, "parts": [table, drawing, folded(HOSTILE, HOSTILE)]}
+    page = Page("a.html", HOSTILE, document, values, HOSTILE)
     read = Reader(str(page.rendered()["a.html"]))
-    assert (read.tags["script"], read.tags["img"], read.handlers) == (2, 0, [])
+    assert (read.tags["script"], read.tags["img"], read.handlers) == (2, 1, [])
     assert not [address for address in read.links if address.startswith("javascript")]
     assert page.rendered()["data/a-t.csv"].count("<script>") == 2  # as it is
-    rows = Reader(html_of(markdown_table([{"a": plain(HOSTILE), "b": code(HOSTILE)}])))
-    assert (rows.tags["td"], rows.tags["code"], rows.tags["em"], rows.tags["a"]) == (2, 1, 0, 0)
+    row = "| a | b |\n| --- | --- |\n| {{ text | plain }} | {{ text | code }} |\n"
+    rows = Reader(str(Page("b.html", "", row, {"text": HOSTILE}).rendered()["b.html"]))
+    # one code is of the footer, and three links are around the content
+    assert (rows.tags["td"], rows.tags["code"], rows.tags["em"], rows.tags["a"]) == (2, 2, 0, 3)
     assert all(page.tags["script"] in (2, 5) and not page.handlers for _, page in pages_of(small))
     for path in ("data/cells.js", "data/cell-details.js"):
         assert "<" not in (small.folder / path).read_text()
@@ -184,11 +184,11 @@ def test_numbers_are_shown_rounded_and_written_whole() -> None:
         *("", "", "0.12346", "12,345.7", "1,234,567", "2", "True", "a")
     ]
     table = DataTable("t", "", [{"a": 0.1234567891, "b": None, "c": 'x "y", z', "d": "=1+1"}], percent=("a",))
-    files = Page("a.html", "A", "<!-- t -->\n", {"t": table}).rendered()
+    files = Page("a.html", "A", "{{ t }}\n", {"t": table}).rendered()
     assert files["data/a-t.csv"] == 'a,b,c,d\n0.1234567891,,"x ""y"", z",\'=1+1\n'
     assert '<td class="number" data-order="0.1234567891">12.3%</td><td></td>' in files["a.html"]
     with pytest.raises(ValueError, match="two tables are called 't'"):
-        Page("a.html", "A", "<!-- t -->\n", {"t": [table, table]}).rendered()
+        Page("a.html", "A", "{{ t }}\n", {"t": [table, table]}).rendered()
 
 
 def test_a_site_replaces_a_site_and_stays_if_a_new_one_cannot_be_built(

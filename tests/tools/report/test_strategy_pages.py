@@ -21,14 +21,14 @@ from spbench.bench.measure.sweep.results import read_rows
 from spbench.bench.measure.sweep.sweep import as_row, digest
 from spbench.bench.measure.verify.verdicts import kept_verdicts, verified_code
 from spbench.bench.tools.papers.reproductions import read_trace, write_kept
+from spbench.bench.tools.report.drawings import layer_figure
 from spbench.bench.tools.report.gathered import CellResult, Gathered
+from spbench.bench.tools.report.page import docstring, html_of
 from spbench.bench.tools.report.pages import strategies_page as pages_of_strategies
-from spbench.bench.tools.report.pages.strategies_page import docstring
-from spbench.bench.tools.report.report_markdown import html_of
 from spbench.bench.tools.report.strategy_numbers import (
     bars_of,
     formula_lines,
-    layer_drawing,
+    layer_table,
     memory_lines,
     messages,
     scenario_lines,
@@ -125,8 +125,8 @@ def test_the_page_of_a_ring_shows_a_staircase_and_level_bars(tmp_path: Path) -> 
     assert [after - before for before, after in pairwise(stairs)] == [2, 2, 2]  # forward and backward
     assert level == [level[0]] * 4
     page = site_of(tmp_path)["strategy-ring_attention.html"]
-    assert 'id="layer-forward"' in page
-    assert 'id="layer-zigzag-forward"' in page
+    assert 'id="phases"' in page
+    assert 'id="phases-zigzag"' in page
     assert "One layer on 4 ranks, placement zigzag" in page
 
 
@@ -159,14 +159,28 @@ def test_bars_of_a_row_do_not_overlap(layer: Mapping[str, Any]) -> None:
 
 
 def test_a_drawing_and_its_table_show_the_same_events(layer: Mapping[str, Any]) -> None:
-    drawing = layer_drawing(layer, "forward", "layer-forward", "a model")
-    ((_, svg),) = drawing.panels
-    assert svg.count("<rect") == svg.count("<title>") == len(drawing.table.rows) > 50
-    ticks = sum(text.endswith(" ms</text>") for text in svg.splitlines())
-    assert svg.count("<polyline") == ticks + 3  # messages
-    assert {*drawing.legend} == {row["kind"] for row in drawing.table.rows}
-    assert "rank 0: " in drawing.alt
-    assert re.search(r"<title>send on rank 0 network, start [\d.]+ ms, .* bytes, to rank 1</title>", svg)
+    table = layer_table(layer, "lasp", "phases", "a model")
+    lines = [*messages(table.rows)]
+    figure = layer_figure(table.rows, lines)
+    assert [panel.get_title() for panel in figure.axes] == ["forward", "backward"]
+    drawn = {(panel.get_title(), line.get_gid()): line for panel in figure.axes for line in panel.lines}
+    kinds = {(row["phase"], row["kind"]) for row in table.rows}
+    assert drawn.keys() - kinds == {("forward", "message"), ("backward", "message")}
+    ends = [
+        end
+        for panel in figure.axes
+        for line in panel.lines
+        if line.get_gid() != "message"
+        for end in line.get_xdata()
+    ]
+    assert len(ends) == 3 * len(table.rows) > 300  # begin, end, and a gap
+    assert {*ends} >= {row["start"] for row in table.rows} | {row["end"] for row in table.rows}
+    assert (
+        sum(line.get_gid() == "message" for panel in figure.axes for line in panel.lines) == len(lines) == 6
+    )
+    assert table.drawn is not None
+    assert "rank 0: " in table.drawn.alt
+    assert {kind for _, kind in kinds} <= {*re.findall(r">([a-z-]+)</text>", table.drawn.content.decode())}
 
 
 # -- bytes -----------------------------------------------------------------------------------------------
@@ -188,7 +202,7 @@ def test_a_page_shows_rows_and_a_trace_and_when_they_were_made(kept: Path) -> No
     page = site_of(kept)["strategy-lasp.html"]
     assert '<strong class="good">Every entry is equal, exactly.</strong>' in page
     assert page.count("From commit <code>abc on 2026-01-02</code>.") == 2
-    assert 'id="layer-backward"' in page
+    assert 'id="phases"' in page
 
 
 def test_rows_of_earlier_code_are_not_green(kept: Path) -> None:

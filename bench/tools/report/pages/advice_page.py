@@ -9,11 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.measure.trust.bands import with_band
+from spbench.bench.measure import with_band
+from spbench.bench.tools.report.drawings import svg
 from spbench.bench.tools.report.gathered import Gathered
-from spbench.bench.tools.report.page import AXIS, DataTable, Drawing, Page, Svg, ticks
+from spbench.bench.tools.report.page import DataTable, Figure, Page
 from spbench.bench.units import GIB
-from spbench.plots.style import backend_name, length_text, method_color, model_name, strategy_name
+from spbench.plots.fit_and_advise import layouts_figure
+from spbench.plots.style import backend_name, length_text, model_name, strategy_name
 
 #: of results: a folder of CSV files of `spbench advise --format csv`
 FOLDER = "advice"
@@ -29,9 +31,6 @@ _NUMBERS = {
     "tokens/s": "tokens_per_s",
     "MFU": "mfu",
 }
-#: pixels of a layout, of its bar, of the labels and of the plot
-_ROW, _BAR, _LEFT, _WIDTH = 26, 15, 330, 520
-_INK = "#777777"
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
@@ -60,30 +59,41 @@ def kept(folder: Path) -> list[list[dict[str, str]]]:
     return list(questions.values())
 
 
-def _drawing(name: str, lines: Sequence[Mapping[str, str]]) -> Drawing:
-    first = lines[0]
-    caption = (
+def _drawing(name: str, lines: Sequence[Mapping[str, str]]) -> DataTable:
+    first, layouts = lines[0], [{**line, **_interval(line)} for line in lines]
+    title = (
         f"{model_name(first['model'])} on {first['gpus']} GPUs of {first['cluster']}, "
-        f"batch {first['batch']}, sequence length {length_text(int(first['seq_len']))}: time of a step"
+        f"batch {first['batch']}, sequence length {length_text(int(first['seq_len']))}"
     )
-    layouts = [_layout(line) for line in lines]
-    ties = [line["layout"] for line in layouts if line["tie"]]
+    records = list(map(_layout, layouts))
+    ties = [line["layout"] for line in records if line["tie"]]
     tie = f", a tie with {', '.join(ties[1:])}" if len(ties) > 1 else ""
-    alt = f"The best is {layouts[0]['layout']} with {layouts[0]['step s']:.3g} s{tie}."
-    return Drawing(alt, [("", _bars(layouts))], DataTable(name, caption, layouts))
+    alt = f"The best is {records[0]['layout']} with {records[0]['step s']:.3g} s{tie}."
+    drawn = Figure(f"figures/{name}.svg", svg(layouts_figure("", list(map(_bar, layouts)))), title, alt)
+    return DataTable(name, f"{title}: time of a step", records, drawn=drawn)
 
 
-def _layout(kept_line: Mapping[str, str]) -> dict[str, Any]:
-    line = {**kept_line, **_interval(kept_line)}
+def _number(line: Mapping[str, Any], name: str) -> float | None:
+    return float(line[name]) if line.get(name) else None
+
+
+def _layout(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A layout as a line of the table."""
     return {
         "layout": f"{strategy_name(line['strategy'])}, {line['mesh']}, {backend_name(line['backend'])}",
         "strategy": line["strategy"],
         "tie": line.get("tie", "").lower() == "true",
         "settings": line.get("settings", ""),
-        **{head: float(line[name]) if line.get(name) else None for head, name in _NUMBERS.items()},
+        **{head: _number(line, name) for head, name in _NUMBERS.items()},
         "peak GiB": float(line["peak_memory_bytes"]) / GIB,
         "bound": line.get("bound", ""),
     }
+
+
+def _bar(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A layout as :func:`layouts_figure` takes it; kept answers do not have the parts of a step."""
+    numbers = {name: _number(line, name) for name in _NUMBERS.values()}
+    return {**line, **numbers, "parts": {"time of a step": numbers["step_time_s"]}}
 
 
 def _interval(line: Mapping[str, str]) -> dict[str, Any]:
@@ -94,26 +104,3 @@ def _interval(line: Mapping[str, str]) -> dict[str, Any]:
         measurement["priced_by"] = ast.literal_eval(line.get("priced_by") or "[]")
     with_ends = with_band({"cell": line, "measurement": measurement})["measurement"]
     return {name: with_ends.get(name) for name in ("step_time_low_s", "step_time_high_s")}
-
-
-def _bars(layouts: Sequence[Mapping[str, Any]]) -> str:
-    """A bar for each layout, with the interval of its errors and its floor."""
-    most = max(line["at most"] or line["step s"] for line in layouts)
-    scale, height = _WIDTH / most, len(layouts) * _ROW
-    svg = Svg(_LEFT + _WIDTH + 20, height + AXIS)
-    for at, line in enumerate(layouts):
-        top, middle = at * _ROW + (_ROW - _BAR) / 2, at * _ROW + _ROW / 2
-        svg.text(_LEFT - 8, middle + 4, line["layout"], "end")
-        title = f"{line['layout']}: {line['step s']:.3g} s, {line['peak GiB']:.3g} GiB; {line['settings']}"
-        svg.rect((_LEFT, top, line["step s"] * scale, _BAR), method_color(line["strategy"]), title)
-        if line["at least"] and line["at most"]:
-            svg.line([(_LEFT + line[end] * scale, middle) for end in ("at least", "at most")], _INK)
-        if line["compute floor s"]:
-            left = _LEFT + line["compute floor s"] * scale
-            svg.line(
-                [(left, top - 3), (left, top + _BAR + 3)], _INK, f"floor {line['compute floor s']:.3g} s"
-            )
-    for seconds in ticks(0, most, 6):
-        left = _LEFT + seconds * scale
-        svg.line([(left, height), (left, height + 5)]).text(left, height + 19, f"{seconds:g} s", "middle")
-    return str(svg)

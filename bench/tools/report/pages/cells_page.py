@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
 
 from spbench.bench.files import csv_text
-from spbench.bench.measure.sweep.provenance import commit_of
+from spbench.bench.measure import commit_of
 from spbench.bench.row import finite
 from spbench.bench.tools.report.gathered import CellResult, Gathered
-from spbench.bench.tools.report.page import Html, Page
+from spbench.bench.tools.report.page import Page, from_template
 
 #: columns that readers choose values of, where there are several values
 _CHOSEN = ("scenario", "model", "strategy", "cluster", "engine", "precision", "variant", "status", "origin")
@@ -35,15 +34,15 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         "values": [_column([row[name] for row in rows]) for name in columns],
     }
     details = _pooled([finite(_details(cell)) for cell in gathered.cells])
-    committed = """These are the committed results. `spbench reproduce all` measures every cell (about half
-an hour on two cores), and this page then has all of them with all of their numbers."""
+    choices = {name: sorted({str(row[name]) for row in rows if row.get(name)}) for name in _CHOSEN}
+    several = {name: values for name, values in choices.items() if len(values) > 1}
     yield Page(
         "cells.html",
         "Cells",
         "cells.md",
         {
-            "origin": None if any(cell.origin == "runs" for cell in gathered.cells) else committed,
-            "form": _form(rows),
+            "was_run": any(cell.origin == "runs" for cell in gathered.cells),
+            "form": from_template("pages/cells_form.html", choices=several, cells=len(rows)),
         },
         order=90,
         summary="Every cell that was measured: one model on one machine with one method and one shape.",
@@ -82,25 +81,6 @@ def _pooled(details: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     titles = list(details[0]) if details else []
     parts, named = ([json.loads(text) for text in texts] for texts in (pool, heads))
     return {"titles": titles, "heads": named, "parts": parts, "cells": cells}
-
-
-def _form(rows: Sequence[Mapping[str, Any]]) -> Html:
-    """A choice for each column that has several values, and the empty table that the script fills."""
-    selects = ""
-    for name in _CHOSEN:
-        values = sorted({str(row[name]) for row in rows if row.get(name)})
-        if len(values) > 1:
-            options = "".join(f"<option>{escape(value)}</option>" for value in values)
-            choice = f'<select data-column="{name}"><option value="">all</option>{options}</select>'
-            selects += f"<label>{name.replace('_', ' ')} {choice}</label>\n"
-    return Html(f"""<form class="filters" role="search" aria-label="Filter the cells">
-{selects}<button type="reset">Clear all</button></form>
-<p class="actions"><a href="cells.csv" download>CSV of all {len(rows)} cells</a>
-<button type="button" id="filtered-csv">CSV of the cells below</button>
-<span id="matching" role="status"></span></p>
-<table id="cells" class="display compact"><caption class="hidden">Cells, a line for each</caption></table>
-<noscript><p>The table needs JavaScript; <a href="cells.csv">cells.csv</a> has its numbers.</p></noscript>
-""")
 
 
 def script_json(value: Mapping[str, Any] | Sequence[Any]) -> str:

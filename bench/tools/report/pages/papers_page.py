@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.tools.papers.paper_findings import by_answer, counts, errors_by_role, verdict_on
+from spbench.bench.measure import Scenario
+from spbench.bench.tools.papers.comparison import groups
+from spbench.bench.tools.papers.paper_findings import counts, errors_by_role, verdict_on
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
-from spbench.bench.tools.report.page import DataTable, Page, Part, folded
-from spbench.bench.tools.report.report_markdown import BADGES, code, dated, link, plain, quantity_words
+from spbench.bench.tools.report.page import DataTable, Page, folded, quantity_words
 
 _LONG = 12
 _STATUSES = {"ok": "ok", "oom": "out of memory", "unsupported": "unsupported", "failed": "failed"}
@@ -20,15 +20,19 @@ def pages(gathered: Gathered) -> Iterator[Page]:
     for number, paper in enumerate(gathered.papers):
         about = paper.paper
         path = gathered.results / "reproduction" / f"{about.name}.csv"
-        scenarios = [part for each in paper.in_order for part in _scenario(gathered, paper, each)]
+        verdicts = [(source, verdict_on(paper.records_of(source))) for source in paper.sources]
         yield Page(
             f"paper-{about.name}.html",
             about.title,
             "paper.md",
             {
-                "sentences": [*_sentences(paper)],
-                "verdict": [_verdicts(paper), gathered.figure(about.name, about.title)],
-                "scenarios": scenarios,
+                "about": about,
+                "was_run": bool(paper.findings),
+                "sources": [(source, verdict.word, counts(verdict)) for source, verdict in verdicts],
+                "verdict": _verdicts(paper),
+                "figure": gathered.figure(about.name, about.title),
+                "scenarios": [_scenario(gathered, paper, each) for each in paper.in_order],
+                "statuses": _STATUSES,
             },
             group="Papers",
             order=10 + number,
@@ -38,19 +42,6 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         )
 
 
-def _sentences(paper: PaperResults) -> Iterator[str]:
-    name = paper.paper.name
-    if not paper.findings:
-        command = code(f"spbench reproduce {name}")
-        yield f"{BADGES['not run']} Nothing was reproduced of this paper yet: {command} does it."
-        return
-    for source in paper.sources:
-        verdict = verdict_on(paper.records_of(source))
-        what = f"On this page too, {plain(source)}" if source else paper.paper.label
-        yield f"{BADGES[verdict.word]} {what}: {counts(verdict)}."
-    yield f"Every number with the keys of its cells is in {link(f'{name}.csv', f'data/{name}.csv')}."
-
-
 def _verdicts(paper: PaperResults) -> DataTable | None:
     """A line for each table and quantity, and for the claims, formulas and curves of a scenario."""
     if paper.findings is None:
@@ -58,7 +49,7 @@ def _verdicts(paper: PaperResults) -> DataTable | None:
     lines = []
     for scenario in paper.in_order:
         source = scenario.document.published_in
-        for (what, variant), some in by_answer(paper.records_of_scenario(scenario.name)).items():
+        for (what, variant), some in groups(paper.records_of_scenario(scenario.name), "answer", "variant"):
             verdict = verdict_on(some)
             table, colon, quantity = what.partition(": ")
             compared = f"{table}{colon}{quantity_words(quantity)}"
@@ -76,20 +67,17 @@ def _verdicts(paper: PaperResults) -> DataTable | None:
     return DataTable("verdict", caption, lines, percent=("median error",))
 
 
-def _scenario(gathered: Gathered, paper: PaperResults, scenario: Scenario) -> Iterator[Part]:
+def _scenario(gathered: Gathered, paper: PaperResults, scenario: Scenario) -> dict[str, Any]:
     """What the page shows of a scenario, with the text of its file."""
     document, name = scenario.document, scenario.name
-    yield f"## {plain(document.title)} {{#{name}}}\n\n{document.about}"
-    yield _made(paper, name)
-    if document.not_reproduced:
-        yield f"> **What does not reproduce, and why:** {' '.join(document.not_reproduced.split())}"
-    yield gathered.figure(document.figure, document.title)
-    blocks = paper.findings.blocks(name) if paper.findings else ()
-    for number, (title, lines) in enumerate(blocks, start=1):
+    tables = []
+    for number, (title, lines) in enumerate(paper.findings.blocks(name) if paper.findings else (), start=1):
         # such as "claims", which several scenarios have
         caption = f"{title[:1].upper()}{title[1:]}" + f": {document.title}" * (" " not in title)
         heads = _error_second(lines)
-        yield DataTable(f"{_identifier(name)}-{number}", caption, lines, heads, sortable=len(lines) > _LONG)
+        tables.append(
+            DataTable(f"{_identifier(name)}-{number}", caption, lines, heads, sortable=len(lines) > _LONG)
+        )
     settings = [
         {
             "setting": one.setting,
@@ -99,9 +87,20 @@ def _scenario(gathered: Gathered, paper: PaperResults, scenario: Scenario) -> It
         for one in document.inferred_from
     ]
     caption = "Settings that were chosen by looking at published numbers"
-    yield DataTable(f"{_identifier(name)}-inferred", caption, settings) if settings else None
     summary = f"The scenario, with the evidence for its settings: {document.title}"
-    yield folded(summary, scenario.path.read_text(encoding="utf-8"))
+    records = paper.records_of_scenario(name)
+    return {
+        "name": name,
+        "document": document,
+        "run": next(
+            (r for r in (paper.findings.runs if paper.findings else ()) if r["scenario"] == name), None
+        ),
+        "errors": errors_by_role(records) if len(records) else "",
+        "figure": gathered.figure(document.figure, document.title),
+        "tables": tables,
+        "settings": DataTable(f"{_identifier(name)}-inferred", caption, settings) if settings else None,
+        "text": folded(summary, scenario.path.read_text(encoding="utf-8")),
+    }
 
 
 def _identifier(scenario: str) -> str:
@@ -112,19 +111,3 @@ def _error_second(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     """The columns in which anything stands; the error is the second, where a phone shows it."""
     heads = [head for head in lines[0] if any(line[head] not in (None, "") for line in lines)]
     return sorted(heads, key=lambda head: (head != heads[0], head != "relative error"))
-
-
-def _made(paper: PaperResults, scenario: str) -> str:
-    """What made the scenario's rows, and the errors by role."""
-    run = next(
-        (r for r in (paper.findings.runs if paper.findings else []) if r["scenario"] == scenario), None
-    )
-    if run is None:
-        commands = (f"spbench run --scenario {scenario}", f"spbench reproduce {paper.paper.name}")
-        return f"Not run yet: {code(commands[0])}, or {code(commands[1])}."
-    counted = ", ".join(f"{run.get(status, 0)} {word}" for status, word in _STATUSES.items())
-    cells = link(f"{run['cells']} cells", f"cells.html#scenario={scenario}")
-    records = paper.records_of_scenario(scenario)
-    errors = f" **{errors_by_role(records)}.**" if records else ""
-    code_version = f"commit {code(dated(run['commit'])) or 'unknown'} with torch {run['torch']}"
-    return f"{cells}: {counted}; by {code_version}.{errors}"

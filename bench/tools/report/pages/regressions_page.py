@@ -1,5 +1,5 @@
-"""The page of regressions: gates against their baselines, and the history of metrics over commits,
-drawn with their steps and targets.
+"""What changed: each run beside the committed baseline, as `spbench compare` judges it, and metrics over the
+commits of the history, drawn with their steps and targets.
 
 Series with a step or a target are drawn one beside the other, by suite and metric; an exact series without
 either is as good as constant, so that a line of a table says all of it. Measured ones are drawn too.
@@ -8,136 +8,253 @@ either is as good as constant, so that a line of a table says all of it. Measure
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from spbench.bench.tools.changes.history import Assessment, History, counts
-from spbench.bench.tools.changes.series import STATUS, Series, Step
-from spbench.bench.tools.report import report_markdown as md
+from spbench.bench.errors import UserError
+from spbench.bench.git import SHORT_HASH, day_of, last_change
+from spbench.bench.measure import RESULTS_FILE
+from spbench.bench.tools.changes.history import Assessment, History, counts, read_history
+from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
+from spbench.bench.tools.changes.metrics import Difference
+from spbench.bench.tools.changes.result_files import Results, read_results
+from spbench.bench.tools.changes.series import Series, Step
+from spbench.bench.tools.report.drawings import history_figure, label_of, svg
 from spbench.bench.tools.report.gathered import Gathered
-from spbench.bench.tools.report.page import AXIS, DataTable, Drawing, Page, Part, Svg, ticks
-from spbench.bench.tools.report.what_changed import PAGE, Gate, assessed, gates
+from spbench.bench.tools.report.page import DataTable, Figure, Page
 from spbench.plots.series import grouped
 
-_COLUMNS = {"worse": "worse", "removed": "missing", "improved": "better", "new": "new", "unchanged": "equal"}
+_LISTED = 3
+PAGE = "regressions.html"
+GATES, HISTORY = f"{PAGE}#gates", f"{PAGE}#history"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A baseline, and what was run beside it.
+
+    Attributes:
+        scenario: whose cells they are.
+        base: the folder of the baseline.
+        commits, machines: before and now; of rows that do not say, the commit that committed them.
+        judgement: None: nothing was run here, or it cannot be compared.
+        problem: why there is no judgement.
+        was_run: whether something was run here.
+    """
+
+    scenario: str
+    base: Path
+    commits: tuple[Sequence[str], Sequence[str]] = ((), ())
+    machines: tuple[Sequence[str], Sequence[str]] = ((), ())
+    judgement: Judgement | None = None
+    problem: str = ""
+    was_run: bool = False
+
+    @property
+    def days(self) -> list[str]:
+        """The days of the baseline's commits, as far as git knows them."""
+        return [day for day in map(day_of, self.commits[0]) if day]
+
+    @property
+    def table_name(self) -> str:
+        """The name of the table of differences on its page."""
+        return f"gate-{self.scenario.replace('_', '-')}"
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Differences by what they are: worse, missing, better, new; and what is ``equal``."""
+        assert self.judgement is not None
+        counts = Counter[str](difference.verdict for difference in self.judgement.differences)
+        return counts + Counter({"equal": self.judgement.equal.total()})
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The differences as lines of a table, the worst first; ``worse by (%)`` is of the base."""
+        return [] if self.judgement is None else [_line(each) for each in self.judgement.differences]
+
+    @property
+    def table(self) -> DataTable | None:
+        """The table of differences; None where there are none."""
+        caption = f"{self.scenario}: what differs from the baseline, the worst first"
+        lines = self.lines
+        return DataTable(self.table_name, caption, lines, sortable=len(lines) > 1) if lines else None
+
+
+def gates(baseline: Path, runs: Path) -> Iterator[Gate]:
+    """The baselines in a folder, each beside the run of its name."""
+    for path in sorted(baseline.glob(f"*/{RESULTS_FILE}")):
+        yield _gate(path.parent, runs / path.parent.name)
+
+
+def _gate(base: Path, new: Path) -> Gate:
+    was_run = (new / RESULTS_FILE).is_file()
+    try:
+        before = read_results(base)
+        now = read_results(new, judged=True) if was_run else None
+        if now:
+            check_gate(before, now)
+    except UserError as error:
+        return Gate(base.name, base, problem=str(error), was_run=was_run)
+    how = (
+        "" if was_run else f"no results here; make them by spbench run --scenario {base.name} --output {new}"
+    )
+    return Gate(
+        base.name,
+        base,
+        (_commits(before), _commits(now) if now else []),
+        (list(filter(None, before.machines)), list(filter(None, now.machines)) if now else []),
+        judge(before, now) if now else None,
+        how,
+        was_run,
+    )
+
+
+def _commits(results: Results) -> list[str]:
+    named = list(filter(None, results.commits))
+    return named or list(filter(None, [last_change(results.path)[:SHORT_HASH]]))
+
+
+def _line(difference: Difference) -> dict[str, Any]:
+    return {
+        "verdict": difference.verdict + (" (allowed)" if difference.allowed else ""),
+        "where": difference.where,
+        "quantity": difference.quantity,
+        "before": difference.base,
+        "now": difference.new,
+        "worse by (%)": difference.change * 100 if math.isfinite(difference.change) else None,
+        "what moved": difference.why,
+    }
+
+
+# -- in a line of the first page -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is worse, better and new since something, or why that is not known.
+
+    Attributes:
+        place: the page's address of the details.
+        since: the earlier state, in words.
+        against: what was judged beside that state.
+        counts: ``worse``, ``better``, ``new`` and ``judged``.
+        worst: the text of a link to the details of each of the first that are worse, and its address.
+        problem: why nothing was judged; empty: something was.
+        word: what to say of that, "Not run" or "Not judged".
+    """
+
+    place: str
+    since: str = ""
+    against: str = ""
+    counts: Mapping[str, int] = field(default_factory=Counter)
+    worst: Sequence[tuple[str, str]] = ()
+    problem: str = ""
+    word: str = "Not run"
+
+
+def changes(gathered: Gathered) -> Iterator[Change]:
+    """What is worse, better and new since the baselines, then what the newest commit of the history brought,
+    if there is one."""
+    yield _since_baselines(list(gates(gathered.baseline, gathered.results / "runs")))
+    if gathered.history is not None:
+        history, problem, assessments = assessed(gathered.history)
+        yield _in_history(assessments) if history else Change(HISTORY, problem=f"{problem} (history)")
+
+
+def assessed(folder: Path | None) -> tuple[History | None, str, list[Assessment]]:
+    """The history in a folder with its series; without one, why."""
+    if folder is None:
+        return None, "There is no history here.", []
+    try:
+        history = read_history(folder)
+        return history, "", [history.assess(series) for series in history.series()]
+    except UserError as error:
+        return None, str(error), []
+
+
+def _since_baselines(baselines: Sequence[Gate]) -> Change:
+    judged = [gate for gate in baselines if gate.judgement is not None]
+    against = f"{len(judged)} of {len(baselines)} baselines"
+    if not judged:
+        refused = "; ".join(gate.problem for gate in baselines if gate.was_run)
+        nothing = "nothing was run beside the baselines" if baselines else "there is no baseline"
+        word = "Not judged" if refused else "Not run"
+        return Change(GATES, problem=f"{refused or nothing} ({against})", word=word)
+    sums = sum((gate.counts for gate in judged), Counter[str]())
+    days = sorted({day for gate in judged for day in gate.days})
+    since = " and ".join(dict.fromkeys([*days[:1], *days[-1:]]))
+    worst = [
+        (f"{_short(each.where)}: {each.quantity}", f"{PAGE}#{gate.table_name}")
+        for gate in judged
+        for each in (gate.judgement.differences if gate.judgement else ())
+        if each.fails
+    ]
+    counts = {**sums, "judged": sums.total(), "worse": sums["worse"] + sums["missing"]}
+    since = f"the baselines committed on {since}" if days else "an unknown day"
+    return Change(GATES, since, against, Counter(counts), worst[:_LISTED])
+
+
+def _short(key: str) -> str:
+    """Model, strategy and sizes of a cell's key."""
+    return "/".join(key.split("/")[:3])
+
+
+def _in_history(assessments: Sequence[Assessment]) -> Change:
+    """What came with the newest commit that any series has, beside the one before it."""
+    commits = {point.commit.hash: point.commit for one in assessments for point in one.series.points}
+    *_, before, newest = [None, None, *sorted(commits.values(), key=lambda c: (c.date, c.hash))]
+    assert newest is not None
+    now = [one for one in assessments if one.series.points[-1].commit.hash == newest.hash]
+    steps = [
+        (one.series, step)
+        for one in now
+        for step in one.steps
+        if step.first_after.commit.hash == newest.hash and not step.meant
+    ]
+    worse = [series for series, step in steps if step.verdict == "regression"]
+    new = sum(len(one.series.points) == 1 for one in now) if before else 0
+    against = f"commit {newest.short[:7]}{f' beside {before.short[:7]}' if before else ', the first'}"
+    since = f"commit {before.short[:7]} of {before.date[:10]}" if before else "an unknown day"
+    counts = {"judged": len(now), "worse": len(worse), "better": len(steps) - len(worse), "new": new}
+    counts["standing"] = sum(len(one.regressions) for one in assessments)
+    worst = [(f"{_short(of.cell)}: {of.metric.name}", HISTORY) for of in worse[:_LISTED]]
+    return Change(HISTORY, since, against, counts, worst)
+
+
+# -- the page --------------------------------------------------------------------------------------------
+
+#: of drawings of one group, the panels; further series are in the table alone
+MOST_PANELS = 12
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
     """regressions.html."""
     history, problem, assessments = assessed(gathered.history)
-    all_gates = list(gates(gathered.baseline, gathered.results / "runs"))
-    folder = md.code(gathered.baseline)
-    missing = f"There is no baseline in {folder}; `spbench baseline --scenario gate` writes one."
     yield Page(
         PAGE,
         "Regressions",
         "regressions.md",
         {
-            "facts": md.listed(_facts(all_gates, history, assessments)),
-            "gates": md.markdown_table(map(_gate_line, all_gates)) or missing,
-            "differences": [*_differences(all_gates)],
-            "history": _history(history, assessments) if history else _no_history(problem, gathered),
+            "gates": list(gates(gathered.baseline, gathered.results / "runs")),
+            "folder": gathered.baseline,
+            "history": history,
+            "problem": problem,
+            "records": f"{gathered.results}/history",
+            "counts": counts(assessments),
+            "series": len(assessments),
+            "drawings": [*history_drawings(assessments)],
+            "others": quiet_table(assessments),
+            "quiet": [*history_drawings(assessments, quiet=True)],
         },
         order=80,
         summary="What is worse than it was: results beside committed baselines, and metrics over commits.",
     )
 
 
-def _facts(
-    all_gates: Sequence[Gate], history: History | None, assessments: Sequence[Assessment]
-) -> Iterator[str]:
-    judged = [gate.judgement for gate in all_gates if gate.judgement is not None]
-    worse = sum(judgement.fails for judgement in judged)
-    if judged:
-        text = _counted(worse, f"{worse} of {len(judged)}")
-        yield f"{text} results are worse than their baselines; {len(all_gates)} baselines in all"
-    else:
-        text = md.marked("unjudged", "Not judged")
-        yield f"{text}: no results of this code beside {len(all_gates)} baselines"
-    if history:
-        of = counts(assessments)
-        commits = len({record.commit.hash for record in history.records})
-        yield f"{_counted(of['standing'])} regressions of the history stand"
-        yield f"{_counted(of['missed'])} targets missed"
-        series = f"{len(assessments)} series over {commits} commits"
-        yield f"**{of['steps']}** steps in {series}, {of['meant']} of them meant"
-
-
-def _counted(bad: int, text: str = "") -> str:
-    return md.marked("bad" if bad else "good", text or bad)
-
-
-def _gate_line(gate: Gate) -> dict[str, Any]:
-    """A baseline as a line of a table, in Markdown."""
-    if gate.judgement:
-        fails = gate.judgement.fails
-        verdict = md.marked("bad" if fails else "good", "worse" if fails else "not worse")
-    else:
-        verdict = md.marked("unjudged", "not judged" if gate.was_run else "not run")
-    machines, of_base = (md.plain("; ".join(some)) for some in reversed(gate.machines))
-    return {
-        "baseline": md.link(gate.scenario, f"#{gate.table_name}") if gate.lines else md.plain(gate.scenario),
-        "verdict": verdict,
-        **{head: str(gate.counts[of]) if gate.judgement else "" for head, of in _COLUMNS.items()},
-        "base commit": md.codes(map(md.dated, gate.commits[0])) or "unknown",
-        "head commit": md.codes(map(md.dated, gate.commits[1])) or ("unknown" if gate.judgement else ""),
-        "machine": f"{machines}; of the baseline: {of_base}" if of_base else machines,
-    }
-
-
-def _differences(all_gates: Sequence[Gate]) -> Iterator[Part]:
-    for gate in all_gates:
-        if lines := gate.lines:
-            caption = f"{gate.scenario}: what differs from the baseline, the worst first"
-            yield DataTable(gate.table_name, caption, lines, sortable=len(lines) > 1)
-        notes = gate.judgement.notes if gate.judgement else [gate.problem]
-        yield md.listed(f"{md.code(gate.scenario)}: {md.plain(note)}" for note in notes)
-
-
-def _no_history(problem: str, gathered: Gathered) -> str:
-    folder = f"{gathered.results}/history"
-    return f"""{md.plain(problem)} A history is a folder of records, one for each run of a suite:
-
-    spbench run --scenario gate --output results/runs/gate
-    spbench record results/runs/gate --history {folder}
-    spbench report --output DIR --history {folder}
-"""
-
-
-def _history(history: History, assessments: Sequence[Assessment]) -> Iterator[Part]:
-    branch, *others = history.branches
-    machines = md.codes(sorted({record.machine_name for record in history.records})) or "unknown"
-    yield f"""Branch {md.code(branch)}; machines: {machines}. A shaded range holds the commit of a step: of an
-exact metric it lies between two neighbours, of a measured one it is as wide as noise makes it. Dashed lines
-are targets. Point at a mark to see its commit. That a step was meant is said in
-{md.code(f"{history.folder}/meant.yaml")}."""
-    if others:
-        yield f"Records of {md.plain(', '.join(others))} are left out."
-    drawings: list[Part] = [*history_drawings(assessments)]
-    yield from drawings or [md.marked("good", "No series has a step or a target.")]
-    if table := quiet_table(assessments):
-        yield "### Series without a step or a target {#unchanged}"
-        yield table
-        yield from history_drawings(assessments, quiet=True)
-
-
-#: of drawings of one group, the panels; further series are in the table alone
-MOST_PANELS = 12
-_COLORS = {"regression": "#c2362b", "improvement": "#2a9d55", "meant": "#8d95a0"}
-_LINE, _TARGET = "#3b7dd8", "#b5651d"
-#: pixels of a panel: the left edge of the plot, its width, its top and its height
-_LEFT, _WIDTH, _TOP, _HEIGHT = 70, 340, 18, 150
-_SHORT = 7
-
-
-def places_of(assessments: Iterable[Assessment]) -> dict[str, int]:
-    """The place of each commit among those of the series, by hash, in the order of dates."""
-    dates = {p.commit.hash: p.commit.date for a in assessments for p in a.series.points}
-    return {name: place for place, name in enumerate(sorted(dates, key=lambda name: (dates[name], name)))}
-
-
-def history_drawings(assessments: Sequence[Assessment], *, quiet: bool = False) -> Iterator[Drawing]:
+def history_drawings(assessments: Sequence[Assessment], *, quiet: bool = False) -> Iterator[DataTable]:
     """A drawing for each suite and metric, with a panel for each series that has a step or a target; those
     with a regression that stands or a target that is missed come first.
 
@@ -151,17 +268,20 @@ def history_drawings(assessments: Sequence[Assessment], *, quiet: bool = False) 
     ordered = sorted(groups.items(), key=lambda entry: (not any(a.fails for a in entry[1]), entry[0]))
     for number, ((suite, metric), group) in enumerate(ordered, start=1):
         group.sort(key=lambda assessment: not assessment.fails)
-        drawn, unit = group[:MOST_PANELS], group[0].series.unit
-        more = f"; {len(group) - len(drawn)} more in the table" if len(group) > len(drawn) else ""
-        places = places_of(a for a in assessments if a.series.suite == suite)
+        panels, unit = group[:MOST_PANELS], group[0].series.unit
+        more = f"; {len(group) - len(panels)} more in the table" if len(group) > len(panels) else ""
+        dates = {
+            p.commit.hash: p.commit.date
+            for a in assessments
+            if a.series.suite == suite
+            for p in a.series.points
+        }
+        places = {name: at for at, name in enumerate(sorted(dates, key=lambda name: (dates[name], name)))}
         caption = f"{metric} of {suite} over commits{f', in {unit}' if unit else ''}{more}"
         name = f"{'quiet' if quiet else 'steps'}-{number}"
-        yield Drawing(
-            f"A line for each of {len(drawn)} series; " + "; ".join(map(_said, drawn)),
-            [(label_of(a.series), _panel(a, places)) for a in drawn],
-            DataTable(name, caption, [_level(a) for a in group] if quiet else step_lines(group)),
-            {**_COLORS, "target": _TARGET} if not quiet else {},
-        )
+        alt = f"A line for each of {len(panels)} series; " + "; ".join(map(_said, panels))
+        drawn = Figure(f"figures/history-{name}.svg", svg(history_figure(panels, places)), caption, alt)
+        yield DataTable(name, caption, list(map(_level, group)) if quiet else step_lines(group), drawn=drawn)
 
 
 def is_notable(assessment: Assessment) -> bool:
@@ -169,13 +289,8 @@ def is_notable(assessment: Assessment) -> bool:
     return bool(assessment.steps or assessment.targets)
 
 
-def label_of(series: Series) -> str:
-    """The cell, and the machine if the metric was measured on one."""
-    return f"{series.cell} on {series.machine}" if series.machine else series.cell
-
-
 def _said(of: Assessment) -> str:
-    steps = (f"{step.verdict} {_size(of.series, step)} in {step.commit_range}" for step in of.steps)
+    steps = (f"{s.verdict} {of.series.difference(s.before, s.after)} in {s.commit_range}" for s in of.steps)
     return f"{label_of(of.series)}: {', '.join(steps) or 'no step'}"
 
 
@@ -183,11 +298,11 @@ def step_lines(group: Iterable[Assessment]) -> list[dict[str, Any]]:
     """The steps of series as lines of a table; a series with a target alone has a line too."""
     lines = []
     for of in group:
-        series, stands = of.series, {id(step) for step in of.regressions}
+        series, standing = of.series, {id(step) for step in of.regressions}
         target = ", ".join(series.spelled(t.value) for t in of.targets) + " is missed" * bool(of.missed)
         about = {"cell": series.cell, "machine": series.machine, "metric": series.metric.name}
         for step in of.steps or [None]:
-            lines.append(about | _step_line(series, step, id(step) in stands) | {"target": target})
+            lines.append(about | _step_line(series, step, id(step) in standing) | {"target": target})
     return lines
 
 
@@ -197,19 +312,12 @@ def _step_line(series: Series, step: Step | None, stands: bool) -> dict[str, Any
     word = f"meant: {step.meant}" if step.meant else f"{step.verdict}{', stands' if stands else ''}"
     return {
         "step": word + " (drift)" * bool(step.drift),
-        "change": _size(series, step),
+        "change": series.difference(step.before, step.after),
         "commits": step.commit_range,
         "before": series.spelled(step.before),
         "after": series.spelled(step.after),
         "also changed": ", ".join(f"{name} {a} to {b}" for name, (a, b) in step.also_changed.items()),
     }
-
-
-def _size(series: Series, step: Step) -> str:
-    """How large a step is: in percent, or from what to what where that says nothing."""
-    if series.metric is STATUS or not math.isfinite(step.change):
-        return f"{series.spelled(step.before)} to {series.spelled(step.after)}"
-    return f"{step.change * 100:+.3g}%"
 
 
 def quiet_table(assessments: Sequence[Assessment]) -> DataTable | None:
@@ -231,49 +339,3 @@ def _level(assessment: Assessment) -> dict[str, Any]:
         "lowest": series.spelled(min(values)),
         "highest": series.spelled(max(values)),
     }
-
-
-def _panel(assessment: Assessment, places: Mapping[str, int]) -> str:
-    """A line over commits at equal distances; behind it the ranges of its steps, and lines at its targets.
-    A range holds the commit of a step."""
-    series, targets = assessment.series, [target.value for target in assessment.targets]
-    values = [*(point.value for point in series.points), *targets]
-    low, high = min(values), max(values)
-    low, high = (low - 1, high + 1) if low == high else (low, high)
-
-    def x(commit: str) -> float:
-        return _LEFT + places[commit] * _WIDTH / max(1, len(places) - 1)
-
-    def y(value: float) -> float:
-        return _TOP + _HEIGHT * (1 - (value - low) / (high - low))
-
-    svg = Svg(_LEFT + _WIDTH + 40, _TOP + _HEIGHT + AXIS)
-    for step in assessment.steps:
-        begin, end = (x(point.commit.hash) for point in (step.last_before, step.first_after))
-        kind, size = "meant" if step.meant else step.verdict, _size(series, step)
-        title = f"{kind} {size} in {step.commit_range}{step.meant and ': ' + step.meant}"
-        svg.rect((begin, _TOP, end - begin, _HEIGHT), _COLORS[kind], title, 0.35)
-        svg.text((begin + end) / 2, _TOP - 4, size, "middle")
-    for value in sorted({*values}) if series.metric is STATUS else ticks(low, high, 4):
-        text = series.spelled(value) if series.metric is STATUS or abs(value) < 1e4 else f"{value:.4g}"
-        svg.line([(_LEFT - 5, y(value)), (_LEFT, y(value))]).text(_LEFT - 8, y(value) + 4, text, "end")
-    for value in targets:
-        title = f"target {series.spelled(value)}"
-        svg.line([(_LEFT, y(value)), (_LEFT + _WIDTH, y(value))], _TARGET, title, dashed=True)
-    points = [(x(point.commit.hash), y(point.value)) for point in series.points]
-    svg.line(_stairs(points) if series.exact else points, _LINE)
-    for (left, top), point in zip(points, series.points, strict=True):
-        at = f"{point.commit.short} of {point.commit.date[:10]}"
-        svg.dot(left, top, _LINE, f"{at}: {series.spelled(point.value)} {series.unit}".strip())
-    foot = _TOP + _HEIGHT
-    for point, anchor in ((series.points[0], "start"), (series.points[-1], "end")):
-        text = f"{point.commit.hash[:_SHORT]}, {point.commit.date[:10]}"
-        if anchor == "start" or len(series.points) > 1:
-            svg.text(x(point.commit.hash), foot + 18, text, anchor)
-    return str(svg)
-
-
-def _stairs(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Points with the corners of a line that is level until the next one."""
-    corners = [((left, top), (right, top)) for (left, top), (right, _) in pairwise(points)]
-    return [*(point for both in corners for point in both), points[-1]]

@@ -1,7 +1,5 @@
 """An accelerator without hardware: a device type that is not the CPU, for fake tensors alone."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Tensors that are left on the CPU on purpose, each of which a trace on the accelerator must catch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any

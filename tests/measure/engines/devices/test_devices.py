@@ -1,8 +1,6 @@
 """A step has every tensor on the device of its mesh, and is the same step on each: proved without one, by an
 accelerator that does nothing and fake tensors on it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,0 +1,298 @@
+"""The lines of the section ``step`` of programs' tables: what a job says of each field of its step."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+from typing import Any
+
+from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.argument_tables import OF_DEEPSPEED
+from spbench.bench.tools.jobs.rules import Functions, Rule, Said, follow, holds, said, said_of
+from spbench.bench.tools.jobs.transformers_step import Adapted, TransformersStep
+from spbench.impls.models.blocks.adapter_options import LATENT, PROJECTIONS
+
+#: configurations of DeepSpeed that programs bring along, by their file's name: stage, and what the host holds
+_BROUGHT = {
+    **{f"zero{n}": (n, "") for n in (1, 2, 3)},
+    **{f"zero{n}_torch_compile": (n, "") for n in (1, 2)},
+    "zero3_bf16": (3, ""),
+    "zero3_bf16_cpuoffload_all": (3, "all"),
+    "zero3_bf16_cpuoffload_params": (3, "params"),
+    "zero2_offload": (2, "optimizer"),
+    "zero3_offload": (3, "all"),
+    "ds_z2_config": (2, ""),
+    "ds_z3_config": (3, ""),
+    "ds_z2_offload_config": (2, "optimizer"),
+    "ds_z3_offload_config": (3, "all"),
+}
+
+
+def step_of(account: Account, own: Functions | None = None) -> TransformersStep:
+    """What a job says of its step, by the section ``step`` of its program's table: fields, each with a line
+    (:func:`said_of`, and the words of :data:`_FUNCTIONS`), or several such sections. One with a condition
+    ``if`` counts where that holds, and its section ``else`` where not; its ``rules`` are followed first.
+    Conditions of later fields have the value of a field as ``$FIELD``, and ``$FIELD.key`` the key that said
+    it; ``facts`` are lines that are no fields. ``own``: functions of the program's own words."""
+    content = account.table.content["step"]
+    fields: dict[str, Any] = {}
+    functions = {**_FUNCTIONS, **(own or {})}
+    for section in content if isinstance(content, list) else [content]:
+        if not holds(account, section.get("if", "")):
+            section = section.get("else", {})
+        for name, line in section.get("facts", {}).items():
+            _fields(account, name, line, functions)
+        follow(account, section.get("rules", ()))
+        for name, line in section.items():
+            if name not in ("if", "else", "rules", "facts"):
+                fields |= _fields(account, name, line, functions)
+    return TransformersStep(**fields)
+
+
+def _fields(account: Account, name: str, line: Any, functions: Functions) -> dict[str, Any]:
+    """The field of a line, or the several that its function has."""
+    if name == "adapted":
+        return {name: Adapted(**{each: said_of(account, own, functions) for each, own in line.items()})}
+    value = said_of(account, line, functions)
+    if isinstance(value, dict):
+        return value
+    account.facts |= {name: value.value, f"{name}.key": (*value.names, "")[0]}
+    return {name: value}
+
+
+def either(account: Account, words: Mapping[str, Any], otherwise: Any = None) -> Said:
+    """The value of the first key that is given and true; all keys are its source."""
+    given = account.given_of(*words)
+    value = next((words[name] for name in given if account.value(name)), otherwise)
+    return Said(value, given)
+
+
+def named_modules(account: Account, name: str) -> Said:
+    """The names of modules that an option has: a pattern has signs that names have not."""
+    value = account.value(name)
+    names = value.split() if isinstance(value, str) and re.fullmatch(r"[\w. -]+", value) else value
+    return Said(names, account.given_of(name))
+
+
+def _names(account: Account, line: Rule) -> Said:
+    """``names``: the names of a key, with a comma between them."""
+    names = map(str.strip, (account.value(line["names"]) or "").split(","))
+    return Said([*filter(None, names)], account.given_of(line["names"]))
+
+
+def _words_of(account: Account, line: Rule) -> Said:
+    """``words_of``: the words whose conditions hold."""
+    words = [word for condition, word in line["words_of"].items() if holds(account, condition)]
+    return Said(" ".join(words), account.given_of(*line["from"].split()))
+
+
+def _torchao(account: Account, line: Rule) -> Said:
+    """``torchao``: the condition on which accelerate switches torchao's matmuls in eight bits on;
+    ``gathered``: the key that has weights gathered in them."""
+    is_on, gathered = holds(account, line["torchao"]), line["gathered"]
+    if is_on and account.value(gathered):
+        account.leave("time and memory", "weights are gathered in sixteen bits and cast then", gathered)
+    account.ignore("weights are gathered in sixteen bits", gathered)
+    names = account.given_of(*line["from"].split())
+    return Said("tensorwise" if is_on else "", names, "torchao's default recipe")
+
+
+def _bits(account: Account, line: Rule) -> Said:
+    """``bits``: those of frozen weights, by the keys that ask for them; a problem where two ask for other
+    ones."""
+    words = line["bits"]
+    asked = [name for name in words if account.value(name)]
+    if len({words[name] for name in asked}) > 1:
+        account.problems.append(f"{_listed(account, asked)}: weights are in one number of bits; leave one")
+    return either(account, words, 0)
+
+
+def _listed(account: Account, names: Sequence[str]) -> str:
+    return " and ".join(map(account.spelled, names))
+
+
+def _precision(account: Account, line: Rule) -> Said:
+    """``precision``: keys that ask for bf16 and for fp16; a problem where some ask for another.
+    ``otherwise``: a line that says it where none is true; ``from``: the keys that are its source then."""
+    asked = {kind: [*filter(account.value, names.split())] for kind, names in line["precision"].items()}
+    precision = precision_of(account, asked["bf16"], asked["fp16"])
+    if "otherwise" not in line:
+        return precision
+    names = account.given_of(*line["from"].split())
+    return Said(precision.value if precision.names else said_of(account, line["otherwise"]).value, names)
+
+
+def precision_of(account: Account, bf16: Sequence[str], fp16: Sequence[str]) -> Said:
+    """The precision of a job, by the keys that ask for one; a problem where some ask for another."""
+    names = (*bf16, *fp16)
+    if bf16 and fp16:
+        account.problems.append(f"{_listed(account, names)}: bf16 and fp16 are both asked for; leave one")
+    value = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    return Said(value, names, "" if names else "neither bf16 nor fp16")
+
+
+def _replicas(account: Account, line: Rule) -> Said:
+    """``times``: ranks that share weights, times groups of these, which are the replicas; None: not said."""
+    shards, *groups = line["times"].split()
+    value, others = account.value(shards), [account.value(name) or 1 for name in groups]
+    replicas = value * math.prod(others) if isinstance(value, int) and value > 0 else None
+    return Said(replicas, account.given_of(shards, *groups))
+
+
+def _product(account: Account, line: Rule) -> Said:
+    """``product``: keys whose values are multiplied."""
+    value = math.prod(map(account.value, line["product"].split()))
+    return Said(value, account.given_of(*line["from"].split()), line["note"])
+
+
+def _accumulation(account: Account, line: Rule) -> Said:
+    """``accumulation``: micro-batches of a step; an older key, ``of_all``, says the sequences of all of
+    them, and ``of_each`` those of one."""
+    name, of_all = line["accumulation"], line["of_all"]
+    total, micro = account.value(of_all), account.value(line["of_each"])
+    if not account.has(name) and total and micro >= 1:
+        return Said(total // micro, (of_all,), "of micro-batches")
+    parts = said(account, name)
+    if total and total != micro * parts.value:
+        steps = f"micro-batch {micro} x accumulation {parts.value}, which count"
+        account.approximate(f"{account.spelled(of_all)} is not {steps}", of_all)
+    account.ignore("it follows from micro-batches", of_all)
+    return parts
+
+
+def _adapters(account: Account, line: Rule) -> dict[str, Any]:
+    """The fields of adapters: of a section ``adapters`` by peft's names, with the names ``ranks`` of the
+    rank, which is 8 where the section has none; or by patterns of modules
+    (components/_peft/module_matcher.py of NeMo Automodel)."""
+    if "matched" in line:
+        return _matched(account, line)
+    key = line["adapters"]
+    section, source = account.value(key) or {}, account.given_of(key)
+    rank = next((section[name] for name in line["ranks"].split() if section.get(name)), 8 if section else 0)
+    targets = section.get("target_modules", section.get("lora_modules"))
+    parts = (targets, section.get("modules_to_save"), section.get("use_dora"))
+    of_experts = "shared" if section.get("share_expert_lora") else "each"
+    return {
+        "lora": Said(rank, source),
+        "adapted": Adapted(*(Said(value, source) for value in parts)),
+        "adapted_experts": Said(of_experts if section.get("target_parameters") else "frozen"),
+    }
+
+
+def _matched(account: Account, line: Rule) -> dict[str, Any]:
+    """``matched``: patterns of modules, ``every``: all linear ones, ``without``: patterns of others."""
+    some, every, others = line["matched"], line["every"], line["without"]
+    named, without = account.value(some) or [], account.value(others) or []
+    named = [named] if isinstance(named, str) else named
+    if without:
+        names = (*PROJECTIONS, *LATENT)
+        named = [each for each in names if not any(fnmatchcase(each, name) for name in without)]
+    elif account.value(every):
+        named = ["all-linear", "lm_head"]
+    experts = any(fnmatchcase("model.layers.0.mlp.experts", name) for name in named)
+    targets = Said(named or None, account.given_of(every, some, others))
+    return {
+        "adapted": Adapted(targets, by_direction=said(account, line["dora"])),
+        "adapted_experts": Said("each" if experts else "frozen"),
+    }
+
+
+def _deepspeed(account: Account, line: Rule) -> dict[str, Any]:
+    """The fields ``sharding``, ``host`` and ``buffer`` by DeepSpeed's configuration: ``deepspeed``, the key
+    that names its file; ``otherwise``: the sharding where the job has none."""
+    key = line["deepspeed"]
+    own = [name for name in account.given if name.startswith(OF_DEEPSPEED)]
+    if not own:
+        return _brought(account, key, line.get("otherwise", "fsdp"))
+    account.took("its file is given", key)
+    fields = zero_of(account, OF_DEEPSPEED)
+    arguments = account.program_arguments
+    mapped = [name for name in own if name in arguments and arguments[name].outcome == "mapped"]
+    account.ignore("as the program around DeepSpeed says", *mapped)
+    return fields
+
+
+def _brought(account: Account, key: str, otherwise: str) -> dict[str, Said]:
+    """The same of a configuration that the program brings along, by the name of its file."""
+    name = account.value(key)
+    if not name:
+        return {"sharding": Said(otherwise)}
+    stem = PurePosixPath(name).stem if isinstance(name, str) else ""
+    if stem not in _BROUGHT:
+        account.problems.append(f"{account.spelled(key)}: give this configuration of DeepSpeed beside")
+        return {"sharding": Said("zero3", (key,))}
+    stage, host = _BROUGHT[stem]
+    return {"sharding": Said(f"zero{stage}", (key,)), "host": Said(host, (key,))}
+
+
+def zero_of(account: Account, prefix: str, beside: str = "") -> dict[str, Any]:
+    """The fields ``sharding``, ``host`` and ``buffer`` of a step from DeepSpeed's configuration.
+
+    Args:
+        prefix: that its keys begin with in the program's table.
+        beside: what keys of accelerate begin with that count before them; "": there are none.
+    """
+    zero = f"{prefix}zero_optimization."
+    stage, name = account.chosen(*[f"{beside}zero_stage"] * bool(beside), f"{zero}stage")
+    buckets = [f"{zero}{each}_bucket_size" for each in ("reduce", "allgather")]
+    overlap = f"{zero}overlap_comm"
+    if stage not in (1, 2, 3):
+        missing = "DeepSpeed's own data parallelism, without ZeRO" if stage == 0 else "a stage of ZeRO"
+        account.refuse(missing, name)
+        return {"sharding": Said("zero3", (name,))}
+    size = account.value(buckets[0])
+    if stage < 3 and size != "auto":
+        gib = size * 2 * (2 if account.value(overlap) is True else 1) / 2**30
+        held = f"DeepSpeed's buckets of reduce_bucket_size, {gib:.2f} GiB more, are not held"
+        account.approximate(held, *buckets, overlap)
+    if stage == 3 and account.value(overlap) is False:
+        because = "messages are hidden behind computation, where theirs are waited for"
+        account.stand_in("messages beside which nothing is computed", "time", because, overlap)
+    fetched = [f"{zero}stage3_{each}" for each in ("prefetch_bucket_size", "max_live_parameters")]
+    idle = f"of another stage of ZeRO than {stage}, or as large as the job makes them"
+    account.ignore(idle, *fetched, *buckets)
+    account.ignore("so it is by default" if stage == 3 else "without buckets it does nothing", overlap)
+    if stage == 3:
+        account.leave("time and memory", "weights of a layer are gathered at once, none ahead", *fetched)
+    host, places = _host(account, zero, beside, stage)
+    return {
+        "sharding": Said(f"zero{stage}", (name,)),
+        "host": Said(host, places),
+        "buffer": Said(size if stage == 3 else None, buckets[:1]),
+    }
+
+
+def _host(account: Account, zero: str, beside: str, stage: int) -> tuple[str, tuple[str, ...]]:
+    """What a stage of ZeRO keeps on the host, and the keys that say so."""
+    held, names, key = dict[str, bool](), list[str](), ""
+    for kind in ("optimizer", "param"):
+        accelerates = [f"{beside}offload_{kind}_device"] * bool(beside)
+        place, key = account.chosen(*accelerates, f"{zero}offload_{kind}.device")
+        if place not in ("cpu", "none", None):
+            account.refuse("keeping weights or optimizer on a disk", key)
+        held[kind] = place == "cpu"
+        names += account.given_of(key)
+    if held["param"] and stage < 3:
+        account.refuse("weights on the host below ZeRO-3", key)
+    both = held["optimizer"] and held["param"]
+    return "all" if both else "optimizer" if held["optimizer"] else "params" * held["param"], tuple(names)
+
+
+#: what reads a line, by the word that it has
+_FUNCTIONS = {
+    "times": _replicas,
+    "modules": lambda account, line: named_modules(account, line["modules"]),
+    "names": _names,
+    "words_of": _words_of,
+    "torchao": _torchao,
+    "bits": _bits,
+    "precision": _precision,
+    "product": _product,
+    "accumulation": _accumulation,
+    "adapters": _adapters,
+    "matched": _adapters,
+    "deepspeed": _deepspeed,
+}

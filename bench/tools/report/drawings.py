@@ -1,0 +1,135 @@
+"""Drawings that stand beside the numbers of a page, as SVG in the look of the suite's figures: the layer of a
+strategy over time, and metrics over commits."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from math import ceil, nan
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from spbench.bench.tools.changes.history import Assessment
+from spbench.bench.tools.changes.series import STATUS, Series
+from spbench.impls.traffic import WIRE_SHARE
+from spbench.plots.paper import add_legend, house_style, new_figure
+from spbench.plots.series import grouped
+from spbench.plots.style import GREY, INK, shortened
+
+#: inches of a drawing's width, of a row of bars, of what is around the rows, and of a panel of a history
+_WIDTH, _ROW, _AROUND, _PANEL = 10.0, 0.16, 0.7, 1.9
+WAIT = "wait"
+_KERNELS = {"matmul": "#4477aa", "attention": "#ee8833", "memory-bound": "#8d95a0"}
+#: of collectives, in the order of :data:`WIRE_SHARE`; the same on every page
+_COLLECTIVES = (
+    "#cc3355",
+    "#2a9d55",
+    "#aa44aa",
+    "#13a5a5",
+    "#b08900",
+    "#6f5bd0",
+    "#c2a000",
+    "#8a8a2a",
+    "#555555",
+)
+_COLORS = {
+    **_KERNELS,
+    **dict(zip((name.replace("_", "-") for name in WIRE_SHARE), cycle(_COLLECTIVES), strict=False)),
+    WAIT: "#9aa3ad",
+}
+_VERDICTS = {"regression": "#c2362b", "improvement": "#2a9d55", "meant": "#8d95a0"}
+_LINE, _TARGET = "#3b7dd8", "#b5651d"
+#: panels beside each other, and characters of a commit
+_ACROSS, _SHORT = 3, 7
+
+
+def svg(figure: Figure) -> bytes:
+    """The figure as a file; the same figure gives the same bytes."""
+    content = io.BytesIO()
+    with house_style(), rc_context({"svg.fonttype": "none"}):  # a page has many words, and paths are long
+        figure.savefig(content, format="svg", metadata={"Date": None})
+    return content.getvalue()
+
+
+def layer_figure(bars: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> Figure:
+    """A panel for each phase of a layer, with a row for each stream of each rank over ms.
+
+    Args:
+        bars: as :func:`tools.report.strategy_numbers.bars_of`, of some phases.
+        messages: between rows, as :func:`tools.report.strategy_numbers.messages`.
+    """
+    ordered = sorted(bars, key=lambda bar: (bar["rank"], bar["lane"]))
+    rows = {row: at for at, row in enumerate(dict.fromkeys(bar["row"] for bar in ordered))}
+    phases = grouped(bars, lambda bar: bar["phase"])
+    with house_style():
+        figure = new_figure(_WIDTH, len(phases) * (_AROUND + _ROW * len(rows)), "")
+        panels = figure.subplots(len(phases), squeeze=False)[:, 0]
+        for ax, (phase, of_phase) in zip(panels, phases.items(), strict=True):
+            for (row, kind), alike in grouped(of_phase, lambda bar: (bar["row"], bar["kind"])).items():
+                # one line with gaps, since a file has room for it where it has none for each bar's rectangle
+                ends = [end for bar in alike for end in (bar["start"], bar["end"], nan)]
+                faint, height = 0.3 if kind == WAIT else 1.0, 0.75 * 72 * _ROW
+                (line,) = ax.plot(ends, [rows[row]] * len(ends), color=_COLORS[kind], alpha=faint, gid=kind)
+                line.set(linewidth=height, solid_capstyle="butt")
+            for each in messages:
+                if each["phase"] == phase:
+                    times, places = [each["start"], each["end"]], [rows[each["from"]], rows[each["to"]]]
+                    ax.plot(times, places, color=INK, linewidth=0.8, gid="message")
+            ax.set_yticks(range(len(rows)), rows)
+            ax.set(ylim=(len(rows) - 0.5, -0.5), title=phase, xlabel="ms from the step's start")
+            ax.margins(x=0)
+            ax.grid(visible=False, axis="y")
+        kinds = {bar["kind"] for bar in bars}
+        add_legend(
+            figure, [Patch(color=color, label=kind) for kind, color in _COLORS.items() if kind in kinds]
+        )
+    return figure
+
+
+def label_of(series: Series) -> str:
+    """The cell, and the machine if the metric was measured on one."""
+    return f"{series.cell} on {series.machine}" if series.machine else series.cell
+
+
+def history_figure(assessments: Sequence[Assessment], places: Mapping[str, int]) -> Figure:
+    """A panel for each series: its values over commits, the ranges that hold the commit of a step, and its
+    targets.
+
+    Args:
+        places: of commits along the panels, by hash.
+    """
+    down = ceil(len(assessments) / _ACROSS)
+    with house_style():
+        figure = new_figure(_WIDTH, _PANEL * down, "")
+        for at, assessment in enumerate(assessments, 1):
+            _draw_series(figure.add_subplot(down, _ACROSS, at), assessment, places)
+        handles = [Patch(color=color, alpha=0.35, label=name) for name, color in _VERDICTS.items()]
+        add_legend(figure, handles if any(each.steps for each in assessments) else [])
+    return figure
+
+
+def _draw_series(ax: Axes, assessment: Assessment, places: Mapping[str, int]) -> None:
+    series = assessment.series
+    across = [places[point.commit.hash] for point in series.points]
+    for step in assessment.steps:
+        begin, end = (places[point.commit.hash] for point in (step.last_before, step.first_after))
+        kind = "meant" if step.meant else step.verdict
+        ax.axvspan(begin, end, color=_VERDICTS[kind], alpha=0.35, linewidth=0, gid=f"{kind} {begin} {end}")
+        at = ((begin + end) / 2, 0.98)
+        size = series.difference(step.before, step.after)
+        ax.annotate(size, at, xycoords=("data", "axes fraction"), ha="center", va="top")
+    for target in assessment.targets:
+        ax.axhline(target.value, color=_TARGET, linestyle="--", gid=f"target {target.value:g}")
+    style = "steps-post" if series.exact else "default"
+    values = [point.value for point in series.points]
+    ax.plot(across, values, color=_LINE, drawstyle=style, marker=".", markersize=3, gid="values")
+    ax.set_title(shortened(label_of(series), 44, 2), color=GREY)
+    ends = {across[0]: series.points[0].commit, across[-1]: series.points[-1].commit}
+    ax.set_xticks([*ends], [f"{commit.hash[:_SHORT]}\n{commit.date[:10]}" for commit in ends.values()])
+    if series.metric is STATUS:
+        ax.set_yticks(sorted({*values}), [series.spelled(value) for value in sorted({*values})])

@@ -1,0 +1,252 @@
+"""The pages of docs that are made from code and data: what can be run, arguments of programs, commands.
+
+    python scripts/reference_pages.py           # write them
+    python scripts/reference_pages.py --check   # exit code 1 if one is not current
+
+A page begins with a line that names this script; its words count as code does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from spbench.bench.cell import Cell
+from spbench.bench.command_line.cli import COMMANDS
+from spbench.bench.errors import UserError
+from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
+from spbench.bench.measure.clusters.kinds_of_work import without_own_rates
+from spbench.bench.measure.engines.plan import plan
+from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table
+from spbench.bench.units import six_digits
+from spbench.bench.yaml_files import packaged, read_yaml
+from spbench.impls.layout import Unsupported
+from spbench.impls.models.model import models
+from spbench.impls.registries import strategies
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "reference"
+MARK = "<!-- scripts/reference_pages.py writes this page -->\n\n"
+
+#: the columns of the matrix: a cell's settings beside the strategy and two ranks along its axis
+FEATURES: Mapping[str, Mapping[str, Any]] = {
+    "GQA": {"model": "causal-transformer-tiny-gqa"},
+    "MLA": {"model": "mla-tiny"},
+    "experts": {"model": "moe-tiny", "ep": 2},
+    "windows": {"model_options": {"window": 16}},
+    "packed": {"model_options": {"documents": [20, 44]}},
+    "dropout of attention": {"model_options": {"attention_dropout": 0.1}},
+    "padding mask (BERT)": {"model": "bert-tiny"},
+    "linear attention": {"model": "linear-transformer-tiny"},
+    "gated recurrences": {"model": "gated-deltanet-tiny"},
+    "hybrids": {"model": "hybrid-tiny"},
+    "grids": {"model": "st-dit-tiny"},
+    "pipeline": {"pp": 2, "training": {"micro_batches": 2}},
+    "in `tensor_parallel`": {"around": "tensor_parallel+", "tp": 2},
+    "in `ulysses`": {"around": "ulysses+", "cp": 2},
+}
+#: by what a strategy has, the model of features that name none
+MODELS = {
+    "causal_attention": "causal-transformer-tiny",
+    "attention": "bert-tiny",
+    "linear_attention": "linear-transformer-tiny",
+    "full_attention": "st-dit-tiny",
+}
+#: programs with a table of arguments
+PROGRAMS = (
+    *("megatron", "torchtitan", "deepspeed", "axolotl", "llama_factory", "swift", "verl", "automodel"),
+    *("veomni", "arctic", "bridge"),
+)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+# -- what can be run -----------------------------------------------------------------------------------------
+
+
+def runs(strategy: str, feature: Mapping[str, Any]) -> str:
+    """*yes* if the check of every run accepts the strategy with the feature on two ranks, else empty."""
+    around = feature.get("around", "")
+    own = strategies()[strategy].axes
+    inner = "cp" if around == "ulysses+" else own[0] if own else "dp"
+    sizes = {name: feature[name] for name in ("pp", "ep", "tp") if name in feature} | {inner: 2}
+    sizes |= {"sp": 2} if around == "ulysses+" else {}
+    if around and strategy in ("single", around.removesuffix("+")):
+        return "-"
+    given = {key: feature[key] for key in ("model_options", "training") if key in feature}
+    meets = strategies()[strategy].meets
+    model = feature.get("model") or next(own for site, own in MODELS.items() if site in meets)
+    if strategy == "lasp2h" and "model" not in feature:
+        model = "hybrid-tiny"
+    try:
+        plan(Cell(model=model, strategy=f"{around}{strategy}", sizes=sizes, seq_len=144, batch=4, **given))
+    except (Unsupported, UserError, KeyError, ValueError):  # no such option of the model; no such nesting
+        return ""
+    return "yes"
+
+
+def matrix() -> str:
+    rows = [[f"`{name}`", *(runs(name, each) for each in FEATURES.values())] for name in strategies()]
+    return table(["strategy", *FEATURES], rows)
+
+
+def _number(sourced: Any, scale: float, unit: str) -> str:
+    value = sourced and sourced.value
+    return "" if value is None else f"{six_digits(round(value / scale, 1))} {unit}"
+
+
+def _cluster(name: str, cluster: Cluster) -> list[str]:
+    device, about = cluster.device, without_own_rates(cluster)
+    link, net = cluster.node_link, cluster.network
+    peak = device.peak_flops_per_s.get("bf16") or device.peak_flops_per_s.get("fp16")
+    return [
+        f"`{name}`",
+        f"{cluster.devices_per_node} x {device.name}",
+        _number(device.memory_total_bytes, 2**30, "GiB"),
+        _number(peak, 1e12, "TFLOP/s"),
+        _number(link and link.bandwidth_bytes_per_s, 1e9, "GB/s"),
+        f"{net.nics_per_node} x {_number(net.bandwidth_bytes_per_s, 1e9, 'GB/s')}" if net else "",
+        ", ".join(about) or "nothing",
+    ]
+
+
+def clusters() -> str:
+    heads = (
+        "cluster",
+        "a node",
+        "memory",
+        "half precision",
+        "intra-node link",
+        "network",
+        "without rates of",
+    )
+    return table(
+        heads, [_cluster(name, load_cluster(name)) for name in packaged("spbench.scenarios.clusters")]
+    )
+
+
+def presets() -> str:
+    """Each module of models with its presets, and the kinds of attention that these ask for."""
+    by_class = defaultdict[str, list[str]](list)
+    for name, model in models().items():
+        by_class[type(model).__name__].append(f"`{name}`")
+    return table(["kind of model", "presets"], ([kind, ", ".join(names)] for kind, names in by_class.items()))
+
+
+def support_page() -> str:
+    return f"""{MARK}# What can be run: strategies, clusters, models
+
+This page lists which strategy runs which kind of model, what the packaged clusters have, and the presets of
+models. It is written from the code and the files.
+`spbench list` shows the same for your installation.
+
+## Strategies and what they take
+
+*yes*: the check that every run makes accepts a small model of this kind, on two ranks along its axis.
+Empty: it refuses, with a reason. A dash: there is nothing to put together.
+
+{matrix()}
+## Packaged clusters
+
+The last column names the work for which nothing was measured on this card or network: its times are less sure
+([accuracy](../trust.md#time)).
+
+{clusters()}
+## Models
+
+Any `config.json` of [these families](../add_model.md#a-model-from-a-configjson) is a model too.
+
+{presets()}"""
+
+
+# -- arguments of other programs -----------------------------------------------------------------------------
+
+
+def _of_program(of: ArgumentTable) -> Iterator[str]:
+    yield f"## {of.program}\n"
+    arguments = [*{each.name: each for each in of.arguments.values()}.values()]
+    rows = []
+    for argument in arguments:
+        if argument.name in of.settings:
+            said = of.settings[argument.name]
+            values = "; ".join(f"`{theirs}`: `{ours}`" for theirs, ours in said.values)
+            rows.append([f"`{argument.name}`", f"`{said.path}`", values.lower() if said.values else ""])
+    if rows:
+        yield table(["argument", "setting", "values"], rows)
+    groups = defaultdict[tuple[str, str], list[str]](list)
+    for argument in arguments:
+        if argument.outcome != "no effect" and argument.name not in of.settings:
+            why = "read together with others" if argument.outcome == "mapped" else argument.detail
+            groups[argument.outcome, why].append(f"`{argument.name}`")
+    yield table(
+        ["outcome", "why", "arguments"],
+        ([outcome, why.replace("|", "or"), " ".join(names)] for (outcome, why), names in groups.items()),
+    )
+
+
+def arguments_page() -> str:
+    parts = []
+    for name in PROGRAMS:
+        content = read_yaml(ROOT / "bench" / "tools" / "jobs" / f"{name}.yaml")
+        versions = [*content.get("versions", {""})]
+        parts += _of_program(argument_table(name, versions[0]))
+    return f"""{MARK}# Arguments of other programs
+
+Each argument of each program that `spbench import` reads, with the setting of a scenario that it becomes, or
+why it is approximated or refused. Arguments without effect on memory, bytes and time are left out;
+[the tables](../../bench/tools/jobs) have them. `spbench import --explain` says this of your files.
+
+{chr(10).join(parts)}"""
+
+
+# -- commands ------------------------------------------------------------------------------------------------
+
+
+def commands_page() -> str:
+    parts = []
+    for name in COMMANDS.names():
+        command = COMMANDS.load(name)
+        text = command.get_help(click.Context(command, info_name=f"spbench {name}", max_content_width=100))
+        parts.append(f"## spbench {name}\n\n```text\n{text}\n```\n")
+    return f"""{MARK}# Commands
+
+This is what `spbench COMMAND --help` prints. Results go to standard output, progress and messages to standard
+error.
+
+| exit code | meaning |
+| --- | --- |
+| 0 | done |
+| 1 | a cell failed, a strategy is not green, or results are worse than the baseline |
+| 2 | something that the user can mend, said in one line |
+| 70 | a fault of the program; `SPBENCH_DEBUG=1` shows where |
+| 130 | interrupted |
+| 141 | the reader of the output went away |
+
+{chr(10).join(parts)}"""
+
+
+def pages() -> dict[Path, str]:
+    """By path, the text of each page."""
+    return {
+        REFERENCE / "support.md": support_page(),
+        REFERENCE / "arguments.md": arguments_page(),
+        ROOT / "docs" / "cli.md": commands_page(),
+    }
+
+
+if __name__ == "__main__":
+    old = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
+    for path, text in old.items():
+        print(path.relative_to(ROOT))
+        if "--check" not in sys.argv:
+            path.write_text(text)
+    sys.exit("--check" in sys.argv and bool(old))

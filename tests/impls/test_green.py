@@ -1,0 +1,25 @@
+"""Ranks compute what one device does, with every strategy and option of green.yaml."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.verify.verified_run import Case
+from spbench.impls.layout import MEETINGS
+from spbench.impls.models.model import model_preset
+from spbench.impls.strategies.nesting import nesting
+from tests.grid import cases
+from tests.measure.verify.assertions import assert_green
+from tests.measure.verify.attention_model import AttentionModel
+
+
+@pytest.mark.parametrize("fields", cases(Path(__file__).with_name("green.yaml")))
+def test_ranks_compute_what_one_device_does(pool: RankPool, fields: dict[str, Any]) -> None:
+    fields = {"part": "model", "ranks": 4, "model_options": {}, **fields}
+    name, options, ranks = (fields.pop(field) for field in ("model", "model_options", "ranks"))
+    # the name of a model, or the kind of an attention alone
+    model = AttentionModel(name, **options) if name in MEETINGS else model_preset(name, options)
+    case = Case(**{**fields, "strategy": nesting(fields["strategy"]), "model": model})
+    assert_green(pool, case, case.strategy.meshes(4)[0] if ranks == "2x2" else ranks)

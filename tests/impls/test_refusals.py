@@ -1,0 +1,43 @@
+"""What cannot be is refused in the words of refusals.yaml."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from spbench.bench.cell import Cell
+from spbench.bench.measure.engines.virtual import VirtualEngine
+from spbench.impls.layout import MEETINGS, Unsupported
+from spbench.impls.models.model import model_preset
+from spbench.impls.registries import backends, strategies
+from tests.measure.verify.attention_model import AttentionModel
+
+REFUSALS: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
+
+
+@pytest.mark.parametrize(("name", "options", "message"), REFUSALS["models"])
+def test_options_of_a_model(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, KeyError), match=message):
+        model_preset(name, options)
+
+
+@pytest.mark.parametrize(("name", "ranks", "options", "model", "seq_len", "message"), REFUSALS["strategies"])
+def test_sizes_of_a_strategy(
+    name: str, ranks: int, options: dict[str, Any], model: str, seq_len: int, message: str
+) -> None:
+    preset = AttentionModel(model) if model in MEETINGS else model_preset(model)
+    with pytest.raises(Unsupported, match=message):
+        strategies()[name].planned(ranks, options=options).check(preset.sites(1, seq_len))
+
+
+@pytest.mark.parametrize(("name", "options", "message"), REFUSALS["backends"])
+def test_options_of_a_backend(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        backends()[name].options_type(**options)
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSALS["cells"])
+def test_cells(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        VirtualEngine().measure(Cell.model_validate({"batch": 1, "seq_len": 24} | fields))
