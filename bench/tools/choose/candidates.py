@@ -247,8 +247,8 @@ class _Choices:
 
     def kept(self, near: Sequence[Layout], times: np.ndarray, memories: np.ndarray) -> np.ndarray:
         """Which of these layouts become candidates, bool [layouts, backends, savings]; the others are
-        counted. None does that takes longer than another of its backend that needs no more bytes, nor much
-        longer than one of another backend; what surely fits needs as little as anything.
+        counted. None does that takes longer than another of its backend that surely fits, nor that takes much
+        longer than any that needs no more bytes.
 
         Args:
             times, memories: [layouts, backends, savings].
@@ -264,12 +264,9 @@ class _Choices:
             large &= memories > memories[large].min()
         longer, needed = times * self._penalties, np.maximum(memories, usable / SURELY)
         longer[~asked | large] = np.inf
-        rows = [np.moveaxis(each, 1, 0).reshape(times.shape[1], -1) for each in (longer, needed)]
-        of_backend = undominated(*rows, 1.0).reshape(times.shape[1], len(near), -1)
-        kept: np.ndarray = np.moveaxis(of_backend, 0, 1)
-        # what has states on the host is no better than the same without, where that surely fits
+        # of each backend the shortest that surely fits; with states on the host, also where they are on cards
         surely = np.where(memories * SURELY <= usable, longer, np.inf).min(axis=(0, 2), initial=np.inf)
-        kept &= longer <= surely[self._rivals][:, None]
+        kept: np.ndarray = longer <= np.minimum(surely, surely[self._rivals])[:, None]
         kept &= undominated(longer.ravel(), needed.ravel(), _DOMINATED).reshape(times.shape)
         self.left_out[TOO_SLOW] += int((may & (times > self.bar.most_s)).sum())
         self.left_out[TOO_LARGE] += int(large.sum())

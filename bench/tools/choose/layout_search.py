@@ -31,11 +31,12 @@ from spbench.bench.tools.choose.candidates import (
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layouts import Way, things_to_set
 from spbench.bench.tools.choose.learned import UNKNOWN, Learned
-from spbench.bench.tools.choose.looked_at import SAME_STEP, LookedAt
 from spbench.bench.tools.choose.possible import why_impossible
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import (
     NAMED,
+    SAME_STEP,
+    LookedAt,
     SearchResult,
     Seen,
     complexity,

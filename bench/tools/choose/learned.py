@@ -28,7 +28,7 @@ UNKNOWN, _OF_PARTS = 1.35, 1.1
 _BENEFIT = 0.1
 #: by so much may bytes be off beside those of the traced candidate, and by so much more for each difference;
 #: until one was traced, estimated bytes may be too many by so much
-_MARGIN, _OF_DIFFERENCE, _MARGIN_OF_UNKNOWN = 1.03, 0.02, 1.25
+_MARGIN, _OF_DIFFERENCE, _MARGIN_OF_UNKNOWN = 1.03, 0.04, 1.25
 
 
 class Bounds(NamedTuple):

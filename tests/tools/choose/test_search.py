@@ -24,9 +24,16 @@ from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layout_search import BEST, Search
 from spbench.bench.tools.choose.layouts import Refused
 from spbench.bench.tools.choose.learned import Bounds, Learned
-from spbench.bench.tools.choose.looked_at import SAME_STEP
 from spbench.bench.tools.choose.question import Question
-from spbench.bench.tools.choose.ranking import TOSS, SearchResult, Seen, complexity, ranked, tie_limit
+from spbench.bench.tools.choose.ranking import (
+    SAME_STEP,
+    TOSS,
+    SearchResult,
+    Seen,
+    complexity,
+    ranked,
+    tie_limit,
+)
 from spbench.bench.tools.choose.references import BackendFigures, as_text
 from spbench.impls.strategies.nesting import PLUS
 from tests.slow import slow
