@@ -7,7 +7,7 @@ import re
 import reprlib
 from collections.abc import Iterable
 
-from spbench.impls.loose_files import raised
+from spbench.impls import raised
 
 #: characters of an input that a message repeats
 MOST_SHOWN = 200

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.impls.collectives import add_from_peer, all_reduce
-from spbench.impls.dispatchers.dispatcher import dispatchers
+from spbench.impls.dispatchers.dispatcher import all_dispatchers
 from spbench.impls.dispatchers.sent_tokens import planned_counts
 from spbench.impls.folding import FOLDED_AXES, folds
 from spbench.impls.layout import divisors
@@ -292,7 +292,7 @@ def experts_traffic(site: Site, strategy: Strategy, element_bytes: int) -> Itera
         )
     if place.size("ep", "etp") > 1:
         tokens = d["B"] * d["L"] // place.size(*axes)
-        dispatcher = dispatchers()[call.dispatcher]
+        dispatcher = all_dispatchers()[call.dispatcher]
         planned = dispatcher(replace(place, mesh=None), call.plan.experts, "plain", call.node_ranks)
         counts = planned_counts(call, strategy, d["B"], d["L"], planned.parts)
         sends = planned.traffic(call, d["H"], tokens, counts, element_bytes)

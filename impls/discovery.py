@@ -72,7 +72,7 @@ def named_classes(package: str, base: type[T], group: str = "") -> Mapping[str, 
     Raises:
         DiscoveryError: two classes have one name, or an entry point cannot be loaded or names no such class.
     """
-    return _named_classes(package, base, group, loose_files.paths())  # type: ignore[arg-type]
+    return _named_classes(package, base, group, loose_files.loose_paths())  # type: ignore[arg-type]
 
 
 @cache
@@ -108,7 +108,7 @@ def named_values(package: str, attribute: str, kind: type[T], group: str = "") -
         DiscoveryError: two values have one name, a value has another type, or an entry point cannot be loaded
             or names no such mapping.
     """
-    return _named_values(package, attribute, kind, group, loose_files.paths())  # type: ignore[arg-type]
+    return _named_values(package, attribute, kind, group, loose_files.loose_paths())  # type: ignore[arg-type]
 
 
 @cache
@@ -341,7 +341,7 @@ def plugin_entries() -> list[EntryPoint]:
 def plugin_files() -> Iterator[Path]:
     """The Python files of the packages in which the entry points of plug-ins lie, and those that are in no
     package (:mod:`spbench.impls.loose_files`); nothing is imported."""
-    yield from loose_files.paths()
+    yield from loose_files.loose_paths()
     for package in {entry.module.split(".")[0] for entry in plugin_entries()}:
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.submodule_search_locations:

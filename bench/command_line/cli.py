@@ -25,8 +25,7 @@ import click
 
 from spbench.bench.command_line.output import for_stream
 from spbench.bench.errors import MOST_SHOWN, UserError, described, one_line, shortened, shown, suggestion
-from spbench.impls.discovery import DiscoveryError, FunctionModules, installed_version
-from spbench.impls.loose_files import exits_refused, place
+from spbench.impls import DiscoveryError, FunctionModules, exits_refused, installed_version, place_of_error
 
 COMMANDS = FunctionModules("spbench.bench.tools", "*/*_command", "command", "commands", "spbench.commands")
 
@@ -178,12 +177,12 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         if isinstance(error, OSError) and error.filename is not None:
             doing = "cannot write " if error.errno in _OF_WRITING else ""
             return _complain(f"{doing}{shortened(str(error.filename))}: {error.strerror}", 2, traced=True)
-        if at := place(error):
+        if at := place_of_error(error):
             return _complain(f"{at}: {described(error)}", 2, traced=True)
         return _complain(f"internal error: {described(error)} (SPBENCH_DEBUG=1 shows where)", 70, traced=True)
     except BaseException as error:  # SystemExit and the like, which nothing of spbench raises
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-        at = place(error) or f"{frame.f_code.co_filename}:{line}"
+        at = place_of_error(error) or f"{frame.f_code.co_filename}:{line}"
         return _complain(f"{at}: {described(error)}; nothing is taken for done", 2, traced=True)
 
 

@@ -233,7 +233,7 @@ class BesideDispatch:
         return y
 
 
-def dispatchers() -> Mapping[str, type[Dispatcher]]:
+def all_dispatchers() -> Mapping[str, type[Dispatcher]]:
     """Every dispatcher of tokens to experts by name; plug-ins add theirs by entry points of the group
     `spbench.dispatchers`."""
     return named_classes("spbench.impls.dispatchers", Dispatcher, "spbench.dispatchers")

@@ -5,10 +5,12 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
 
 import click
 import pytest
 
+from spbench import impls
 from spbench.bench.command_line.cli import cli
 from tests.api.test_contributing import ROOT, table
 
@@ -102,6 +104,26 @@ def in_circles(of: str) -> set[str]:
         return behind
 
     return {name for name in graph if name in reached(name)}
+
+
+def test_bench_goes_through_the_door_of_impls() -> None:
+    """The names of impls/__init__.pyi are all that bench takes of impls, and bench takes each of them."""
+    taken = set[str]()
+    for name, tree in trees().items():
+        for node in ast.walk(tree):
+            within = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            within += [f"{node.module}"] if isinstance(node, ast.ImportFrom) else []
+            assert not [each for each in within if each.startswith("spbench.impls.")], name
+            if isinstance(node, ast.ImportFrom) and node.module == "spbench.impls":
+                taken |= {alias.name for alias in node.names}
+    stub = ast.parse((ROOT / "impls" / "__init__.pyi").read_text())
+    lines = [line for line in stub.body if isinstance(line, ast.ImportFrom)]
+    assert taken == {alias.name for line in lines for alias in line.names}
+    for line in lines:
+        home = import_module(f"{line.module}")
+        assert all(getattr(impls, each.name) is getattr(home, each.name) for each in line.names)
+    with pytest.raises(AttributeError, match="no attribute 'strategies_of'"):
+        impls.__getattr__("strategies_of")
 
 
 def functions() -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -16,7 +16,7 @@ ON_CPU = ["--device", "cpu", "--seq-len", "32", *(x for n, v in SIZES.items() fo
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def step(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.delitem(sys.modules, "compiled_layers", raising=False)
     names: dict[str, Any] = runpy.run_path(str(SCRIPTS / "compiled_step.py"), run_name="script")[
@@ -26,9 +26,9 @@ def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return names
 
 
-def run(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+def run(step: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr("sys.argv", ["compiled_step", *arguments])
-    code: int = script["main"]()
+    code: int = step["main"]()
     return code
 
 
@@ -38,21 +38,21 @@ def lines(path: Path) -> list[dict[str, str]]:
 
 
 def test_without_a_gpu_it_says_so(
-    script: dict[str, Any],
+    step: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run(script, monkeypatch, str(tmp_path)) == 2
+    assert run(step, monkeypatch, str(tmp_path)) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_line_a_variant_and_an_error_in_the_place_of_one(
-    script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    step: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = [str(tmp_path), "--variants", "eager,fused,compiled", "--backend", "absent", *ON_CPU]
-    assert run(script, monkeypatch, *asked) == 0
+    assert run(step, monkeypatch, *asked) == 0
     rows = lines(tmp_path / "compiled_step.csv")
     assert [(row["variant"], row["recompute"]) for row in rows] == [
         (variant, again) for again in ("none", "full") for variant in ("eager", "fused", "compiled")
@@ -72,10 +72,10 @@ def test_a_line_a_variant_and_an_error_in_the_place_of_one(
     assert calls["eager", "aten::mm"] == 3 * (4 * 7 + 1)
 
 
-def gradients(script: dict[str, Any], variant: str, recompute: str, backend: str) -> list[torch.Tensor]:
+def gradients(step: dict[str, Any], variant: str, recompute: str, backend: str) -> list[torch.Tensor]:
     """Those of a step in float64, by the order of the weights' names in a layer of the project's own."""
     asked = argparse.Namespace(device="cpu", seq_len=32, sizes=SIZES, backend=backend)
-    step = script["Step"](variant, recompute, 2, asked)
+    step = step["Step"](variant, recompute, 2, asked)
     weights = step.weights
     step.module.double()
     step.inputs["loss_weights"] = step.inputs["loss_weights"].double()
@@ -87,18 +87,18 @@ def gradients(script: dict[str, Any], variant: str, recompute: str, backend: str
     ("variant", "recompute"), [("fused", "none"), ("compiled", "none"), ("compiled", "full")]
 )
 def test_variants_have_the_gradients_of_eager_ones(
-    script: dict[str, Any], variant: str, recompute: str
+    step: dict[str, Any], variant: str, recompute: str
 ) -> None:
     """No graph breaks either: ``fullgraph`` makes one an error."""
     torch._dynamo.reset()
-    right = gradients(script, "eager", "none", "")
+    right = gradients(step, "eager", "none", "")
     assert all(each.abs().max() > 0 for each in right)
-    torch.testing.assert_close(gradients(script, variant, recompute, "aot_eager"), right)
+    torch.testing.assert_close(gradients(step, variant, recompute, "aot_eager"), right)
 
 
 @pytest.mark.slow  # compiles
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_inductor_takes_the_layer(script: dict[str, Any], recompute: str) -> None:
+def test_inductor_takes_the_layer(step: dict[str, Any], recompute: str) -> None:
     torch._dynamo.reset()
-    right = gradients(script, "eager", "none", "")
-    torch.testing.assert_close(gradients(script, "compiled", recompute, "inductor"), right)
+    right = gradients(step, "eager", "none", "")
+    torch.testing.assert_close(gradients(step, "compiled", recompute, "inductor"), right)

@@ -30,7 +30,7 @@ from spbench.bench.measure.engines.unlike_ranks import expert_load, imbalance, m
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measurement import Measurement
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset
 
 _log = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from spbench.bench.measure.processes.stacks import (
     collect,
 )
 from spbench.bench.measure.processes.staged_group import STAGED
-from spbench.impls.layout import Unavailable
+from spbench.impls import Unavailable
 
 #: seconds that an agent has to appear before a job of its rank fails
 _START_S = 120.0

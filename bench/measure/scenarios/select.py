@@ -22,8 +22,7 @@ from spbench.bench.measure.scenarios.expand import Asked, ignored, on_device, pl
 from spbench.bench.measure.scenarios.scenario import Scenario, changed, given
 from spbench.bench.setting_values import names_a_file, read_model_file, size
 from spbench.bench.yaml_files import dotted
-from spbench.impls.models.huggingface.published import published_model
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset, published_model
 
 ALL = "all"
 

@@ -38,7 +38,7 @@ from spbench.bench.measure.simulator.program import (
 )
 from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.table_prices import lengths_measured, matmuls_covered, ranks_measured
-from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
+from spbench.impls import GROUPED_MATMULS
 
 #: what attention counts as that a card has no rate of
 AS_MATMULS = "matmuls"

@@ -23,7 +23,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import read_file
 from spbench.bench.measure.trust.bands import priced_by_in_words, tied, with_band
 from spbench.bench.row import Row, WrongRow, json_line, parse_any_row, parse_row
-from spbench.impls.axes import MESH_AXES, spelled, union, whole_mesh
+from spbench.impls import MESH_AXES, spelled, union, whole_mesh
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -37,9 +37,7 @@ from spbench.bench.measure.verify.proof import Say, unproven
 from spbench.bench.measured_code import DIGEST_LENGTH, code_digest
 from spbench.bench.measurement import Measured, Outcome
 from spbench.bench.row import FINAL, Row
-from spbench.impls.discovery import installed_version, versions
-from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.nesting import nesting
+from spbench.impls import installed_version, model_preset, nesting, versions
 
 PARTS = ("cluster", "model", "strategy", "code", "torch")
 

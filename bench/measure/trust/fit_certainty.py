@@ -18,9 +18,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.trust.bands import PEAK, RESERVED, packaged, packaged_errors
 from spbench.bench.measurement import filled, returned_bytes
 from spbench.bench.units import card_gib, shown_share
-from spbench.impls.layout import MEETINGS
-from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.nesting import PLUS
+from spbench.impls import MEETINGS, PLUS, model_preset
 
 FITS, TIGHT, NO = "fits", "tight", "no"
 CERTAINTY_FILE = "fit_certainty.json"

@@ -24,7 +24,7 @@ from spbench.bench.files import write_whole
 from spbench.bench.measured_code import digest_of_files
 from spbench.bench.measurement import Count, Number, Signed, Text
 from spbench.bench.row import problem
-from spbench.impls.discovery import plugin_files
+from spbench.impls import plugin_files
 
 VERDICTS_FILE = "verdicts.jsonl"
 

@@ -186,7 +186,7 @@ def _series_tables(assessments: Sequence[Assessment]) -> list[Table]:
     quiet = len(assessments) - len(shown)
     title = f"Series{f' with steps or targets ({quiet} others have none)' if quiet else ''}"
     important = ("metric", "first", "last", "unit", "steps", "target")
-    return [Table.of(title, _OVERVIEW, shown, important=important, below=("cell",))] if shown else []
+    return [Table.of(title, OVERVIEW, shown, important=important, below=("cell",))] if shown else []
 
 
 def _worst_first(assessments: Sequence[Assessment]) -> list[Assessment]:
@@ -197,7 +197,8 @@ def _of_series(name: str, value: Callable[[Series], Any]) -> Column:
     return Column(name, name, of=lambda assessment: value(assessment.series))
 
 
-_OVERVIEW = (
+#: of a series and what there is to say of it
+OVERVIEW = (
     _of_series("metric", lambda series: series.metric.name),
     _of_series("first", lambda series: series.spelled(series.points[0].value)),
     _of_series("last", lambda series: series.spelled(series.points[-1].value)),

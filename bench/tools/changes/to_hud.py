@@ -17,7 +17,7 @@ from spbench.bench.tools.changes.export_command import Exported, ExportedValue, 
 from spbench.bench.tools.changes.metrics import Reading
 from spbench.bench.tools.changes.result_files import Origin
 from spbench.bench.units import GIB, MIB
-from spbench.impls.folding import world_ranks
+from spbench.impls import world_ranks
 
 #: of the interval of a simulated step time
 _ENDS = ("step_time_low_s", "step_time_high_s")

@@ -15,11 +15,10 @@ from spbench.bench.files import read_file
 from spbench.bench.measure import PACKAGE, names
 from spbench.bench.setting_values import CONFIG, names_a_file, remote_name
 from spbench.bench.tools.jobs.job_files import path_and_part
-from spbench.bench.tools.jobs.python_calls import holds_recipes
-from spbench.bench.tools.jobs.torchtitan_files import has_configurations
+from spbench.bench.tools.jobs.python_values import makes_configurations
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
-from spbench.impls.loose_files import SUFFIX as PYTHON
-from spbench.impls.models.huggingface.published import published_model, published_models
+from spbench.impls import SUFFIX as PYTHON
+from spbench.impls import published_model, published_models
 
 #: a mapping with this key is a scenario
 _OF_SCENARIOS = "groups"
@@ -57,7 +56,7 @@ def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
     (first, *others) = words
     if not others and _is_scenario(first):
         return "scenario"
-    if not others and _is_model(first) and not (has_configurations(first) or holds_recipes(first)):
+    if not others and _is_model(first) and not makes_configurations(first):
         return "model"
     if missing := [word for word in words if not path_and_part(word)[0].is_file()]:
         published = (each.name for each in published_models())

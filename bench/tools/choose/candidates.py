@@ -27,8 +27,7 @@ from spbench.bench.tools.choose.layouts import (
 )
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.references import as_text, has_stages, twins_of
-from spbench.impls.axes import MESH_AXES, spelled
-from spbench.impls.layout import Unsupported
+from spbench.impls import MESH_AXES, Unsupported, spelled
 
 #: a layout whose estimated bytes are so much less than a card has surely fits
 SURELY = 2.0

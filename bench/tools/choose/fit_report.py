@@ -33,7 +33,7 @@ from spbench.bench.tools.choose.under_budget import BudgetPlan
 from spbench.bench.tools.jobs.flags import flag_changes
 from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import card_gib, shown_price, shown_share
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset
 
 #: a part of the peak below which a kind is not worth a word
 _SMALL = 0.002

@@ -31,7 +31,7 @@ from spbench.bench.tools.choose.anatomy import ANATOMY, Anatomy, Part
 from spbench.bench.tools.choose.suggestions import Change
 from spbench.bench.units import card_gib
 from spbench.bench.yaml_files import read_yaml
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset
 
 _ANATOMY = TypeAdapter(Anatomy)
 #: parts of the peak that an answer names in its second line

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spbench.bench.tools.choose.candidates import SURELY, Candidate
-from spbench.impls.axes import MESH_AXES
-from spbench.impls.strategies.nesting import PLUS
+from spbench.impls import MESH_AXES, PLUS
 
 #: by so much, of logarithms, may seconds be off beside those of the traced candidate: whatever it is, more
 #: for each doubling of ranks along an axis, and for another backend, size of micro-batches or division of

@@ -24,12 +24,7 @@ from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.choose.own_layout import OwnLayout
 from spbench.bench.tools.choose.subject import subject
 from spbench.bench.tools.jobs.flags import program_flags
-from spbench.impls.axes import MESH_AXES
-from spbench.impls.folding import FOLDED_AXES
-from spbench.impls.kernels.projection import LIBRARIES
-from spbench.impls.layout import HEEDED, Unsupported
-from spbench.impls.models.model import Model, model_preset
-from spbench.impls.strategies.nesting import PLUS
+from spbench.impls import FOLDED_AXES, HEEDED, LIBRARIES, MESH_AXES, PLUS, Model, Unsupported, model_preset
 
 #: tokens of a batch where nothing is said: Llama 3's first batches (arXiv 2407.21783, section 3.4.1)
 BATCH_TOKENS = 4 * 2**20

@@ -21,8 +21,7 @@ from spbench.bench.tools.choose.fit_verdict import CardMemory, card_memory
 from spbench.bench.tools.choose.layouts import Refused, things_to_set
 from spbench.bench.tools.choose.look import NEEDED, Depth, looks
 from spbench.bench.tools.choose.question import Question
-from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.nesting import PLUS
+from spbench.impls import PLUS, model_preset
 
 #: layouts that are named
 NAMED = 5

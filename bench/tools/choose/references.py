@@ -19,12 +19,7 @@ from spbench.bench.tools.choose.asking import Asking
 from spbench.bench.tools.choose.layouts import backend_settings
 from spbench.bench.tools.choose.look import ACTIVATIONS, STATES, looks
 from spbench.bench.tools.choose.question import Question
-from spbench.impls.backends.backend import BytesInBackward
-from spbench.impls.backends.optimizer import PRECISIONS
-from spbench.impls.composition import Stage
-from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import backend_class
+from spbench.impls import PRECISIONS, BytesInBackward, Stage, Unsupported, backend_class, model_preset
 
 #: replicas of the traces of backends
 _REPLICAS = (2, 4)

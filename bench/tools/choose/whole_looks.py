@@ -19,9 +19,7 @@ from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import NAMED, TOSS, LookedAt, Seen, ranked, simpler
 from spbench.bench.tools.choose.subject import ATTENTION
 from spbench.bench.tools.choose.suggestions import dotted
-from spbench.impls.folding import FOLDED_AXES
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import backend_class
+from spbench.impls import FOLDED_AXES, backend_class, model_preset
 
 #: so many of the fastest are traced whole, named or not
 _WHOLE = 2

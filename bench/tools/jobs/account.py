@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,10 +105,13 @@ class Account:
         return self.program_arguments[name].default if given is None or given.wrong else given.value
 
     def known(self, name: str) -> Any:
-        """The value of an argument, of a variable of the environment (a number where it is a whole one), or
-        of a ``$FACT``; None where there is none of that name."""
+        """The value of an argument, in whose name a ``*`` stands for any characters, of a variable of the
+        environment (a number where it is a whole one), or of a ``$FACT``; None where there is none of that
+        name."""
         if name.startswith("$"):
             return self.facts.get(name[1:])
+        if "*" in name:
+            name = next(iter(fnmatch.filter(self.program_arguments, name)), name)
         if name in self.program_arguments:
             return self.value(name)
         text = self.environment.get(name)

@@ -10,7 +10,7 @@ from typing import Any
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.rules import Said
 from spbench.bench.tools.jobs.transformers_step import EXPERTS, Adapted
-from spbench.impls.models.blocks.adapter_options import (
+from spbench.impls import (
     ALL,
     CLOSING,
     LATENT,
@@ -19,9 +19,9 @@ from spbench.impls.models.blocks.adapter_options import (
     PROJECTIONS,
     QKV,
     AdapterOptions,
+    Model,
+    model_from_config,
 )
-from spbench.impls.models.huggingface.config import model_from_config
-from spbench.impls.models.model import Model
 
 #: fields of a config.json that show linear attention, whose adapters are not modelled
 LINEAR_ATTENTION = ("linear_num_key_heads", "mamba_num_heads")
@@ -113,30 +113,6 @@ def _model(fields: Mapping[str, Any]) -> Model | None:
         return model_from_config(fields)
     except ValueError:
         return None
-
-
-def set_frozen_bits(
-    k: Account, quantized: Said, lora: Said, fields: Mapping[str, Any], *, tiles: bool = False
-) -> None:
-    """Set the bits of frozen weights, where their projections can be packed, or say what stands for them;
-    ``tiles``: the MLP is computed in some."""
-    bits, names = quantized.value, quantized.names
-    precision = next((each.value for each in k.settings if each.path == "precision"), "bf16")
-    if bits and not lora.value:
-        k.problems.append(
-            f"{' and '.join(map(k.spelled, names))}: weights in {bits} bits are not trained; add adapters"
-        )
-    lacking = any(map(fields.get, ("kv_lora_rank", *LINEAR_ATTENTION))) or tiles or precision == "fp32"
-    if bits in (4, 8) and lora.value and not lacking:
-        k.set("model_options.frozen_bits", bits, *names, note="unpacked for each use")
-    elif bits:
-        held = 4 if precision == "fp32" else 2
-        because = (
-            f"frozen weights are counted in {precision}, about {held - bits / 8:g} bytes a weight more than "
-            f"in {bits} bits, over the ranks that share them; to unpack them takes no time"
-        )
-        k.stand_in("weights in few bits (QLoRA)", "time and memory", because, *names)
-    k.ignore("weights are not quantized", *names)
 
 
 def _are_names(k: Account, modules: Said) -> bool:

@@ -23,7 +23,7 @@ from spbench.bench.tools.jobs.job import Argument, Job, Outcome
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import given_argument, make_settings, megatron_account
 from spbench.bench.tools.jobs.model_names import named_model
-from spbench.bench.tools.jobs.python_calls import has_recipes, recipe_of
+from spbench.bench.tools.jobs.python_values import has_recipes, recipe_of
 from spbench.bench.tools.jobs.variables import variables
 
 #: of which a configuration has some, and that no other kind has

@@ -21,7 +21,7 @@ from spbench.bench.tools.jobs.argument_tables import (
 )
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import MODEL_PATH, JobFile, JobFiles, mapping_in
-from spbench.bench.tools.jobs.python_calls import training_script
+from spbench.bench.tools.jobs.python_values import training_script
 from spbench.bench.tools.jobs.rules import Rule, follow
 from spbench.bench.tools.jobs.step_lines import precision_of, step_of, zero_of
 from spbench.bench.tools.jobs.transformers_settings import set_step

@@ -80,7 +80,8 @@ def _word_holds(account: Account, word: str) -> bool:
 def follow(account: Account, rules: Sequence[Rule]) -> None:
     """Do what rules say, in their order. A verb is a method of :class:`Account` of its name, or ``problem``
     or ``remark``, with a text; ``set``, with the path of a setting and a line (:func:`said_of`); ``add``,
-    likewise, of which nothing is said of the arguments; or ``call``, with a name (:func:`call`)."""
+    likewise, with its ``source`` or ``keys``, of which nothing is said then; or ``call``, with a name
+    (:func:`call`)."""
     for rule in rules:
         for word in str(rule.get("each", "")).split() or [""]:
             _follow(account, _with_word(rule, word) if word else rule)
@@ -113,7 +114,7 @@ def _follow(account: Account, rule: Rule) -> None:
     texts = {key: filled(account, text) for key, text in rule.items() if isinstance(text, str)}
     match texts:
         case {"stand_in": missing}:
-            moved = rule if "because" in rule else account.table.stand_ins[missing]
+            moved = texts if "because" in texts else account.table.stand_ins[missing]
             account.stand_in(missing, moved["may_move"], moved["because"], *names)
         case {"leave": what, "because": because}:
             account.leave(what, because, *names)
@@ -128,7 +129,8 @@ def _follow(account: Account, rule: Rule) -> None:
             named = names if "keys" in rule else rule.get("of", "").split()
             account.set(path, said.value, *named, note=said.note)
         case {"add": path}:
-            account.add(path, said_of(account, rule).value, ", ".join(map(account.spelled, names)))
+            source = texts.get("source", ", ".join(map(account.spelled, names)))
+            account.add(path, said_of(account, rule).value, source)
         case {"call": name}:
             call(account, name)
         case {"map": words} | {"map_given": words} | {"count": words}:
@@ -163,7 +165,9 @@ def filled(account: Account, text: str) -> str:
 
     def value(match: re.Match[str]) -> str:
         name = match[1]
-        if match[2] or name.startswith("$"):
+        if name.startswith("$"):
+            return written(account.known(name))
+        if match[2]:
             return shown(account.known(name))
         return account.spelled(name) if name in account.given or name in account.environment else name
 

@@ -11,9 +11,8 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.tools.jobs.flags import Flag, Flags, several_ranks
 from spbench.bench.tools.jobs.torchtitan import ROTATIONS, versions
-from spbench.bench.tools.jobs.torchtitan_models import FLAVORS, LESS, SCHEDULES, stage_layers
-from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.model import Model, model_preset
+from spbench.bench.tools.jobs.torchtitan_models import LESS, SCHEDULES, models, stage_layers
+from spbench.impls import CausalTransformerModel, Model, model_preset
 
 #: what a flavor fixes
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocabulary", "qk_norm")
@@ -110,9 +109,9 @@ def _pipeline(model: CausalTransformerModel, cell: Cell) -> Iterator[tuple[str, 
 
 def _models() -> Iterator[tuple[tuple[str, str], Model]]:
     """The models that torchtitan has here, by name and flavor."""
-    for name, flavors in FLAVORS.items():
+    for name, flavors in models().items():
         for flavor, model in flavors.items():
-            yield (name, flavor), model_preset(model.preset, model.options)
+            yield (name, flavor), model_preset(model["preset"], model.get("options", {}))
 
 
 def _alike(model: Any, preset: Any) -> bool:

@@ -8,15 +8,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.setting_values import EXPANDABLE_SEGMENTS
 from spbench.bench.tools.jobs.account import Account, key_account
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, flat
 from spbench.bench.tools.jobs.job import Job
-from spbench.bench.tools.jobs.job_files import JobFiles
-from spbench.bench.tools.jobs.torchtitan_files import content_of
-from spbench.bench.tools.jobs.torchtitan_models import TorchtitanModel, micro_batches, set_fp8, set_pipeline
-from spbench.bench.tools.jobs.transformers_kernels import COMPILED, FUSED_BY_COMPILER
-from spbench.bench.tools.jobs.variables import ALLOCATOR
+from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
+from spbench.bench.tools.jobs.rules import call
+from spbench.bench.tools.jobs.torchtitan_models import TorchtitanModel, micro_batches, set_pipeline
+from spbench.bench.tools.jobs.torchtitan_registry import registered
 from spbench.bench.yaml_files import read_yaml
 
 #: by context_parallel_rotate_method; with the strategy's own options
@@ -24,6 +22,10 @@ ROTATIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "allgather": ("all_gather_kv", {"gradients": "ring"}),
     "alltoall": ("ring_attention", {}),
 }
+
+
+#: of which a TOML file of torchtitan has some
+_SECTIONS = {"model", "training", "parallelism", "activation_checkpoint", "experimental"}
 
 
 @cache
@@ -39,8 +41,20 @@ def read(files: JobFiles) -> Job | None:
     Raises:
         UserError: the file is damaged, or what it has is no plain values.
     """
-    content = content_of(files.files[0]) if len(files.files) == 1 else None
+    content = _content_of(files.files[0]) if len(files.files) == 1 else None
     return None if content is None else TorchtitanJob(content, files).job()
+
+
+def _content_of(file: JobFile) -> Mapping[str, Any] | None:
+    """The sections of a file; None where it is no TOML with some of them and no Python that makes a
+    configuration. UserError if it is damaged, or has something else than plain values."""
+    if file.path.suffix == ".py":
+        return registered(file)
+    content = mapping_in(file) if file.path.suffix == ".toml" else None
+    if content is None:
+        return None
+    sections = {name for name, section in content.items() if isinstance(section, dict)}
+    return content if len(_SECTIONS & sections) >= 2 else None
 
 
 class TorchtitanJob(TorchtitanModel):
@@ -60,6 +74,7 @@ class TorchtitanJob(TorchtitanModel):
         self.version = min(unknown, key=lambda version: unknown[version])  # of equals the newest
         table = versions()[self.version]
         self.keys: Account = key_account(table, flat(content, table.arguments), overrides=files.environment)
+        self.keys.facts |= {"version": self.version, "recent": self.recent}
 
     def job(self) -> Job:
         """The job, with what became of each key."""
@@ -80,7 +95,7 @@ class TorchtitanJob(TorchtitanModel):
         copies, tp, pp, cp = (k.count(name) for name in names)
         shard_name = self.named("data_parallel_shard_degree")
         shards, others = k.value(shard_name), copies * tp * pp * cp
-        self.stages = pp
+        self.stages = k.facts["stages"] = pp
         set_pipeline(self, pp, names[2])
         k.problems += self.files.machine_problems(others * shards if shards > 0 else None)
         if shards == 0 or shards < -1:
@@ -149,20 +164,13 @@ class TorchtitanJob(TorchtitanModel):
 
     def _backend(self) -> None:
         k, policy = self.keys, "parallelism.fsdp_reshard_after_forward"
-        freed, names = (
-            self.value(policy, "default"),
-            [policy] if policy in self.keys.program_arguments else [],
-        )
-        kept = freed == "never" or (freed == "default" and self.stages > 1)
-        note = "FSDP2, which keeps a stage's weights between micro-batches" if self.stages > 1 else "FSDP2"
-        k.set("training.backend", "zero2" if kept else "zero3", *names, note=note)
-        if self.recent:
-            k.set("training.wrap", "embedding", note="units: embedding, each layer, norm and output")
-        if freed != "always":
-            k.set("training.reshard_rest", False, *names)
-        k.set("training.reduce_dtype", "fp32", "training.mixed_precision_reduce")
-        if not self.recent and freed == "default":
-            k.approximate("the last layer's weights are freed after forward and gathered again, not kept")
+        kept = "FSDP2, which keeps a stage's weights between micro-batches"
+        k.facts |= {
+            "freed": self.value(policy, "default"),
+            "policy": [policy] if policy in k.program_arguments else [],
+            "backend_note": kept if self.stages > 1 else "FSDP2",
+        }
+        call(k, "backend")
 
     def _batch_of_tokens(self) -> None:
         """Set batch and length of a version that counts tokens of a micro-batch."""
@@ -231,84 +239,31 @@ class TorchtitanJob(TorchtitanModel):
 
     def _recomputation(self) -> None:
         k, stops = self.keys, "activation_checkpoint.early_stop"
-        name, option = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
-        mode, every = k.value(name), k.value(option)
-        if mode == "none" or (mode == "selective" and every not in ("op", "0", "1")):
-            k.approximate("keys and values are kept once, not repeated for the queries that share them")
-        if mode != "selective":
-            k.ignore(f"of selective checkpointing; {name} is {mode}", option)
-        if mode == "none":
-            k.took("recompute: none", name)
-            k.ignore("nothing runs again", stops)
-            return
-        if mode == "memory_budget":
-            k.refuse("what a compiler chooses to keep within a budget", name)
-            return
-        if mode == "full":
-            k.set("model_options.recompute", "full", name)
-        elif every == "op":
-            k.set("model_options.recompute", "operators", name, option)
-            if self.experts:  # since its pull request 1672
-                note = "in torchtitan's policy since September 2025"
-                k.set("model_options.recompute_keeps", ["all_to_all"], option, note=note)
-        elif every.isdecimal() and len(every) < 4:
-            k.set("model_options.recompute", "full", name, option)
-            if int(every) > 1:
-                k.set("model_options.recompute_method", "interval", option)
-                k.set("model_options.recompute_layers", int(every), option)
-        else:
-            k.problems.append(f"{option}: {every!r} is neither 'op' nor a number of layers")
-        if self.value(stops, True):
-            note = "" if stops in k.program_arguments else "torch's default"
-            k.set("model_options.recompute_early_stop", True, stops, note=note)
+        every = k.value("activation_checkpoint.selective_ac_option")
+        is_number = every.isdecimal() and len(every) < 4
+        k.facts |= {"every": int(every) if is_number else None, "every_text": repr(every)}
+        k.facts["stops"] = self.value(stops, True)
+        k.facts["stops_note"] = "" if stops in k.program_arguments else "torch's default"
+        call(k, "recomputation")
 
     def _optimizer(self) -> None:
-        k, offloaded = self.keys, "training.enable_cpu_offload"
-        if k.value("optimizer.name") not in ("Adam", "AdamW"):
-            k.refuse("another optimizer than Adam", "optimizer.name")
-        k.took("Adam, the optimizer that there is", "optimizer.name")
-        if k.value(offloaded):
-            k.set("training.optimizer", "host", offloaded, note="torch's CPUOffloadPolicy")
-            k.set("training.parameters", "host", offloaded)
-        way = "optimizer.fused" if self.version == "a" else "optimizer.implementation"
-        if k.value(way) in (True, "fused"):
-            k.took("a fused Adam, the one that there is", way)
-        elif k.value(way) in (False, "foreach") and not k.value(offloaded):
-            k.set("training.implementation", "foreach", way)
-        else:
-            k.approximate("Adam's step is fused, and makes no tensors of its own", way)
-        launcher = "run_llama_train.sh" if self.version == "a" else "run_train.sh"
-        if self.launched:
-            note = f"{ALLOCATOR[0]} of {launcher}; multinode_trainer.slurm has torch's default"
-            k.set("training.cuda_alloc_conf", EXPANDABLE_SEGMENTS, note=note)
+        k, old = self.keys, self.version == "a"
+        launcher = "run_llama_train.sh" if old else "run_train.sh"
+        k.facts["optimizer_key"] = "optimizer.fused" if old else "optimizer.implementation"
+        k.facts["launcher"] = launcher if self.launched else ""
+        call(k, "optimizer")
         k.first_steps()
 
-    def _parallel_loss(self) -> bool:
-        """Whether ranks of tensor parallelism share the vocabulary in the loss."""
-        split = self.keys.count(self.named("tensor_parallel_degree")) > 1
-        return split and not self.keys.value(self.named("disable_loss_parallel"))
-
     def _compile(self) -> None:
-        k, parts = self.keys, "compile.components"
-        switch = "compile.enable" if self.recent else "training.compile"
-        compiled = k.value(switch) and {"model", "loss"} & {*self.value(parts, ["model"])}
-        k.ignore("nothing is compiled", parts)
-        overlapped = self.named("enable_async_tensor_parallel")
-        if compiled:
-            if "model" in self.value(parts, ["model"]):
-                k.add("model_options.fusions", [*FUSED_BY_COMPILER], k.spelled(switch))
-                k.approximate(COMPILED, *filter(k.has, (switch, parts)))
-            else:
-                k.took("a compiled loss", *filter(k.has, (switch, parts)))
-        # since d1f62be7 of February 2025; before, the line was a comment (train.py). Over a split vocabulary
-        # the compiler makes the gradient in forward, in one full-precision tensor, as "fused" in backward
-        compiled_loss = compiled and self.version != "a" and "loss" in self.value(parts, ["loss"])
-        if compiled_loss and not self._parallel_loss():
-            k.set("model_options.cross_entropy", "compiled", k.spelled(switch))
-        elif self._parallel_loss() and not compiled_loss:
-            k.set("model_options.cross_entropy", "loss_parallel", self.named("disable_loss_parallel"))
-        if k.value(overlapped) and compiled:
-            k.approximate("messages of tensor parallelism are waited for, not hidden in matmuls", overlapped)
-        else:
-            k.ignore("without a compiled model it does nothing", overlapped)
-        set_fp8(k, experts=bool(self.experts))
+        k, switch = self.keys, "compile.enable" if self.recent else "training.compile"
+        components = self.value("compile.components", ["model", "loss"])
+        split = k.count(self.named("tensor_parallel_degree")) > 1
+        k.facts |= {
+            "compile_key": switch,
+            "components": components,
+            "compiled": k.value(switch) and bool({"model", "loss"} & {*components}),
+            # ranks of tensor parallelism share the vocabulary in the loss
+            "parallel_loss": split and not k.value(self.named("disable_loss_parallel")),
+        }
+        call(k, "compiler")
+        self.set_fp8()

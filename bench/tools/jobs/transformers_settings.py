@@ -1,24 +1,24 @@
-"""The settings that follow from what a job says of a training step of a transformers model."""
+"""The settings that follow from what a job says of a training step of a transformers model: the model, how
+many ranks share what, and the batch; the rules of transformers.yaml set the rest.
+
+Experts are as NeMo Automodel has them (commit 36044ad3: components/moe/parallelizer.py), by ``fully_shard``.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.argument_tables import shown
+from spbench.bench.tools.jobs.adapter_settings import LINEAR_ATTENTION, set_adapters
+from spbench.bench.tools.jobs.argument_tables import shown, table_content
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.model_names import named_model
-from spbench.bench.tools.jobs.rules import Said
-from spbench.bench.tools.jobs.transformers_kernels import set_kernels
-from spbench.bench.tools.jobs.transformers_layout import (
-    set_experts,
-    set_pieces,
-    set_pipeline,
-    set_sharding_of,
-)
-from spbench.bench.tools.jobs.transformers_step import WHOLE_EMBEDDING, TransformersStep
+from spbench.bench.tools.jobs.rules import follow
+from spbench.bench.tools.jobs.transformers_pipeline import set_pieces, set_pipeline
+from spbench.bench.tools.jobs.transformers_step import EXPERTS, WHOLE_EMBEDDING, Said, TransformersStep
 
 #: by how a sequence is split: the strategy, and its own options
 SEQUENCES = {
@@ -28,6 +28,34 @@ SEQUENCES = {
     "all-gather": ("all_gather_kv", {"gradients": "ring", "placement": "zigzag"}),
     "all-gather by heads": ("all_gather_kv", {"placement": "contiguous"}),
 }
+#: by the name that transformers, or a program around it, has for it
+ATTENTION = {
+    "sdpa": "flash_attention_2",
+    "flash_attention_2": "flash_attention_2",
+    "flash_attn": "flash_attention_2",
+    "flash_attention": "flash_attention_2",
+    "fa2": "flash_attention_2",
+    "flex_attention": "flash_attention_2",
+    "flash_attention_3": "flash_attention_3",
+    "fa3": "flash_attention_3",
+    "eager": "unfused",
+    "auto": "flash_attention_2",
+    "flex": "flash_attention_2",
+    "te": "cudnn",
+    "cudnn": "cudnn",
+}
+#: torch's own, which gives values whose heads are of another size than keys' to a kernel that takes them:
+#: cuDNN, or the memory-efficient one, which keeps as much (can_use_*_attention of aten's cuda/sdp_utils.cpp)
+_OF_TORCH = ("sdpa", "auto", "flex_attention", "flex")
+#: families of config.json whose models have a layer for each projection
+SEPARATE = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"}
+#: families whose MLPs have no gate, or another activation than SiLU on it
+WITHOUT_SWIGLU = {
+    *("gpt_oss", "nemotron_h", "gpt2", "gpt_neox", "bert", "phi", "falcon"),
+    *("gemma", "gemma2", "gemma3", "gemma3_text"),
+}
+#: what torch.compile makes one kernel of that keeps fewer tensors: words of model_options.fusions
+FUSED_BY_COMPILER = ("swiglu", "rope")
 #: keys that name a model in programs whose files may leave it out
 _MODELS = (
     *("model.model_path", "model.pretrained_model_name_or_path", "model.path"),
@@ -48,10 +76,79 @@ def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
         k.set("seq_len", step.length.value, *step.length.names, note=step.length.note)
     k.set("precision", step.precision.value, *step.precision.names, note=step.precision.note)
     set_pipeline(k, step, fields)
-    set_experts(k, step, fields)
-    set_sharding_of(k, step, fields)
-    set_kernels(k, step, fields)
+    k.facts |= _facts(k, step, fields)
+    k.calls = {
+        "adapters": lambda k: set_adapters(
+            k, step.lora, fields, step.adapted, experts=step.adapted_experts.value
+        )
+    }
+    for section in table_content("transformers")["rules"].values():
+        follow(k, section)
     k.first_steps()
+
+
+def _facts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What rules ask: the fields of a step, with their keys as ``FIELD.names``, as the job has these as
+    ``FIELD.spelled``, and notes as ``FIELD.note``; and what no field says alone. ``fields`` are those of the
+    config.json."""
+    facts: dict[str, Any] = {}
+    for name, said in vars(step).items():
+        if isinstance(said, Said):
+            spelled = " and ".join(k.spelled(each) for each in said.names if k.has(each))
+            facts |= {name: said.value, f"{name}.names": [*said.names], f"{name}.note": said.note}
+            facts[f"{name}.spelled"] = spelled
+    settings = {each.path: each.value for each in k.settings}
+    of_ranks = [settings[path] for path in ("sizes.dp", "sizes.sp", "sizes.tp") if path in settings]
+    experts = next((fields[name] for name in EXPERTS if fields.get(name)), 0)
+    kind, family = step.sharding.value, str(fields.get("model_type", ""))
+    if kind == "ddp" and step.half.value and settings.get("sizes.dp") == 1:
+        kind = "alone"
+    liger, fused = (str(each.value).split() for each in (step.liger, step.fused))
+    gated = family not in WITHOUT_SWIGLU and fields.get("hidden_act", "silu") == "silu"
+    tiles, buffer, bits = step.mlp_tiles.value, step.buffer.value, step.quantized.value
+    predicted = step.predicted.value
+    lacking = any(map(fields.get, ("kv_lora_rank", *LINEAR_ATTENTION))) or tiles
+    unpacked = 4 if step.precision.value == "fp32" else 2
+    facts |= {
+        "routed": experts,
+        "experts_lacking": step.experts.value > 1 and bool(fields) and not experts,
+        "over_all_ranks": step.experts.value == math.prod(of_ranks),
+        "predicts": fields.get("num_nextn_predict_layers") is not None or predicted,
+        "predicted_layers": predicted or 0,
+        "predicted_note": "" if step.predicted.names else "transformers leaves them out",
+        "kind": kind,
+        "trains": k.table.content["trains"],
+        "buffer_kib": -(-2 * buffer // 1024) if isinstance(buffer, int) and buffer > 0 else None,
+        "packed_nowhere": lacking or step.precision.value == "fp32",
+        "unpacked_bytes": f"{unpacked - bits / 8:g}" if isinstance(bits, int) else "",
+        "family": family,
+        "gated": gated,
+        "separate": step.library.value == "torch" and family in SEPARATE,
+        "kernel": attention_of(str(step.attention.value), fields),
+        "mlp_tile": fields.get("hidden_size") if tiles is True else tiles,
+        # the clamped SwiGLU of gpt-oss's experts too
+        "fusions": [
+            name for name in FUSED_BY_COMPILER if name in fused and (name != "swiglu" or gated or experts)
+        ],
+        "compiled_fusions": [name for name in FUSED_BY_COMPILER if name not in liger or tiles],
+        "compiled_by": " ".join(step.compiled.names) or "torch.compile",
+        "tile": None,
+    }
+    if "loss" not in liger and step.loss_tile.value:
+        tokens, rows = step.loss_tile.value
+        whole = {**fields, **fields.get("text_config", {})}.get("vocab_size") or rows
+        facts["tile"] = max(1, tokens * rows // max(whole, rows))
+    return facts
+
+
+def attention_of(name: str, fields: Mapping[str, Any]) -> str | None:
+    """The kernel that a program's word for attention stands for; ``fields`` are those of the config.json.
+    FlashAttention-2 would have its values padded."""
+    if name in _OF_TORCH and fields.get("kv_lora_rank"):
+        keys = sum(int(fields.get(f"qk_{part}_head_dim") or 0) for part in ("nope", "rope"))
+        if keys != fields.get("v_head_dim"):
+            return "cudnn"
+    return ATTENTION.get(name)
 
 
 def _model(k: Account, model: Said, files: JobFiles) -> dict[str, Any]:

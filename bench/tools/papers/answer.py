@@ -24,7 +24,7 @@ from spbench.bench.row import Row
 from spbench.bench.tools.papers.comparison import Comparison, Role
 from spbench.bench.tools.papers.selector import QUANTITIES, Mistake, Selector
 from spbench.bench.yaml_files import InferredSetting, PublishedNumber, StrictModel
-from spbench.impls.discovery import named_classes
+from spbench.impls import named_classes
 from spbench.plots.series import grouped
 
 KINDS_PACKAGE = "spbench.bench.tools.papers.answers"

@@ -42,9 +42,7 @@ from spbench.bench.row import FAULTS, FINAL, Row
 from spbench.bench.tools.papers.answer import compare
 from spbench.bench.tools.papers.comparison import Comparison, as_frame
 from spbench.bench.tools.papers.comparison import write as write_comparisons
-from spbench.impls.loose_files import is_packaged, told
-from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.nesting import nesting
+from spbench.impls import is_packaged, model_preset, nesting, told
 from spbench.plots import FIGURES, NothingToDraw
 
 if TYPE_CHECKING:

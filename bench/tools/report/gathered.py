@@ -38,12 +38,12 @@ class PaperResults:
     """A paper, its scenarios by name, and what reproducing them found.
 
     Attributes:
-        findings: None where no PAPER.csv is among the results.
+        findings: without lines where no PAPER.csv is among the results.
     """
 
     paper: Paper
     scenarios: Mapping[str, Scenario]
-    findings: PaperFindings | None
+    findings: PaperFindings
 
     @property
     def sources(self) -> list[str]:
@@ -56,19 +56,13 @@ class PaperResults:
         """The paper's own scenarios, then those of numbers from others."""
         return sorted(self.scenarios.values(), key=lambda scenario: scenario.document.published_in)
 
-    @property
-    def records(self) -> DataFrame:
-        """All records, as :func:`frame_of` has them; none where nothing was reproduced."""
-        return self.findings.records if self.findings else frame_of([])
-
     def records_of(self, source: str) -> DataFrame:
         """The records of the numbers that were published there."""
-        names = [each.name for each in self.in_order if each.document.published_in == source]
-        return self.records_of_scenario(*names)
+        return self.findings.of(*(s.name for s in self.in_order if s.document.published_in == source))
 
-    def records_of_scenario(self, *names: str) -> DataFrame:
-        """The records of some scenarios."""
-        return self.records[self.records["scenario"].isin(names)]
+    def run_of(self, scenario: str) -> Mapping[str, str]:
+        """What PAPER_runs.csv says of a scenario; nothing where it was not run."""
+        return next((run for run in self.findings.runs if run["scenario"] == scenario), {})
 
 
 @dataclass(frozen=True)
@@ -160,7 +154,7 @@ def gather(results: Path, history: Path | None, baseline: Path | None = None) ->
         history = results / "history"
     papers = [_paper(results / "reproduction", *each) for each in scenarios_of(ALL)]
     cells = list(_cells(baseline, results / "runs", papers))
-    if not cells and not any(paper.findings for paper in papers):
+    if not cells and not any(paper.findings.runs for paper in papers):
         raise UserError(f"{results} has no results; `spbench reproduce all` makes them")
     rows = read_all_rows(results / "reproduction" / STRATEGIES / SIDE_BY_SIDE)
     return Gathered(results, baseline, history, papers, cells, rows)
@@ -169,9 +163,10 @@ def gather(results: Path, history: Path | None, baseline: Path | None = None) ->
 def _paper(folder: Path, paper: Paper, scenarios: Sequence[Scenario]) -> PaperResults:
     by_name = {scenario.name: scenario for scenario in scenarios}
     files = {folder / f"{paper.name}.csv": _COLUMNS, folder / f"{paper.name}_runs.csv": _RUN_COLUMNS}
-    if not any(file.exists() for file in files):
-        return PaperResults(paper, by_name, None)
-    lines, runs = (_checked(path, read_records(path), columns) for path, columns in files.items())
+    lines: Sequence[Line] = []
+    runs: Sequence[Line] = []
+    if any(file.exists() for file in files):
+        lines, runs = (_checked(path, read_records(path), columns) for path, columns in files.items())
     documents = {name: scenario.document for name, scenario in by_name.items()}
     return PaperResults(paper, by_name, PaperFindings(paper.name, frame_of(lines), runs, documents))
 
@@ -204,24 +199,24 @@ def _cells(baseline: Path, runs: Path, papers: Sequence[PaperResults]) -> Iterat
         if name in places:
             origin, path = places[name]
             yield from (CellResult(name, origin, row) for row in read_all_rows(path))
-        elif findings := reproduced[name].findings:
-            scenario = reproduced[name].scenarios[name]
-            yield from (CellResult(name, "reproduction", row) for row in _written_rows(scenario, findings))
+        else:
+            rows = _written_rows(reproduced[name], name)
+            yield from (CellResult(name, "reproduction", row) for row in rows)
 
 
-def _written_rows(scenario: Scenario, findings: PaperFindings) -> Iterator[Row]:
-    """A row for each cell of published tables, with the numbers that were compared. PAPER.csv has these in
-    the units of the comparison alone, so they are turned back into what was measured."""
+def _written_rows(paper: PaperResults, name: str) -> Iterator[Row]:
+    """A row for each cell of a scenario that published tables have, with the compared numbers. PAPER.csv has
+    these in the units of the comparison alone, so they are turned back into what was measured."""
+    scenario, run = paper.scenarios[name], paper.run_of(name)
     columns = {
-        (table.table, name): quantity
+        (table.table, column): quantity
         for table in answers_of(scenario, PublishedTable)
-        for name, quantity in table.by_name.items()
+        for column, quantity in table.by_name.items()
         if not quantity.of_classes
     }
     cells = {cell.key: cell for declared in scenario.cells.values() for cell in declared}
-    run = next((run for run in findings.runs if run["scenario"] == scenario.name), {})
     rows: dict[str, Row] = {}
-    for record in lines_of(findings.of(scenario.name)):
+    for record in lines_of(paper.findings.of(name)):
         cell, quantity = cells.get(record.cell), columns.get((record.table_name, record.quantity))
         if cell is None or quantity is None:
             continue

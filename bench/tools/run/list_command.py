@@ -26,7 +26,7 @@ from spbench.bench.tools.calibrate import LOGS
 from spbench.bench.tools.changes import EXPORTS
 from spbench.bench.tools.jobs import JOBS
 from spbench.bench.yaml_files import packaged, read_yaml
-from spbench.impls.discovery import FunctionModules
+from spbench.impls import FunctionModules
 from spbench.plots import FIGURES
 
 COLUMNS = ("work", "figure", "source")

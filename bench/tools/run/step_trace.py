@@ -27,7 +27,7 @@ from spbench.bench.measure import (
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.units import shown_time
-from spbench.impls.strategies.base import Unsupported
+from spbench.impls import Unsupported
 
 
 def traced(

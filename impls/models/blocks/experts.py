@@ -24,7 +24,7 @@ from spbench.impls.dispatchers.dispatcher import (
     Dispatched,
     Dispatcher,
     ExpertCall,
-    dispatchers,
+    all_dispatchers,
 )
 from spbench.impls.dispatchers.sent_tokens import planned_counts, positions_of
 from spbench.impls.kernels.activations import weighted_swiglu
@@ -105,7 +105,7 @@ class MixtureModule(nn.Module):
         super().__init__()
         self.model, self.strategy, place = model, strategy, strategy.place
         self.router = Router(model, strategy)
-        dispatcher = dispatchers()[model.dispatcher]
+        dispatcher = all_dispatchers()[model.dispatcher]
         self.dispatcher: Dispatcher = dispatcher(place, model.experts, model.permutation, model.node_ranks)
         if model.expert_weighting_at == "tokens":
             self.dispatcher.weighted = "sent" if model.expert_weighting == "input" else "returned"

@@ -1,7 +1,6 @@
 """A rank's training by a backend beside that of one device, and what it sends beside the closed form."""
 
 import pickle
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,27 +9,23 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import tracing
-from spbench.bench.measure.engines.plan import rank_classes, shares_whole_weights
-from spbench.bench.measure.engines.setup import build_training, rank_inputs, record_step
-from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.setup import build_training, rank_inputs
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.trace.meter import Operation
-from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measure.verify.judged import relative_errors
 from spbench.bench.measurement import Measurement
 from spbench.impls.backends.backend import Backend, HeldPart
 from spbench.impls.backends.optimizer import PRECISIONS, default_dtype
 from spbench.impls.collectives import all_reduce
-from spbench.impls.models.model import Model, model_preset
+from spbench.impls.models.model import Model
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy, shard_of
 from spbench.impls.training.step import Training, initialize
+from tests.cells import make_cell
 
 LENGTH, STEPS = 24, 2
 #: reordered sums make errors of 1e-14, a wrong factor or a missing part far more than this
@@ -41,15 +36,9 @@ set_weights = partial(initialize, seed=5, deviation=0.2, everything=True)
 
 
 def cell(backend: str, strategy: str = "lasp", micro_batches: int = 1, **changed: Any) -> Cell:
-    settings = {
-        "model": "tnl-tiny" if strategy == "lasp" else "bert-tiny",
-        "strategy": strategy,
-        "batch": 12,
-        "seq_len": LENGTH,
-        "precision": "fp64",
-        "training": {"backend": backend, "micro_batches": micro_batches},
-    }
-    return Cell.model_validate(settings | changed)
+    model = "tnl-tiny" if strategy == "lasp" else "bert-tiny"
+    training = {"backend": backend, "micro_batches": micro_batches}
+    return make_cell(model, strategy, {}, 12, LENGTH, "fp64", **{"training": training, **changed})
 
 
 @dataclass(frozen=True)
@@ -196,30 +185,6 @@ def assert_first_wrong(pool: RankPool, asked: Cell, fault: type[Backend], where:
         assert next(name for name in in_order if name in wrong) == where
         assert max(error for name, error in errors.items() if name.startswith(where)) > 1e-3
         assert not any(name.startswith("elements") for name in wrong)
-
-
-def seen(trace: Trace) -> tuple[Counter[Operation], list[dict[str, Any]]]:
-    """What a rank sent, and where that differs from the closed form."""
-    counts = trace.communication.counts
-    return counts, [entry | {"rank": None} for entry in trace.measurement(None).formula_difference]
-
-
-def on_a_real_rank(mesh: DeviceMesh, asked: Cell) -> Any:
-    recorder = Recorder(mesh)
-    with recorder:
-        record_step(asked, mesh, recorder, torch.Generator().manual_seed(0), partial(initialize, seed=1))
-    return seen(Trace.of(asked, dist.get_rank(), recorder))
-
-
-def assert_sends_its_closed_form(pool: RankPool, asked: Cell) -> None:
-    """On real ranks, and on the virtual rank that stands for each of them: itself, where ranks of a class
-    update unlike weights, and may send unlike amounts."""
-    really = pool.run(asked.mesh_sizes, on_a_real_rank, asked)
-    assert all(counts and not difference for counts, difference in really)
-    for each in rank_classes(asked):
-        for ranks in zip(each.ranks) if shares_whole_weights(asked) else [each.ranks]:
-            virtually = seen(tracing.trace(asked, ranks[0]))
-            assert [really[rank] for rank in ranks] == [virtually] * len(ranks)
 
 
 def heavy(backend: str, n: int) -> Cell:

@@ -32,17 +32,18 @@ from spbench.impls.backends.muon import (
 from spbench.impls.backends.optimizer import PRECISIONS, NarrowMoments
 from spbench.impls.kernels.fp8_casts import E4M3
 from spbench.impls.layout import stacks_experts
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.training.step import Training
+from tests.cells import make_cell
 from tests.impls.backends.one_device import (
     LIMIT,
-    assert_sends_its_closed_form,
     cell,
     errors_of_rank,
     set_weights,
 )
 from tests.impls.backends.test_backends import with_experts
 from tests.impls.models.test_recomputation import kernels, trace
+from tests.measure.engines.real_ranks import assert_real_ranks_are_as_virtual_ones
 from tests.slow import slow
 
 MODEL = {"fp8": "tensorwise", "library": "transformer-engine", "layers": 2}
@@ -50,23 +51,10 @@ GATHERED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_
 
 
 def asked(kept: bool, precision: str = "fp64", **changed: Any) -> Cell:
-    settings = {
-        "model": "causal-transformer-tiny",
-        "model_options": MODEL,
-        "strategy": "single",
-        "sizes": {"dp": 2},
-        "batch": 4,
-        "seq_len": 16,
-        "precision": precision,
-        "training": {
-            "backend": "megatron",
-            "micro_batches": 2,
-            **GATHERED,
-            "overlap_param_gather": True,
-            "fp8_param_gather": kept,
-        },
-    }
-    return Cell.model_validate(settings | changed)
+    gathered = {**GATHERED, "overlap_param_gather": True, "fp8_param_gather": kept}
+    training = {"backend": "megatron", "micro_batches": 2, **gathered}
+    fields = {"model_options": MODEL, "training": training, **changed}
+    return make_cell("causal-transformer-tiny", "single", {"dp": 2}, 4, 16, precision, **fields)
 
 
 def stepped(mesh: DeviceMesh, cell: Cell) -> dict[str, Tensor]:
@@ -359,7 +347,7 @@ def test_closed_form_virtual_and_real_ranks_send_the_same(
     pool: RankPool, options: dict[str, Any], strategy: str, sizes: dict[str, int]
 ) -> None:
     even = {"model_options": {"routing": "even"}} if "ep" in sizes else {}
-    assert_sends_its_closed_form(pool, by_muon(options, strategy, sizes, precision="bf16", **even))
+    assert_real_ranks_are_as_virtual_ones(pool, by_muon(options, strategy, sizes, precision="bf16", **even))
 
 
 def test_singular_values_are_brought_near_one() -> None:

@@ -37,12 +37,13 @@ from spbench.impls.backends.sharded_stages import padded_elements
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.backends.zero1 import LateGradients, ShardedOptimizer, Take
 from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import strategy_class
+from spbench.impls.registries import model_preset, strategy_class
 from spbench.impls.training.step import initialize
+from tests.cells import make_cell
 from tests.impls.backends import one_device
-from tests.impls.backends.one_device import assert_right, assert_sends_its_closed_form, cell
+from tests.impls.backends.one_device import assert_right, cell
 from tests.measure.engines.cells import differences
+from tests.measure.engines.real_ranks import assert_real_ranks_are_as_virtual_ones
 from tests.measure.verify.assertions import assert_green
 from tests.slow import slow
 
@@ -68,7 +69,7 @@ DEFERRED = {"reduce_at": "last", "reduce_dtype": "fp32"}
 def test_every_option_is_right(pool: RankPool, options: dict[str, Any]) -> None:
     # in float64 sums in float32 are sums in float64
     assert_right(pool, asked(options), FullySharded)
-    assert_sends_its_closed_form(pool, asked(options, precision="bf16"))
+    assert_real_ranks_are_as_virtual_ones(pool, asked(options, precision="bf16"))
 
 
 def test_experts_of_one_rank_are_in_no_unit(pool: RankPool) -> None:
@@ -79,7 +80,7 @@ def test_experts_of_one_rank_are_in_no_unit(pool: RankPool) -> None:
 
     narrow = case("bf16", state_dtype="weights")
     assert_right(pool, case("fp64"), FullySharded)
-    assert_sends_its_closed_form(pool, narrow)
+    assert_real_ranks_are_as_virtual_ones(pool, narrow)
     peaks = [tracing.trace(each).memory.peak().nbytes for each in (narrow, case("bf16", own_weights="units"))]
     assert peaks[0] < peaks[1]
     with pytest.raises(Unsupported, match="set state_dtype: weights"):
@@ -91,19 +92,13 @@ def test_parts_that_no_dim_divides_are_cut_as_the_matrix_of_all(
     pool: RankPool, options: dict[str, Any]
 ) -> None:
     # of queries, keys and values [1, 52, 44], which dims of one, and of 3 ranks, leave as they are
-    sizes = {"hidden": 44, "heads": 11, "kv_heads": 1, "inner": 88}
-    undivided = {
-        "sizes": {"dp": 3},
-        "batch": 6,
-        "model_options": sizes,
-        "training": {"backend": "zero3", **options},
+    fields = {
+        "model_options": {"hidden": 44, "heads": 11, "kv_heads": 1, "inner": 88},
+        "training": {"backend": "zero3", "micro_batches": 2, **options},
     }
-    undivided["training"] |= {"micro_batches": 2}  # type: ignore[operator]
-    assert_right(
-        pool, cell("zero3", "single", model="causal-transformer-tiny-gqa", **undivided), FullySharded
-    )
-    narrow = cell("zero3", "single", model="causal-transformer-tiny-gqa", precision="bf16", **undivided)
-    assert_sends_its_closed_form(pool, narrow)
+    of = ("causal-transformer-tiny-gqa", "single", {"dp": 3}, 6, one_device.LENGTH)
+    assert_right(pool, make_cell(*of, "fp64", **fields), FullySharded)
+    assert_real_ranks_are_as_virtual_ones(pool, make_cell(*of, **fields))
     assert padded_elements(torch.Size((4, 1152, 3584)), 1024) == 5 * 1024 * 3584  # of 4,608 rows
 
 
@@ -209,7 +204,7 @@ def test_planted_faults_are_seen(pool: RankPool, fault: type[ShardedOptimizer]) 
 
 
 def test_closed_form_virtual_and_real_ranks_send_the_same(pool: RankPool) -> None:
-    one_device.assert_sends_its_closed_form(
+    assert_real_ranks_are_as_virtual_ones(
         pool, late(micro_batches=2, sizes={"sp": 2, "dp": 2}, precision="fp16")
     )
 
@@ -258,7 +253,7 @@ def test_updates_that_are_kept_are_seen(pool: RankPool) -> None:
 
 def test_whole_shards_send_what_the_closed_form_says(pool: RankPool) -> None:
     asked = whole(micro_batches=2, sizes={"sp": 2, "dp": 2}, precision="fp16")
-    one_device.assert_sends_its_closed_form(pool, asked)
+    assert_real_ranks_are_as_virtual_ones(pool, asked)
 
 
 def test_the_largest_go_to_ranks_with_fewest_elements() -> None:
@@ -302,18 +297,8 @@ WIDE = {"layers": 2, "hidden": 192, "inner": 512, "vocabulary": 1024}
 
 
 def of_fsdp1(strategy: str, sizes: dict[str, int], **training: Any) -> Cell:
-    return Cell.model_validate(
-        {
-            "model": "causal-transformer-tiny",
-            "model_options": WIDE,
-            "strategy": strategy,
-            "sizes": sizes,
-            "batch": 1,
-            "seq_len": 16,
-            "precision": "bf16",
-            "training": {"backend": "fsdp1", **training},
-        }
-    )
+    fields = {"model_options": WIDE, "training": {"backend": "fsdp1", **training}}
+    return make_cell("causal-transformer-tiny", strategy, sizes, 1, 16, **fields)
 
 
 def of_size(log: MemoryLog, nbytes: int) -> list[tuple[int, str, str]]:
@@ -356,16 +341,8 @@ def test_what_tensor_parallelism_splits_is_left_alone(pool: RankPool) -> None:
 
 
 def initialized_on(initialize: str, **changes: Any) -> Cell:
-    settings = {
-        "model": "tnl-tiny",
-        "strategy": "lasp",
-        "sizes": {"dp": 3},
-        "batch": 3,
-        "seq_len": 24,
-        "precision": "bf16",
-        "training": {"backend": "zero3", "initialize": initialize},
-    }
-    return Cell.model_validate(settings | changes)
+    training = {"backend": "zero3", "initialize": initialize}
+    return make_cell("tnl-tiny", "lasp", {"dp": 3}, 3, 24, training=training, **changes)
 
 
 def values_of_rank(mesh: DeviceMesh, asked: Cell) -> dict[str, Tensor]:
@@ -379,12 +356,8 @@ def values_of_rank(mesh: DeviceMesh, asked: Cell) -> dict[str, Tensor]:
     "changes",
     [
         {},  # uneven parts, buffers, vectors with values of their own
-        {
-            "strategy": "tensor_parallel",
-            "model": "bert-tiny",
-            "sizes": {"dp": 2, "tp": 2},
-            "batch": 4,
-        },  # tied
+        # tied
+        {"strategy": "tensor_parallel", "model": "bert-tiny", "sizes": {"dp": 2, "tp": 2}, "batch": 4},
     ],
 )
 def test_values_are_those_of_a_model_that_was_built_whole(pool: RankPool, changes: dict[str, Any]) -> None:

@@ -14,18 +14,17 @@ from spbench.bench.measure.processes.rank_pool import RankError, RankPool
 from spbench.impls.backends import megatron
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.host_optimizer import HostOptimizer, PartOnHost, first_of
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import backends
+from spbench.impls.registries import all_backends, model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize
 from tests.impls.backends.one_device import (
     assert_first_wrong,
     assert_right,
-    assert_sends_its_closed_form,
     cell,
 )
 from tests.impls.backends.test_backends import MESHES, with_experts
 from tests.impls.models.deferred_streams import Device
+from tests.measure.engines.real_ranks import assert_real_ranks_are_as_virtual_ones
 from tests.measure.verify import backend_faults as faults
 from tests.slow import slow
 
@@ -59,15 +58,15 @@ def cases() -> Iterator[Any]:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("backend", "options"), [*cases()])
 def test_weights_are_those_of_one_device(pool: RankPool, backend: str, options: dict[str, Any]) -> None:
-    assert_right(pool, asked(backend, options), backends()[backend])
-    assert_sends_its_closed_form(pool, asked(backend, options, precision="fp16"))
+    assert_right(pool, asked(backend, options), all_backends()[backend])
+    assert_real_ranks_are_as_virtual_ones(pool, asked(backend, options, precision="fp16"))
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("backend", "options"), [*cases()])
 def test_uneven_shards(pool: RankPool, backend: str, options: dict[str, Any]) -> None:
     training = {"backend": backend, **options}
-    assert_right(pool, cell(backend, "single", sizes={"dp": 3}, training=training), backends()[backend])
+    assert_right(pool, cell(backend, "single", sizes={"dp": 3}, training=training), all_backends()[backend])
 
 
 @pytest.mark.parametrize(
@@ -195,7 +194,7 @@ def test_the_first_weights_are_on_the_host(fraction: float, there: list[bool]) -
 def test_weights_partly_on_the_host_are_those_of_one_device(pool: RankPool, options: dict[str, Any]) -> None:
     one = asked("megatron", options)
     assert_right(pool, one, megatron.Megatron)
-    assert_sends_its_closed_form(pool, asked("megatron", options, precision="bf16"))
+    assert_real_ranks_are_as_virtual_ones(pool, asked("megatron", options, precision="bf16"))
 
 
 def test_weights_with_experts_are_those_of_one_device(pool: RankPool) -> None:

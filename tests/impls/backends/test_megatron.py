@@ -32,10 +32,10 @@ from tests.impls.backends.one_device import (
     LIMIT,
     assert_first_wrong,
     assert_right,
-    assert_sends_its_closed_form,
     cell,
     errors_of_rank,
 )
+from tests.measure.engines.real_ranks import assert_real_ranks_are_as_virtual_ones
 from tests.measure.verify import backend_faults as faults
 from tests.slow import slow
 
@@ -147,7 +147,7 @@ def test_closed_form_virtual_and_real_ranks_send_the_same(
     pool: RankPool, strategy: str, sizes: dict[str, int], options: dict[str, Any], precision: str
 ) -> None:
     asked = megatron(strategy, 2, options, sizes=sizes, mesh=[*sizes], precision=precision)
-    assert_sends_its_closed_form(pool, asked)
+    assert_real_ranks_are_as_virtual_ones(pool, asked)
 
 
 ON_EIGHT: dict[str, Any] = {"sizes": {"dp": 8}, "batch": 8, "precision": "bf16"}
@@ -282,7 +282,7 @@ def test_interleaved_stages(pool: RankPool, options: dict[str, Any]) -> None:
     sizes = {"dp": 2, "pp": 2}
     asked = megatron("single", 2, options, sizes=sizes, model_options={"layers": 4})
     assert_right(pool, asked, Megatron)
-    assert_sends_its_closed_form(pool, asked)
+    assert_real_ranks_are_as_virtual_ones(pool, asked)
 
 
 def test_ranks_begin_to_gather_a_chunk_while_the_first_begins_the_one_before() -> None:

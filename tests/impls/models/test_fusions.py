@@ -1,4 +1,4 @@
-"""Fusions that a library has or leaves out: gradients, bytes kept, and peaks on virtual and real ranks.
+"""Fusions that a library has or leaves out: gradients and bytes kept.
 What a layer keeps for backward, bytes a token, against counts from the libraries' public code.
 A step computes the same products by the layers of any library; attention by scores adds its own."""
 
@@ -11,42 +11,9 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.memory.allocator import MIB, rounded
-from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.simulator.program import ATTENTION
 from spbench.bench.measure.trace.operator_prices import MATMULS
 from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
-from tests.measure.engines.cells import on_real_ranks, seen
-from tests.slow import slow
-
-LOCAL = {"library": "megatron-local", "attention": "unfused"}
-TRANSFORMER_ENGINE = {"library": "transformer-engine", "position": "rotary"}
-#: between them, every fusion that is left out, and every activation and loss that has a kernel of its own
-CHOICES: list[dict[str, Any]] = [
-    {**LOCAL, "mlp": "swiglu", "cross_entropy": "native", "unfused": ["masked_softmax", "bias_dropout"]},
-    {**TRANSFORMER_ENGINE, "attention": "unfused", "mlp": "squared_relu", "unfused": ["rope"]},
-    {**LOCAL, "position": "rotary", "rotary_share": 0.5, "unfused": ["rope", "bias_gelu"]},
-    {**TRANSFORMER_ENGINE, "mlp": "swiglu", "unfused": ["bias_swiglu"]},
-]
-
-
-@pytest.mark.parametrize("options", [CHOICES[0], *(slow(each) for each in CHOICES[1:])])
-def test_virtual_ranks_are_as_real_ones(pool: RankPool, options: dict[str, Any]) -> None:
-    settings = {"batch": 4, "seq_len": 32, "precision": "bf16", "training": {"backend": "megatron"}}
-    dropout = {"dropout": 0.1, "attention_dropout": 0.1}
-    cell = Cell.model_validate(
-        {
-            "model": "gpt3-tiny",
-            "strategy": "tensor_parallel",
-            "sizes": {"tp": 2},
-            "model_options": options | dropout,
-            **settings,
-        }
-    )
-    virtually = [seen(tracing.trace(cell, rank)) for rank in range(2)]
-    really = on_real_ranks(pool, {"tp": 2}, cell, virtually)
-    assert [r.peak for r in really] == [v.peak for v in virtually]
-    assert [r.counts for r in really] == [v.counts for v in virtually]
-    assert not any(v.difference for v in virtually)
 
 
 def kept(**options: Any) -> int:

@@ -16,6 +16,7 @@ import importlib.util
 import math
 import weakref
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.impls.composition import Stage
 from spbench.impls.layout import Unsupported
@@ -37,11 +37,13 @@ from spbench.impls.models.blocks.recurrent_mixer import GatedDeltaNet, Mamba2, R
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention, SoftmaxAttentionMixer
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.hybrid import HybridModel
-from spbench.impls.models.model import Model, model_preset, models
+from spbench.impls.models.model import Model
 from spbench.impls.place import Place
+from spbench.impls.registries import all_models, model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.step import default_dtype, initialize
+from tests.cells import make_cell
 from tests.plugins.additions import EXAMPLES
 
 
@@ -127,9 +129,9 @@ def test_padding_is_never_attended_and_all_else_is(name: str, options: dict[str,
 
 
 def test_presets_are_not_changed_by_options() -> None:
-    before = models()["bert-base"]
+    before = all_models()["bert-base"]
     assert model_preset("bert-base", {"layers": 1}) == replace(before, layers=1)  # type: ignore[type-var]
-    assert models()["bert-base"] is before
+    assert all_models()["bert-base"] is before
 
 
 #: options that change what a model computes: sizes, layers, functions
@@ -181,7 +183,7 @@ KEPT = {
 def test_every_option_is_plain_in_the_oracle_or_said_to_change_what_is_computed() -> None:
     missing = [
         f"{type(model).__name__}.{field.name}"
-        for model in models().values()
+        for model in all_models().values()
         for field in fields(model)
         if field.name not in {*model.plain_options, *WHAT, *HARMLESS}
         and (type(model).__name__, field.name) not in KEPT
@@ -190,7 +192,7 @@ def test_every_option_is_plain_in_the_oracle_or_said_to_change_what_is_computed(
 
 
 def test_the_lists_name_options_that_exist() -> None:
-    names = {field.name for model in models().values() for field in fields(model)}
+    names = {field.name for model in all_models().values() for field in fields(model)}
     assert {*WHAT, *HARMLESS} <= names
     assert not {*WHAT} & {*HARMLESS}
 
@@ -245,17 +247,12 @@ def test_a_model_counts_the_parameters_of_its_own_blocks() -> None:
 LENGTH = 65_536
 
 
-def call(**settings: Any) -> Cell:
-    content: dict[str, Any] = {
-        "model": "attention-call",
-        "strategy": "ulysses+ring_attention",
-        "batch": 1,
-        "seq_len": LENGTH,
-        "precision": "bf16",
-        "cluster": "a100-sxm-80gb",
-        "training": {"step": "inference"},
-    }
-    return Cell.model_validate(content | settings)
+call = partial(
+    make_cell,
+    *("attention-call", "ulysses+ring_attention", {}, 1, LENGTH),
+    cluster="a100-sxm-80gb",
+    training={"step": "inference"},
+)
 
 
 def test_a_rank_holds_its_heads_and_positions_in_the_precision_of_the_cell() -> None:

@@ -1,5 +1,11 @@
 """Recomputation in backward: gradients, bytes sent, what runs again and what is held. It is of all but some
-operators, ends at the last tensor that backward needs, or is as torch's reentrant checkpoint has it."""
+operators, ends at the last tensor that backward needs, or is as torch's reentrant checkpoint has it.
+What torch.compile fuses: gradients, operators, and bytes kept beside a layer that it has compiled.
+
+What torch compiles of layers in activation checkpoints, which prime_rl_dense.yaml rests on.
+
+Checkpoints on the host: gradients are those of checkpoints on the device, also where copies are as late as
+the waits of streams allow, and a wait that is left out is seen."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,20 +15,31 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 
-from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.simulator.program import KERNEL
 from spbench.impls.collectives import reduce_from_group
+from spbench.impls.kernels import copy_stream
 from spbench.impls.kernels.dropout import DropoutRandom
+from spbench.impls.kernels.rms_norm import plain_rms_norm
+from spbench.impls.kernels.rotary import rotated
 from spbench.impls.models.blocks import recomputation
+from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.blocks.recomputation import recomputed
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import default_dtype, initialize
+from tests.cells import make_cell
+from tests.impls.models.deferred_streams import Device
+from tests.impls.models.test_fusions import kept_by_a_layer
 
 GROUPED = "causal-transformer-tiny-gqa"
 SEPARATE = {"separate_projections": True}
@@ -71,14 +88,10 @@ def test_dropout_changes_gradients() -> None:
 
 def trace(**changes: Any) -> Trace:
     """A step of two layers."""
-    asked: dict[str, Any] = {
-        "model": "causal-transformer-tiny",
-        "strategy": "single",
-        "batch": 1,
-        "seq_len": 16,
-        "model_options": {"layers": 2},
-    }
-    return tracing.trace(Cell.model_validate(asked | changes), events=True)
+    fields = {"model_options": {"layers": 2}} | changes
+    return tracing.trace(
+        make_cell("causal-transformer-tiny", "single", {}, 1, 16, "fp32", **fields), events=True
+    )
 
 
 def kernels(of: Trace) -> Counter[str]:
@@ -186,3 +199,248 @@ def test_the_peak_is_that_of_the_reentrant_checkpoint(
 
 
 # -- what is refused -----------------------------------------------------------------------------------------
+
+
+MODEL, ALL = "causal-transformer-tiny", ["swiglu", "rope"]
+L, H, HEADS, INNER = 128, 64, 4, 128
+
+
+class _Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step(**options: Any) -> tuple[dict[str, Tensor], Counter[str]]:
+    """The gradients of a step by name, and how often it calls each operator."""
+    model = model_preset(MODEL, options)
+    module = model.build(Strategy(), 6).double()
+    initialize(module, 0, deviation=0.3)
+    inputs = model.inputs(2, 6, torch.Generator().manual_seed(0))
+    with _Counted() as counted:
+        module(inputs | {"loss_weights": inputs["loss_weights"].double()})["loss"].backward()
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}, counted.counts
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_fused_kernels_have_the_same_gradients_in_fewer_calls(separate: bool) -> None:
+    apart, calls = step(separate_projections=separate)
+    together, fewer = step(separate_projections=separate, fusions=ALL)
+    for name, gradient in apart.items():
+        torch.testing.assert_close(together[name], gradient)
+    assert not fewer["silu"]
+    assert fewer.total() < calls.total()
+
+
+def _layer(x: Tensor, weights: list[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
+    """A layer of Llama in torch's operators."""
+    norm, of_q, of_k, of_v, out, mlp_norm, gate, up, down = weights
+    n = plain_rms_norm(x, norm)
+    q, k, v = (F.linear(n, w).unflatten(-1, (HEADS, -1)).transpose(1, 2) for w in (of_q, of_k, of_v))
+    o = F.scaled_dot_product_attention(rotated(q, cos, sin), rotated(k, cos, sin), v, is_causal=True)
+    y = x + F.linear(o.transpose(1, 2).flatten(2), out)
+    m = plain_rms_norm(y, mlp_norm)
+    return y + F.linear(F.silu(F.linear(m, gate)) * F.linear(m, up), down)
+
+
+def _kept_when_compiled(backend: str) -> int:
+    """Bytes that the layer's forward keeps of what it is given and makes, but for weights and angles."""
+    shapes = [(H,), *[(H, H)] * 4, (H,), (INNER, H), (INNER, H), (H, INNER)]
+    weights = [torch.rand(shape, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    cos, sin = (torch.rand(L, H // HEADS // 2, dtype=torch.bfloat16) for _ in range(2))
+    x = torch.rand(1, L, H, dtype=torch.bfloat16, requires_grad=True)
+    shared = {w.untyped_storage().data_ptr() for w in (*weights, cos, sin)}
+    kept: dict[int, int] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in shared:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        y = torch.compile(_layer, backend=backend)(x, weights, cos, sin)
+    del y
+    return sum(kept.values())
+
+
+@pytest.mark.slow  # compiles
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager_decomp_partition"])
+def test_a_layer_keeps_what_a_compiled_one_does(backend: str) -> None:
+    cell = {"model": "causal-transformer-1b", "strategy": "single", "batch": 1, "seq_len": L}
+    sizes = {"hidden": H, "heads": HEADS, "inner": INNER, "separate_projections": True}
+    ours = kept_by_a_layer(**cell, model_options={**sizes, "fusions": ALL})
+    apart = kept_by_a_layer(**cell, model_options={**sizes, "rms_norm": "plain"})
+    # attention of a CPU returns heads before positions, so that their features side by side are a copy
+    copy = 2 * L * H
+    assert ours == _kept_when_compiled(backend) - copy
+    assert ours < apart
+
+
+class Layer(nn.Module):
+    def __init__(self, branches: bool):
+        super().__init__()
+        self.linear, self.branches = nn.Linear(8, 8), branches
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.branches and positions.diff().sum() == 0:
+            y = y + 1
+        return x + torch.sin(y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("checkpointed", "branches", "compiled"),
+    [(False, False, True), (False, True, True), (True, False, True), (True, True, False)],
+)
+def test_a_checkpointed_layer_with_a_branch_on_a_tensor_is_not_compiled(
+    checkpointed: bool, branches: bool, compiled: bool
+) -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    layer: nn.Module = Layer(branches)
+    if checkpointed:
+        layer = checkpoint_wrapper(layer, preserve_rng_state=False)
+    layer.compile(backend=backend)
+    layer(torch.randn(4, 8, requires_grad=True), torch.arange(4)).sum().backward()
+    assert bool(graphs) == compiled
+
+
+LAYERS = 4
+ON_HOST = {"recompute": "full", "checkpoints": "host"}
+
+
+def gradients_of_gpt(device: Device | None = None, *, passes: int = 1, **options: Any) -> dict[str, Tensor]:
+    """Those of gpt3-tiny with dropout, by parameter, after the forwards of some batches and then their
+    backwards in the same order, as a pipeline stage has them."""
+    model = model_preset("gpt3-tiny", {"layers": LAYERS, "dropout": 0.2, **options})
+    with default_dtype(torch.float64):
+        module = model.build(Strategy(seed=5), 16)
+        initialize(module, 0, deviation=0.3)
+        batches = [model.inputs(2, 16, torch.Generator().manual_seed(i)) for i in range(passes)]
+        with device or nullcontext():
+            losses = [module(batch)["loss"] for batch in batches]
+            for loss in losses:
+                loss.backward()
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def wrong(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    assert ours.keys() == theirs.keys()
+    return [name for name, gradient in theirs.items() if not torch.equal(ours[name], gradient)]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recompute_layers": 3}, {"recompute_method": "block", "recompute_layers": 2},
+     {"recompute_method": "interval", "recompute_layers": 2}, {"recompute_early_stop": True}],
+)  # fmt: skip
+@pytest.mark.parametrize("passes", [1, 3])
+def test_gradients_are_those_of_checkpoints_on_the_device(
+    options: dict[str, Any], passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = gradients_of_gpt(passes=passes, recompute="full", **options)
+    assert wrong(gradients_of_gpt(passes=passes, **ON_HOST, **options), expected) == []
+    late = Device(monkeypatch)
+    assert wrong(gradients_of_gpt(late, passes=passes, **ON_HOST, **options), expected) == []
+    assert late.faults == []
+    assert late.copied > 0
+
+
+def test_each_input_goes_once_and_all_but_the_last_come_back() -> None:
+    """The last is still there when backward follows; of micro-batches that wait longer all come back."""
+    assert copies() == {"to_host_": LAYERS, "to_device_": LAYERS - 1}
+    # the first of two stages is one forward ahead: of three backwards two do not follow on their own forward
+    ahead = copies(sizes={"pp": 2}, training={"micro_batches": 3})
+    assert ahead == {"to_host_": 3 * LAYERS // 2, "to_device_": 3 * LAYERS // 2 - 1}
+
+
+def copies(**changes: Any) -> Counter[str]:
+    fields = {"model_options": {"layers": LAYERS, **ON_HOST}} | changes
+    asked = make_cell("gpt3-tiny", "single", {}, 3, 16, "fp32", **fields)
+    program = tracing.trace(asked, events=True).program
+    names = [program.names[n] for n, kind in zip(program.name, program.kind, strict=True) if kind == KERNEL]
+    return Counter(name for name in names if name in ("to_host_", "to_device_"))
+
+
+def deaf(stream: str) -> Callable[[Device, pytest.MonkeyPatch], None]:
+    def plant(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        device.deaf.add(stream)
+
+    return plant
+
+
+def without_waits_in(method: str) -> Callable[[Device, pytest.MonkeyPatch], None]:
+    """A tensor is freed while it is copied (``_keep``), or used before it is there (``_back``)."""
+
+    def plant(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+        waiting = getattr(HostCheckpoints, method)
+
+        def without(self: HostCheckpoints, x: Any) -> Any:
+            device.deaf.add("compute")
+            try:
+                return waiting(self, x)
+            finally:
+                device.deaf.discard("compute")
+
+        monkeypatch.setattr(HostCheckpoints, method, without)
+
+    return plant
+
+
+def one_buffer(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All inputs are copied to the same memory of the host."""
+    make, made = copy_stream.host_empty_like, []
+
+    def once(x: Tensor) -> Tensor:
+        made.append(make(x)) if not made else None
+        return made[0]
+
+    monkeypatch.setattr(copy_stream, "host_empty_like", once)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [deaf("compute"), deaf("copies"), without_waits_in("_keep"), without_waits_in("_back"), one_buffer],
+)
+def test_a_wait_that_is_left_out_is_seen(
+    plant: Callable[[Device, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = gradients_of_gpt(recompute="full")
+    device = Device(monkeypatch)
+    plant(device, monkeypatch)
+    found = gradients_of_gpt(device, **ON_HOST)
+    assert device.faults or wrong(found, expected)
+
+
+@pytest.mark.parametrize("where", ["save_on_cpu", "pageable"])
+def test_checkpoints_that_are_waited_for_have_the_same_gradients(where: str) -> None:
+    waited = gradients_of_gpt(passes=2, **{**ON_HOST, "checkpoints": where})
+    assert not wrong(waited, gradients_of_gpt(passes=2, recompute="full"))
+
+
+@pytest.mark.parametrize("where", ["host", "save_on_cpu", "pageable"])
+def test_nothing_is_held_after_backward(where: str) -> None:
+    """On the host, though the module lives on."""
+    options = {"layers": LAYERS, **ON_HOST, "checkpoints": where}
+    log = tracing.trace(
+        make_cell("gpt3-tiny", "single", {}, 2, 16, "fp32", model_options=options)
+    ).host_memory
+    assert len(log.sizes) == LAYERS
+    assert sorted(map(abs, log.events)) == sorted([*range(1, LAYERS + 1)] * 2)
+    assert len(log.tags) == (LAYERS if where == "pageable" else 0)
+
+
+def test_checkpointing_is_full_recomputation_too() -> None:
+    model_preset("causal-transformer-tiny", {"checkpointing": True, "checkpoints": "host"})

@@ -26,9 +26,8 @@ from spbench.bench.measure.verify.beside_values import seen_pairs
 from spbench.impls.attended import Attended
 from spbench.impls.collectives import Ring
 from spbench.impls.kernels.decay import DecayMask
-from spbench.impls.models.model import model_preset
 from spbench.impls.place import Place
-from spbench.impls.registries import strategy_class
+from spbench.impls.registries import model_preset, strategy_class
 from spbench.impls.strategies.all_gather_kv import AllGatherKV, joint_meetings
 from spbench.impls.strategies.meetings import Meetings, meeting
 from spbench.impls.strategies.placed_chunks import PlacedChunks, PlacementOptions
@@ -36,7 +35,8 @@ from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.plain_ring_attention import PlainRingAttention
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.sequence_chunks import chunk_of
-from tests.impls.strategies.test_packed_memory import count, packings
+from tests.cells import make_cell
+from tests.impls.strategies.test_attention_alone import count, packings
 from tests.measure.verify.attention_model import AttentionModel, formula
 from tests.slow import slow
 
@@ -241,16 +241,13 @@ def test_a_window_of_the_whole_sequence_is_none(strategy: type[PlacedChunks]) ->
 @pytest.mark.parametrize("window", [9, 13, 20, 40])
 def test_no_rank_holds_more_than_those_that_are_traced(strategy: str, window: int) -> None:
     """A part of a chunk of 12, all of it, two and four; bytes are the closed form's on each rank."""
-    asked = Cell.model_validate(
-        {
-            "model": "causal-transformer-tiny-gqa",
-            "model_options": {"window": window, "sinks": True, "vocabulary": 16},
-            "strategy": strategy,
-            "sizes": {"sp": 5},
-            "batch": 2,
-            "seq_len": 60,
-            "precision": "bf16",
-        }
+    asked = make_cell(
+        "causal-transformer-tiny-gqa",
+        strategy,
+        {"sp": 5},
+        2,
+        60,
+        model_options={"window": window, "sinks": True, "vocabulary": 16},
     )
     traces = [tracing.trace(asked, rank) for rank in range(5)]
     planned = plan(asked)
@@ -351,17 +348,7 @@ def test_a_rank_has_the_positions_that_torch_gives_it(strategy: str, balanced: b
 def messages(strategy: str, **options: str) -> Counter[tuple[str, bool, int]]:
     """How many messages of how many bytes of payload, by phase and by whether each is an all-gather; an
     all-to-all of torch's ring goes to one rank whole, as a send does."""
-    cell = Cell.model_validate(
-        {
-            "model": "causal-transformer-tiny-gqa",
-            "strategy": strategy,
-            "strategy_options": options,
-            "sizes": {"sp": N},
-            "batch": 2,
-            "seq_len": LENGTH,
-            "precision": "bf16",
-        }
-    )
+    cell = make_cell("causal-transformer-tiny-gqa", strategy, {"sp": N}, 2, LENGTH, strategy_options=options)
     found: Counter[tuple[str, bool, int]] = Counter()
     for operation, times in trace(cell, N - 1).communication.counts.items():
         if operation.collective in ("all_gather", "all_to_all", "send"):

@@ -1,34 +1,22 @@
 """Cells of tiny models, with those on which short cuts are held to the plain way, cards of a
-chosen size, what the meters of one rank see, virtual or real; and traces compared field by field."""
+chosen size; and traces compared field by field."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 import yaml
-from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import tracing
 from spbench.bench.measure.engines.plan import check_sizes
-from spbench.bench.measure.engines.setup import record_step
 from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.measure.engines.tracing import no_cyclic_collection
-from spbench.bench.measure.processes.rank_pool import RankPool
-from spbench.bench.measure.trace.meter import Operation
-from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import backends, strategies
+from spbench.impls.registries import all_backends, all_strategies, model_preset
 from spbench.impls.strategies.nesting import nesting
-from spbench.impls.training.step import initialize
+from tests.cells import make_cell
 
 AXES = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
 
@@ -37,6 +25,15 @@ def cell_of(strategy: str, n: int, **changes: Any) -> Cell:
     sizes = {AXES[strategy]: n} if strategy in AXES else {}
     defaults = {"model": "bert-tiny", "strategy": strategy, "sizes": sizes, "batch": 3, "seq_len": 24}
     return Cell.model_validate(defaults | changes)
+
+
+def written_cell(fields: dict[str, Any]) -> Cell:
+    """Of fields in YAML, where ``ranks`` along the strategy's axis and ``replicas`` stand for sizes; fields
+    that no cell has are those of the test."""
+    along, replicas = fields.get("ranks"), fields.get("replicas")
+    sizes = nesting(fields["strategy"]).sizes_for(along) if along else {}
+    of_cell = {name: value for name, value in fields.items() if name in Cell.model_fields}
+    return Cell.model_validate({"sizes": sizes | ({"dp": replicas} if replicas else {})} | of_cell)
 
 
 def supported(cell: Cell) -> bool:
@@ -77,71 +74,6 @@ def approximately(value: Any) -> Any:
     return pytest.approx(value, rel=1e-9, abs=1e-12) if isinstance(value, float) else value
 
 
-#: Gloo's thread lets go of a tensor a moment after a collective has ended, and on a busy machine later than
-#: the recorder waits: a real rank's peak can then be too high, by chance. It is never too low, so the lowest
-#: of a few attempts is compared, exactly.
-ATTEMPTS = 3
-
-
-@dataclasses.dataclass
-class Seen:
-    """What the meters of one rank saw."""
-
-    counts: Counter[Operation]
-    difference: list[dict[str, Any]]
-    peak: int
-    setup_peak: int | None
-    phase: str
-    held: dict[str, int]
-    operations: int
-    host: int | None
-
-
-def seen(trace: Trace) -> Seen:
-    peak, measured = trace.memory.peak(), trace.measurement(None)
-    return Seen(
-        trace.communication.counts,
-        measured.formula_difference,
-        peak.nbytes,
-        measured.setup_peak_memory_bytes,
-        peak.phase,
-        peak.held,
-        len(trace.memory.events),
-        measured.peak_host_memory_bytes,
-    )
-
-
-def on_a_real_rank(mesh: DeviceMesh, cell: Cell, settle_s: float) -> Seen:
-    recorder = Recorder(mesh, settle_s)
-    with recorder, no_cyclic_collection():
-        record_step(cell, mesh, recorder, torch.Generator().manual_seed(0), partial(initialize, seed=0))
-    return seen(Trace.of(cell, dist.get_rank(), recorder))
-
-
-def on_real_ranks(
-    pool: RankPool, sizes: Mapping[str, int], cell: Cell, wanted: Sequence[Seen], attempts: int = ATTEMPTS
-) -> list[Seen]:
-    """What each real rank saw, with the lowest peak of a few attempts, or less if they see what is wanted."""
-    lowest: list[Seen] = []
-    for attempt in range(attempts):
-        really = pool.run(sizes, on_a_real_rank, cell, 0.001 * 4**attempt)
-        lowest = [
-            min(low, seen, key=lambda s: s.peak) for low, seen in zip(lowest or really, really, strict=True)
-        ]
-        if lowest == wanted:
-            break
-    return lowest
-
-
-def assert_real_ranks_send_the_same(pool: RankPool, cell: Cell) -> None:
-    """As the virtual ones, operation by operation, of every rank, and what the closed forms say."""
-    for rank, found in enumerate(pool.run(cell.sizes.by_axis, on_a_real_rank, cell, 0.0)):
-        virtually = seen(tracing.trace(cell, rank))
-        assert found.counts == virtually.counts
-        assert found.difference == virtually.difference == []
-        assert found.counts
-
-
 #: ranks of rings and of other sequences, of whose steps some are left out
 N = 16
 #: options with which tiny models can be spread over N ranks, where they have them
@@ -167,35 +99,21 @@ _CAUSAL, _GQA, _BERT = "causal-transformer-tiny", "causal-transformer-tiny-gqa",
 def cell(strategy: str, **changes: Any) -> Cell:
     """A small cell of a strategy, three ranks along each axis."""
     model = _MODELS.get(strategy, _BERT)
-    settings: dict[str, Any] = {
-        "model": model,
-        "strategy": strategy,
-        "sizes": dict.fromkeys(strategies()[strategy].axes, 3),
-        "batch": 6,
-        "seq_len": 72 if model.startswith("st-dit") else 48,
-        "precision": "bf16",
-        "cluster": "dgx-a100",
-    }
-    return Cell.model_validate(settings | changes)
+    sizes = dict.fromkeys(all_strategies()[strategy].axes, 3)
+    length = 72 if model.startswith("st-dit") else 48
+    return make_cell(model, strategy, sizes, 6, length, **{"cluster": "dgx-a100", **changes})
 
 
 def wide(strategy: str, model: str = _CAUSAL, options: dict[str, Any] | None = None, **changes: Any) -> Cell:
     """A cell of N ranks."""
-    fields = {field.name for field in dataclasses.fields(model_preset(model))}
-    wider: dict[str, Any] = {name: value for name, value in _WIDER.items() if name in fields}
-    if "leading" in fields:
+    has = {field.name for field in dataclasses.fields(model_preset(model))}
+    wider: dict[str, Any] = {name: value for name, value in _WIDER.items() if name in has}
+    if "leading" in has:
         wider["leading"] = (N, *model_preset(model).leading[1:])
-    settings: dict[str, Any] = {
-        "model": model,
-        "model_options": wider | (options or {}),
-        "strategy": strategy,
-        "sizes": nesting(strategy).sizes_for(N) if nesting(strategy).axes else {},
-        "batch": 4,
-        "seq_len": 4 * N,  # two chunks a rank, and two places a frame
-        "precision": "bf16",
-        "cluster": "dgx-a100",
-    }
-    return Cell.model_validate(settings | changes)
+    sizes = nesting(strategy).sizes_for(N) if nesting(strategy).axes else {}
+    fields = {"model_options": wider | (options or {}), "cluster": "dgx-a100", **changes}
+    # two chunks a rank, and two places a frame
+    return make_cell(model, strategy, sizes, 4, 4 * N, **fields)
 
 
 def ring(model: str = _CAUSAL, placement: str = "contiguous", **changes: Any) -> Cell:
@@ -212,19 +130,13 @@ def piped(
     backend: str = "legacy_ddp", stages: int = 3, replicas: int = 1, micro_batches: int = 8, **options: Any
 ) -> Cell:
     """A pipeline of two ranks a stage, with so many micro-batches that some are not run."""
-    return Cell.model_validate(
-        {
-            "model": "gpt3-tiny",
-            "model_options": {"layers": max(stages, 2), **options},
-            "strategy": "tensor_parallel",
-            "sizes": {"pp": stages, "tp": 2, "dp": replicas},
-            "batch": replicas * micro_batches,
-            "seq_len": 16,
-            "precision": "fp16",
-            "cluster": "dgx-a100",
-            "training": {"backend": backend, "micro_batches": micro_batches},
-        }
+    sizes, training = (
+        {"pp": stages, "tp": 2, "dp": replicas},
+        {"backend": backend, "micro_batches": micro_batches},
     )
+    fields = {"model_options": {"layers": max(stages, 2), **options}, "training": training}
+    n = replicas * micro_batches
+    return make_cell("gpt3-tiny", "tensor_parallel", sizes, n, 16, "fp16", cluster="dgx-a100", **fields)
 
 
 #: ranks of the longest pipelines, a layer each: the first holds 7 micro-batches, the last none
@@ -233,26 +145,17 @@ PP = 8
 
 def staged(micro_batches: int = 17, **changes: Any) -> Cell:
     """A pipeline of so many stages that some are put together from others."""
-    settings: dict[str, Any] = {
-        "model": _CAUSAL,
-        "model_options": {"layers": PP},
-        "strategy": "tensor_parallel",
-        "sizes": {"pp": PP, "tp": 2},
-        "batch": 2 * micro_batches,
-        "seq_len": 16,
-        "precision": "bf16",
-        "cluster": "dgx-a100",
-    }
     training = {"micro_batches": micro_batches, **changes.pop("training", {})}
-    return Cell.model_validate(settings | changes | {"training": training})
+    fields = {"model_options": {"layers": PP}, "cluster": "dgx-a100", **changes, "training": training}
+    return make_cell(_CAUSAL, "tensor_parallel", {"pp": PP, "tp": 2}, 2 * micro_batches, 16, **fields)
 
 
 #: small cells of each strategy, backend and kind of step
 SMALL = {
-    **{strategy: cell(strategy) for strategy in strategies()},
+    **{strategy: cell(strategy) for strategy in all_strategies()},
     **{
         f"lasp under {backend}": cell("lasp", sizes={"dp": 2, "sp": 2}, training={"backend": backend})
-        for backend in backends()
+        for backend in all_backends()
     },
     "inference": cell("dsp", training={"step": "inference"}),
     "pipeline": cell(

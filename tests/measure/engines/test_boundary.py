@@ -22,6 +22,7 @@ from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import CommunicationMeter
 from spbench.bench.measurement import Measurement
 from spbench.impls.strategies.base import Unsupported
+from tests.cells import make_cell
 from tests.measure.engines.cells import cell_of, write_cluster
 from tests.slow import slow
 
@@ -444,19 +445,14 @@ def test_some_cells_of_four_d_differ_in_the_order_of_the_mesh_alone() -> None:
 
 def test_the_order_of_a_mesh_moves_time_and_no_byte() -> None:
     """Tensor parallelism within a node and across nodes, around a ring."""
-    settings = {
-        "model": "causal-transformer-tiny",
-        "strategy": "megatron_sp+ring_attention",
+    fields = {
         "cluster": "dgx-a100-datasheet",
-        "sizes": {"tp": 4, "sp": 8},
-        "batch": 2,
-        "seq_len": 8192,
-        "precision": "bf16",
         "model_options": {"hidden": 256, "heads": 8, "inner": 1024},
         "strategy_options": {"placement": "zigzag"},
     }
+    asked = ("causal-transformer-tiny", "megatron_sp+ring_attention", {"tp": 4, "sp": 8}, 2, 8192)
     inside, across = (
-        VirtualEngine().measure(Cell.model_validate({**settings, "mesh": mesh}))
+        VirtualEngine().measure(make_cell(*asked, **fields, mesh=mesh))
         for mesh in (["sp", "tp"], ["tp", "sp"])
     )
     assert inside.communication == across.communication
@@ -468,16 +464,8 @@ def test_the_order_of_a_mesh_moves_time_and_no_byte() -> None:
 
 
 def composed(folder: Path, mib: int, strategy: str, sizes: dict[str, int], **changes: Any) -> Cell:
-    content = {
-        "model": "bert-tiny",
-        "strategy": strategy,
-        "sizes": sizes,
-        "batch": 4,
-        "precision": "fp16",
-        "cluster": write_cluster(folder, mib),
-        "search": {"quantity": "seq_len"},
-    }
-    return Cell.model_validate(content | changes)
+    fields = {"cluster": write_cluster(folder, mib), "search": {"quantity": "seq_len"}} | changes
+    return make_cell("bert-tiny", strategy, sizes, 4, None, "fp16", **fields)
 
 
 @pytest.mark.slow

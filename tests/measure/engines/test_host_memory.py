@@ -21,6 +21,7 @@ from spbench.bench.measure.simulator.program import HOST_WORK
 from spbench.bench.measure.trace.memory import PAGEABLE
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement
+from tests.cells import make_cell
 from tests.measure.engines.cells import write_cluster
 
 KIB = 2**10
@@ -30,17 +31,9 @@ LAYERS = 4
 
 
 def cell(cluster: str = "dgx-h100", **changes: Any) -> Cell:
-    settings: dict[str, Any] = {
-        "model": "causal-transformer-tiny",
-        "model_options": {"layers": LAYERS, "recompute": "full", "checkpoints": "host"},
-        "strategy": "tensor_parallel",
-        "sizes": {"tp": 2},
-        "batch": 3,
-        "seq_len": 24,
-        "precision": "bf16",
-        "cluster": cluster,
-    }
-    return Cell.model_validate(settings | changes)
+    options = {"layers": LAYERS, "recompute": "full", "checkpoints": "host"}
+    fields = {"model_options": options, "cluster": cluster} | changes
+    return make_cell("causal-transformer-tiny", "tensor_parallel", {"tp": 2}, 3, 24, **fields)
 
 
 def with_host(folder: Path, base: str = "dgx-h100", **figures: int | None) -> str:

@@ -1,10 +1,6 @@
 """Peak memory of virtual ranks is that of real ones, byte for byte, for every strategy, model and backend, in
 steps and in set-up.
 
-Around collectives real ranks make and drop a few more tensors (2 to 3% more births and deaths). One of them
-can live at the peak: Gloo sums what it reduce-scatters in a copy of it, but for activations in half
-precision, and virtual ranks make one here too.
-
 Peaks are those of torch's own MemTracker, to the byte, for every strategy and backend. MemTracker hooks
 itself into every module. There is nothing to compare with where that is refused (a module is called more than
 once, as in a pipeline or in a second step), and where the hooks keep tensors alive that the step alone does
@@ -13,15 +9,14 @@ which it does not tell apart. The peak of a training step as torch's own MemTrac
 tensors: an independent check.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -31,10 +26,10 @@ from spbench.bench.measure.engines.setup import set_up
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.trace.memory_log import MemoryLog
-from spbench.impls import collectives
-from spbench.impls.models.model import models
-from spbench.impls.registries import backends, strategies
-from tests.measure.engines.cells import ATTEMPTS, SMALL, on_a_real_rank, seen, supported
+from spbench.impls.registries import all_backends, all_models, all_strategies
+from tests.grid import cases
+from tests.measure.engines.cells import SMALL, supported, written_cell
+from tests.measure.engines.real_ranks import assert_real_ranks_are_as_virtual_ones
 from tests.slow import mostly_slow, slow_ones_are_left_out
 
 #: sequence lengths that 2 and 4 ranks divide, of models whose positions lie on a grid
@@ -49,198 +44,41 @@ DEFAULT_MODELS = {
     "ulysses": "causal-transformer-tiny",
     "megatron_sp": "causal-transformer-tiny",
 }
-#: options of torch's fully_shard
-SHARDING: dict[str, dict[str, Any]] = {
-    "torchtitan": {
-        "wrap": "embedding",
-        "reshard_rest": False,
-        "reduce_dtype": "fp32",
-        "state_dtype": "weights",
-    },
-    "whole": {"wrap": "whole"},
-    "device": {"initialize": "device"},
-    "optimizer-on-host": {"optimizer": "host", "micro_batches": 2},
-    "parameters-on-host": {"optimizer": "host", "parameters": "host", "micro_batches": 2},
-}
 
 
-def combination(
-    strategy: str, model: str, backend: str, n: int, training: Mapping[str, Any] = {}, **options: Any
-) -> Cell:
-    sizes = dict.fromkeys(strategies()[strategy].axes, n)
-    settings: dict[str, Any] = {
-        "model": model,
-        "strategy": strategy,
-        "sizes": sizes if backend == "legacy_ddp" else {**sizes, "dp": 2},
-        "batch": 4,
-        "seq_len": LENGTHS.get(model, 48),
-        "precision": "bf16",
-        "training": {"backend": backend, **training},
-        "model_options": options,
-    }
-    return Cell.model_validate(settings)
-
-
-def combinations(*, every: bool) -> Iterator[Any]:
-    """Every strategy with every tiny model that it supports (or but one), and every backend around LASP; and
-    layers that keep the results of some operators."""
-    for strategy in strategies():
-        for model in (name for name in models() if "-tiny" in name):
-            for n in (2, 4):
-                default = n == 2 and model == DEFAULT_MODELS.get(strategy)
-                if not (every or default):
-                    continue
-                cell = combination(strategy, model, "legacy_ddp", n)
-                if not supported(cell):
-                    continue
-                yield pytest.param(
-                    cell, id=f"{strategy}-{model}-{n}", marks=[] if default else pytest.mark.slow
-                )
-                if strategy == "single":
-                    break
-    for backend in sorted(backends()):
-        cell = combination("lasp", "tnl-tiny", backend, 2)
-        default = backend == "zero3"  # pipelines have megatron
-        yield pytest.param(cell, id=f"{backend}-around-lasp", marks=[] if default else pytest.mark.slow)
-    instances = {"distributed_optimizer": True, "num_distributed_optimizer_instances": 2}
-    yield pytest.param(combination("lasp", "tnl-tiny", "megatron", 2, instances), id="instances", marks=SLOW)
-    for name, training in SHARDING.items():
-        cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, training)
-        yield pytest.param(cell, id=name, marks=[] if name == "parameters-on-host" else SLOW)
-    for backend in ("ddp", "fsdp_flat", "legacy_ddp", "megatron", "zero1", "zero2"):
-        host = {"optimizer": "host", **({"distributed_optimizer": True} if backend == "megatron" else {})}
-        cell = combination("lasp", "tnl-tiny", backend, 2, host)
-        marks = [] if backend == "megatron" else SLOW
-        yield pytest.param(cell, id=f"{backend}-optimizer-on-host", marks=marks)
-    for name, training in PIPELINES.items():
-        yield pytest.param(pipeline(training), id=name, marks=[] if name in DEFAULT_PIPELINES else SLOW)
-    for name in ("1f1b", "overlapped"):
-        cell = pipeline(PIPELINES[name], **ON_HOST)
-        yield pytest.param(cell, id=f"{name}-checkpoints-on-host", marks=SLOW)
-    for strategy, backend in (("tensor_parallel", "legacy_ddp"), ("ulysses", "zero3")):
-        options = {"separate_projections": True, "recompute": "operators"}
-        cell = combination(strategy, "causal-transformer-tiny-gqa", backend, 2, **options)
-        marks = [] if strategy == "tensor_parallel" else [pytest.mark.slow]
-        yield pytest.param(cell, id=f"{strategy}-keeps-operators", marks=marks)
-    by_layer = {"pre_norm": True, "library": "transformer-engine", "mask_shape": "by_layer"}
-    cell = combination("ulysses", "causal-transformer-tiny", "zero3", 2, **ON_HOST, layers=4)
-    yield pytest.param(cell, id="ulysses-checkpoints-on-host", marks=SLOW)
-    # of a rank's chunk a part, all of it, and of two chunks
-    for strategy, window, n in (
-        ("ring_attention", 9, 2),
-        ("all_gather_kv", 9, 2),
-        ("ring_attention", 20, 4),
-        ("all_gather_kv", 20, 4),
-        ("ulysses", 9, 2),
-        ("tensor_parallel", 9, 2),
-    ):
-        cell = combination(
-            strategy, "causal-transformer-tiny-gqa", "legacy_ddp", n, window=window, sinks=True
-        )
-        marks = [] if n == 2 and strategy == "ring_attention" else SLOW
-        yield pytest.param(cell, id=f"{strategy}-window-{n}", marks=marks)
-    tiles = {"mlp_tile": 20, "loss_tile": 20}
-    for strategy, backend in (
-        ("ulysses", "zero3"),
-        ("tensor_parallel", "megatron"),
-        ("ring_attention", "ddp"),
-    ):
-        options = (ON_HOST if strategy == "ulysses" else {}) | tiles | {"layers": 4, "inner": 48 * 16}
-        cell = combination(strategy, "causal-transformer-tiny", backend, 2, **options)
-        yield pytest.param(cell, id=f"{strategy}-tiles", marks=SLOW)
-    cell = pipeline(PIPELINES["1f1b"], **tiles, cross_entropy="fused", inner=48 * 16)
-    yield pytest.param(cell, id="1f1b-tiles")
-    # without megatron_sp: what it reduce-scatters when a layer runs again Gloo sums without a copy
-    for strategy in ("ring_attention", "tensor_parallel", "all_gather_kv", "lasp"):
-        model = "tnl-tiny" if strategy == "lasp" else "causal-transformer-tiny"
-        cell = combination(strategy, model, "ddp", 2, **ON_HOST, layers=4)
-        yield pytest.param(cell, id=f"{strategy}-checkpoints-on-host", marks=SLOW)
-    for model, options in (("bert-tiny", by_layer), ("gpt3-tiny", {"qk_norm": True})):
-        cell = combination("tensor_parallel", model, "legacy_ddp", 2, **options)
-        yield pytest.param(cell, id=f"{model}-{[*options][-1]}", marks=SLOW)
-
-
-ON_HOST = {"recompute": "full", "checkpoints": "host"}
-#: pipelines of two stages, by what is said of them
-INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2}
-PIPELINES: dict[str, dict[str, Any]] = {
-    "1f1b": {},
-    "interleaved": INTERLEAVED,
-    "overlapped": {**INTERLEAVED, "overlap_p2p_communication": True},
-    "groups": {**INTERLEAVED, "overlap_p2p_communication": True, "microbatch_group_size": 3},
-    "uneven": {**INTERLEAVED, "overlap_p2p_communication": True, "stage_layers": [0, 2, 2, 0]},
-    "uneven-1f1b": {"stage_layers": [3, 1]},
-}
-DEFAULT_PIPELINES = ("overlapped",)
-SLOW = pytest.mark.slow
-
-
-def pipeline(training: dict[str, Any], **options: Any) -> Cell:
-    settings: dict[str, Any] = {
-        "model": "causal-transformer-tiny",
-        "model_options": {"layers": 4, **options},
-        "strategy": "single",
-        "sizes": {"pp": 2},
-        "batch": 5 if "microbatch_group_size" in training else 4,
-        "seq_len": 48,
-        "precision": "bf16",
-    }
-    micro_batches = settings["batch"]
-    return Cell.model_validate(
-        settings | {"training": {"backend": "megatron", "micro_batches": micro_batches, **training}}
-    )
-
-
-_reduce_scatter = collectives._reduce_scatter_into
-
-
-def as_gloo_does(output: Tensor, input: Tensor, **how: Any) -> Any:
-    """A reduce-scatter with memory for a copy of what is given."""
-    _copy = torch.empty_like(input)
-    return _reduce_scatter(output, input, **how)
-
-
-class CopiedAsItIsWaitedFor:
-    """A reduce-scatter in half precision that has begun, of which Gloo makes its copy at the end."""
-
-    def __init__(self, work: dist.Work, shape: torch.Size, dtype: torch.dtype):
-        self.work, self.shape, self.dtype = work, shape, dtype
-
-    def wait(self) -> None:
-        _copy = torch.empty(self.shape, dtype=self.dtype)
-        self.work.wait()
-
-
-def with_copies(output: Tensor, input: Tensor, **how: Any) -> Any:
-    if input.dtype == torch.float32:
-        return as_gloo_does(output, input, **how)
-    work = _reduce_scatter(output, input, **how)
-    return CopiedAsItIsWaitedFor(work, input.shape, input.dtype) if how.get("async_op") else work
+def every_strategy(*, default: bool) -> Iterator[Any]:
+    """With every tiny model that it supports, and every backend around LASP: those of the default run, or the
+    others."""
+    of_strategies = [
+        {"strategy": name, "model": model, "ranks": n, "seq_len": LENGTHS.get(model, 48)}
+        for name, cls in all_strategies().items()
+        for model in all_models()
+        for n in ((2, 4) if cls.axes else (0,))
+        if "-tiny" in model and default == (n == 2 and model == DEFAULT_MODELS.get(name))
+    ]
+    lasp = {"strategy": "lasp", "model": "tnl-tiny", "ranks": 2, "seq_len": 48}
+    of_backends = [
+        {**lasp, "replicas": 1 if name == "legacy_ddp" else 2, "training": {"backend": name}}
+        for name in sorted(all_backends())
+        if default == (name == "zero3")  # pipelines have megatron
+    ]
+    for chosen in of_strategies + of_backends:
+        fields = {"compare": "peaks", "batch": 4, "precision": "bf16"} | chosen
+        if supported(written_cell(fields)):
+            name = "-".join(map(str, chosen.values()))
+            yield pytest.param(fields, id=name, marks=[] if default else pytest.mark.slow)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    every = not slow_ones_are_left_out(metafunc.config)
-    if "cell" in metafunc.fixturenames:
-        metafunc.parametrize("cell", [*combinations(every=every)])
+    if "fields" in metafunc.fixturenames:
+        others = () if slow_ones_are_left_out(metafunc.config) else every_strategy(default=False)
+        written = cases(Path(__file__).with_name("real_ranks.yaml"))
+        metafunc.parametrize("fields", [*every_strategy(default=True), *others, *written])
 
 
-def test_real_peak_is_the_virtual_one(pool: RankPool, cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they send is the same, too, and what the closed forms say."""
-    monkeypatch.setattr(collectives, "_reduce_scatter_into", with_copies)
-    monkeypatch.setattr(dist, _reduce_scatter.__name__, as_gloo_does)  # which torch's fully_shard calls
-    virtually = [seen(tracing.trace(cell, rank)) for rank in range(cell.sizes.world)]
-    peaks = [found.peak for found in virtually]
-    lowest = [10**18] * len(peaks)
-    for attempt in range(ATTEMPTS):
-        really = pool.run(cell.sizes.by_axis, on_a_real_rank, cell, 0.001 * 4**attempt)
-        lowest = [min(low, found.peak) for low, found in zip(lowest, really, strict=True)]
-        if lowest == peaks:
-            break
-    assert lowest == peaks
-    assert [found.setup_peak for found in really] == [found.setup_peak for found in virtually]
-    assert [found.host for found in really] == [found.host for found in virtually]
-    assert [found.counts for found in really] == [found.counts for found in virtually]
-    assert not any(found.difference for found in (*really, *virtually))
+def test_real_ranks_are_as_virtual_ones(pool: RankPool, fields: dict[str, Any]) -> None:
+    """In what they send; of some in their peaks, in steps and in set-up, or in all that is seen."""
+    assert_real_ranks_are_as_virtual_ones(pool, written_cell(fields), fields.get("compare", "messages"))
 
 
 _ITERATED = {"pipeline", "dropout and checkpointing", "two steps", "checkpoints on the host"}

@@ -40,6 +40,7 @@ from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measurement import Measurement
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.training.step import initialize
+from tests.cells import make_cell
 from tests.measure.simulator.step_programs import cluster
 
 
@@ -252,18 +253,9 @@ WORK = {"layers": 2, "hidden": 256, "heads": 16, "inner": 256}
 
 
 def cell(mesh: list[str], strategy: str = "ring_attention", **changes: Any) -> Cell:
-    settings: dict[str, Any] = {
-        "model": "tnl-tiny" if strategy == "lasp" else "causal-transformer-tiny",
-        "strategy": strategy,
-        "sizes": {"dp": 2, "sp": 8},
-        "mesh": mesh,
-        "batch": 4,
-        "seq_len": 8192,
-        "precision": "bf16",
-        "cluster": "dgx-a100-datasheet",
-        "model_options": WORK if strategy != "lasp" else {},
-    }
-    return Cell.model_validate(settings | changes)
+    model, options = ("tnl-tiny", {}) if strategy == "lasp" else ("causal-transformer-tiny", WORK)
+    fields = {"mesh": mesh, "cluster": "dgx-a100-datasheet", "model_options": options, **changes}
+    return make_cell(model, strategy, {"dp": 2, "sp": 8}, 4, 8192, **fields)
 
 
 def test_an_axis_across_nodes_takes_longer_and_sends_and_holds_the_same() -> None:

@@ -2,6 +2,7 @@
 Workspaces of libraries: one for each library and thread, of the size that the cluster or the cell says.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +27,16 @@ from spbench.impls.composition import Stage
 from spbench.impls.kernels.projection import accumulate_mm_, te_accumulate_mm_, te_mm
 from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.strategies.base import Unsupported
+from tests.cells import make_cell
 from tests.measure.engines.cells import differing_fields, write_cluster
 
 MIB = 2**20
 
 
 def cell_of(steps: int = 1, **changes: Any) -> Cell:
-    settings: dict[str, Any] = {
-        "model": "bert-tiny",
-        "strategy": "single",
-        "batch": 4,
-        "seq_len": 128,
-        "precision": "fp16",
-        "cluster": "piz-daint-p100",
-    }
     training = {"steps": steps, **changes.pop("training", {})}
-    return Cell.model_validate(settings | changes | {"training": training})
+    fields = {"cluster": "piz-daint-p100", **changes, "training": training}
+    return make_cell("bert-tiny", "single", {}, 4, 128, "fp16", **fields)
 
 
 #: two steps after a set-up that makes and frees 100 MiB: weights of 49.25 MiB in a segment of 50 stay (-2 is
@@ -233,16 +228,7 @@ def test_real_ranks_trace_as_many_steps(pool: RankPool) -> None:
 A100 = {"cublas": 8 * MIB + MIB // 8, "transformer_engine": 4 * MIB}
 
 
-def on_a100(**changes: Any) -> Cell:
-    settings: dict[str, Any] = {
-        "model": "bert-tiny",
-        "strategy": "single",
-        "batch": 2,
-        "seq_len": 32,
-        "precision": "fp16",
-        "cluster": "dgx-a100",
-    }
-    return Cell.model_validate(settings | changes)
+on_a100 = partial(make_cell, "bert-tiny", "single", {}, 2, 32, "fp16", cluster="dgx-a100")
 
 
 def made_in(log: MemoryLog) -> list[tuple[str, str]]:

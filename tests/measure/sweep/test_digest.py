@@ -24,7 +24,7 @@ from spbench.bench.measure.sweep.sweep import sweep as sweep_in_workers
 from spbench.bench.measured_code import NOT_MEASURING, code_digest, digest_of_files, measuring_files
 from spbench.bench.measurement import Outcome
 from spbench.bench.row import Row
-from spbench.impls.models.model import models
+from spbench.impls.registries import all_models
 from tests.bench.fakes import answer
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
@@ -170,7 +170,7 @@ def test_each_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = load_cluster("piz-daint-p100")
     denser = cluster.model_copy(update={"devices_per_node": 2})
     assert changed("load_cluster", lambda name: denser) == ["cluster"]
-    preset = replace(models()["bert-tiny"], layers=7)  # type: ignore[type-var]
+    preset = replace(all_models()["bert-tiny"], layers=7)  # type: ignore[type-var]
     assert changed("model_preset", lambda *arguments: preset) == ["model"]
     assert changed("asdict", lambda options: {"block": 3}) == ["strategy"]
     assert changed("code_digest", lambda: "other") == ["code"]

@@ -21,12 +21,12 @@ from spbench.bench.measure.verify.cases import VerifyRow, verify_case, verify_ca
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.attended import Attended
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.model import Model, model_preset
-from spbench.impls.registries import strategies, strategy_class
+from spbench.impls.models.model import Model
+from spbench.impls.registries import all_strategies, model_preset, strategy_class
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.lasp2 import Lasp2
 from spbench.impls.strategies.megatron_sp import MegatronSP
-from spbench.impls.strategies.nesting import Nesting, nesting, pairs
+from spbench.impls.strategies.nesting import Nesting, all_pairs, nesting
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
@@ -151,6 +151,45 @@ NESTED: list[tuple[tuple[type[Strategy], type[Strategy]], Model, str, Names]] = 
     ((layers.NestedHeadsWithOneDecay, Lasp2), TNL, "attention", ANY),
 ]
 
+#: of four ranks' chunks of 6 positions, one and a part
+WINDOWED = model_preset("causal-transformer-tiny", {"window": 8, "sinks": True})
+SINKS = ("gradient of layer.sinks",)
+DOCUMENTS = (7, 1, 11, 5)
+PACKED = model_preset("causal-transformer-tiny", {"documents": DOCUMENTS, "position": "learned", "layers": 1})
+#: of which the first ends at the edge of the second rank
+STATES = model_preset("tnl-tiny", {"documents": (12, 7, 5), "attention_norm": "head"})
+OTHER_DOCUMENTS = ("output token_loss of other documents", "output hidden of other documents")
+TINY = asdict(model_preset("moe-tiny", {"layers": 2, "heads": 4, "aux_loss": "batch", "aux_weight": 0.1}))  # type: ignore[call-overload]
+EXPERTS = tuple(f"gradient of blocks.{layer}.mlp.experts." for layer in (1, 0))
+
+#: faults in windows and documents, on four ranks
+OF_DOCUMENTS: list[tuple[type[Strategy], Model, str, Names]] = [
+    (document_faults.WindowOffByOne, WINDOWED, "attention", OUTPUTS),
+    (document_faults.HaloForgotten, WINDOWED, "attention", OUTPUTS),
+    (document_faults.SinkOnceAChunk, WINDOWED, "attention", OUTPUTS),
+    (document_faults.SinkWithoutGradient, WINDOWED, "attention", SINKS),
+    (document_faults.SinksOfOtherHeads, WINDOWED, "attention", SINKS),
+    (document_faults.SinksOfOtherRounds, WINDOWED, "attention", SINKS),
+    (document_faults.ChunksSeenWhole, WINDOWED, "attention", OUTPUTS),
+    (document_faults.SinksSplitOtherwise, WINDOWED, "attention", SINKS),
+    (document_faults.DocumentsSeeEachOther, PACKED, "model", OTHER_DOCUMENTS),
+    (document_faults.PositionsRunOn, PACKED, "model", OUTPUTS),
+    (document_faults.DocumentsEndAtTheRanksEdge, PACKED, "model", OUTPUTS),
+    (document_faults.KeyOffsetsIgnored, PACKED, "model", OTHER_DOCUMENTS),
+    (document_faults.OddLengthsTakenForEven, PACKED, "model", OTHER_DOCUMENTS),
+    (document_faults.StateNotReset, STATES, "model", OTHER_DOCUMENTS),
+    (document_faults.StateNotResetAtTheRanksEdge, STATES, "model", OTHER_DOCUMENTS),
+]
+#: faults in models with experts on two ranks, which are those of ep
+OF_EXPERTS: list[tuple[type[CausalTransformerModel], type[Strategy], Names]] = [
+    (faults.ExpertGradientsTimesEp, Ulysses, EXPERTS),
+    (faults.ExpertGradientsOverAllRanks, Ulysses, ("gradient of blocks",)),
+    (faults.RouterGradientNotSummed, RingAttention, ("gradient of blocks",)),
+    (faults.CountsOfOwnTokens, RingAttention, GRADIENTS),
+    (faults.AuxiliaryLossOverWrongGroup, MegatronSP, GRADIENTS),
+    (faults.TokensDroppedInSilence, Ulysses, OUTPUTS),
+]
+
 #: faults that three ranks, the fewest with one that is neither first nor last, cannot have, or do not show
 ON_FOUR_RANKS = {
     *(heads.ReplicasNotSummed, heads.ReplicasSummedOverAllRanks, heads.NormsOfOwnHeads),
@@ -166,6 +205,10 @@ def case(fault: type[Strategy], model: Model, part: str, options: Options, dtype
     return Case(fault, model, part, dtype, batch=batch, options=options)
 
 
+def of_experts(cls: type[CausalTransformerModel], strategy: type[Strategy]) -> Case:
+    return Case(strategy, cls(**TINY), "model", folds={"ep": 2})
+
+
 def planted() -> Iterator[Any]:
     """In every run, of the faults of one strategy that spoil the same tensors of one model, the first."""
     seen = set[Any]()
@@ -175,19 +218,28 @@ def planted() -> Iterator[Any]:
         for dtype in ("fp64", "bf16") if number < len(FAULTS) else ("fp64",):
             marks = pytest.mark.slow if (number % 18 if dtype == "bf16" else alike in seen) else ()
             seen.add(alike)
-            asked = case(fault, model, part, *options or [{}], dtype)
-            yield pytest.param(asked, tensors, id=f"{fault.__name__}-{dtype}", marks=marks)
+            asked, ranks = (
+                case(fault, model, part, *options or [{}], dtype),
+                4 if fault in ON_FOUR_RANKS else 3,
+            )
+            yield pytest.param(asked, ranks, tensors, id=f"{fault.__name__}-{dtype}", marks=marks)
     for classes, model, part, tensors in NESTED:
-        name = "+".join(cls.__name__ for cls in classes)
-        yield pytest.param(Case(Nesting(classes), model, part), tensors, id=name)
+        name, strategy = "+".join(cls.__name__ for cls in classes), Nesting(classes)
+        yield pytest.param(Case(strategy, model, part), strategy.meshes(4)[0], tensors, id=name)
+    for fault, model, part, tensors in OF_DOCUMENTS:
+        yield pytest.param(Case(fault, model, part), 4, tensors, id=fault.__name__)
+    for cls, of, tensors in OF_EXPERTS:
+        yield pytest.param(of_experts(cls, of), 2, tensors, id=cls.__name__)
 
 
-@pytest.mark.parametrize(("case", "tensors"), [*planted()])
-def test_planted_fault_is_red(pool: RankPool, case: Case, tensors: tuple[str, ...]) -> None:
-    if isinstance(case.strategy, Nesting):
-        assert_red(pool, case, case.strategy.meshes(4)[0], *tensors)
-    else:
-        assert_red(pool, case, 4 if case.strategy in ON_FOUR_RANKS else 3, *tensors)
+@pytest.mark.parametrize(("case", "ranks", "tensors"), [*planted()])
+def test_planted_fault_is_red(
+    pool: RankPool, case: Case, ranks: int | dict[str, int], tensors: Names
+) -> None:
+    row = assert_red(pool, case, ranks, *tensors)
+    assert ("of other documents" in row.verdict) == (tensors is OTHER_DOCUMENTS)
+    if isinstance(case.model, faults.ExpertGradientsTimesEp):
+        assert row.factor == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("outer", [TensorParallel, MegatronSP, Ulysses])
@@ -217,7 +269,7 @@ def test_a_norm_of_all_heads_before_the_all_to_all_is_green(pool: RankPool) -> N
 
 
 def test_faults_are_not_registered() -> None:
-    assert not {fault for fault, *_ in FAULTS} & {*strategies().values()}
+    assert not {fault for fault, *_ in FAULTS} & {*all_strategies().values()}
 
 
 def test_text_that_is_gathered_again_is_metered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +290,7 @@ HEAD_NORM = model_preset("tnl-tiny", {"attention_norm": "head"})
 #: of these models each pair is tried on the first that it can run
 MODELS = ("bert-tiny", "causal-transformer-tiny", "linear-llama3-tiny", "st-dit-tiny", "hybrid-tiny")
 
-PAIRS = [pair.name for pair in pairs()]
+PAIRS = [pair.name for pair in all_pairs()]
 
 
 def runnable(pair: str, pool: RankPool, dtype: str = "fp64") -> VerifyRow:
@@ -294,42 +346,9 @@ def test_three_around_each_other(outer: str, inner: str) -> None:
         assert_green(pool, Case(strategy, model, "model"), {"tp": 2, "sp": 2, "cp": 2})
 
 
-TINY = asdict(model_preset("moe-tiny", {"layers": 2, "heads": 4, "aux_loss": "batch", "aux_weight": 0.1}))  # type: ignore[call-overload]
-EXPERTS, ROUTER = "gradient of blocks.1.mlp.experts.", "gradient of blocks.1.mlp.router."
-
-#: fault, strategy, folds, how the name of the worst tensor may begin
-OF_EXPERTS: list[tuple[type[CausalTransformerModel], type[Strategy], dict[str, int], tuple[str, ...]]] = [
-    (faults.ExpertGradientsTimesEp, Ulysses, {"ep": 2}, (EXPERTS, "gradient of blocks.0.mlp.experts.")),
-    (faults.ExpertGradientsOverAllRanks, Ulysses, {"ep": 2}, ("gradient of blocks",)),
-    (faults.RouterGradientNotSummed, RingAttention, {"ep": 2}, ("gradient of blocks",)),
-    (faults.CountsOfOwnTokens, RingAttention, {"ep": 2}, ("gradient of",)),
-    (faults.AuxiliaryLossOverWrongGroup, MegatronSP, {"ep": 2}, ("gradient of",)),
-    (faults.TokensDroppedInSilence, Ulysses, {"ep": 2}, ("output", "gradient of")),
-]
-
-
-def of_experts(cls: type[CausalTransformerModel], strategy: type[Strategy], folds: dict[str, int]) -> Case:
-    return Case(strategy, cls(**TINY), "model", folds=folds)
-
-
-@pytest.mark.parametrize(
-    ("fault", "strategy", "folds", "tensors"), OF_EXPERTS, ids=[f[0].__name__ for f in OF_EXPERTS]
-)
-def test_a_fault_of_experts_is_red(
-    pool: RankPool,
-    fault: type[CausalTransformerModel],
-    strategy: type[Strategy],
-    folds: dict[str, int],
-    tensors: tuple[str, ...],
-) -> None:
-    row = assert_red(pool, of_experts(fault, strategy, folds), 2, *tensors)
-    if fault is faults.ExpertGradientsTimesEp:
-        assert row.factor == pytest.approx(2.0)
-
-
 def test_in_half_precision_choices_are_those_of_the_reference(pool: RankPool) -> None:
     """There a token between two experts goes to either; what routers choose is proven in float64."""
-    tossed = of_experts(faults.OtherChoices, Ulysses, {"ep": 2})
+    tossed = of_experts(faults.OtherChoices, Ulysses)
     assert verify_case(pool, tossed, 2).status == "RED"
     assert verify_case(pool, replace(tossed, dtype="bf16"), 2).status == "green"
 
@@ -355,30 +374,6 @@ def test_sizes_that_cannot_be(
     row = verify_case(pool, asked, max([2, *folds.values()]))
     assert row.status == "unsupported"
     assert re.search(reason, row.reason), row.reason
-
-
-#: of four ranks' chunks of 6 positions, one and a part
-WINDOWED = model_preset("causal-transformer-tiny", {"window": 8, "sinks": True})
-SINKS = "gradient of layer.sinks"
-
-
-@pytest.mark.parametrize(
-    ("fault", "axis", "tensors"),
-    [
-        (document_faults.WindowOffByOne, "sp", ("output", "gradient of")),
-        (document_faults.HaloForgotten, "sp", ("output", "gradient of")),
-        (document_faults.SinkOnceAChunk, "sp", ("output", "gradient of")),
-        (document_faults.SinkWithoutGradient, "sp", (SINKS,)),
-        (document_faults.SinksOfOtherHeads, "sp", (SINKS,)),
-        (document_faults.SinksOfOtherRounds, "sp", (SINKS,)),
-        (document_faults.ChunksSeenWhole, "sp", ("output", "gradient of")),
-        (document_faults.SinksSplitOtherwise, "tp", (SINKS,)),
-    ],
-)
-def test_a_fault_of_windows_is_red(
-    pool: RankPool, fault: type[Strategy], axis: str, tensors: tuple[str, ...]
-) -> None:
-    assert_red(pool, Case(fault, WINDOWED, "attention"), {axis: 4}, *tensors)
 
 
 def windowed_attention(
@@ -429,11 +424,6 @@ def test_windows_and_sinks_are_those_of_gpt_oss() -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
 
 
-DOCUMENTS = (7, 1, 11, 5)
-PACKED = model_preset("causal-transformer-tiny", {"documents": DOCUMENTS})
-OTHERS = ("output token_loss of other documents", "output hidden of other documents")
-
-
 @pytest.mark.parametrize("options", [{}, {"position": "learned", "max_positions": 11}], ids=str)
 def test_packed_documents_are_documents_one_by_one(options: dict[str, object]) -> None:
     """Neither by a mask nor by cu_seqlens: each document is a sequence of its own."""
@@ -460,28 +450,3 @@ def test_packed_documents_are_documents_one_by_one(options: dict[str, object]) -
         gradients.append({n: sum(each[n].grad for each in named) for n in named[0]})
     torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
     torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
-
-
-@pytest.mark.parametrize(
-    ("fault", "tensors"),
-    [
-        (document_faults.DocumentsSeeEachOther, OTHERS),
-        (document_faults.PositionsRunOn, ("output", "gradient of")),
-        (document_faults.DocumentsEndAtTheRanksEdge, ("output", "gradient of")),
-        (document_faults.KeyOffsetsIgnored, OTHERS),
-        (document_faults.OddLengthsTakenForEven, OTHERS),
-    ],
-)
-def test_a_fault_of_documents_is_red(pool: RankPool, fault: type[Strategy], tensors: tuple[str, ...]) -> None:
-    model = replace(PACKED, position="learned", layers=1)  # type: ignore[type-var]
-    row = assert_red(pool, Case(fault, model, "model"), 4, *tensors)
-    assert ("of other documents" in row.verdict) == (tensors is OTHERS)
-
-
-@pytest.mark.parametrize(
-    "fault", [document_faults.StateNotReset, document_faults.StateNotResetAtTheRanksEdge]
-)
-def test_a_state_that_is_not_reset_is_red(pool: RankPool, fault: type[Strategy]) -> None:
-    # of which the first ends at the edge of the second rank
-    model = model_preset("tnl-tiny", {"documents": (12, 7, 5), "attention_norm": "head"})
-    assert "of other documents" in assert_red(pool, Case(fault, model, "model"), 4).verdict

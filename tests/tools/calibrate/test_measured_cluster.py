@@ -236,11 +236,11 @@ def test_the_figures_time_a_cell() -> None:
 def test_cells_are_measured_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[int] = []
 
-    def measure(self: Any, cell: Cell) -> Measurement:
+    def measure(cell: Cell) -> Measurement:
         order.append(cell.batch)
         return Measurement(step_time_samples_s=[float(len(order))])
 
-    monkeypatch.setattr(closed_loop.DistributedEngine, "measure", measure)
+    monkeypatch.setattr(closed_loop, "run_cell", measure)
     cells = [SMALL.model_copy(update={"batch": n}) for n in (1, 2)]
     assert closed_loop.measured_samples(cells) == [[1.0, 3.0], [2.0, 4.0]]
     assert order == [1, 2, 1, 2]

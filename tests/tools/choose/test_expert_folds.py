@@ -37,8 +37,7 @@ from spbench.bench.tools.choose.ranking import Seen
 from spbench.bench.tools.choose.references import BackendFigures, Depths, Reference
 from spbench.bench.tools.choose.suggestions import single_changes
 from spbench.impls.backends.optimizer import PRECISIONS
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import backend_class
+from spbench.impls.registries import backend_class, model_preset
 from tests.slow import slow
 
 MODEL = "moe-tiny"  # 12 experts of width 24, 3 a token

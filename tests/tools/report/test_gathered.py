@@ -23,7 +23,7 @@ def test_a_clone_has_a_row_for_every_cell_of_published_tables(gathered: Gathered
         for cells in scenario.cells.values()
         for cell in cells
     }
-    records = joined(paper.records for paper in gathered.papers)
+    records = joined(paper.findings.records for paper in gathered.papers)
     keys = {*records.loc[records["of_table"], "cell"]} & declared
     assert len(keys) > 300
     assert keys <= {cell.row["key"] for cell in gathered.cells}

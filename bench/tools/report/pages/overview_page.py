@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from pandas import DataFrame
+
 from spbench.bench.measure import commit_of, engine_classes
-from spbench.bench.tools.papers.comparison import joined, lines_of
+from spbench.bench.tools.papers.comparison import as_lines, joined
 from spbench.bench.tools.papers.paper_findings import counts, distinct, role_errors, verdict_on
 from spbench.bench.tools.papers.sources import MEASURED
 from spbench.bench.tools.papers.validation import records_by_source, validation_lines
@@ -61,8 +63,9 @@ def _by_role(gathered: Gathered) -> DataTable | None:
     """A line for each paper and role."""
     lines = []
     for paper in gathered.papers:
-        for of in role_errors(paper.records):
-            verdict = verdict_on(paper.records[paper.records["role"] == of.role])
+        records = paper.findings.records
+        for of in role_errors(records):
+            verdict = verdict_on(records[records["role"] == of.role])
             lines.append(
                 {
                     "paper and role": f"{paper.paper.label}, {of.role}",
@@ -76,46 +79,39 @@ def _by_role(gathered: Gathered) -> DataTable | None:
     return DataTable("verdict", caption, lines, percent=("median error", "worst error")) if lines else None
 
 
+def _lines(records: DataFrame, *columns: str) -> list[dict[str, Any]]:
+    """Records for people, by these columns: the ``error`` is that of ``ours``, in words the quantity."""
+    names = {"relative_error": "error", "reproduced": "ours"}
+    in_words = records.assign(quantity=records["quantity"].map(quantity_words))
+    return as_lines(in_words.rename(columns=names), columns)
+
+
 def _errors(gathered: Gathered) -> DataTable | None:
     """The error of every published number that is no closed form, the largest first."""
-    lines = [
-        {
-            "where": f"{paper.paper.label}: {record.table}",
-            "error": record.relative_error,
-            "published": record.published,
-            "ours": record.reproduced,
-            "quantity": quantity_words(record.quantity),
-            **{name: getattr(record, name) for name in ("role", "cell")},
-        }
-        for paper in gathered.papers
-        for record in lines_of(distinct(paper.records))
-        if record.relative_error is not None and record.role != "formula"
-    ]
-    lines.sort(key=lambda line: -abs(line["error"]))
+    numbers = [(paper.paper.label, distinct(paper.findings.records)) for paper in gathered.papers]
+    records = joined(some.assign(where=f"{label}: " + some["table"]) for label, some in numbers)
+    records = records[records["relative_error"].notna() & (records["role"] != "formula")]
+    records = records.sort_values("relative_error", key=lambda errors: -errors.abs(), kind="stable")
+    if not len(records):
+        return None
+    lines = _lines(records, "where", "error", "published", "ours", "quantity", "role", "cell")
     caption = (
         f"The {_MOST_ERRORS} largest relative errors, closed forms left out; the CSV has all {len(lines):,}"
     )
-    if not lines:
-        return None
     return DataTable("errors", caption, lines, sortable=True, percent=("error",), most=_MOST_ERRORS)
 
 
 def _measured(gathered: Gathered) -> dict[str, Any]:
     """The table of README.md, errors by who measured beside those of other predictors; then each number."""
-    records = joined(paper.records for paper in gathered.papers if paper.paper.name == MEASURED)
+    records = joined(each.findings.records for each in gathered.papers if each.paper.name == MEASURED)
     heads = ["quantity", "median error", "worst", "measured by, on", "numbers", "role", "other predictors"]
+    columns = ("what", "error", "measured", "ours", "quantity", "role", "note")
     lines = [
-        {
-            "what": f"{source.measured_by}: {record.label}",
-            "error": record.relative_error,
-            "measured": record.published,
-            "ours": record.reproduced,
-            "quantity": quantity_words(record.quantity),
-            "role": record.role,
-            "note": record.note,
-        }
+        line
         for source, some in records_by_source(records).items()
-        for record in lines_of(some)
+        for line in _lines(
+            some.assign(what=f"{source.measured_by}: " + some["label"], measured=some["published"]), *columns
+        )
     ]
     caption = "Errors against real machines, ours and other predictors'"
     each = f"Ours beside what real machines measured, the first {_MOST_ERRORS} of {len(lines)}"

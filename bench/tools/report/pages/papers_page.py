@@ -27,7 +27,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
             "paper.md",
             {
                 "about": about,
-                "was_run": bool(paper.findings),
+                "was_run": bool(paper.findings.runs),
                 "sources": [(source, verdict.word, counts(verdict)) for source, verdict in verdicts],
                 "verdict": _verdicts(paper),
                 "figure": gathered.figure(about.name, about.title),
@@ -38,18 +38,18 @@ def pages(gathered: Gathered) -> Iterator[Page]:
             order=10 + number,
             summary=f"{about.label}, {about.source}: its tables and claims beside ours.",
             short_title=about.label,
-            files={f"data/{path.name}": path.read_bytes()} if paper.findings else {},
+            files={f"data/{path.name}": path.read_bytes()} if paper.findings.runs else {},
         )
 
 
 def _verdicts(paper: PaperResults) -> DataTable | None:
     """A line for each table and quantity, and for the claims, formulas and curves of a scenario."""
-    if paper.findings is None:
+    if not paper.findings.runs:
         return None
     lines = []
     for scenario in paper.in_order:
         source = scenario.document.published_in
-        for (what, variant), some in groups(paper.records_of_scenario(scenario.name), "answer", "variant"):
+        for (what, variant), some in groups(paper.findings.of(scenario.name), "answer", "variant"):
             verdict = verdict_on(some)
             table, colon, quantity = what.partition(": ")
             compared = f"{table}{colon}{quantity_words(quantity)}"
@@ -71,7 +71,7 @@ def _scenario(gathered: Gathered, paper: PaperResults, scenario: Scenario) -> di
     """What the page shows of a scenario, with the text of its file."""
     document, name = scenario.document, scenario.name
     tables = []
-    for number, (title, lines) in enumerate(paper.findings.blocks(name) if paper.findings else (), start=1):
+    for number, (title, lines) in enumerate(paper.findings.blocks(name), start=1):
         # such as "claims", which several scenarios have
         caption = f"{title[:1].upper()}{title[1:]}" + f": {document.title}" * (" " not in title)
         heads = _error_second(lines)
@@ -88,13 +88,11 @@ def _scenario(gathered: Gathered, paper: PaperResults, scenario: Scenario) -> di
     ]
     caption = "Settings that were chosen by looking at published numbers"
     summary = f"The scenario, with the evidence for its settings: {document.title}"
-    records = paper.records_of_scenario(name)
+    records = paper.findings.of(name)
     return {
         "name": name,
         "document": document,
-        "run": next(
-            (r for r in (paper.findings.runs if paper.findings else ()) if r["scenario"] == name), None
-        ),
+        "run": paper.run_of(name),
         "errors": errors_by_role(records) if len(records) else "",
         "figure": gathered.figure(document.figure, document.title),
         "tables": tables,

@@ -23,13 +23,13 @@ from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import fake_mesh, no_cyclic_collection
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.recorder import Recorder
-from spbench.impls.models.model import models
-from spbench.impls.registries import backends, strategies
-from spbench.impls.strategies.nesting import nesting, pairs
+from spbench.impls.registries import all_backends, all_models, all_strategies
+from spbench.impls.strategies.nesting import all_pairs, nesting
+from tests.cells import make_cell
 from tests.measure.engines.cells import differing_fields, supported
 from tests.measure.engines.devices import accelerator
 
-TINY = [name for name in models() if "-tiny" in name]
+TINY = [name for name in all_models() if "-tiny" in name]
 #: a strategy, a model and a backend; the other backends do what one of these does
 FEW = (
     ("ring_self_attention", "bert-tiny", "legacy_ddp"),
@@ -65,26 +65,19 @@ class OneDevice(Recorder):
 
 def cell_of(strategy: str, model: str, backend: str, pp: int = 1) -> Cell | None:
     """Two ranks along each axis of a strategy, two replicas, loss scaling; None where that cannot be."""
-    content = {
-        "model": model,
-        "strategy": strategy,
-        "sizes": {**dict.fromkeys(nesting(strategy).axes, 2), "dp": 2, "pp": pp},
-        "batch": 4,
-        "seq_len": 24,
-        "precision": "fp16",
-        "training": {"backend": backend, "micro_batches": pp},
-    }
-    cell = Cell.model_validate(content)
+    sizes = {**dict.fromkeys(nesting(strategy).axes, 2), "dp": 2, "pp": pp}
+    training = {"backend": backend, "micro_batches": pp}
+    cell = make_cell(model, strategy, sizes, 4, 24, "fp16", training=training)
     return cell if supported(cell) else None
 
 
 def every_combination() -> Iterator[tuple[str, str, str, int]]:
     """Strategy, model, backend and pipeline stages: the whole product, nested strategies on two backends."""
     for model in TINY:
-        for strategy in strategies():
-            yield from ((strategy, model, backend, 1) for backend in backends())
-            yield from ((strategy, model, name, 2) for name, cls in backends().items() if cls.pipelined)
-        for pair in pairs():
+        for strategy in all_strategies():
+            yield from ((strategy, model, backend, 1) for backend in all_backends())
+            yield from ((strategy, model, name, 2) for name, cls in all_backends().items() if cls.pipelined)
+        for pair in all_pairs():
             yield from ((pair.name, model, backend, 1) for backend in ("legacy_ddp", "zero3"))
 
 
