@@ -54,7 +54,7 @@ def versions(requires: Iterable[str]) -> dict[str, str | None]:
 
 
 def absent(requires: Iterable[str]) -> list[str]:
-    """Those of the distributions that are not installed."""
+    """The distributions among these that are not installed."""
     return [name for name, found in versions(requires).items() if found is None]
 
 
@@ -281,7 +281,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
 
 
 class _Names:
-    """What was found, by name, and where."""
+    """Classes or values by name, and where each is defined."""
 
     def __init__(self, what: str):
         self.what = what
@@ -305,9 +305,9 @@ class _Names:
 
 def _modules(package: str) -> Iterator[ModuleType]:
     """The modules directly in a package, in alphabetical order; not its subpackages."""
-    for found in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        if not found.ispkg:
-            yield importlib.import_module(f"{package}.{found.name}")
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        if not module.ispkg:
+            yield importlib.import_module(f"{package}.{module.name}")
 
 
 def _classes_in(place: Any, base: type) -> Iterator[type]:
