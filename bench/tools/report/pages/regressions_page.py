@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.command_line.output import Column, Table
 from spbench.bench.errors import UserError
 from spbench.bench.git import SHORT_HASH, day_of, last_change
 from spbench.bench.measure import RESULTS_FILE
 from spbench.bench.tools.changes.history import Assessment, History, counts, read_history
-from spbench.bench.tools.changes.history_command import OVERVIEW
+from spbench.bench.tools.changes.history_command import series_ends
 from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
 from spbench.bench.tools.changes.metrics import Difference
 from spbench.bench.tools.changes.record_command import Commit
@@ -306,21 +305,15 @@ def step_words(of: Assessment, step: Step) -> str:
     return f"{kind}: {size} ({levels}) in {step.commit_range}{also and ', also changed' + also[1:]}"
 
 
-def _range(pick: Callable[[Iterable[float]], float]) -> Callable[[Assessment], str]:
-    return lambda of: of.series.spelled(pick(point.value for point in of.series.points))
-
-
-_COLUMNS = (
-    *OVERVIEW,
-    Column("lowest", "lowest", of=_range(min)),
-    Column("highest", "highest", of=_range(max)),
-    Column("what changed", "what", of=lambda of: "; ".join(step_words(of, step) for step in of.steps)),
-)
-
-
 def series_table(name: str, caption: str, assessments: Sequence[Assessment], **further: Any) -> DataTable:
     """A line for each series: what `spbench history` says of it, its range over commits, and its steps."""
-    return DataTable(name, caption, Table.of(caption, _COLUMNS, assessments).lines, **further)
+    lines = []
+    for of in assessments:
+        values = [point.value for point in of.series.points]
+        levels = {"lowest": of.series.spelled(min(values)), "highest": of.series.spelled(max(values))}
+        steps = {"what changed": "; ".join(step_words(of, step) for step in of.steps)}
+        lines.append(series_ends(of) | levels | steps)
+    return DataTable(name, caption, lines, **further)
 
 
 def quiet_table(assessments: Sequence[Assessment]) -> DataTable | None:
