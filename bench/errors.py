@@ -13,6 +13,10 @@ from spbench.impls import raised
 MOST_SHOWN = 200
 
 
+class Interrupted(Exception):
+    """A person ended what runs; the text says what is kept, and how it goes on."""
+
+
 class UserError(Exception):
     """Something that the user can mend: what, where and how. Printed as one line, with exit code 2."""
 

@@ -167,10 +167,10 @@ def by_partial_axes(
     parameters: Iterable[nn.Parameter], strategy: Strategy
 ) -> dict[tuple[str, ...], list[nn.Parameter]]:
     """Parameters in their order, by :meth:`Strategy.partial_axes`; those summed over most axes first."""
-    found: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    by_axes: dict[tuple[str, ...], list[nn.Parameter]] = {}
     for parameter in parameters:
-        found.setdefault(strategy.partial_axes(parameter), []).append(parameter)
-    return dict(sorted(found.items(), key=lambda entry: (-len(entry[0]), entry[0])))
+        by_axes.setdefault(strategy.partial_axes(parameter), []).append(parameter)
+    return dict(sorted(by_axes.items(), key=lambda entry: (-len(entry[0]), entry[0])))
 
 
 def composed_traffic(
@@ -254,7 +254,7 @@ class Chunks(nn.ModuleList):
 
     @property
     def unbatched(self) -> Any:
-        """As a model's module has it."""
+        """The inputs without a batch, as :attr:`Model.unbatched` names them."""
         return self[0].unbatched
 
 

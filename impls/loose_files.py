@@ -54,7 +54,7 @@ def loose_paths() -> tuple[Path, ...]:
 
 @cache
 def _paths(joined: str) -> tuple[Path, ...]:
-    """Those of the variable; kept, as each look at a registry asks."""
+    """The files that the variable names; the result is kept, as each look at a registry asks."""
     return tuple(Path(path) for path in joined.split(os.pathsep) if path)
 
 
@@ -105,9 +105,9 @@ def share_files(files: Mapping[str, str]) -> None:
         ValueError: a file is not here, or is not the same.
     """
     for name, digest in files.items():
-        here = _digest(Path(name)) if Path(name).is_file() else None
-        if here != digest:
-            what = "is not on" if here is None else "is another file on"
+        own_digest = _digest(Path(name)) if Path(name).is_file() else None
+        if own_digest != digest:
+            what = "is not on" if own_digest is None else "is another file on"
             raise ValueError(
                 f"{name} {what} {platform.node()}; put the same file there, on a file system that all share"
             )
@@ -178,8 +178,8 @@ def place_of_error(error: BaseException, files: Collection[Path] | None = None) 
     calls = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         calls.append((error.filename or "", error.lineno or 1))
-    found = [f"{file}:{line}" for file, line in calls if file in names]
-    return found[-1] if found else ""
+    places = [f"{file}:{line}" for file, line in calls if file in names]
+    return places[-1] if places else ""
 
 
 def printed(error: BaseException) -> str:

@@ -24,7 +24,16 @@ from typing import Any, TextIO
 import click
 
 from spbench.bench.command_line.output import for_stream
-from spbench.bench.errors import MOST_SHOWN, UserError, described, one_line, shortened, shown, suggestion
+from spbench.bench.errors import (
+    MOST_SHOWN,
+    Interrupted,
+    UserError,
+    described,
+    one_line,
+    shortened,
+    shown,
+    suggestion,
+)
 from spbench.impls import DiscoveryError, FunctionModules, exits_refused, installed_version, place_of_error
 
 COMMANDS = FunctionModules("spbench.bench.tools", "*/*_command", "command", "commands", "spbench.commands")
@@ -122,16 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def launched_exit_code(arguments: Sequence[str] | None) -> int:
-    """The exit code of a process that torchrun, or a launcher like it, has started. The first process runs
-    the command line, on the ranks of all of them; each other process runs its rank."""
-    from spbench.bench.measure import Launched, coordinating, serve
+    """As :func:`run_launched`, of a command line."""
+    from spbench.bench.measure import run_launched
 
     try:
-        launched = Launched.here()
-        if launched.rank:
-            return serve(launched)
-        with coordinating(launched):
-            return exit_code(arguments)
+        return run_launched(lambda: exit_code(arguments))
     except UserError as error:  # before there are ranks
         return _complain(str(error), 2, traced=True)
 
@@ -160,7 +164,7 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         if isinstance(cause, BrokenPipeError):
             return 141
         return _complain(f"standard output: {cause.strerror}", 2, traced=True)
-    except (KeyboardInterrupt, click.Abort) as interrupt:
+    except (KeyboardInterrupt, click.Abort, Interrupted) as interrupt:
         return _complain(str(interrupt) or "interrupted", 130)
     except click.ClickException as error:
         return _complain(_without_long_words(error.format_message(), arguments), 2)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from spbench.bench.cell import Cell, TrainingOptions
+from spbench.bench.measure.clusters.card_kernels import played_kernel
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import played_kernel
 from spbench.impls import Composition, Model, Stage, Turns, Unsupported, model_preset, passes
 
 

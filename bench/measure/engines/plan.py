@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.clusters.card_kernels import cannot_run
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import cannot_run
 from spbench.bench.measure.engines.cell_schedule import (
     batch_parts,
     check_inference,

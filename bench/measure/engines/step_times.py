@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from spbench.bench.cell import Cell, Timing
-from spbench.bench.measure.clusters.carried_rates import RatesUnknown, check_rates
+from spbench.bench.measure.clusters.card_kernels import RatesUnknown, check_rates
 from spbench.bench.measure.clusters.cluster import Precision, load_cluster
 from spbench.bench.measure.devices.telemetry import Telemetry
 from spbench.bench.measure.engines.cell_schedule import played_arguments

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.carried_rates import RatesUnknown
+from spbench.bench.measure.clusters.card_kernels import RatesUnknown
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.listed import NotAlike

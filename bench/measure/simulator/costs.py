@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from spbench.bench.measure.clusters.carried_rates import RatesUnknown, rate_of_call
+from spbench.bench.measure.clusters.card_kernels import RatesUnknown, rate_of_call
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.clusters.figures import named
 from spbench.bench.measure.clusters.rates import (

@@ -11,7 +11,6 @@ from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.errors import UserError
 from spbench.bench.measure import (
     can_time,
-    changed_cluster,
     check_known,
     given_once,
     load_cluster,
@@ -21,6 +20,7 @@ from spbench.bench.measure import (
 )
 from spbench.bench.setting_values import MOST_RANKS, VARIABLES
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
+from spbench.bench.tools.choose.changed_figures import changed_cluster
 from spbench.bench.tools.choose.own_layout import OwnLayout
 from spbench.bench.tools.choose.subject import subject
 from spbench.bench.tools.jobs.flags import program_flags

@@ -210,9 +210,10 @@ def _draw_series(ax: Axes, assessment: Assessment, places: Mapping[str, int]) ->
         begin, end = (places[point.commit.hash] for point in (step.last_before, step.first_after))
         kind = "meant" if step.meant else step.verdict
         ax.axvspan(begin, end, color=_VERDICTS[kind], alpha=0.35, linewidth=0, gid=f"{kind} {begin} {end}")
-        at = ((begin + end) / 2, 0.98)
         size = series.difference(step.before, step.after)
-        ax.annotate(size, at, xycoords=("data", "axes fraction"), ha="center", va="top")
+        ax.annotate(
+            size, (end, 0.5), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points"
+        )
     for target in assessment.targets:
         ax.axhline(target.value, color=_TARGET, linestyle="--", gid=f"target {target.value:g}")
     style = "steps-post" if series.exact else "default"

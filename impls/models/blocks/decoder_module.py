@@ -160,8 +160,8 @@ class Decoder(nn.Module):
             module = self.blocks[name]
             if self.model.recomputes_layers:
                 how = self.model.recomputation
-                given = x, embedded, places
-                x, normalised = recomputed(module, self.strategy.random, *given, on_host=self.on_host, **how)
+                taken = x, embedded, places
+                x, normalised = recomputed(module, self.strategy.random, *taken, on_host=self.on_host, **how)
             else:
                 x, normalised = module(x, embedded, places)
             results.append(normalised)

@@ -52,7 +52,7 @@ class GlmConfig(LlamaConfig):
 
 
 class Glm4Config(GlmConfig):
-    """As GLM's, with norms behind attention and MLP too (GLM-4-0414)."""
+    """GLM-4-0414's layers: those of :class:`GlmConfig`, with norms behind attention and MLP too."""
 
     name: ClassVar[str] = "glm4"
 

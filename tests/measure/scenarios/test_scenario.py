@@ -8,11 +8,8 @@ import yaml
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.cluster import Cluster, cluster_names, load_cluster
+from spbench.bench.measure import Cluster, Narrowing, Scenario, cluster_names, load_cluster, refusal
 from spbench.bench.measure.scenarios import expand
-from spbench.bench.measure.scenarios.choices import refusal
-from spbench.bench.measure.scenarios.scenario import Scenario
-from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.yaml_files import packaged
 from tests.bench.fakes import SCENARIO

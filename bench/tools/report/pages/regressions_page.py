@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.command_line.output import Column, Table
 from spbench.bench.errors import UserError
 from spbench.bench.git import SHORT_HASH, day_of, last_change
 from spbench.bench.measure import RESULTS_FILE
 from spbench.bench.tools.changes.history import Assessment, History, counts, read_history
-from spbench.bench.tools.changes.history_command import OVERVIEW
+from spbench.bench.tools.changes.history_command import series_ends
 from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
 from spbench.bench.tools.changes.metrics import Difference
+from spbench.bench.tools.changes.record_command import Commit
 from spbench.bench.tools.changes.result_files import Results, read_results
 from spbench.bench.tools.changes.series import Step
 from spbench.bench.tools.report.drawings import history_figure, label_of, svg
@@ -204,10 +204,15 @@ def _short(key: str) -> str:
     return "/".join(key.split("/")[:3])
 
 
+def _commits_of(assessments: Iterable[Assessment]) -> list[Commit]:
+    """The commits that any series has, by date."""
+    commits = {point.commit.hash: point.commit for one in assessments for point in one.series.points}
+    return sorted(commits.values(), key=lambda commit: (commit.date, commit.hash))
+
+
 def _in_history(assessments: Sequence[Assessment]) -> Change:
     """What came with the newest commit that any series has, beside the one before it."""
-    commits = {point.commit.hash: point.commit for one in assessments for point in one.series.points}
-    *_, before, newest = [None, None, *sorted(commits.values(), key=lambda c: (c.date, c.hash))]
+    *_, before, newest = [None, None, *_commits_of(assessments)]
     assert newest is not None
     now = [one for one in assessments if one.series.points[-1].commit.hash == newest.hash]
     steps = [
@@ -272,13 +277,8 @@ def history_drawings(assessments: Sequence[Assessment], *, quiet: bool = False) 
         group.sort(key=lambda assessment: not assessment.fails)
         panels, unit = group[:MOST_PANELS], group[0].series.unit
         more = f"; {len(group) - len(panels)} more in the table" if len(group) > len(panels) else ""
-        dates = {
-            p.commit.hash: p.commit.date
-            for a in assessments
-            if a.series.suite == suite
-            for p in a.series.points
-        }
-        places = {name: at for at, name in enumerate(sorted(dates, key=lambda name: (dates[name], name)))}
+        of_suite = _commits_of(a for a in assessments if a.series.suite == suite)
+        places = {commit.hash: at for at, commit in enumerate(of_suite)}
         caption = f"{metric} of {suite} over commits{f', in {unit}' if unit else ''}{more}"
         name = f"{'quiet' if quiet else 'steps'}-{number}"
         said = (
@@ -305,21 +305,15 @@ def step_words(of: Assessment, step: Step) -> str:
     return f"{kind}: {size} ({levels}) in {step.commit_range}{also and ', also changed' + also[1:]}"
 
 
-def _range(pick: Callable[[Iterable[float]], float]) -> Callable[[Assessment], str]:
-    return lambda of: of.series.spelled(pick(point.value for point in of.series.points))
-
-
-_COLUMNS = (
-    *OVERVIEW,
-    Column("lowest", "lowest", of=_range(min)),
-    Column("highest", "highest", of=_range(max)),
-    Column("what changed", "what", of=lambda of: "; ".join(step_words(of, step) for step in of.steps)),
-)
-
-
 def series_table(name: str, caption: str, assessments: Sequence[Assessment], **further: Any) -> DataTable:
     """A line for each series: what `spbench history` says of it, its range over commits, and its steps."""
-    return DataTable(name, caption, Table.of(caption, _COLUMNS, assessments).lines, **further)
+    lines = []
+    for of in assessments:
+        values = [point.value for point in of.series.points]
+        levels = {"lowest": of.series.spelled(min(values)), "highest": of.series.spelled(max(values))}
+        steps = {"what changed": "; ".join(step_words(of, step) for step in of.steps)}
+        lines.append(series_ends(of) | levels | steps)
+    return DataTable(name, caption, lines, **further)
 
 
 def quiet_table(assessments: Sequence[Assessment]) -> DataTable | None:
