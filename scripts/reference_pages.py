@@ -214,7 +214,8 @@ def commands_page() -> str:
     parts = []
     for name in COMMANDS.names():
         command = COMMANDS.load(name)
-        text = command.get_help(click.Context(command, info_name=f"spbench {name}", max_content_width=100))
+        names = {"help_option_names": ["-h", "--help"], "terminal_width": 100}
+        text = command.get_help(click.Context(command, info_name=f"spbench {name}", **names))
         parts.append(f"## spbench {name}\n\n```text\n{text}\n```\n")
     return f"""{MARK}# Commands
 
