@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.slow import slow
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SIZES = {"hidden": 64, "heads": 4, "kv_heads": 2, "inner": 96, "vocabulary": 128}
 ON_CPU = ["--device", "cpu", "--seq-len", "32", *(x for n, v in SIZES.items() for x in ("--set", f"{n}={v}"))]
@@ -84,7 +86,7 @@ def gradients(step: dict[str, Any], variant: str, recompute: str, backend: str) 
 
 
 @pytest.mark.parametrize(
-    ("variant", "recompute"), [("fused", "none"), ("compiled", "none"), ("compiled", "full")]
+    ("variant", "recompute"), [("fused", "none"), ("compiled", "none"), slow("compiled", "full")]
 )
 def test_variants_have_the_gradients_of_eager_ones(
     step: dict[str, Any], variant: str, recompute: str
