@@ -214,7 +214,8 @@ def commands_page() -> str:
     parts = []
     for name in COMMANDS.names():
         command = COMMANDS.load(name)
-        text = command.get_help(click.Context(command, info_name=f"spbench {name}", max_content_width=100))
+        names = {"help_option_names": ["-h", "--help"], "terminal_width": 100}
+        text = command.get_help(click.Context(command, info_name=f"spbench {name}", **names))
         parts.append(f"## spbench {name}\n\n```text\n{text}\n```\n")
     return f"""{MARK}# Commands
 
@@ -243,9 +244,13 @@ def pages() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    old = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
+    old = {
+        path: text
+        for path, text in pages().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    }
     for path, text in old.items():
         print(path.relative_to(ROOT))
         if "--check" not in sys.argv:
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
     sys.exit("--check" in sys.argv and bool(old))
