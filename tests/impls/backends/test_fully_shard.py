@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import MemoryLog, VirtualEngine, measure, model_parameters, rank_classes, run_cell
+from spbench.bench.measure import MemoryLog, VirtualEngine, model_parameters, rank_classes, run_cell
 from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.run_cell import measure
 from spbench.bench.measure.engines.setup import build_training
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case

@@ -17,7 +17,8 @@ import pytest
 
 from spbench.bench.cell import Cell, Learning, Sizes
 from spbench.bench.errors import UserError
-from spbench.bench.measure import RESULTS_FILE, Crew, ResultsFile, as_frame, measure, read_rows
+from spbench.bench.measure import RESULTS_FILE, Crew, ResultsFile, as_frame, read_rows
+from spbench.bench.measure.engines.run_cell import measure
 from spbench.bench.measure.sweep.sweep import _relative_cost, as_row, sweep, unfinished
 from spbench.bench.measurement import Outcome
 from spbench.bench.row import Row
