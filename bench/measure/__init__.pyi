@@ -119,6 +119,7 @@ from spbench.bench.measure.sweep.executor import executor_at as executor_at
 from spbench.bench.measure.sweep.provenance import COMMITS as COMMITS
 from spbench.bench.measure.sweep.provenance import check_same_code as check_same_code
 from spbench.bench.measure.sweep.provenance import commit_of as commit_of
+from spbench.bench.measure.sweep.provenance import cpu_model as cpu_model
 from spbench.bench.measure.sweep.provenance import memory_bytes as memory_bytes
 from spbench.bench.measure.sweep.provenance import provenance as provenance
 from spbench.bench.measure.sweep.results import RESULTS_FILE as RESULTS_FILE

@@ -24,8 +24,8 @@ from spbench.bench.measure import (
     Network,
     RatedCollective,
     Sourced,
+    cpu_model,
     launch,
-    provenance,
     trace_rank,
 )
 from spbench.bench.tools.calibrate.collective_rates import (
@@ -105,7 +105,7 @@ def _on_rank(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> dict[str, Any]:
     points += operator_points(mesh, cell, sweep)
     points += collective_rates(mesh.device_type, sweep)
     memory, threads = None, torch.get_num_threads()
-    name = f"{provenance()['cpu']}, {threads} thread{'s' * (threads > 1)}"
+    name = f"{cpu_model()}, {threads} thread{'s' * (threads > 1)}"
     if mesh.device_type == "cuda":
         free, total = torch.cuda.mem_get_info()
         memory = total, max(0, total - free - torch.cuda.memory_reserved())
