@@ -19,11 +19,12 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.files import CACHE_FOLDER
-from spbench.bench.measure import plan, run_cell
 from spbench.bench.measure.engines import traces, tracing, virtual
 from spbench.bench.measure.engines.interleaved_turns import InterleavedTurns
 from spbench.bench.measure.engines.listed import Listed, NotAlike
+from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.repeating_runs import DeepList, runs_of
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.step_line import StepNumbers, calls_on_line, counts_on_line, on_line
 from spbench.bench.measure.engines.traces import DamagedTrace, Trace, from_bytes, to_bytes, trace_key
 from spbench.bench.measure.engines.tracing import trace
@@ -32,6 +33,7 @@ from spbench.bench.measure.simulator.program import Flops
 from spbench.bench.measure.trace.meter import CommunicationMeter, Operation
 from spbench.impls.training.turns import Turns
 from tests.measure.engines.cells import SMALL, approximately, cell, differences, staged
+from tests.slow import slow
 
 
 class Written:
@@ -348,7 +350,13 @@ def test_a_step_that_is_short_is_run_whole() -> None:
         assert not [*InterleavedTurns(turns).shorter()]
 
 
-SHORTENED = [*((4, 2, rank, "legacy_ddp") for rank in (0, 2, 3)), (6, 4, 3, "megatron")]
+#: stages of which the default run has the first, the last, and one between them under overlaps
+SHORTENED = [
+    (4, 2, 0, "legacy_ddp"),
+    slow(4, 2, 2, "legacy_ddp"),
+    (4, 2, 3, "legacy_ddp"),
+    (6, 4, 3, "megatron"),
+]
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "rank", "backend"), SHORTENED)

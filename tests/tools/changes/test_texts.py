@@ -1,11 +1,8 @@
-"""What exports, the gate and histories print of made-up results: texts beside this file, each of which was
-read once, so that a change of one is a diff. With SPBENCH_WRITE_TEXTS=1 in the environment, this file writes
-them anew."""
+"""What exports, the gate and histories print of made-up results."""
 
 from __future__ import annotations
 
 import copy
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +13,7 @@ import pytest
 from tests.tools.changes.records import MACHINE, OTHER, Cell, cell, commit, nightly
 from tests.tools.changes.rows import CLAIM, ENTRY, EVERYTHING, TABLE, folder, made_up, one_byte_more
 from tests.tools.commands.conftest import Run
+from tests.tools.texts import hold
 
 TEXTS = Path(__file__).with_name("texts")
 
@@ -83,10 +81,7 @@ def test_the_text_is_the_one_that_was_read(name: str, command_line: Run) -> None
     code, out, err = command_line(*COMMANDS[name].split())
     files = [f"-- {path.name}\n{path.read_text()}" for path in sorted(Path().glob("out/*"))]
     text = "".join([f"exit code {code}\n", out, *files, f"-- standard error\n{err}" if err else ""])
-    if "SPBENCH_WRITE_TEXTS" in os.environ:
-        TEXTS.mkdir(exist_ok=True)
-        (TEXTS / name).write_text(text)
-    assert (TEXTS / name).read_text() == text
+    hold(TEXTS / name, text)
 
 
 def test_every_text_is_of_a_command() -> None:
