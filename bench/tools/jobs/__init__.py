@@ -17,7 +17,7 @@ from functools import cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
-from spbench.impls.discovery import FunctionModules
+from spbench.impls import FunctionModules
 
 
 class Jobs(FunctionModules):

@@ -8,7 +8,7 @@ from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.megatron_layers import pattern_of, stages_of
 from spbench.bench.tools.jobs.megatron_model import layers_of
 from spbench.bench.tools.jobs.rules import call
-from spbench.impls.options import LARGEST_OF
+from spbench.impls import LARGEST_OF
 
 _PIPELINE_SPLITS = (
     "--decoder-first-pipeline-num-layers",

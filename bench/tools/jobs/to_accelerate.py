@@ -9,7 +9,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.setting_values import CONFIG
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.flags import Flag, Flags, several_ranks
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset
 
 _SCRIPT = "train.py"
 #: by strategy: how torch's context parallelism rotates keys and values

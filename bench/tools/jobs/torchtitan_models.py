@@ -12,7 +12,7 @@ from typing import Any
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import table_content
 from spbench.bench.tools.jobs.rules import call
-from spbench.impls.models.model import Model, model_preset
+from spbench.impls import Model, model_preset
 
 #: converters that make linear layers multiply in eight bits
 _LINEAR = ("quantize.linear.float8", "float8")

@@ -19,7 +19,7 @@ from spbench.bench.tools.jobs.flags import Flags, differences, flag_changes, pro
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.bench.tools.papers.megatron_cases import cases
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 
 #: a step of Llama-3-8B as Megatron-LM and torchtitan run it
 BOTH: dict[str, Any] = {
