@@ -244,9 +244,13 @@ def pages() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    old = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
+    old = {
+        path: text
+        for path, text in pages().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    }
     for path, text in old.items():
         print(path.relative_to(ROOT))
         if "--check" not in sys.argv:
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
     sys.exit("--check" in sys.argv and bool(old))

@@ -131,16 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def launched_exit_code(arguments: Sequence[str] | None) -> int:
-    """The exit code of a process that torchrun, or a launcher like it, has started. The first process runs
-    the command line, on the ranks of all of them; each other process runs its rank."""
-    from spbench.bench.measure import Launched, coordinating, serve
+    """As :func:`run_launched`, of a command line."""
+    from spbench.bench.measure import run_launched
 
     try:
-        launched = Launched.here()
-        if launched.rank:
-            return serve(launched)
-        with coordinating(launched):
-            return exit_code(arguments)
+        return run_launched(lambda: exit_code(arguments))
     except UserError as error:  # before there are ranks
         return _complain(str(error), 2, traced=True)
 

@@ -54,7 +54,6 @@ from spbench.bench.measure.engines.rank_memory import host_peaks as host_peaks
 from spbench.bench.measure.engines.rank_memory import limit_by_host as limit_by_host
 from spbench.bench.measure.engines.rank_memory import usable_memory_bytes as usable_memory_bytes
 from spbench.bench.measure.engines.run_cell import Run as Run
-from spbench.bench.measure.engines.run_cell import measure as measure
 from spbench.bench.measure.engines.run_cell import run_cell as run_cell
 from spbench.bench.measure.engines.setup import set_up as set_up
 from spbench.bench.measure.engines.step_line import StepNumbers as StepNumbers
@@ -80,9 +79,7 @@ from spbench.bench.measure.processes.child import when_parent_is_gone as when_pa
 from spbench.bench.measure.processes.starting import beginning_server as beginning_server
 from spbench.bench.measure.processes.starting import environment_of_child as environment_of_child
 from spbench.bench.measure.processes.starting import usable_cores as usable_cores
-from spbench.bench.measure.processes.torchrun import Launched as Launched
-from spbench.bench.measure.processes.torchrun import coordinating as coordinating
-from spbench.bench.measure.processes.torchrun import serve as serve
+from spbench.bench.measure.processes.torchrun import run_launched as run_launched
 from spbench.bench.measure.scenarios.choices import LISTED as LISTED
 from spbench.bench.measure.scenarios.choices import OF_CLASSES as OF_CLASSES
 from spbench.bench.measure.scenarios.choices import cell_names as cell_names
@@ -124,7 +121,6 @@ from spbench.bench.measure.sweep.provenance import check_same_code as check_same
 from spbench.bench.measure.sweep.provenance import commit_of as commit_of
 from spbench.bench.measure.sweep.provenance import cpu_model as cpu_model
 from spbench.bench.measure.sweep.provenance import memory_bytes as memory_bytes
-from spbench.bench.measure.sweep.provenance import project_commit as project_commit
 from spbench.bench.measure.sweep.provenance import provenance as provenance
 from spbench.bench.measure.sweep.results import RESULTS_FILE as RESULTS_FILE
 from spbench.bench.measure.sweep.results import ResultsFile as ResultsFile
@@ -136,14 +132,12 @@ from spbench.bench.measure.sweep.results import read_new_rows as read_new_rows
 from spbench.bench.measure.sweep.results import read_rows as read_rows
 from spbench.bench.measure.sweep.scenario_run import RanScenario as RanScenario
 from spbench.bench.measure.sweep.scenario_run import run_cells as run_cells
-from spbench.bench.measure.sweep.sweep import as_row as as_row
 from spbench.bench.measure.sweep.sweep import changed_parts as changed_parts
 from spbench.bench.measure.sweep.sweep import digest as digest
 from spbench.bench.measure.sweep.sweep import digests_of_a_run as digests_of_a_run
 from spbench.bench.measure.sweep.sweep import is_final as is_final
 from spbench.bench.measure.sweep.sweep import outdated as outdated
 from spbench.bench.measure.sweep.sweep import run_sweep as run_sweep
-from spbench.bench.measure.sweep.sweep import unfinished as unfinished
 from spbench.bench.measure.sweep.worker import Crew as Crew
 from spbench.bench.measure.trace.memory_log import CATEGORIES as CATEGORIES
 from spbench.bench.measure.trace.memory_log import MemoryLog as MemoryLog

@@ -1,6 +1,7 @@
 """The rooms of bench are as CONTRIBUTING.md has them, and within the budget that stands there."""
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -11,6 +12,7 @@ import click
 import pytest
 
 from spbench import impls
+from spbench.bench import measure
 from spbench.bench.command_line.cli import cli
 from tests.api.test_contributing import ROOT, table
 
@@ -161,6 +163,18 @@ def test_each_name_at_the_door_is_taken_and_is_no_room() -> None:
     taken = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "spbench.bench.measure"]
     assert {alias.name for node in taken for alias in node.names} == {*door_names()}
     assert not {*door_names()} & {path.name for path in (ROOT / "bench/measure").iterdir()}
+
+
+def test_each_name_at_the_door_says_what_it_is() -> None:
+    """A function or a class in its docstring, a constant in a comment above it."""
+    unsaid = []
+    for name, home in door_names().items():
+        value, source = getattr(measure, name), inspect.getsource(import_module(home))
+        above = re.search(rf"^#: .*\n(?:(?:#: |\w+ = ).*\n)*(?:\w+, )*{name}\b.* = ", source, re.M)
+        is_defined = inspect.isclass(value) or re.search(rf"^def {name}\b", source, re.M)
+        said = value.__doc__ if is_defined else above
+        unsaid += [] if said else [name]
+    assert not unsaid
 
 
 @pytest.mark.parametrize(("of", "most"), table("of"))

@@ -13,6 +13,7 @@ from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measurement import Measurement, Outcome, shortened
 from spbench.impls import Unavailable, Unsupported, exits_refused, printed, told
 
+#: measures a cell
 Run = Callable[[Cell], Measurement]
 
 

@@ -124,6 +124,7 @@ def trace(
     return replace(rank_trace, memory=rank_trace.memory.with_workspaces(workspace_bytes(cell)))
 
 
+#: :func:`trace` at the door, where a room has that name
 trace_rank = trace
 
 

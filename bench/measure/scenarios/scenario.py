@@ -103,6 +103,7 @@ def _text(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+#: the package of the scenarios that come with spbench
 PACKAGE = "spbench.scenarios"
 
 

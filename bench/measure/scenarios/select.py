@@ -24,6 +24,7 @@ from spbench.bench.setting_values import names_a_file, read_model_file, size
 from spbench.bench.yaml_files import dotted
 from spbench.impls import model_preset, published_model
 
+#: in place of a variant's name: all variants
 ALL = "all"
 
 #: the value of a setting that a cell leaves out

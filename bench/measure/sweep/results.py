@@ -91,6 +91,7 @@ def as_frame(rows: Iterable[Row]) -> DataFrame:
     return DataFrame(flat_rows([*rows]))
 
 
+#: the file of rows in the output folder of a run
 RESULTS_FILE = "cells.jsonl"
 
 #: how a row begins as it is written, also one that was cut short

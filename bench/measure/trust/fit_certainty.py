@@ -20,7 +20,9 @@ from spbench.bench.measurement import filled, returned_bytes
 from spbench.bench.units import card_gib, shown_share
 from spbench.impls import MEETINGS, PLUS, model_preset
 
+#: the verdicts on whether memory suffices
 FITS, TIGHT, NO = "fits", "tight", "no"
+#: the file of measured runs that the verdicts rest on
 CERTAINTY_FILE = "fit_certainty.json"
 #: so many measured numbers of a backend say how far its programs may be above what is simulated: by more than
 #: this share of them were

@@ -26,6 +26,7 @@ from spbench.bench.measurement import Count, Number, Signed, Text
 from spbench.bench.row import problem
 from spbench.impls import plugin_files
 
+#: the file of verdicts in a folder of results
 VERDICTS_FILE = "verdicts.jsonl"
 
 #: a :class:`VerifyRow` by its fields, with those of the head of its run

@@ -156,23 +156,16 @@ def formula_lines(row: Row) -> list[Line]:
     """What a rank sends in a step of a cell, in bytes, by phase, collective and axis: by the closed form, as
     metered, and the difference, which is 0 where both are right. Where the row says that another rank
     differs, it has a line of its own."""
-    measured = row["measurement"]
-    lines: dict[tuple[str, ...], Line] = {}
-    purposes: dict[tuple[str, ...], dict[str, None]] = {}
-    for column, entries in ((_FORMULA, "formula"), (_METERED, "communication")):
-        for entry in measured.get(entries) or []:
-            line = lines.setdefault(_place(entry), _line(entry, ""))
-            line[column] += entry["sent_bytes"]
-            if column == _FORMULA:
-                purposes.setdefault(_place(entry), {})[entry["purpose"]] = None
-    for place, line in lines.items():
-        line["purpose"] = ", ".join(purposes.get(place, ()))
-        line["difference"] = line[_METERED] - line[_FORMULA]
-    differing = {place for place, line in lines.items() if line["difference"]}
+    measured, lines = row["measurement"], {}
+    formula, metered = (grouped(measured.get(name) or [], _place) for name in ("formula", "communication"))
+    for place in formula | metered:
+        purposes = dict.fromkeys(entry["purpose"] for entry in formula.get(place, ()))
+        sent = (sum(entry["sent_bytes"] for entry in of.get(place, ())) for of in (formula, metered))
+        lines[place] = _line(place, ", ".join(purposes), *sent)
     others = [
-        _line(entry, f"on rank {entry['rank']}", entry["formula_bytes"], entry["metered_bytes"])
+        _line(_place(entry), f"on rank {entry['rank']}", entry["formula_bytes"], entry["metered_bytes"])
         for entry in measured.get("formula_difference") or []
-        if _place(entry) not in differing
+        if not lines.get(_place(entry), {}).get("difference")
     ]
     return [line for line in lines.values() if line[_FORMULA] or line[_METERED]] + others
 
@@ -181,10 +174,9 @@ def _place(entry: Mapping[str, Any]) -> tuple[str, ...]:
     return entry["phase"], entry["collective"].replace("_", "-"), entry.get("axis", "")
 
 
-def _line(entry: Mapping[str, Any], purpose: str, formula: float = 0, metered: float = 0) -> Line:
-    place = dict(zip(("phase", "collective", "axis"), _place(entry), strict=True))
-    numbers = {_FORMULA: formula, _METERED: metered, "difference": metered - formula}
-    return {**place, "purpose": purpose, **numbers}
+def _line(place: Sequence[str], purpose: str, formula: float, metered: float) -> Line:
+    about = dict(zip(("phase", "collective", "axis"), place, strict=True)) | {"purpose": purpose}
+    return {**about, _FORMULA: formula, _METERED: metered, "difference": metered - formula}
 
 
 def memory_lines(rows: Iterable[Row]) -> list[Line]:
