@@ -250,7 +250,7 @@ class Attended:
 
 
 def _places(parts: Numbers) -> Numbers:
-    """Where each part lies in memory, one after another."""
+    """The places in memory of parts that lie one after another."""
     lengths = parts[:, 3] - parts[:, 2]
     return np.cumsum(lengths) - lengths
 

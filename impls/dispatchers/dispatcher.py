@@ -149,7 +149,7 @@ class Dispatcher(ABC):
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Into how many runs the experts are divided of which it must know how many tokens meet each."""
+        """Numbers of equal runs of experts for which a dispatcher must know how many tokens meet each run."""
         return ()
 
     def sending(self) -> AbstractContextManager[None]:

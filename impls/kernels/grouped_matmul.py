@@ -118,7 +118,7 @@ def _by_torch(x: Tensor, other: int) -> bool:
 
 
 def _ends(rows: Sequence[int], x: Tensor) -> Tensor:
-    """Where each expert's rows end, [n], on the device of x."""
+    """The end of each expert's rows [n] int32, on the device of x."""
     return torch.tensor(list(accumulate(rows)), dtype=torch.int32, device=x.device)
 
 

@@ -183,7 +183,7 @@ def unpermute(rows: Tensor, places: Tensor, tokens: int, way: str) -> Tensor:
 
 
 def _row_order(sizes: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Where each row of the chunks in another order comes from."""
+    """For each row, once chunks are in another order, the number of the row that it was."""
     return reordered(torch.arange(sum(sizes)), sizes, order)
 
 

@@ -279,7 +279,7 @@ def settings_of(question: Question, strategy: str) -> list[dict[str, Any]]:
     if not question.program:
         return settings
     sizes = Sizes(dp=2, **dict.fromkeys(nesting(strategy).axes, 2))
-    cells = [question.on_two(strategy=strategy, sizes=sizes, strategy_options=each) for each in settings]
+    cells = [question.on_replicas(strategy=strategy, sizes=sizes, strategy_options=each) for each in settings]
     return [each for each, cell in zip(settings, cells, strict=True) if question.runs(cell, "strategy")]
 
 
@@ -299,7 +299,7 @@ def backend_settings(question: Question) -> list[dict[str, Any]]:
         if question.allows_backend(name)
         for own in cls.options_type.searched()
         if (each := question.own.training(name, own) if question.own else {"backend": name, **own})
-        and question.runs(question.on_two(each), "training")
+        and question.runs(question.on_replicas(training=each), "training")
     ]
     for name, value in question.options.items():
         section, _, option = name.partition(".")

@@ -93,11 +93,12 @@ class Question:
         """What the program has no arguments for, by the key of a cell."""
         return {}
 
-    def on_two(self, training: Mapping[str, Any] = {}, **parts: Any) -> Cell:
-        """The cell on two replicas, with settings of training and other parts: what a program is asked about
-        each by itself."""
+    def on_replicas(
+        self, dp: int = 2, batch: int = 2, training: Mapping[str, Any] = {}, **parts: Any
+    ) -> Cell:
+        """The cell on so many replicas, with settings of training and other parts."""
         content = {**self.cell.training.model_dump(exclude_defaults=True), **training}
-        update = {"sizes": Sizes(dp=2), "batch": 2, "training": TrainingOptions.model_validate(content)}
+        update = {"sizes": Sizes(dp=dp), "batch": batch, "training": TrainingOptions.model_validate(content)}
         return self.cell.model_copy(update={**update, **parts})
 
     def with_figures(self, figures: Mapping[str, str]) -> Question:
@@ -232,7 +233,7 @@ def _check(asked: Question) -> None:
     of_layouts = (*_BELONGS["strategy"], "training")
     lacking: list[str] = []
     for backend in names("backend"):
-        flags = program_flags(asked.program, asked.on_two({"backend": backend}))
+        flags = program_flags(asked.program, asked.on_replicas(training={"backend": backend}))
         lines = [line for line in flags.missing if not line.startswith(of_layouts)]
         if not lines:
             return

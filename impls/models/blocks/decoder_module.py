@@ -153,7 +153,7 @@ class Decoder(nn.Module):
         return self.strategy.random.dropout(x, self.model.dropout, self.strategy.position_axes)
 
     def _further(self, x: Tensor, inputs: Mapping[str, Tensor], places: Places) -> list[Tensor]:
-        """What each module of multi-token prediction gives the head [B, L, H]."""
+        """The normalised states [B, L, H] that each module of multi-token prediction gives the head."""
         results = []
         for place, name in enumerate(self.predictions):
             embedded = self.embedding(inputs["mtp_tokens"][..., place].contiguous())
@@ -174,7 +174,7 @@ class Decoder(nn.Module):
     def _further_losses(
         self, further: list[Tensor], inputs: Mapping[str, Tensor], loss: Tensor
     ) -> dict[str, Tensor]:
-        """The loss with those of multi-token prediction, and these alone."""
+        """``loss`` plus the losses of multi-token prediction, and their sum alone (``mtp_loss``)."""
         labels, weights = (inputs[f"mtp_{name}"] for name in ("labels", "weights"))
         total = loss.new_zeros(())
         for place in reversed(range(len(further))):
