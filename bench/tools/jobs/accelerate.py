@@ -83,7 +83,7 @@ def _named(prefix: str) -> ArgumentTable:
 def _launcher(words: Sequence[str], problems: list[str]) -> dict[str, Any]:
     """The options of the launcher as its file has them."""
     content: dict[str, Any] = {}
-    launcher = table_content("deepspeed")["launcher"]
+    launcher = table_content("accelerate")["launcher"]
     sections: Mapping[str, str] = launcher["sections"]
     for name, value in options_of(words, _named("accelerate."), problems):
         prefix = next((each for each in sections if name.startswith(f"{each}_")), None)

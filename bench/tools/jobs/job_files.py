@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,8 @@ def read_job(
     for file in given.files:
         if other := keyed_program(file) or started_program(file, unread=False):
             raise file.wrong(other)
-    jobs = _jobs(given, JOBS.names() if kind is None else [kind], kind)
+    kinds = [name for name in JOBS.names() if may_be(name, given)] if kind is None else [kind]
+    jobs = _jobs(given, kinds, kind)
     for file in given.files if not jobs and kind is None else ():
         if other := started_program(file, unread=True):
             raise file.wrong(other)
@@ -169,6 +171,24 @@ def read_job(
         what = f"a job of {' and of '.join(jobs)}: say which" if jobs else f"no job of {kind or 'any kind'}"
         raise UserError(f"{given.title}: {what} ({kinds})")
     return dataclasses.replace(next(iter(jobs.values())), strict=strict)
+
+
+def may_be(kind: str, files: JobFiles) -> bool:
+    """Whether a file has the signature of a kind of job: ``keys`` or, of a TOML, ``toml``, each with signs as
+    of :func:`has_keys`, by version where it has several; or regular expressions in the ``text`` of a script,
+    or in ``python``. A kind without a signature may be any."""
+    signature = JOBS.signature(kind)
+    keys = signature.get("keys", [])
+    signs = [*chain(*keys.values())] if isinstance(keys, Mapping) else keys
+    return not signature or any(_has_signature(file, signature, signs) for file in files.files)
+
+
+def _has_signature(file: JobFile, signature: Mapping[str, Any], signs: Sequence[str]) -> bool:
+    suffix = file.path.suffix
+    if suffix in _CONFIGURATIONS:
+        return has_keys(mapping_in(file), [*signs, *(signature.get("toml", ()) if suffix == ".toml" else ())])
+    pattern = signature.get("python" if suffix == ".py" else "text", "")
+    return bool(pattern and re.search(pattern, file.text, re.MULTILINE))
 
 
 def _jobs(given: JobFiles, kinds: Sequence[str], asked: str | None) -> dict[str, Job]:
