@@ -203,6 +203,31 @@ def _settings(cell: Cell) -> dict[str, Any]:
     )
 
 
+def facts_of(cell: Cell, model: Any) -> dict[str, Any]:
+    """What rules of a program's ``flags`` ask of a cell: its settings, by their paths, and the ``parts`` of
+    its strategy that have several ranks, as ``strategy``."""
+    strategy, mesh = several_ranks(cell)
+    training, options = cell.training, {"learned_positions": None, **vars(model)}
+    if isinstance(model, DecoderModel):
+        options["learned_positions"] = model.learned_positions
+    backend = backends()[training.backend].options_type()
+    own = asdict(set_options(backend, training.backend_options, training.backend))
+    micro = cell.shape[0] // (training.micro_batches * cell.sizes.dp)
+    return {
+        "strategy": strategy.name,
+        "precision": cell.precision,
+        "model": cell.model,
+        "batch": cell.shape[0],
+        "seq_len": cell.shape[1],
+        "micro_batch": micro,
+        "again": "full" if options.get("checkpointing") else options.get("recompute"),
+        **_of("sizes", {axis: mesh.get(axis, 1) for axis in MESH_AXES}),
+        **_of("strategy_options", dict(cell.strategy_options)),
+        **_of("model_options", options),
+        **_of("training", {**training.model_dump(include={*TrainingOptions.model_fields}), **own}),
+    }
+
+
 def without_effect(model: DecoderModel) -> set[str]:
     """Options of experts, latent attention, multi-token prediction and recomputation that a model without
     these has all the same."""

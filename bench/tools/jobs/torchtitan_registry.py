@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from spbench.bench.tools.jobs.argument_tables import table_content
 from spbench.bench.tools.jobs.job_files import JobFile
 from spbench.bench.tools.jobs.python_values import (
     CONFIGURATION,
@@ -17,21 +18,6 @@ from spbench.bench.tools.jobs.python_values import (
     syntax_of,
     value_of,
 )
-
-#: the models of torchtitan, with which the names of functions begin
-_MODELS = ("llama3", "llama4", "qwen3", "deepseek_v3", "gpt_oss")
-#: sections of the configurations in Python, and those of TOML that they were
-_RENAMED = {"profiler": "profiling", "validator": "validation", "dataloader": "training.dataloader"}
-#: sections on which nothing depends, whose values may be any expression
-_IDLE = ("dataloader", "metrics", "profiler", "checkpoint", "validator", "lr_scheduler", "tokenizer")
-#: classes that say a mode of activation_checkpoint
-_MODES: Mapping[str, Mapping[str, str]] = {
-    "SelectiveAC": {"mode": "selective", "selective_ac_option": "op"},
-    "FullAC": {"mode": "full"},
-    "MemoryBudgetAC": {"mode": "memory_budget"},
-}
-#: chunks of the loss of ChunkedLossWrapper
-_CHUNKS = 8
 
 
 def registered(file: JobFile) -> dict[str, Any] | None:
@@ -45,7 +31,7 @@ def registered(file: JobFile) -> dict[str, Any] | None:
     if not functions:
         return None
     function = chosen_function(file, functions)
-    name = next((model for model in _MODELS if function.startswith(model)), None)
+    name = next((model for model in _registry()["models"] if function.startswith(model)), None)
     content: dict[str, Any] = {"model": {} if name is None else {"name": name}}
     for key, node in MakingFunctions(file, functions).keys(function).items():
         section, dot, inner = key.partition(".")
@@ -63,6 +49,11 @@ def registered(file: JobFile) -> dict[str, Any] | None:
         else:
             content[key] = plain(file, node)
     return content
+
+
+def _registry() -> Mapping[str, Any]:
+    registry: Mapping[str, Any] = table_content("torchtitan")["registry"]
+    return registry
 
 
 def _makes(function: ast.FunctionDef) -> bool:
@@ -87,15 +78,16 @@ def _add_section(
     file: JobFile, content: dict[str, Any], name: str, kind: str, given: Mapping[str, ast.expr]
 ) -> None:
     """Add what is given of a section, under its name in TOML; ``kind``: the class that makes it."""
-    above, _, inner = _RENAMED.get(name, name).partition(".")
+    above, _, inner = _registry()["renamed"].get(name, name).partition(".")
     section: dict[str, Any] = {}
     if name == "loss":
-        section = {"num_chunks": _CHUNKS} if kind == "ChunkedLossWrapper" else {}
         given = {key: node for key, node in given.items() if not key.startswith(("loss_fn", "global_"))}
     for key, node in given.items():
-        if name not in _IDLE or not is_unknown(value_of(node, {})):
+        if name not in _registry()["idle"] or not is_unknown(value_of(node, {})):
             section[key] = plain(file, node)
     if inner and "dataset" in section:
         content.setdefault(above, {})["dataset"] = section.pop("dataset")
     place = content.setdefault(above, {})
-    (place.setdefault(inner, {}) if inner else place).update({**_MODES.get(kind, {}), **section})
+    (place.setdefault(inner, {}) if inner else place).update(
+        {**_registry()["classes"].get(kind, {}), **section}
+    )

@@ -20,47 +20,8 @@ from spbench.bench.tools.jobs.rules import follow
 from spbench.bench.tools.jobs.transformers_pipeline import set_pieces, set_pipeline
 from spbench.bench.tools.jobs.transformers_step import EXPERTS, WHOLE_EMBEDDING, Said, TransformersStep
 
-#: by how a sequence is split: the strategy, and its own options
-SEQUENCES = {
-    "ulysses": ("ulysses", {}),
-    "ring": ("ring_attention", {"placement": "zigzag"}),
-    "ring of chunks": ("ring_attention", {"placement": "contiguous"}),
-    "all-gather": ("all_gather_kv", {"gradients": "ring", "placement": "zigzag"}),
-    "all-gather by heads": ("all_gather_kv", {"placement": "contiguous"}),
-}
-#: by the name that transformers, or a program around it, has for it
-ATTENTION = {
-    "sdpa": "flash_attention_2",
-    "flash_attention_2": "flash_attention_2",
-    "flash_attn": "flash_attention_2",
-    "flash_attention": "flash_attention_2",
-    "fa2": "flash_attention_2",
-    "flex_attention": "flash_attention_2",
-    "flash_attention_3": "flash_attention_3",
-    "fa3": "flash_attention_3",
-    "eager": "unfused",
-    "auto": "flash_attention_2",
-    "flex": "flash_attention_2",
-    "te": "cudnn",
-    "cudnn": "cudnn",
-}
-#: torch's own, which gives values whose heads are of another size than keys' to a kernel that takes them:
-#: cuDNN, or the memory-efficient one, which keeps as much (can_use_*_attention of aten's cuda/sdp_utils.cpp)
-_OF_TORCH = ("sdpa", "auto", "flex_attention", "flex")
-#: families of config.json whose models have a layer for each projection
-SEPARATE = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"}
-#: families whose MLPs have no gate, or another activation than SiLU on it
-WITHOUT_SWIGLU = {
-    *("gpt_oss", "nemotron_h", "gpt2", "gpt_neox", "bert", "phi", "falcon"),
-    *("gemma", "gemma2", "gemma3", "gemma3_text"),
-}
 #: what torch.compile makes one kernel of that keeps fewer tensors: words of model_options.fusions
 FUSED_BY_COMPILER = ("swiglu", "rope")
-#: keys that name a model in programs whose files may leave it out
-_MODELS = (
-    *("model.model_path", "model.pretrained_model_name_or_path", "model.path"),
-    "TrainingArguments.model_name_or_path",
-)
 
 
 def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
@@ -103,16 +64,17 @@ def _facts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> dic
     kind, family = step.sharding.value, str(fields.get("model_type", ""))
     if kind == "ddp" and step.half.value and settings.get("sizes.dp") == 1:
         kind = "alone"
+    shared = table_content("transformers")
     liger, fused = (str(each.value).split() for each in (step.liger, step.fused))
-    gated = family not in WITHOUT_SWIGLU and fields.get("hidden_act", "silu") == "silu"
+    gated = family not in shared["without_swiglu"] and fields.get("hidden_act", "silu") == "silu"
+    ranks, predicted = step.experts.value, step.predicted.value
     tiles, buffer, bits = step.mlp_tiles.value, step.buffer.value, step.quantized.value
-    predicted = step.predicted.value
     lacking = any(map(fields.get, ("kv_lora_rank", *LINEAR_ATTENTION))) or tiles
     unpacked = 4 if step.precision.value == "fp32" else 2
     facts |= {
         "routed": experts,
-        "experts_lacking": step.experts.value > 1 and bool(fields) and not experts,
-        "over_all_ranks": step.experts.value == math.prod(of_ranks),
+        "experts_lacking": isinstance(ranks, int) and ranks > 1 and bool(fields) and not experts,
+        "over_all_ranks": ranks == math.prod(of_ranks),
         "predicts": fields.get("num_nextn_predict_layers") is not None or predicted,
         "predicted_layers": predicted or 0,
         "predicted_note": "" if step.predicted.names else "transformers leaves them out",
@@ -123,7 +85,7 @@ def _facts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> dic
         "unpacked_bytes": f"{unpacked - bits / 8:g}" if isinstance(bits, int) else "",
         "family": family,
         "gated": gated,
-        "separate": step.library.value == "torch" and family in SEPARATE,
+        "separate": step.library.value == "torch" and family in shared["separate_projections"],
         "kernel": attention_of(str(step.attention.value), fields),
         "mlp_tile": fields.get("hidden_size") if tiles is True else tiles,
         # the clamped SwiGLU of gpt-oss's experts too
@@ -144,11 +106,13 @@ def _facts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> dic
 def attention_of(name: str, fields: Mapping[str, Any]) -> str | None:
     """The kernel that a program's word for attention stands for; ``fields`` are those of the config.json.
     FlashAttention-2 would have its values padded."""
-    if name in _OF_TORCH and fields.get("kv_lora_rank"):
+    shared = table_content("transformers")
+    if name in shared["attention_of_torch"] and fields.get("kv_lora_rank"):
         keys = sum(int(fields.get(f"qk_{part}_head_dim") or 0) for part in ("nope", "rope"))
         if keys != fields.get("v_head_dim"):
             return "cudnn"
-    return ATTENTION.get(name)
+    kernel: str | None = shared["attention"].get(name)
+    return kernel
 
 
 def _model(k: Account, model: Said, files: JobFiles) -> dict[str, Any]:
@@ -156,7 +120,14 @@ def _model(k: Account, model: Said, files: JobFiles) -> dict[str, Any]:
     configs = [str(file.path) for file in files.models]
     name = configs[0] if configs else model.value
     if not isinstance(name, str) or not name:
-        key = next((name for name in (*model.names, *_MODELS) if name in k.program_arguments), "")
+        key = next(
+            (
+                name
+                for name in (*model.names, *table_content("transformers")["models"])
+                if name in k.program_arguments
+            ),
+            "",
+        )
         given = f", or --given {key}=NAME" if key else ""
         k.problems.append(f"which model it is is not said; give its config.json beside{given}")
         return {}
@@ -205,7 +176,8 @@ def _layout(k: Account, step: TransformersStep, files: JobFiles) -> int | None:
         elif loss == TransformersStep.tensor_loss:
             k.approximate(WHOLE_EMBEDDING)
     if sp > 1:
-        strategy, options = SEQUENCES[step.sequence_by.value]
+        options = dict(table_content("transformers")["sequences"][step.sequence_by.value])
+        strategy = options.pop("strategy")
         strategies.append(strategy)
         names += (*step.sequence.names, *step.sequence_by.names)
         k.set("sizes.sp", sp, *step.sequence.names)
