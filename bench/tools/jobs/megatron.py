@@ -14,9 +14,14 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.launch import Launch, launched
 from spbench.bench.tools.jobs.megatron_kernels import CONTAINER, container_problems
-from spbench.bench.tools.jobs.megatron_layers import expert_sizes, has_experts, pattern_of
-from spbench.bench.tools.jobs.megatron_model import length_of, model_name, set_model
-from spbench.bench.tools.jobs.megatron_training import set_schedule
+from spbench.bench.tools.jobs.megatron_layers import (
+    expert_sizes,
+    has_experts,
+    length_of,
+    pattern_of,
+    set_schedule,
+)
+from spbench.bench.tools.jobs.megatron_model import model_name, set_model
 from spbench.bench.tools.jobs.rules import call
 from spbench.bench.tools.jobs.shell import Shell
 from spbench.bench.tools.jobs.shell_syntax import ShellError, given_flag, shown_word, unknown_in, words_in

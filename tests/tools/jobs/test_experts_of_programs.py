@@ -12,7 +12,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs import deepspeed
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
-from spbench.bench.tools.jobs.transformers_pipeline import layers_of, stages_of
+from spbench.bench.tools.jobs.transformers_settings import layers_of, stages_of
 from tests.tools.jobs.job_inputs import job_of
 
 TEXTS = {
