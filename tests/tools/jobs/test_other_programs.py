@@ -19,7 +19,7 @@ from spbench.bench.tools.jobs.job_files import (
     path_and_part,
     read_job,
 )
-from tests.tools.jobs.job_inputs import INPUTS
+from tests.tools.jobs.job_inputs import INPUTS, tabled
 from tests.tools.jobs.test_configurations import IN_PYTHON
 
 FILES = {
@@ -105,15 +105,7 @@ def test_a_script_that_tunes_by_preferences_is_refused_by_name() -> None:
         job(f"NPROC_PER_NODE=2 \\\nswift rlhf --rlhf_type dpo {TUNED}")
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        ("moonshotai/Moonlight-16B-A3B", {"kv_lora_rank": 512, "experts": 64, "shared_inner": 2816}),
-        ("Qwen/Qwen1.5-MoE-A2.7B", {"experts": 60, "shared_gate": True, "qkv_bias": True}),
-        ("zai-org/GLM-4.5-Air", {"experts": 128, "router": "sigmoid", "rotary_share": 0.5}),
-        ("mistralai/Mistral-Nemo-Base-2407", {"layers": 40, "head_dim": 128}),
-    ],
-)
+@tabled(__file__, "models_of_megatron_core_have_their_sizes")
 def test_models_of_megatron_core_have_their_sizes(model: str, expected: dict[str, Any]) -> None:
     options = made(
         f"NPROC_PER_NODE=8 megatron sft --model {model} --max_length 4096 --micro_batch_size 1 "
