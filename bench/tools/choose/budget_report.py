@@ -14,7 +14,7 @@ from spbench.bench.measure import with_band, written
 from spbench.bench.tools.choose.fit_verdict import MEMORY_COLUMNS, Verdict, columns
 from spbench.bench.tools.choose.fitting import Fitting
 from spbench.bench.tools.choose.under_budget import BudgetPlan
-from spbench.bench.tools.jobs.flags import flag_changes
+from spbench.bench.tools.jobs.flag_changes import flag_changes
 from spbench.bench.units import card_gib, shown_price
 
 #: switches that a terminal shows where no details are asked for

@@ -167,9 +167,9 @@ def read_job(
         if other := other_program(file, "text"):
             raise file.wrong(other)
     if len(jobs) != 1:
-        kinds = f"kinds: {', '.join(JOBS.names())}"
+        every = f"kinds: {', '.join(JOBS.names())}"
         what = f"a job of {' and of '.join(jobs)}: say which" if jobs else f"no job of {kind or 'any kind'}"
-        raise UserError(f"{given.title}: {what} ({kinds})")
+        raise UserError(f"{given.title}: {what} ({every})")
     return dataclasses.replace(next(iter(jobs.values())), strict=strict)
 
 

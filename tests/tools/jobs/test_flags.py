@@ -15,7 +15,8 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import changed, load_scenario
 from spbench.bench.tools.jobs import to_megatron
 from spbench.bench.tools.jobs.argument_tables import argument_table
-from spbench.bench.tools.jobs.flags import Flags, differences, flag_changes, program_flags
+from spbench.bench.tools.jobs.flag_changes import flag_changes
+from spbench.bench.tools.jobs.flags import Flags, differences, program_flags
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.bench.tools.papers.megatron_cases import cases

@@ -5,8 +5,10 @@ move something that is not modelled, or nothing.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.changed_figures import changed_cluster
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.tools.choose.anatomy import examine
+from spbench.bench.tools.jobs.argument_tables import program_table
 from spbench.bench.tools.jobs.job import Argument, Job
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.bench.tools.jobs.launch import Launch, launched
@@ -182,3 +185,38 @@ def test_every_entry_of_the_tables_has_a_reason() -> None:
             assert len(group["because"].split()) >= 3, group
     assert _rules(False)
     assert _rules(True)
+
+
+def _named(rules: Any) -> Iterator[str]:
+    """The arguments that rules of a table, or lines of a step, name in conditions and as keys."""
+    if isinstance(rules, list):
+        yield from (name for each in rules for name in _named(each))
+    elif isinstance(rules, dict):
+        conditions = rules.get("if", [])
+        for text in [conditions] if isinstance(conditions, str) else conditions:
+            yield from (re.split("[?=<>]", word.lstrip("!"))[0] for word in text.split())
+        for words in ("keys", "of", "from", "map", "map_given", "count", "any"):
+            text = rules.get(words, "")
+            yield from text.replace("|", " ").split() if isinstance(text, str) else ()
+        below = [each for key, each in rules.items() if key not in ("if", "keys")]
+        yield from (name for each in below for name in _named(each))
+
+
+def test_rules_name_arguments_that_there_are() -> None:
+    """Of another name nothing would ever be given, so that a rule would be silent."""
+    of_environment = re.compile(r"[A-Z][A-Z0-9_]+")
+    every = {path.stem: read_yaml(path) for path in TABLES.glob("*.yaml") if path.stem not in OWN}
+    tables = {kind: content for kind, content in every.items() if "rules" in content}
+    named = 0
+    for kind, content in tables.items():
+        versions = [program_table(kind, version) for version in content.get("versions", [""])]
+        arguments = {name for table in versions for name in table.arguments}
+        for section in ("rules", "step"):
+            rules = content.get(section, [])
+            for name in _named(
+                [*rules.values()] if section == "rules" and isinstance(rules, dict) else rules
+            ):
+                if name and name[0] not in "$%" and "*" not in name and not of_environment.fullmatch(name):
+                    named += 1
+                    assert name in arguments, f"{kind}.yaml: {name}"
+    assert named > 500
