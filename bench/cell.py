@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import cached_property
 from typing import Any, Literal, Self
 
@@ -37,10 +36,18 @@ from spbench.bench.setting_values import (
     with_suffix,
 )
 from spbench.bench.yaml_files import StrictModel
-from spbench.impls.axes import MESH_AXES, in_order, ranks_along, spelled
-from spbench.impls.folding import FOLDED_AXES, check_folds, given_folds
-from spbench.impls.registries import DEFAULT_BACKEND, backends
-from spbench.impls.strategies.nesting import nesting
+from spbench.impls import (
+    DEFAULT_BACKEND,
+    FOLDED_AXES,
+    MESH_AXES,
+    backend_defaults,
+    check_folds,
+    given_folds,
+    in_order,
+    nesting,
+    ranks_along,
+    spelled,
+)
 
 
 class _UsualSizes(StrictModel):
@@ -79,8 +86,7 @@ class Sizes(_UsualSizes):
     def by_axis(self) -> dict[str, int]:
         """The ranks along every axis, in the default order, then along folded axes of more than one rank; see
         :attr:`Cell.mesh_sizes` for a cell's own."""
-        of_mesh = {axis: getattr(self, axis, 1) for axis in MESH_AXES}
-        return of_mesh | given_folds(self.__pydantic_extra__)
+        return {axis: getattr(self, axis, 1) for axis in MESH_AXES} | given_folds(self.__pydantic_extra__)
 
     @property
     def world(self) -> int:
@@ -163,22 +169,16 @@ class TrainingOptions(BaseModel):
     @model_validator(mode="after")
     def _leave_out_defaults(self) -> TrainingOptions:
         """Forget options of the backend that are given as they are anyway, so that a cell has one key."""
-        given = self.__pydantic_extra__
-        if given:
-            for name, default in _backend_defaults(self.backend).items():
-                if name in given and given[name] == default and type(given[name]) is type(default):
-                    del given[name]
+        given = self.__pydantic_extra__ or {}
+        for name, default in backend_defaults(self.backend).items() if given else ():
+            if name in given and given[name] == default and type(given[name]) is type(default):
+                del given[name]
         return self
 
     @property
     def backend_options(self) -> Mapping[str, Any]:
         """The options of the backend that differ from their defaults, by name."""
         return self.__pydantic_extra__ or {}
-
-
-def _backend_defaults(name: str) -> dict[str, Any]:
-    """The options of a backend as they are by default, by name; none if there is no such backend."""
-    return asdict(backends()[name].options_type()) if name in backends() else {}
 
 
 class SearchRequest(StrictModel):

@@ -7,10 +7,14 @@ import re
 import reprlib
 from collections.abc import Iterable
 
-from spbench.impls.loose_files import raised
+from spbench.impls import raised
 
 #: characters of an input that a message repeats
 MOST_SHOWN = 200
+
+
+class Interrupted(Exception):
+    """A person ended what runs; the text says what is kept, and how it goes on."""
 
 
 class UserError(Exception):

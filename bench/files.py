@@ -25,7 +25,7 @@ from typing import Any
 from filelock import FileLock
 
 from spbench.bench.errors import UserError, shown
-from spbench.impls.loose_files import ONLY_DATA
+from spbench.impls import ONLY_DATA
 
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from spbench.bench.errors import UserError
 from spbench.bench.files import cache_folder, write_whole
-from spbench.impls.discovery import plugin_files
+from spbench.impls import plugin_files
 
 #: rooms and modules of bench that no measurement runs through; a new room counts until it is named here
 NOT_MEASURING = frozenset(

@@ -23,8 +23,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import decoded, parse_json, read_file
-from spbench.impls.models.huggingface.published import lacking_for, published_model, published_models
-from spbench.impls.options import LARGEST
+from spbench.impls import LARGEST, lacking_for, published_model, published_models
 
 #: of a suffix of a size, in either case: 128K is 128 * 1024
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -166,7 +165,7 @@ def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: must hold an object with the fields of a model's configuration")
     # imports torch, which commands that have no cell do without
-    from spbench.impls.models.huggingface.config import counting_fields
+    from spbench.impls import counting_fields
 
     try:
         return counting_fields(content)

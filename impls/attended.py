@@ -53,7 +53,7 @@ class Range(NamedTuple):
         return self.queries == self.keys and self.high == 0 and self.low <= 1 - self.queries
 
     def tiles(self, queries: int) -> Iterator[Range]:
-        """The same in ranges of at most that many queries, with the keys that they see."""
+        """This range in ranges of at most that many queries, each with the keys that its queries see."""
         for start in range(0, self.queries, queries):
             count = min(queries, self.queries - start)
             first = max(0, start + self.low)
@@ -77,12 +77,12 @@ class Ranges:
 
     @classmethod
     def of(cls, ranges: Iterable[Range]) -> Ranges:
-        """Those."""
+        """The ranges as one array of numbers."""
         return cls(np.array([*ranges], np.int64).reshape(-1, len(Range._fields)))
 
     @classmethod
     def from_text(cls, text: str) -> Ranges:
-        """Those whose :attr:`text` it is."""
+        """The ranges that have this :attr:`text`."""
         return cls(np.frombuffer(text.encode("latin-1"), np.int64).reshape(-1, len(Range._fields)))
 
     @cached_property
@@ -105,12 +105,12 @@ class Ranges:
 
     @property
     def queries(self) -> Interval:
-        """From the first query to the last, those between that see nothing too."""
+        """The interval from the first query to the last; some between may see no key."""
         return self._extent(0)
 
     @property
     def keys(self) -> Interval:
-        """Likewise of the keys."""
+        """The interval from the first key to the last."""
         return self._extent(2)
 
     def _extent(self, column: int) -> Interval:
@@ -118,12 +118,12 @@ class Ranges:
         return int(first.min()), int((first + count).max())
 
     def moved(self, queries: int, keys: int) -> Ranges:
-        """The same, where memory begins that much later."""
+        """The ranges as counted from later beginnings: ``queries`` rows and ``keys`` rows further on."""
         return Ranges(self.numbers - np.array([queries, 0, keys, 0, 0, 0]))
 
     @property
     def pairs(self) -> Numbers:
-        """Queries and keys that meet, of each [n]."""
+        """The number of pairs of a query and a key that meet, by range [n]."""
         _, queries, _, keys, low, high = self.numbers.T
         return _pairs_up_to(queries, keys, high) - _pairs_up_to(queries, keys, low - 1)
 
@@ -245,12 +245,12 @@ class Attended:
         low = 1 - m if self.window is None else np.maximum(1 - m, shift - self.window + 1)
         query = _places(queries)[mine] + begin - start
         key = _places(keys)[theirs] + behind - first
-        found = np.stack((query, m, key, n, low, np.minimum(shift, n - 1)), 1)
-        return Ranges(found[(m > 0) & (n > 0)])
+        columns = np.stack((query, m, key, n, low, np.minimum(shift, n - 1)), 1)
+        return Ranges(columns[(m > 0) & (n > 0)])
 
 
 def _places(parts: Numbers) -> Numbers:
-    """Where each part lies in memory, one after another."""
+    """The places in memory of parts that lie one after another."""
     lengths = parts[:, 3] - parts[:, 2]
     return np.cumsum(lengths) - lengths
 

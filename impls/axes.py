@@ -71,8 +71,8 @@ def whole_mesh(sizes: Sizes) -> dict[str, int]:
             raise ValueError(
                 f"axis {axis!r} of {size} ranks: the axes are {', '.join(MESH_AXES)}, each 1 or more"
             )
-    given = {axis: size for axis, size in sizes.items() if axis not in FOLDED_AXES}
-    return {**given, **{axis: 1 for axis in MESH_AXES if axis not in sizes}}
+    of_mesh = {axis: size for axis, size in sizes.items() if axis not in FOLDED_AXES}
+    return {**of_mesh, **{axis: 1 for axis in MESH_AXES if axis not in sizes}}
 
 
 def check_axis_names(order: Sequence[str]) -> None:

@@ -243,7 +243,8 @@ def _without_buffer(x: Tensor, buffer: ReusedBuffer, group: dist.ProcessGroup) -
 
 
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """In place, unless x may be a product that is kept for a second run, which would then be summed twice."""
+    """x summed over the group, in place; a copy of x where x may be kept for a second run of its layer, which
+    would sum it again."""
     return all_reduce(x.clone() if keeping() else x, group)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.impls.collectives import add_from_peer, all_reduce
-from spbench.impls.dispatchers.dispatcher import dispatchers
+from spbench.impls.dispatchers.dispatcher import all_dispatchers
 from spbench.impls.dispatchers.sent_tokens import planned_counts
 from spbench.impls.folding import FOLDED_AXES, folds
 from spbench.impls.layout import divisors
@@ -167,10 +167,10 @@ def by_partial_axes(
     parameters: Iterable[nn.Parameter], strategy: Strategy
 ) -> dict[tuple[str, ...], list[nn.Parameter]]:
     """Parameters in their order, by :meth:`Strategy.partial_axes`; those summed over most axes first."""
-    found: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    by_axes: dict[tuple[str, ...], list[nn.Parameter]] = {}
     for parameter in parameters:
-        found.setdefault(strategy.partial_axes(parameter), []).append(parameter)
-    return dict(sorted(found.items(), key=lambda entry: (-len(entry[0]), entry[0])))
+        by_axes.setdefault(strategy.partial_axes(parameter), []).append(parameter)
+    return dict(sorted(by_axes.items(), key=lambda entry: (-len(entry[0]), entry[0])))
 
 
 def composed_traffic(
@@ -254,7 +254,7 @@ class Chunks(nn.ModuleList):
 
     @property
     def unbatched(self) -> Any:
-        """As a model's module has it."""
+        """The inputs without a batch, as :attr:`Model.unbatched` names them."""
         return self[0].unbatched
 
 
@@ -292,7 +292,7 @@ def experts_traffic(site: Site, strategy: Strategy, element_bytes: int) -> Itera
         )
     if place.size("ep", "etp") > 1:
         tokens = d["B"] * d["L"] // place.size(*axes)
-        dispatcher = dispatchers()[call.dispatcher]
+        dispatcher = all_dispatchers()[call.dispatcher]
         planned = dispatcher(replace(place, mesh=None), call.plan.experts, "plain", call.node_ranks)
         counts = planned_counts(call, strategy, d["B"], d["L"], planned.parts)
         sends = planned.traffic(call, d["H"], tokens, counts, element_bytes)

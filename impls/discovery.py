@@ -54,7 +54,7 @@ def versions(requires: Iterable[str]) -> dict[str, str | None]:
 
 
 def absent(requires: Iterable[str]) -> list[str]:
-    """Those of the distributions that are not installed."""
+    """The distributions among these that are not installed."""
     return [name for name, found in versions(requires).items() if found is None]
 
 
@@ -72,7 +72,7 @@ def named_classes(package: str, base: type[T], group: str = "") -> Mapping[str, 
     Raises:
         DiscoveryError: two classes have one name, or an entry point cannot be loaded or names no such class.
     """
-    return _named_classes(package, base, group, loose_files.paths())  # type: ignore[arg-type]
+    return _named_classes(package, base, group, loose_files.loose_paths())  # type: ignore[arg-type]
 
 
 @cache
@@ -108,7 +108,7 @@ def named_values(package: str, attribute: str, kind: type[T], group: str = "") -
         DiscoveryError: two values have one name, a value has another type, or an entry point cannot be loaded
             or names no such mapping.
     """
-    return _named_values(package, attribute, kind, group, loose_files.paths())  # type: ignore[arg-type]
+    return _named_values(package, attribute, kind, group, loose_files.loose_paths())  # type: ignore[arg-type]
 
 
 @cache
@@ -135,8 +135,8 @@ class FunctionModules:
     """The functions in the modules of a package, each imported when it is loaded.
 
     The function NAME is ``function`` in a module whose path below the package is ``pattern`` with NAME for
-    its last star, with ``_`` for each ``-`` of the name; or it is assigned to ``function`` _ NAME in any such
-    module; or an entry point NAME of the group. Modules without such a function do not count.
+    its last star; or it is assigned to ``function`` _ NAME in any such module, each with ``_`` for ``-`` of
+    the name; or an entry point NAME of the group. Modules without such a function do not count.
 
     Attributes:
         package: import name of the package.
@@ -204,19 +204,19 @@ def _places(modules: FunctionModules, folders: Sequence[str]) -> Sequence[EntryP
     """Where the functions are, in plug-ins and in these folders of the package, by their names in
     alphabetical order; kept, as finding entry points reads a file of every distribution."""
     before, _, after = modules.pattern.rpartition("/")[2].partition("*")
+    dash = "-" if before else "_"
     places = [*entry_points(group=modules.group)] if modules.group else []
     for folder in folders:
         for path in Path(folder).glob(f"{modules.pattern}.py"):
             module = ".".join([modules.package, *path.relative_to(folder).with_suffix("").parts])
-            stem = path.stem.removeprefix(before).removesuffix(after)
             for attr, definition in _definitions(path).items():
                 if attr == modules.function:
-                    name = stem.replace("_", "-") if before else stem
+                    name = path.stem.removeprefix(before).removesuffix(after)
                 elif attr.startswith(f"{modules.function}_") and definition.is_assigned:
                     name = attr.removeprefix(f"{modules.function}_")
                 else:
                     continue
-                places.append(EntryPoint(name, f"{module}:{attr}", modules.group))
+                places.append(EntryPoint(name.replace("_", dash), f"{module}:{attr}", modules.group))
     return sorted(places, key=lambda place: (place.name, place.value))
 
 
@@ -281,7 +281,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][\w.-]*")
 
 
 class _Names:
-    """What was found, by name, and where."""
+    """Classes or values by name, and where each is defined."""
 
     def __init__(self, what: str):
         self.what = what
@@ -305,9 +305,9 @@ class _Names:
 
 def _modules(package: str) -> Iterator[ModuleType]:
     """The modules directly in a package, in alphabetical order; not its subpackages."""
-    for found in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        if not found.ispkg:
-            yield importlib.import_module(f"{package}.{found.name}")
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+        if not module.ispkg:
+            yield importlib.import_module(f"{package}.{module.name}")
 
 
 def _classes_in(place: Any, base: type) -> Iterator[type]:
@@ -341,7 +341,7 @@ def plugin_entries() -> list[EntryPoint]:
 def plugin_files() -> Iterator[Path]:
     """The Python files of the packages in which the entry points of plug-ins lie, and those that are in no
     package (:mod:`spbench.impls.loose_files`); nothing is imported."""
-    yield from loose_files.paths()
+    yield from loose_files.loose_paths()
     for package in {entry.module.split(".")[0] for entry in plugin_entries()}:
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.submodule_search_locations:

@@ -97,7 +97,7 @@ class Unsupported(ValueError):
 
 
 class Unavailable(Unsupported):
-    """What would run these sizes is not here now: ranks, GPUs, an installed package. Elsewhere it may be."""
+    """These sizes need something that this machine lacks: ranks, GPUs or a package. Another may have it."""
 
 
 @dataclass(frozen=True)

@@ -47,14 +47,14 @@ def is_packaged(cls: type) -> bool:
     return module.startswith("spbench.impls.") and not module.startswith(f"{__name__}.")
 
 
-def paths() -> tuple[Path, ...]:
+def loose_paths() -> tuple[Path, ...]:
     """The files that were added, in their order."""
     return _paths(os.environ.get(LOOSE_FILES, ""))
 
 
 @cache
 def _paths(joined: str) -> tuple[Path, ...]:
-    """Those of the variable; kept, as each look at a registry asks."""
+    """The files that the variable names; the result is kept, as each look at a registry asks."""
     return tuple(Path(path) for path in joined.split(os.pathsep) if path)
 
 
@@ -63,10 +63,10 @@ def modules() -> list[ModuleType]:
 
     Raises whatever the files raise as they are imported.
     """
-    return [importlib.import_module(_module_name(path)) for path in paths()]
+    return [importlib.import_module(_module_name(path)) for path in loose_paths()]
 
 
-def add(path: Path) -> ModuleType:
+def add_file(path: Path) -> ModuleType:
     """Import a file, and have it searched for strategies and models from now on, here and in all processes
     that this one starts.
 
@@ -78,11 +78,11 @@ def add(path: Path) -> ModuleType:
     if os.environ.get(ONLY_DATA):
         raise PermissionError("no code of files is run here; run the command in a shell instead")
     path = path.resolve()
-    for other in paths():
+    for other in loose_paths():
         if other != path and _module_name(other) == _module_name(path):
             raise ValueError(f"{path} and {other} have one name; rename one")
     before = os.environ.get(LOOSE_FILES, "")
-    os.environ[LOOSE_FILES] = os.pathsep.join(map(str, dict.fromkeys([*paths(), path])))
+    os.environ[LOOSE_FILES] = os.pathsep.join(map(str, dict.fromkeys([*loose_paths(), path])))
     try:
         return importlib.import_module(_module_name(path))
     except BaseException:
@@ -90,12 +90,12 @@ def add(path: Path) -> ModuleType:
         raise
 
 
-def digests() -> dict[str, str]:
-    """A digest of the content of each file that was added, by its path: what :func:`share` takes."""
-    return {str(path): _digest(path) for path in paths()}
+def file_digests() -> dict[str, str]:
+    """A digest of the content of each file that was added, by its path: what :func:`share_files` takes."""
+    return {str(path): _digest(path) for path in loose_paths()}
 
 
-def share(files: Mapping[str, str]) -> None:
+def share_files(files: Mapping[str, str]) -> None:
     """Have the files that another process has added found here too, and no others.
 
     Args:
@@ -105,9 +105,9 @@ def share(files: Mapping[str, str]) -> None:
         ValueError: a file is not here, or is not the same.
     """
     for name, digest in files.items():
-        here = _digest(Path(name)) if Path(name).is_file() else None
-        if here != digest:
-            what = "is not on" if here is None else "is another file on"
+        own_digest = _digest(Path(name)) if Path(name).is_file() else None
+        if own_digest != digest:
+            what = "is not on" if own_digest is None else "is another file on"
             raise ValueError(
                 f"{name} {what} {platform.node()}; put the same file there, on a file system that all share"
             )
@@ -129,7 +129,7 @@ class _Finder:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        file = next((file for file in paths() if _module_name(file) == name), None)
+        file = next((file for file in loose_paths() if _module_name(file) == name), None)
         return None if file is None else spec_from_file_location(name, file)
 
 
@@ -167,19 +167,19 @@ def raised(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
-def place(error: BaseException, files: Collection[Path] | None = None) -> str:
+def place_of_error(error: BaseException, files: Collection[Path] | None = None) -> str:
     """FILE:LINE of the last call in one of some files on the way to where an exception was raised; "" where
     there is none.
 
     Args:
         files: None: those that were added (:mod:`spbench.impls.loose_files`).
     """
-    names = {str(path) for path in (loose_files.paths() if files is None else files)}
+    names = {str(path) for path in (loose_files.loose_paths() if files is None else files)}
     calls = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, SyntaxError):
         calls.append((error.filename or "", error.lineno or 1))
-    found = [f"{file}:{line}" for file, line in calls if file in names]
-    return found[-1] if found else ""
+    places = [f"{file}:{line}" for file, line in calls if file in names]
+    return places[-1] if places else ""
 
 
 def printed(error: BaseException) -> str:
@@ -192,5 +192,5 @@ def printed(error: BaseException) -> str:
 
 def told(error: BaseException) -> str:
     """:func:`raised`, after the place in a file that was added, if there is one."""
-    at = place(error)
+    at = place_of_error(error)
     return f"{at}: {raised(error)}" if at else raised(error)

@@ -151,8 +151,8 @@ def check_choices(options: object, choices: Mapping[str, Iterable[str]]) -> None
 
 def with_options(options: T, changed: Mapping[str, Any]) -> T:
     """A frozen dataclass with those of some options changed that it has."""
-    known = {f.name for f in fields(options)}  # type: ignore[arg-type]
-    return replace(options, **{k: v for k, v in changed.items() if k in known})  # type: ignore[type-var]
+    names = {f.name for f in fields(options)}  # type: ignore[arg-type]
+    return replace(options, **{k: v for k, v in changed.items() if k in names})  # type: ignore[type-var]
 
 
 def set_options(defaults: T, given: Mapping[str, Any] | None, owner: str) -> T:

@@ -1,17 +1,20 @@
-"""Strategies, peers and data-parallel backends by name: those in the modules of their packages, and those of
-plug-ins. Nothing here imports torch before it is asked."""
+"""Strategies, peers, data-parallel backends and models by name: those in the modules of their packages, and
+those of plug-ins. Nothing here imports torch before it is asked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from spbench.impls.axes import MESH_AXES
-from spbench.impls.discovery import looked_up, named_classes
+from spbench.impls.discovery import looked_up, named_classes, named_values
+from spbench.impls.options import Options, set_options
 
 if TYPE_CHECKING:
     from spbench.impls.as_published.as_published import AsPublished
     from spbench.impls.backends.backend import Backend
+    from spbench.impls.models.model import Model
     from spbench.impls.peers.peer import Peer
     from spbench.impls.strategies.base import Strategy
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_BACKEND = "legacy_ddp"
 
 
-def strategies() -> Mapping[str, type[Strategy]]:
+def all_strategies() -> Mapping[str, type[Strategy]]:
     """Every strategy by name; plug-ins add theirs by entry points of the group `spbench.strategies`."""
     from spbench.impls.strategies.base import Strategy
 
@@ -27,30 +30,30 @@ def strategies() -> Mapping[str, type[Strategy]]:
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """The strategy of that name: of :func:`strategies`, of :func:`peers`, installed or not, or of
-    :func:`as_published`.
+    """The strategy of that name: of :func:`all_strategies`, of :func:`all_peers`, installed or not, or of
+    :func:`all_as_published`.
 
     Raises:
         KeyError: with the known names, if there is none.
     """
-    return looked_up({**as_published(), **peers(), **strategies()}, name, "strategy")
+    return looked_up({**all_as_published(), **all_peers(), **all_strategies()}, name, "strategy")
 
 
-def peers() -> Mapping[str, type[Peer]]:
+def all_peers() -> Mapping[str, type[Peer]]:
     """Every peer by name, whether or not its package is installed."""
     from spbench.impls.peers.peer import Peer
 
     return named_classes("spbench.impls.peers", Peer)
 
 
-def as_published() -> Mapping[str, type[AsPublished]]:
+def all_as_published() -> Mapping[str, type[AsPublished]]:
     """Every baseline as its authors ran it, by name; none is a method to use."""
     from spbench.impls.as_published.as_published import AsPublished
 
     return named_classes("spbench.impls.as_published", AsPublished)
 
 
-def backends() -> Mapping[str, type[Backend]]:
+def all_backends() -> Mapping[str, type[Backend]]:
     """Every backend by name; plug-ins add theirs by entry points of the group `spbench.backends`."""
     from spbench.impls.backends.backend import Backend
 
@@ -63,7 +66,49 @@ def backend_class(name: str) -> type[Backend]:
     Raises:
         KeyError: with the known names, if there is none.
     """
-    return looked_up(backends(), name, "backend")
+    return looked_up(all_backends(), name, "backend")
 
 
-MESH_AXES.look = strategies  # each brings its axes as it is imported
+def options_of_backend(name: str, given: Mapping[str, Any]) -> Options:
+    """The options of the backend of that name, some given by name; raises as :func:`set_options`."""
+    return set_options(backend_class(name).options_type(), given, f"backend {name}")
+
+
+def backend_defaults(name: str) -> dict[str, Any]:
+    """The options of a backend as they are by default, by name; none if there is no such backend."""
+    return asdict(all_backends()[name].options_type()) if name in all_backends() else {}
+
+
+def all_models() -> Mapping[str, Model]:
+    """Every model by name: the PRESETS of the modules of impls/models, and those that plug-ins add by entry
+    points of the group `spbench.models`, each of a module with PRESETS or of such a mapping."""
+    from spbench.impls.models.model import Model
+
+    return named_values("spbench.impls.models", "PRESETS", Model, "spbench.models")
+
+
+def model_preset(
+    name: str, options: Mapping[str, Any] | None = None, config: Mapping[str, Any] | None = None
+) -> Model:
+    """The model of that name with some of its options changed.
+
+    Args:
+        config: the fields of a Hugging Face config.json; then ``name`` is its path, for messages alone.
+
+    Raises:
+        KeyError: unknown name or option, with the known ones.
+        ValueError: the model refuses a value, or the config.json has something that no model here has.
+    """
+    return set_options(unchanged_model(name, config), options, f"model {name}")
+
+
+def unchanged_model(name: str, config: Mapping[str, Any] | None = None) -> Model:
+    """As :func:`model_preset`, its options as the preset or the config.json has them."""
+    if config is None:
+        return looked_up(all_models(), name, "model")
+    from spbench.impls.models.huggingface.config import model_from_config
+
+    return model_from_config(config)
+
+
+MESH_AXES.look = all_strategies  # each brings its axes as it is imported

@@ -49,11 +49,11 @@ class Traffic:
     varies: bool = False
 
     def over(self, *axes: str) -> Traffic:
-        """The same over the ranks along these axes."""
+        """This entry, sent over the ranks along these axes."""
         return replace(self, axes=axes)
 
     def times(self, n: int) -> Traffic:
-        """The same, n times over."""
+        """This entry with n times as many calls."""
         return replace(self, count=n * self.count)
 
     def group_size(self, sizes: Sizes) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from spbench.impls.kernels.rotary import rotated
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 
 MODEL = "llama3-8b"

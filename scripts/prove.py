@@ -16,14 +16,14 @@ from pathlib import Path
 
 from spbench.bench.measure.verify import proof
 from spbench.bench.measure.verify.verdicts import read_verdicts
-from spbench.impls.registries import strategies
+from spbench.impls.registries import all_strategies
 
 TREE = Path(__file__).parents[1]
 
 
 def _with_ranks() -> set[str]:
     """The strategies that could be wrong: the single device is what they are held against."""
-    return {name for name, cls in strategies().items() if cls.axes}
+    return {name for name, cls in all_strategies().items() if cls.axes}
 
 
 def main() -> None:

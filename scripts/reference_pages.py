@@ -20,14 +20,13 @@ from spbench.bench.cell import Cell
 from spbench.bench.command_line.cli import COMMANDS
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import without_own_rates
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table
+from spbench.bench.tools.run.kinds_of_work import without_own_rates
 from spbench.bench.units import six_digits
 from spbench.bench.yaml_files import packaged, read_yaml
 from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import models
-from spbench.impls.registries import strategies
+from spbench.impls.registries import all_models, all_strategies
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
@@ -76,14 +75,14 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def runs(strategy: str, feature: Mapping[str, Any]) -> str:
     """*yes* if the check of every run accepts the strategy with the feature on two ranks, else empty."""
     around = feature.get("around", "")
-    own = strategies()[strategy].axes
+    own = all_strategies()[strategy].axes
     inner = "cp" if around == "ulysses+" else own[0] if own else "dp"
     sizes = {name: feature[name] for name in ("pp", "ep", "tp") if name in feature} | {inner: 2}
     sizes |= {"sp": 2} if around == "ulysses+" else {}
     if around and strategy in ("single", around.removesuffix("+")):
         return "-"
     given = {key: feature[key] for key in ("model_options", "training") if key in feature}
-    meets = strategies()[strategy].meets
+    meets = all_strategies()[strategy].meets
     model = feature.get("model") or next(own for site, own in MODELS.items() if site in meets)
     if strategy == "lasp2h" and "model" not in feature:
         model = "hybrid-tiny"
@@ -95,7 +94,7 @@ def runs(strategy: str, feature: Mapping[str, Any]) -> str:
 
 
 def matrix() -> str:
-    rows = [[f"`{name}`", *(runs(name, each) for each in FEATURES.values())] for name in strategies()]
+    rows = [[f"`{name}`", *(runs(name, each) for each in FEATURES.values())] for name in all_strategies()]
     return table(["strategy", *FEATURES], rows)
 
 
@@ -137,7 +136,7 @@ def clusters() -> str:
 def presets() -> str:
     """Each module of models with its presets, and the kinds of attention that these ask for."""
     by_class = defaultdict[str, list[str]](list)
-    for name, model in models().items():
+    for name, model in all_models().items():
         by_class[type(model).__name__].append(f"`{name}`")
     return table(["kind of model", "presets"], ([kind, ", ".join(names)] for kind, names in by_class.items()))
 
@@ -215,7 +214,8 @@ def commands_page() -> str:
     parts = []
     for name in COMMANDS.names():
         command = COMMANDS.load(name)
-        text = command.get_help(click.Context(command, info_name=f"spbench {name}", max_content_width=100))
+        names = {"help_option_names": ["-h", "--help"], "terminal_width": 100}
+        text = command.get_help(click.Context(command, info_name=f"spbench {name}", **names))
         parts.append(f"## spbench {name}\n\n```text\n{text}\n```\n")
     return f"""{MARK}# Commands
 
@@ -244,9 +244,13 @@ def pages() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    old = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
+    old = {
+        path: text
+        for path, text in pages().items()
+        if not path.exists() or path.read_text(encoding="utf-8") != text
+    }
     for path, text in old.items():
         print(path.relative_to(ROOT))
         if "--check" not in sys.argv:
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
     sys.exit("--check" in sys.argv and bool(old))

@@ -19,16 +19,9 @@ from spbench.bench.measure import (
     ResultsFile,
     Scenario,
     as_frame,
-    as_row,
-    digests_of_a_run,
     impossible,
-    measure,
-    project_commit,
     read_rows,
-    run_cell,
     run_sweep,
-    unfinished,
-    unproven,
 )
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.yaml_files import dotted
@@ -91,23 +84,7 @@ def run(
         folder = output or stack.enter_context(tempfile.TemporaryDirectory(prefix="spbench-"))
         results = stack.enter_context(ResultsFile(Path(folder), fresh=fresh))
         _warn(results.problems)
-        if jobs == 0:
-            _run_here(cells, results)
-        else:
-            run_sweep(cells, results, jobs=jobs)
-        return as_frame(results.rows[cell.key] for cell in cells)
-
-
-def _run_here(cells: Sequence[Cell], results: ResultsFile) -> None:
-    """Run the cells that are unfinished in this process, one after another."""
-    digest_of = digests_of_a_run()
-    todo = unfinished(cells, results, digest_of)
-    made_by = {cell.key: digest_of(cell) for cell in todo}  # before the cells run, as in a sweep
-    refused = unproven(todo)
-    project = project_commit(Path.cwd())
-    for cell in todo:
-        outcome = refused.get(cell.key) or measure(run_cell, cell)
-        results.append(as_row(cell, outcome, made_by[cell.key], project))
+        return as_frame(run_sweep(cells, results, jobs=jobs))
 
 
 def _chosen(what: str | PathLike[str] | Scenario | Cell | Iterable[Cell], narrowing: Narrowing) -> list[Cell]:

@@ -24,9 +24,17 @@ from typing import Any, TextIO
 import click
 
 from spbench.bench.command_line.output import for_stream
-from spbench.bench.errors import MOST_SHOWN, UserError, described, one_line, shortened, shown, suggestion
-from spbench.impls.discovery import DiscoveryError, FunctionModules, installed_version
-from spbench.impls.loose_files import exits_refused, place
+from spbench.bench.errors import (
+    MOST_SHOWN,
+    Interrupted,
+    UserError,
+    described,
+    one_line,
+    shortened,
+    shown,
+    suggestion,
+)
+from spbench.impls import DiscoveryError, FunctionModules, exits_refused, installed_version, place_of_error
 
 COMMANDS = FunctionModules("spbench.bench.tools", "*/*_command", "command", "commands", "spbench.commands")
 
@@ -123,16 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def launched_exit_code(arguments: Sequence[str] | None) -> int:
-    """The exit code of a process that torchrun, or a launcher like it, has started. The first process runs
-    the command line, on the ranks of all of them; each other process runs its rank."""
-    from spbench.bench.measure import Launched, coordinating, serve
+    """As :func:`run_launched`, of a command line."""
+    from spbench.bench.measure import run_launched
 
     try:
-        launched = Launched.here()
-        if launched.rank:
-            return serve(launched)
-        with coordinating(launched):
-            return exit_code(arguments)
+        return run_launched(lambda: exit_code(arguments))
     except UserError as error:  # before there are ranks
         return _complain(str(error), 2, traced=True)
 
@@ -161,7 +164,7 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         if isinstance(cause, BrokenPipeError):
             return 141
         return _complain(f"standard output: {cause.strerror}", 2, traced=True)
-    except (KeyboardInterrupt, click.Abort) as interrupt:
+    except (KeyboardInterrupt, click.Abort, Interrupted) as interrupt:
         return _complain(str(interrupt) or "interrupted", 130)
     except click.ClickException as error:
         return _complain(_without_long_words(error.format_message(), arguments), 2)
@@ -178,12 +181,12 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         if isinstance(error, OSError) and error.filename is not None:
             doing = "cannot write " if error.errno in _OF_WRITING else ""
             return _complain(f"{doing}{shortened(str(error.filename))}: {error.strerror}", 2, traced=True)
-        if at := place(error):
+        if at := place_of_error(error):
             return _complain(f"{at}: {described(error)}", 2, traced=True)
         return _complain(f"internal error: {described(error)} (SPBENCH_DEBUG=1 shows where)", 70, traced=True)
     except BaseException as error:  # SystemExit and the like, which nothing of spbench raises
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-        at = place(error) or f"{frame.f_code.co_filename}:{line}"
+        at = place_of_error(error) or f"{frame.f_code.co_filename}:{line}"
         return _complain(f"{at}: {described(error)}; nothing is taken for done", 2, traced=True)
 
 

@@ -137,6 +137,11 @@ class SweepProgress(Progress):
         self.now(f"{self.done} of {self.total} cells; now {', '.join(map(_label, self.running))}")
 
 
+def watch(cells: int) -> SweepProgress:
+    """The progress of so many cells."""
+    return SweepProgress(cells)
+
+
 def _label(key: str) -> str:
     """A cell's key without its digest."""
     return key.rsplit("/", 1)[0]

@@ -48,11 +48,11 @@ class Sharding:
     high_bandwidth: bool = False
 
     def padded_start(self, elements: int) -> int:
-        """Where a parameter may start, from ``elements`` on."""
+        """The first place, from ``elements`` on, at which a parameter may start."""
         return _multiple(elements, PARAMETER_MULTIPLE)
 
     def padded_end(self, elements: int) -> int:
-        """Where a bucket that is filled to ``elements`` ends."""
+        """The end of a bucket that is filled to ``elements``, with its padding."""
         others = (HIGH_BANDWIDTH_MULTIPLE,) if self.high_bandwidth else ()
         return _multiple(elements, math.lcm(self.ranks, BUCKET_MULTIPLE, *others))
 

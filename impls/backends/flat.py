@@ -23,7 +23,8 @@ def padded(elements: int, size: int) -> int:
 
 
 def covered(starts: Sequence[int], ends: Sequence[int], start: int, end: int) -> tuple[Hashable, ...]:
-    """Pieces of a flat tensor that a part of it overlaps, and whether it has their starts and ends."""
+    """By number each piece of a flat tensor that the part from ``start`` to ``end`` overlaps, and whether the
+    part has the piece's first and its last element."""
     pieces = enumerate(zip(starts, ends, strict=True))
     return tuple((i, a >= start, b <= end) for i, (a, b) in pieces if max(a, start) < min(b, end))
 

@@ -180,7 +180,7 @@ class FullySharded(Backend):
 
     @property
     def _wide_states(self) -> bool:
-        """Whether masters are wider than the weights."""
+        """Whether master weights have more bits than the weights."""
         return self.precision.master and self.options.state_dtype == "fp32"
 
     def _reduced(self, p: DTensor) -> None:

@@ -150,7 +150,7 @@ class HostOptimizer(HostAdam):
         """Update the weights.
 
         Args:
-            gradients: of each; None: :meth:`take` has had them, or they are that of the weight.
+            gradients: one for each weight; None: those that :meth:`take` was given, or the weights' own.
         """
         if not self.weights:
             return
@@ -241,8 +241,8 @@ class PartOnHost(HostOptimizer):
     are updated first.
 
     Args:
-        weights: all of them, on the device.
-        on_host: whether each is on the host.
+        weights: all weights, on the device.
+        on_host: for each weight, whether the host updates it.
     """
 
     def __init__(

@@ -34,11 +34,11 @@ class ContiguousGradients:
             self.around.place.group(*axes)  # made now, not in the first step
 
     def tensors(self) -> list[Tensor]:
-        """What is held between steps."""
+        """The buffers of gradients, which live from step to step."""
         return [buffer for _, buffer in self.buffers]
 
     def zero(self) -> None:
-        """Before a step."""
+        """Set all gradients to 0, before a step."""
         for _, buffer in self.buffers:
             buffer.zero_()
 

@@ -75,7 +75,7 @@ class GradientBucket:
         return slice(min(max(first, 0), p.numel()), min(max(last, 0), p.numel()))
 
     def of(self, whole: Tensor, p: nn.Parameter, elements: slice) -> Tensor:
-        """These elements of a parameter, in a tensor of the bucket's elements [n]."""
+        """The part of ``whole``, of all the bucket's elements [n], that has these elements of p."""
         return whole[self.starts[p] + elements.start : self.starts[p] + elements.stop]
 
     def check(self) -> None:
@@ -236,7 +236,7 @@ class MainGradients:
             p.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def expect_last(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Called before the last backward of a step that makes gradients of these parameters."""
+        """Note, before a backward, that it is the step's last one to make gradients of these parameters."""
         self.last |= dict.fromkeys(parameters)
 
     def finish(self) -> None:
@@ -313,7 +313,7 @@ class GatheredInForward:
                     self._begin(self.next[bucket])
 
     def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterable[GradientBucket]:
-        """Those of parameters that are trained: the others are whole on every rank, and have none."""
+        """The buckets of trained parameters; frozen ones are whole on every rank, and have no bucket."""
         return dict.fromkeys(self.bucket_of[p] for p in parameters if p.requires_grad)
 
     def _begin(self, bucket: GradientBucket) -> None:
@@ -327,7 +327,8 @@ Need = tuple[nn.Module, Callable[[nn.Module, Hook], Any], list[nn.Parameter]]
 
 
 def _needs(module: nn.Module) -> Iterator[Need]:
-    """Where hooks are registered, how, and which parameters must be whole there."""
+    """The modules that gather parameters as they run: the module, how its hook is registered, and which
+    parameters must be whole there."""
     blocks = [*getattr(module, "blocks", nn.ModuleDict()).values()]
     within = {p for block in blocks for p in block.parameters()}
     order = list(module.parameters())

@@ -35,12 +35,12 @@ class MainWeight:
 
     @property
     def model_values(self) -> Tensor:
-        """These elements of the weights."""
+        """The :attr:`elements` of the model's own weight, which layers compute with."""
         return self.parameter.detach().view(-1)[self.elements]
 
     @property
     def counts_as(self) -> Tensor:
-        """What these elements of the weights count as in a matmul."""
+        """The values of the :attr:`elements` in a matmul: eight-bit weights times their scale."""
         scale = getattr(self.parameter, "spbench_fp8_scale", None)
         return self.model_values if scale is None else self.model_values.to(self.values.dtype) * scale[0]
 

@@ -216,7 +216,7 @@ class ClippedGradients:
     tensor count by a share, 1 / the number of ranks of the stage that hold them.
 
     Args:
-        shares: of each gradient, in the order of :meth:`clip`'s.
+        shares: the share of each gradient, in the order in which :meth:`clip` is given gradients.
     """
 
     def __init__(self, place: Place, largest: float, shares: Sequence[float]):

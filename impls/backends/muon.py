@@ -112,7 +112,7 @@ class Muon(Optimizer):
         self.moments = [None if later else torch.zeros_like(m.values) for m in matrices]
 
     def gradients(self) -> list[Tensor]:
-        """Those of the matrices first."""
+        """All gradients, those of the matrices first."""
         of_matrices = [m.values.grad for m in self.matrices if m.values.grad is not None]
         return [*of_matrices, *super().gradients()]
 

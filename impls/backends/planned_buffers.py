@@ -144,7 +144,7 @@ def _own(buffer: PlannedBuffer, options: MegatronOptions, ranks: int, rank: int)
 
 def cuts_of_buffers(step: PlannedStep) -> Hashable:
     """See :meth:`Backend.cuts`."""
-    options, found = step.options, set[Hashable]()
+    options, cuts = step.options, set[Hashable]()
     assert isinstance(options, MegatronOptions)
     for buffer in _planned(step):
         place, full_at = step.around.place, options.full_at(step.around, buffer.chunk)
@@ -154,7 +154,7 @@ def cuts_of_buffers(step: PlannedStep) -> Hashable:
         whole = sum(all_sizes) if options.optimizer_offload_fraction < 1 or options.packs else None
         if options.deals:
             owners = dealt(all_sizes, place.size(*summed))
-            found.add((buffer.axes, tuple(owners), place.rank(*summed)))
+            cuts.add((buffer.axes, tuple(owners), place.rank(*summed)))
         for layout in buffer.layouts:
             sizes = [all_sizes[i] for i in layout.members]
             ends = [start + size for start, size in zip(layout.starts, sizes, strict=True)]
@@ -163,8 +163,8 @@ def cuts_of_buffers(step: PlannedStep) -> Hashable:
             # the only bucket is of all layers, and others of some
             within = None if full_at is None else tuple(sizes)
             kind = buffer.chunk, buffer.axes, buffer.eight_bits
-            found.add((*kind, padding, within, whole, part if each > 1 else None))
-    return frozenset(found)
+            cuts.add((*kind, padding, within, whole, part if each > 1 else None))
+    return frozenset(cuts)
 
 
 def _planned(step: PlannedStep) -> Iterator[PlannedBuffer]:

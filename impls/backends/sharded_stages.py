@@ -137,7 +137,8 @@ Shapes = Mapping[tuple[nn.Module, str], torch.Size]
 
 
 def made_matrices(module: nn.Module, size_of: Callable[[nn.Parameter], int]) -> Shapes:
-    """Give parameters the shape as which they are cut over ``size_of`` ranks; returns what they had."""
+    """Give each parameter p the matrix shape in which ``size_of(p)`` ranks cut it; returns the shapes that
+    parameters had before."""
     shapes = {}
     for owner in module.modules():
         for name, p in owner._parameters.items():

@@ -78,7 +78,7 @@ class LateGradients:
             self.buffer = torch.empty(self.elements, dtype=like.dtype, device=like.device)
 
     def finish(self, take: Take) -> None:
-        """After the last backward: sum each gradient over its group, and give it to ``take``."""
+        """Sum each gradient over its group, after the last backward, and call ``take`` with the sum."""
         for group, parameters in self.summed:
             waiting: list[nn.Parameter] = []
             for p in parameters:

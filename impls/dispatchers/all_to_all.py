@@ -107,7 +107,7 @@ class AllToAll(Dispatcher):
         return lengths.chunks.ravel().tolist(), order.ravel().tolist()
 
     def _from_experts(self, lengths: _Lengths) -> tuple[list[int], list[int]]:
-        """The same for the way back."""
+        """Lengths of chunks by expert, and the order that puts them back as they came."""
         sizes = lengths.chunks.reshape(-1, self.held).T
         order = np.arange(sizes.size).reshape(self.held, -1).T
         return sizes.ravel().tolist(), order.ravel().tolist()

@@ -149,7 +149,7 @@ class Dispatcher(ABC):
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Into how many runs the experts are divided of which it must know how many tokens meet each."""
+        """Numbers of equal runs of experts for which a dispatcher must know how many tokens meet each run."""
         return ()
 
     def sending(self) -> AbstractContextManager[None]:
@@ -233,7 +233,7 @@ class BesideDispatch:
         return y
 
 
-def dispatchers() -> Mapping[str, type[Dispatcher]]:
+def all_dispatchers() -> Mapping[str, type[Dispatcher]]:
     """Every dispatcher of tokens to experts by name; plug-ins add theirs by entry points of the group
     `spbench.dispatchers`."""
     return named_classes("spbench.impls.dispatchers", Dispatcher, "spbench.dispatchers")

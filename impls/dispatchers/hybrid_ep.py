@@ -86,6 +86,6 @@ class HybridEP(NodeDeduplicated):
 
 
 def _counted(everyone: Tensor, parts: tuple[int, ...]) -> Counts:
-    """What each rank sends, of all choices [P, T, E]."""
+    """The counts of rows that each rank sends, from the choices of all ranks [P, T, E]."""
     met = [everyone.unflatten(2, (part, -1)).any(3).sum(1).cpu().numpy() for part in parts]
     return Counts(everyone.sum(1).cpu().numpy(), met)

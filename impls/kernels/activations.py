@@ -187,7 +187,7 @@ def clamped_silu(x: Tensor) -> Tensor:
 
 
 def clamped_plus_one(x: Tensor) -> Tensor:
-    """What the clamped SiLU of the gate is multiplied by there."""
+    """The factor of :func:`clamped_silu` in gpt-oss' MLP: u + 1, with u clamped to [-7, 7]."""
     return x.clamp(-CLAMP, CLAMP) + 1
 
 

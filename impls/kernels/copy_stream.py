@@ -51,25 +51,25 @@ class CopyStream:
         self.to_host(x, host)
 
     def wait(self) -> None:
-        """What has begun is done before the computing stream goes on."""
+        """Have the computing stream wait for all copies that have begun."""
         self._module.current_stream().wait_stream(self._stream)
         self._leaving.clear()
 
     def wait_on_host(self) -> None:
-        """:meth:`wait`, and the program waits until the device has come there."""
+        """Have the host too wait until the device has done all copies that have begun."""
         self.wait()
         self._module.synchronize()
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """On this stream, after all that the computing stream has been given."""
+        """A context whose work goes to this stream, behind all work that the computing stream has so far."""
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             yield
 
 
 class NoCopies(CopyStream):
-    """In place of copies: tensors stay on the device."""
+    """A stand-in that copies nothing: tensors stay on the device."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -27,7 +27,7 @@ class DecayMask:
     way: str = "chunked"
 
     def of_heads(self, chosen: Callable[[Tensor], Tensor]) -> DecayMask:
-        """That of other heads, whose rates are ``chosen`` from these."""
+        """The mask of some of the heads: ``chosen`` returns their rates from the rates of all heads."""
         return self if self.rates is None else replace(self, rates=chosen(self.rates))
 
 

@@ -70,7 +70,7 @@ def _scales_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, int]:
 
 
 def _spread(scale: Tensor, shape: Sequence[int], tile: Sequence[int]) -> Tensor:
-    """Each tile's scale at each of its elements."""
+    """The scale of each element, from those of the tiles."""
     rows, columns = whole_tile(shape, tile)
     scale = scale.float() if scale.dtype == E8M0 else scale
     return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]

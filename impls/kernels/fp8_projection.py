@@ -209,7 +209,7 @@ class SharedCasts:
         self._uses, self._made = uses, dict[str, tuple[int, Any]]()
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` returned for that name, or returns now."""
+        """The cast of that name: from the first call, which runs ``make``, until all uses have had it."""
         used, made = self._made.pop(name, (0, None))
         made = make() if used == 0 else made
         if used + 1 < self._uses:

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from spbench.impls.kernels.operator import operator
-from spbench.impls.kernels.projection import TRANSFORMER_ENGINE, added_to_main_grad, library_of, matrix
+from spbench.impls.kernels.projection import (
+    TORCH_PRODUCTS,
+    TRANSFORMER_ENGINE,
+    TRANSFORMER_ENGINE_PRODUCTS,
+    added_to_main_grad,
+    library_of,
+    matrix,
+)
 
 #: what TransformerEngine's grouped matmuls work in: as many workspaces of its matmuls as it has streams for
 #: them (get_cublas_workspace of pytorch/cpp_extensions/gemm.py, nvte_get_num_compute_streams), by the name
@@ -38,6 +45,16 @@ GROUPED_MATMULS = {
     "stacked_mm_weights": 0,
     "stacked_accumulate_mm_": 1,
 }
+
+
+def workspace(name: str) -> str | None:
+    """The library in whose workspace an operator of that name multiplies, as a cluster's file names it; None:
+    it needs no workspace."""
+    if name in GROUPED_MATMULS:
+        return GROUPED_WORKSPACES if name.startswith("te_") else None
+    if name in TRANSFORMER_ENGINE_PRODUCTS:
+        return "transformer_engine"
+    return "cublas" if name in TORCH_PRODUCTS or name.removesuffix("_") in TORCH_PRODUCTS else None
 
 
 def _multiply(x: Tensor, weights: Sequence[Tensor] | Tensor, rows: Sequence[int]) -> Tensor:
@@ -101,7 +118,7 @@ def _by_torch(x: Tensor, other: int) -> bool:
 
 
 def _ends(rows: Sequence[int], x: Tensor) -> Tensor:
-    """Where each expert's rows end, [n], on the device of x."""
+    """The end of each expert's rows [n] int32, on the device of x."""
     return torch.tensor(list(accumulate(rows)), dtype=torch.int32, device=x.device)
 
 

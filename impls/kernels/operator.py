@@ -36,7 +36,7 @@ class Operator:
         return self.overload(*arguments, **named)
 
     def register_kernel(self, device: str) -> Callable[[F], F]:
-        """What takes a function as the kernel of one device's tensors."""
+        """A decorator that registers a function as the operator's kernel on one device."""
 
         def register(kernel: F) -> F:
             _LIBRARY.impl(self.name, kernel, device.upper())
@@ -52,7 +52,7 @@ class Operator:
 
 
 def _nothing(*arguments: Any, **named: Any) -> None:
-    """What an operator returns that writes into its arguments alone."""
+    """The fake of an operator that writes into its arguments and returns nothing."""
 
 
 def runs_plain(name: str, device: str) -> bool:
@@ -73,8 +73,8 @@ def operator(
     """
 
     def make(kernel: Callable[..., Any]) -> Operator:
-        found = schema or torch.library.infer_schema(kernel, mutates_args=tuple(mutates_args))
-        made = Operator(name.removeprefix("spbench::"), kernel, found)
+        full_schema = schema or torch.library.infer_schema(kernel, mutates_args=tuple(mutates_args))
+        made = Operator(name.removeprefix("spbench::"), kernel, full_schema)
         if fake is not None:
             made.register_fake(fake)
         return made

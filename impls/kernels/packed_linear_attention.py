@@ -43,7 +43,7 @@ class Chunk:
 
     @classmethod
     def of(cls, attended: Attended, positions: Interval) -> Chunk:
-        """That of a run of positions."""
+        """The documents in a run of positions."""
         parts = attended.within_documents([positions]).tolist()
         (_, first, start, _), (last, _, _, end) = parts[0], parts[-1]
         ends = attended.ends[last] if attended.documents else end
@@ -172,11 +172,11 @@ class LinearAttentionSteps:
         return run
 
     def before(self, initial: Tensor | None) -> Tensor | None:
-        """What reaches the chunk of the state before it."""
+        """The state from before the chunk, if its first document began there; None: the chunk begins anew."""
         return None if self.chunk is not None and not self.chunk.goes_on else initial
 
     def after(self, d_final: Tensor | None) -> Tensor | None:
-        """What reaches the chunk of the gradient of the state after it."""
+        """The gradient of the state after the chunk, if its last document goes on; None: that ends here."""
         return None if self.chunk is not None and not self.chunk.continued else d_final
 
     def final_state(

@@ -106,7 +106,7 @@ def _unpacked(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 def initial_scales(shape: torch.Size, bits: int) -> Tensor:
-    """The scales of a weight of that shape, as bytes."""
+    """The scales, as bytes, with which a packed weight of that shape begins."""
     if bits == 8:
         return torch.full((shape[:-1].numel(),), _INITIAL, dtype=torch.float32).view(torch.uint8)
     blocks = math.ceil(shape.numel() / BLOCK)

@@ -183,7 +183,7 @@ def unpermute(rows: Tensor, places: Tensor, tokens: int, way: str) -> Tensor:
 
 
 def _row_order(sizes: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Where each row of the chunks in another order comes from."""
+    """For each row, once chunks are in another order, the number of the row that it was."""
     return reordered(torch.arange(sum(sizes)), sizes, order)
 
 
@@ -242,7 +242,7 @@ def sort_chunks(
     x: Tensor, weights: Tensor | None, sizes: Sequence[int], order: Sequence[int], way: str
 ) -> tuple[Tensor, Tensor]:
     """Chunks of ``sizes`` rows of x [R, H] in another order, and those of their weights [R]."""
-    given = x.new_empty(len(x), 0) if weights is None else weights
+    row_weights = x.new_empty(len(x), 0) if weights is None else weights
     if way == "fused":
-        return _SortRows.apply(x, given, tuple(sizes), tuple(order))
-    return reordered(x, sizes, order), reordered(given, sizes, order)
+        return _SortRows.apply(x, row_weights, tuple(sizes), tuple(order))
+    return reordered(x, sizes, order), reordered(row_weights, sizes, order)

@@ -47,13 +47,13 @@ def _ranges(text: str, q: Tensor) -> Iterator[tuple[Range, Window | None]]:
     """The ranges of an operator's argument, with the window by which a GPU's kernel sees them. Others that
     are neither whole nor causal are in tiles."""
     windows = q.is_cuda and is_half(q)
-    for found in Ranges.from_text(text):
-        if found.whole or found.causal:
-            yield found, None
-        elif windows and (window := window_of(found)):
-            yield found, window
+    for each_range in Ranges.from_text(text):
+        if each_range.whole or each_range.causal:
+            yield each_range, None
+        elif windows and (window := window_of(each_range)):
+            yield each_range, window
         else:
-            yield from ((tile, None) for tile in found.tiles(_TILE))
+            yield from ((tile, None) for tile in each_range.tiles(_TILE))
 
 
 def window_of(seen: Range) -> Window | None:
@@ -93,13 +93,13 @@ def _block_forward(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, ranges: str) -> tuple[Tensor, Tensor]:
-    found = [*_ranges(ranges, q)]
-    if _is_all(found, q, k):
-        return _block_forward(q, k, v, scale, *found[0])
+    own_ranges = [*_ranges(ranges, q)]
+    if _is_all(own_ranges, q, k):
+        return _block_forward(q, k, v, scale, *own_ranges[0])
     precise = state_dtype(q.dtype)
     o = new_like(q, v.shape[3]).to(precise).zero_()
     lse = torch.full_like(o[..., 0], -torch.inf).contiguous()
-    for seen, window in found:
+    for seen, window in own_ranges:
         mine, theirs = _parts(seen)
         block = _block_forward(q[:, :, mine], k[:, :, theirs], v[:, :, theirs], scale, seen, window)
         merge(o[:, :, mine], lse[:, :, mine], *block)
@@ -141,12 +141,12 @@ def _backward(
     scale: float,
     ranges: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    found = [*_ranges(ranges, q)]
-    if _is_all(found, q, k):
-        return _block_backward((d_o, q, k, v, o, lse), scale, *found[0])
+    own_ranges = [*_ranges(ranges, q)]
+    if _is_all(own_ranges, q, k):
+        return _block_backward((d_o, q, k, v, o, lse), scale, *own_ranges[0])
     precise = state_dtype(q.dtype)
     d_q, d_k, d_v = (new_like(x, x.shape[3]).to(precise).zero_() for x in (q, k, v))
-    for seen, window in found:
+    for seen, window in own_ranges:
         mine, theirs = _parts(seen)
         d_out, queries, out, sums = (x[:, :, mine] for x in (d_o, q, o, lse))
         block = d_out, queries, k[:, :, theirs], v[:, :, theirs], out, sums
@@ -188,11 +188,11 @@ class Size(NamedTuple):
     @classmethod
     @lru_cache(maxsize=256)
     def of(cls, text: str) -> Size:
-        """That of the ranges of an operator's argument."""
-        found = Ranges.from_text(text)
-        pairs = found.pairs
+        """The sizes of the ranges whose :attr:`Ranges.text` an operator is given."""
+        ranges = Ranges.from_text(text)
+        pairs = ranges.pairs
         # in float64, for a sum of pairs x keys is beyond int64 at some million positions
-        return cls(len(found), int(pairs.sum()), round(float(np.average(found.widths, weights=pairs))))
+        return cls(len(ranges), int(pairs.sum()), round(float(np.average(ranges.widths, weights=pairs))))
 
 
 @register_flop_formula(torch.ops.spbench.ranged_flash_attention)

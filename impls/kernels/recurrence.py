@@ -31,7 +31,7 @@ from spbench.impls.kernels.operator import operator
 
 #: gradients of q, k, v, g and b
 InputGradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-#: what makes q, k, v, g and b, and maybe d, of what is kept; some of that may be None
+#: a function from the tensors that forward kept (some may be None) to q, k, v, g and b, and for Mamba-2 d
 Make = Callable[..., Sequence[Tensor]]
 
 
@@ -225,8 +225,8 @@ class _MadeAgain:
     def back(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
         """The gradients of what was kept, given those of the inputs."""
         kept = [x for x in self._sources if x is not None]
-        found = iter(torch.autograd.grad(self._made, kept, gradients))
-        return [None if x is None else next(found) for x in self._sources]
+        of_kept = iter(torch.autograd.grad(self._made, kept, gradients))
+        return [None if x is None else next(of_kept) for x in self._sources]
 
 
 def _empty_state(q: Tensor, k: Tensor, v: Tensor, g: Tensor, _: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def sequential(
     starts: Sequence[int] = (),
     make: Make | None = None,
 ) -> Tensor:
-    """The same of a whole sequence, position by position in torch's own operators: the reference."""
+    """The recurrence over a whole sequence, position by position in torch's own operators: the reference."""
     q, k, v, g, b, *skip = sources if make is None else make(*sources)
     dtype = state_dtype(q.dtype)
     heads = v.shape[2] // q.shape[2]

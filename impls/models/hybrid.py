@@ -191,6 +191,11 @@ _QWEN3_NEXT: Mapping[str, Any] = {
     "rotary_share": 0.25,
     "vocabulary": 151936,
 }
+#: what NVIDIA's Nemotron models share, which have no position embeddings
+_NEMOTRON: Mapping[str, Any] = {"heads": 32, "mlp": "squared_relu", "position": "none", "value_size": 64} | {
+    "vocabulary": 131072,
+    "norm_epsilon": 1e-5,
+}
 #: what the sizes of gpt-oss share
 _GPT_OSS: Mapping[str, Any] = {
     "pattern": "WS",
@@ -236,20 +241,15 @@ PRESETS = {
     "gpt-oss-120b": HybridModel(**_GPT_OSS, layers=36, experts=128),
     # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16's config.json
     "nemotron-3-nano-30b-a3b": HybridModel(
+        **_NEMOTRON,
         pattern="MEMEMSEMEMEMSEMEMEMSEMEMEMSEMEMEMSEMEMEMEMSEMEMEMEME",
         layers=29,
         hidden=2688,
-        heads=32,
         kv_heads=2,
         head_dim=128,
         inner=1856,
-        mlp="squared_relu",
-        position="none",
         state_heads=64,
         state_key_heads=8,
-        value_size=64,
-        vocabulary=131072,
-        norm_epsilon=1e-5,
         experts=128,
         experts_per_token=6,
         shared_inner=3712,
@@ -275,19 +275,14 @@ PRESETS = {
     ),
     # nvidia/Nemotron-H-8B-Base-8K's config.json (arXiv 2504.03624); without position embeddings
     "nemotron-h-8b": HybridModel(
+        **_NEMOTRON,
         pattern="M-M-M-MS-M-M-M-M-MS-M-M-M-M-MS-M-M-M-M-MS-M-M-M-M-M-",
         layers=28,
         hidden=4096,
-        heads=32,
         kv_heads=8,
         inner=21504,
-        mlp="squared_relu",
-        position="none",
         state_heads=128,
         state_key_heads=8,
-        value_size=64,
-        vocabulary=131072,
-        norm_epsilon=1e-5,
     ),
     "gated-deltanet-tiny": HybridModel(**{**_TINY, "state_key_heads": 12}, pattern="G"),
     "mamba2-tiny": HybridModel(**_TINY, pattern="MM-"),

@@ -1,4 +1,4 @@
-"""What a model is to the harness, and the models by name."""
+"""What a model is to the harness."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from spbench.impls.attended import CAUSAL, Attended
 from spbench.impls.composition import ONE_STAGE, Stage
-from spbench.impls.discovery import looked_up, named_values
-from spbench.impls.options import Saving, set_options
+from spbench.impls.options import Saving
 from spbench.impls.strategies.base import SequenceDim, Site, Strategy, Unsupported
 
 
@@ -214,33 +213,3 @@ class ModelPart:
     inputs: Callable[[int, int, torch.Generator], dict[str, Tensor]]
     sequence_dims: Mapping[str, SequenceDim]
     output_dims: Mapping[str, SequenceDim]
-
-
-def models() -> Mapping[str, Model]:
-    """Every model by name: the PRESETS of the modules of this package, and those that plug-ins add by entry
-    points of the group `spbench.models`, each of a module with PRESETS or of such a mapping."""
-    return named_values(__package__, "PRESETS", Model, "spbench.models")
-
-
-def model_preset(
-    name: str, options: Mapping[str, Any] | None = None, config: Mapping[str, Any] | None = None
-) -> Model:
-    """The model of that name with some of its options changed.
-
-    Args:
-        config: the fields of a Hugging Face config.json; then ``name`` is its path, for messages alone.
-
-    Raises:
-        KeyError: unknown name or option, with the known ones.
-        ValueError: the model refuses a value, or the config.json has something that no model here has.
-    """
-    return set_options(unchanged_model(name, config), options, f"model {name}")
-
-
-def unchanged_model(name: str, config: Mapping[str, Any] | None = None) -> Model:
-    """As :func:`model_preset`, its options as the preset or the config.json has them."""
-    if config is None:
-        return looked_up(models(), name, "model")
-    from spbench.impls.models.huggingface.config import model_from_config  # its families are models too
-
-    return model_from_config(config)

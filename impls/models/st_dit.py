@@ -202,7 +202,7 @@ def _numbers(modulation: Tensor) -> tuple[Tensor, ...]:
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x [B, T, S, H] scaled and shifted by what the time step gives (adaLN, arXiv 2212.09748)."""
+    """x [B, T, S, H] scaled and shifted by numbers made from the time step (adaLN, arXiv 2212.09748)."""
     return x * (1 + scale) + shift
 
 

@@ -118,9 +118,9 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
         cls.searched = bool(vars(cls).get("searched", not cls.requires))
         MESH_AXES.add(vars(cls).get("axes", ()))
         if unknown := sorted(set(cls.meets) - set(MEETINGS)):
-            known = ", ".join(MEETINGS)
+            choices = ", ".join(MEETINGS)
             raise TypeError(
-                f"{cls.__name__}.meets has {unknown[0]!r}, where positions cannot meet; choices: {known}"
+                f"{cls.__name__}.meets has {unknown[0]!r}, where positions cannot meet; choices: {choices}"
             )
 
     def __init__(

@@ -63,7 +63,7 @@ class KeyValueRows(NamedTuple):
 
     @classmethod
     def like(cls, k: Tensor, v: Tensor) -> Self:
-        """Those of k [.., G, L, D] and v [.., G, L, A]."""
+        """The layout of rows for these k [.., G, L, D] and v [.., G, L, A]."""
         return cls(k.shape[1], k.shape[3], v.shape[3])
 
     def joined(self, k: Tensor, v: Tensor) -> Tensor:

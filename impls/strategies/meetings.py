@@ -60,16 +60,16 @@ def _met(
 ) -> tuple[Interval, Interval, Seen] | None:
     """As :meth:`Meetings.of`, from the runs of positions of each rank."""
     held = intervals(placement, size, length, packed)
-    found = attended.ranges(held[rank], held[owner])
-    if not found:
+    ranges = attended.ranges(held[rank], held[owner])
+    if not ranges:
         return None
-    mine, theirs = found.queries, found.keys
-    found = found.moved(mine[0], theirs[0])
-    if len(found) == 1:
-        (only,) = found
+    mine, theirs = ranges.queries, ranges.keys
+    ranges = ranges.moved(mine[0], theirs[0])
+    if len(ranges) == 1:
+        (only,) = ranges
         if only.whole or only.causal:
             return mine, theirs, not only.whole
-    return mine, theirs, found
+    return mine, theirs, ranges
 
 
 @lru_cache(maxsize=64)
@@ -123,10 +123,10 @@ class Meetings:
         if self.regular:
             return meeting(self.placement, self.rank, owner, self.length)
         assert self.placement is not None
-        found = _met(self.placement, self.placed_by, self.attended, self.rank, owner, self.size, self.length)
-        if found is None:
+        met = _met(self.placement, self.placed_by, self.attended, self.rank, owner, self.size, self.length)
+        if met is None:
             return None
-        mine, theirs, seen = found
+        mine, theirs, seen = met
         return slice(*mine), slice(*theirs), seen
 
     def of_all(self) -> tuple[Interval, Ranges]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from spbench.impls.options import Options, set_options
 from spbench.impls.place import Place
-from spbench.impls.registries import strategies, strategy_class
+from spbench.impls.registries import all_strategies, strategy_class
 
 if TYPE_CHECKING:  # cells are checked and named with these, which needs no torch
     from spbench.impls.strategies.base import Strategy
@@ -147,9 +147,9 @@ class Nesting:
         return [dict(zip(self.axes, way, strict=True)) for way in ways if math.prod(way) == size]
 
 
-def pairs() -> Iterator[Nesting]:
+def all_pairs() -> Iterator[Nesting]:
     """Every two registered strategies where one can stand around the other."""
-    for outer, inner in itertools.permutations(strategies().values(), 2):
+    for outer, inner in itertools.permutations(all_strategies().values(), 2):
         try:
             yield Nesting((outer, inner))
         except ValueError:

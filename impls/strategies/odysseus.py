@@ -102,7 +102,7 @@ class _GatheredGroupedLinear(GroupedLinear):
 
 
 class _GatheredSeparateLinear(SeparateLinear):
-    """As :class:`_GatheredGroupedLinear`, one matmul each."""
+    """As :class:`_GatheredGroupedLinear`, with one matmul for each projection."""
 
     def __init__(self, in_features: int, out_features: Sequence[int], odysseus: Odysseus):
         super().__init__(in_features, [n // odysseus.size for n in out_features])

@@ -84,7 +84,7 @@ class ParameterHooks:
 
     @final
     def partial_elements(self, site: Site) -> Mapping[tuple[str, ...], int]:
-        """Those :meth:`held_elements` whose gradients must be summed, by :meth:`partial_axes`."""
+        """Of :meth:`held_elements` those whose gradients must be summed, by the axes of the sum."""
         partial: Counter[tuple[str, ...]] = Counter()
         for kind, held in self._held_by_kind(site).items():
             if axes := self._partial_axes_of(kind):

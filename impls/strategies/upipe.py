@@ -88,7 +88,7 @@ class Rounds:
         )
 
     def of_rank(self, numbers: Tensor, rank: int) -> Tensor:
-        """A rank's numbers in each round [count, heads], from numbers of all heads of queries [Z]."""
+        """From a number for each head of queries [Z], those of a rank's heads by round [count, heads]."""
         by_set = numbers.view(self.sets, -1, self.runs, self.each, self.queries)
         return by_set.movedim(3, 1).flatten(2).flatten(0, 1).chunk(self.size, 1)[rank]
 

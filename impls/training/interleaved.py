@@ -37,7 +37,7 @@ class InterleavedPipeline:
     def run(
         self, micro_batches: Sequence[Inputs], scaled: Callable[[Tensor], Tensor], phase: Phase
     ) -> Tensor:
-        """As :meth:`Pipeline.run`."""
+        """Run a step's micro-batches and return its loss; the arguments are those of :meth:`Pipeline.run`."""
         step = _Step(self, micro_batches, scaled, phase)
         step.begin_gathering(*range(min(2, self.turns.chunks)))
         step.take(self.turns.warm_up())

@@ -98,7 +98,7 @@ class StageRun:
         return torch.empty(elements, dtype=self.dtype, device=next(iter(inputs.values())).device)
 
     def whole(self, inputs: Mapping[str, Tensor], received: Tensor | None) -> Tensor | None:
-        """What was received, as it was on the other stage."""
+        """The hidden states that another stage had, from what this rank received of them; None: nothing."""
         return None if received is None else self.strategy.from_wire(received, self._boundary(inputs))
 
     def _boundary(self, inputs: Mapping[str, Tensor]) -> torch.Size:

@@ -124,11 +124,11 @@ class Training:
 
     @property
     def optimizer(self) -> Optimizer:
-        """What updates the weights this rank holds."""
+        """The optimizer of the weights that this rank holds."""
         return self.backend.optimizer
 
     def held(self) -> dict[str, list[Tensor]]:
-        """As :meth:`Backend.held`."""
+        """The tensors that live between steps, by kind, as :meth:`Backend.held` returns them."""
         return self.backend.held()
 
     def step(

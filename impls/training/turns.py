@@ -104,14 +104,14 @@ class Turns:
         return max(0, whole - 1 - self.ahead) // self.period
 
     def warm_up(self) -> Iterator[Action]:
-        """What is done before forwards and backwards alternate, in its order."""
+        """The actions before forwards and backwards alternate, in their order."""
         yield "pass_on", -1
         for i in range(self.ahead):
             yield from [("forward", i), ("pass_on", i)]
         yield "pass_back", -1
 
     def alternating(self, forwards: range) -> Iterator[Action]:
-        """What is done in these forwards and the backwards after them."""
+        """The actions of these forwards and of the backward after each."""
         for i in forwards:
             forward, backward, passed = (
                 ("forward", i),
@@ -124,7 +124,7 @@ class Turns:
                 yield from [forward, backward, ("pass_on", i), passed]
 
     def cool_down(self) -> Iterator[Action]:
-        """What is done after the last forward."""
+        """The actions after the last forward, in their order."""
         for i in range(len(self) - self.ahead, len(self)):
             yield from [("backward", i), ("pass_back", i)]
 

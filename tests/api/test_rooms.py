@@ -1,14 +1,18 @@
 """The rooms of bench are as CONTRIBUTING.md has them, and within the budget that stands there."""
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib import import_module
 
 import click
 import pytest
 
+from spbench import impls
+from spbench.bench import measure
 from spbench.bench.command_line.cli import cli
 from tests.api.test_contributing import ROOT, table
 
@@ -104,6 +108,26 @@ def in_circles(of: str) -> set[str]:
     return {name for name in graph if name in reached(name)}
 
 
+def test_bench_goes_through_the_door_of_impls() -> None:
+    """The names of impls/__init__.pyi are all that bench takes of impls, and bench takes each of them."""
+    taken = set[str]()
+    for name, tree in trees().items():
+        for node in ast.walk(tree):
+            within = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            within += [f"{node.module}"] if isinstance(node, ast.ImportFrom) else []
+            assert not [each for each in within if each.startswith("spbench.impls.")], name
+            if isinstance(node, ast.ImportFrom) and node.module == "spbench.impls":
+                taken |= {alias.name for alias in node.names}
+    stub = ast.parse((ROOT / "impls" / "__init__.pyi").read_text())
+    lines = [line for line in stub.body if isinstance(line, ast.ImportFrom)]
+    assert taken == {alias.name for line in lines for alias in line.names}
+    for line in lines:
+        home = import_module(f"{line.module}")
+        assert all(getattr(impls, each.name) is getattr(home, each.name) for each in line.names)
+    with pytest.raises(AttributeError, match="no attribute 'strategies_of'"):
+        impls.__getattr__("strategies_of")
+
+
 def functions() -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     for tree in trees().values():
         yield from (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
@@ -139,6 +163,18 @@ def test_each_name_at_the_door_is_taken_and_is_no_room() -> None:
     taken = [n for n in nodes if isinstance(n, ast.ImportFrom) and n.module == "spbench.bench.measure"]
     assert {alias.name for node in taken for alias in node.names} == {*door_names()}
     assert not {*door_names()} & {path.name for path in (ROOT / "bench/measure").iterdir()}
+
+
+def test_each_name_at_the_door_says_what_it_is() -> None:
+    """A function or a class in its docstring, a constant in a comment above it."""
+    unsaid = []
+    for name, home in door_names().items():
+        value, source = getattr(measure, name), inspect.getsource(import_module(home))
+        above = re.search(rf"^#: .*\n(?:(?:#: |\w+ = ).*\n)*(?:\w+, )*{name}\b.* = ", source, re.M)
+        is_defined = inspect.isclass(value) or re.search(rf"^def {name}\b", source, re.M)
+        said = value.__doc__ if is_defined else above
+        unsaid += [] if said else [name]
+    assert not unsaid
 
 
 @pytest.mark.parametrize(("of", "most"), table("of"))

@@ -27,7 +27,7 @@ def under_launcher(work: Callable[[], None]) -> None:
 
 
 def sweep_into(folder: Path, *faults: str) -> None:
-    from tests.measure.sweep.test_rank_faults import cells
+    from tests.measure.sweep.test_sweep import cells
 
     with ResultsFile(folder) as results:
         sweep(cells(*faults), results, run=fakes.faulty)

@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from spbench.bench.tools.changes.record_command import content_of
 from tests.bench.damage import DUMPS, ROWS, TEXTS, mutated, with_wrong_values
@@ -19,6 +22,7 @@ from tests.tools.changes.records import cell, commit, record
 from tests.tools.changes.rows import CLAIM, folder
 from tests.tools.jobs.job_inputs import GIVEN, GPUS, INPUTS, JOBS
 
+_TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 SAMPLES = Path(__file__).parents[1] / "tools" / "calibrate" / "samples"
 
 
@@ -171,24 +175,9 @@ def lengths(chance: random.Random) -> Case:
     return Case({f"d{suffix}": content, "s.yaml": scenario}, ("run", "s.yaml", "--dry-run"))
 
 
-#: command lines without their last word, an option's value or an argument, of commands that trace nothing
-_FLAGS = {
-    "run s.yaml --dry-run": "--strategy --model --cluster --world-size --where --engine --rank --variant "
-    "--timeout --jobs --device --format --output",
-    "run s.yaml --dry-run --set": "batch= model= training.backend= model_options.dropout= mesh= x.y=",
-    "fit nosuch.json": "--set --seq-len --batch --gpus --cluster --where --micro-batch",
-    "advise --model no.json": "--fixed --set --seq-len --gpus --why --only --without --batch-tokens --figure",
-    "verify --strategy no": "--set --world-size --dtype --part --backend",
-    "calibrate --from no.txt": "--extends --output --lengths --precision --sides",
-    "export --to junit no": "--base --commit --targets --output --to",
-    "record no --history h": "--commit --repository --machine --suite",
-    "trace s.yaml": "--where --ranks --cluster",
-}
-_ALONE = ("", "run", "fit", "list", "compare", "history", "import", "reproduce", "flags", "list cluster")
-_ALONE += ("import megatron", "flags megatron", "compare s.yaml", "trace")
 OPTIONS = [
-    *((*split(start), flag) for start, flags in _FLAGS.items() for flag in split(flags)),
-    *((*split(start), "") for start in _ALONE),
+    *((*split(start), flag) for start, flags in _TABLES["flags"].items() for flag in split(flags)),
+    *((*split(start), "") for start in _TABLES["alone"]),
 ]
 _PLAIN = f"title: t\ngroups:\n  - {CELL % ''}\n".encode()
 
@@ -219,27 +208,14 @@ CONTENTS: Mapping[str, bytes] = {
     "number": b"9" * 10_000,
     "surrogate": b'{"title": "\\ud800", "groups": [{"model": "\\ud800"}]}',
 }
-_READERS = [
-    split(line)
-    for line in (
-        *("run {} --dry-run", "run s.yaml --dry-run --cluster {}", "run s.yaml --dry-run --model {}"),
-        *("run s.yaml --dry-run --strategy {}", "run s.yaml --dry-run --output {}", "list cluster {}"),
-        *("compare {} {}", "history {}", "export --to junit {}", "record {} --history h"),
-        *("record h --history {}", "calibrate --from {} --extends dgx-h100", "import megatron {}"),
-        *("import deepspeed {}", "import torchtitan {}", "import bridge {}", "verify --strategy {}"),
-        "fit {} --cluster dgx-a100",
-        "run s.yaml --dry-run --set model_options.documents=./{},model_options.documents_seed=1",
-    )
-]
-#: places that are no files of a person's
-PLACES = ("/dev/zero", "/dev/null", "/dev/full", "/proc/self/mem", "/", "/etc/shadow-", "nowhere")
+_READERS = list(map(split, _TABLES["readers"]))
 
 
 def files(chance: random.Random) -> Case:
     """A file, link, folder or device that is none of what the option takes."""
     suffix = chance.choice([".yaml", ".json", ".py", ".toml", ".txt", ".npy", ".csv", ".sh", ".jsonl", ""])
     kind = chance.choice(["content"] * 3 + ["loop", "dangling", "folder", "place"])
-    name = chance.choice(PLACES) if kind == "place" else f"x{suffix}"
+    name = chance.choice(_TABLES["places"]) if kind == "place" else f"x{suffix}"
     words = [word.replace("{}", name) for word in chance.choice(_READERS)]
     found = {"s.yaml": _PLAIN}
     if kind == "content":
@@ -247,36 +223,10 @@ def files(chance: random.Random) -> Case:
     return Case(found, words, {name: kind} if kind in ("loop", "dangling", "folder") else {})
 
 
-_BODIES = """
-raise ValueError('x' * 9000)
-raise SystemExit(0)
-import sys; sys.exit()
-1/0
-(
-\x00
-def f(:
-import nosuch
-from spbench import nosuch
-raise E()
-PRESETS = 3
-PRESETS = {1: 2}
-PRESETS = {'a': None}
-PRESETS = {}
-def __getattr__(name): 1/0
-class A(spbench.Strategy): pass
-class A(spbench.Strategy): name = 3
-class A(spbench.Strategy): name = ''
-class A(spbench.Strategy): name = 'n'
-class A(spbench.Strategy): name = 'a+b'
-class A(spbench.Strategy): name = 'single'
-class A(spbench.Strategy): name = 'x' * 9000
-""".strip("\n").splitlines()
-
-
 def programs(chance: random.Random) -> Case:
     """A Python file of a strategy or model that misbehaves as it is imported."""
     head = "import spbench\nclass E(Exception):\n    def __str__(self): raise KeyError\n"
-    text = head + chance.choice(_BODIES) + "\n"
+    text = head + chance.choice(_TABLES["bodies"]) + "\n"
     name = f"f{chance.randrange(10**6)}.py"
     kind = chance.choice(["--strategy", "--model"])
     commands = (("run", "s.yaml", "--dry-run", kind, name), ("list", "strategies", kind, name))

@@ -20,7 +20,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import DiskCache, write_together, write_whole
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.setting_values import MOST_BINS, bins_of, lengths_in
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from tests.bench.hosts import files_of_at_most
 
 

@@ -25,7 +25,7 @@ from spbench.bench.command_line.drawn_tables import markdown
 from spbench.bench.command_line.output import Table
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.discovery import absent
-from spbench.impls.registries import peers
+from spbench.impls.registries import all_peers
 from spbench.impls.strategies.nesting import nesting
 from tests.benchmarks import mended
 from tests.benchmarks.contest import WORST_ERROR, Entrant, Found, Shape, contest
@@ -62,7 +62,7 @@ def entrants(algorithm: str, dtype: torch.dtype) -> Iterator[Entrant]:
     options = {"placement": algorithm} if algorithm in ("zigzag", "striped") else {}
     yield Entrant(ours, nesting(ours), options)
     for name in others:
-        cls = peers()[name]
+        cls = all_peers()[name]
         if absent(cls.requires):
             continue
         if name == "torch_context_parallel":

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from spbench.bench.command_line.cli import COMMANDS
-from spbench.bench.tools.changes.to_markdown import MARK
+from spbench.bench.tools.changes.to_pull_requests import MARK
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))

@@ -45,6 +45,20 @@ WORDS = {
     r"(?:is|are|was|were) of": "a verb, such as: belongs to, has, measures",
     r"(?:has|have) to do with": "how the two depend on each other",
 }
+#: idioms that a reader reads twice, by what to write instead
+IDIOMS = {
+    r"(?:stands? |set |put |ours? )?beside": "next to, compared with, in addition to",
+    r"alone": "only, by itself",
+    r"anew": "again",
+    r"at hand": "available",
+    r"stands? for": "is, replaces",
+}
+_IDIOM = re.compile(rf"\b(?:{'|'.join(IDIOMS)})\b", re.IGNORECASE)
+#: numbers of a sentence: no part of a name such as H100 or ZeRO-3
+_NUMBER = re.compile(r"(?<![\w.,/-])±?[-+]?\d[\d,.]*(?![\w-])")
+NUMBERS = 2
+#: a mark of a command that takes long; what a reader sees of it is the paragraph before
+_LONG = re.compile(r"<!-- (?:slow|not run): ((?:a|half an?|\w+) (?:minutes?|hours?)|twenty seconds)\b.*? -->")
 _WORD = re.compile(rf"\b(?:{'|'.join(WORDS)})\b", re.IGNORECASE)
 #: a sentence that begins with Of, also within a parenthesis
 _OF = re.compile(r"(?:^|[.?!:][\"')]*\s+|\()\(?(Of)\s")
@@ -146,6 +160,12 @@ def _opening(page: list[Text]) -> Iterator[Fault]:
 def faults(markdown: str, opening: bool) -> Iterator[Fault]:
     """The faults of a page; the rule about its opening only if ``opening``."""
     page = list(texts(markdown))
+    for mark in _LONG.finditer(markdown):
+        before = markdown[: mark.start()]
+        if not re.search(rf"\*About {re.escape(mark[1])}", before[-100:]):
+            yield Fault(
+                before.count("\n") + 1, "hidden time", f"write *About {mark[1]} on two cores:* before"
+            )
     if opening:
         yield from _opening(page)
     for text in page:
@@ -160,12 +180,16 @@ def _paragraph_faults(text: Text) -> Iterator[Fault]:
         yield text.fault("long paragraph", 0, f"{count} words: ")
     for position in nested(text.text):
         yield text.fault("nested parenthesis", position)
+    for match in _IDIOM.finditer(text.text):
+        yield text.fault("idiom", match.start())
     for match in _OF.finditer(text.text):
         yield text.fault("begins with Of", match.start(1))
     line = text.line
     for sentence in segment("en", text.text):
         if (count := words(sentence)) > SENTENCE_WORDS:
             yield Fault(line, "long sentence", f"{count} words: {text.printed(sentence)}")
+        if (count := len(_NUMBER.findall(sentence))) > NUMBERS:
+            yield Fault(line, "numbers", f"{count} numbers: {text.printed(sentence)}")
         line += sentence.count("\n")
 
 

@@ -6,6 +6,7 @@ of scenarios, strategies and models by a dry run. `spbench --help` and that of e
 most 100 columns, nothing without its help."""
 
 import re
+import runpy
 import subprocess
 import tomllib
 from pathlib import Path
@@ -102,8 +103,15 @@ def test_commands_of_a_line() -> None:
     assert simple_commands("a 'b c' && d | e --f=g  # h") == [["a", "b c"], ["d"], ["e", "--f=g"]]
 
 
+def test_pages_made_from_code_are_current() -> None:
+    """`python scripts/reference_pages.py` writes them."""
+    pages = runpy.run_path(str(ROOT / "scripts" / "reference_pages.py"))["pages"]()
+    for path, text in pages.items():
+        assert path.read_text().splitlines() == text.splitlines(), path.name
+
+
 def test_arguments_in_the_table_of_megatron_exist() -> None:
-    """The page that scripts/reference_pages.py writes has all of them."""
+    """docs/reference/arguments.md has all of them."""
     section = (ROOT / "docs" / "import.md").read_text().partition("\n## A launch script of Megatron-LM\n")[2]
     first = re.findall(r"^\| (.*?) \|", section.partition("\n## ")[0], re.MULTILINE)
     told = set(re.findall(r"`(--[\w-]+)", "\n".join(first)))

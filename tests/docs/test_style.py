@@ -49,7 +49,8 @@ def test_help_keeps_to_the_rules(name: str) -> None:
     command = COMMANDS.load(name)
     helps = [each.help or "" for each in command.params if isinstance(each, click.Option)]
     for text in [command.help or "", *helps]:
-        assert [f"{fault.kind}: {fault.text}" for fault in faults(text, opening=False)] == []
+        listed = [fault for fault in faults(text, opening=False) if fault.kind not in ("idiom", "numbers")]
+        assert [f"{fault.kind}: {fault.text}" for fault in listed] == []
 
 
 #: literal texts that are no words for people, or have a word in another sense
@@ -95,6 +96,13 @@ PLANTED: dict[str, tuple[str, list[tuple[int, str]]]] = {
     "of in a parenthesis": ("It is. (Of\nthese three.) Lots Of\nthem.", [(7, _OF)]),
     "of in a list": ("- Of these, one.\n- One of these. `Of` it. Offers. Of it.", [(7, _OF), (8, _OF)]),
     "words": ("The three products,\nand as TOLD. An inner product, not known.", [(7, "word"), (8, "word")]),
+    "idioms": (
+        "Set beside it, it alone\nstands for all. Besides, go.",
+        [(7, "idiom"), (7, "idiom"), (8, "idiom")],
+    ),
+    "numbers": ("One H100 of 8, 3.5% and `4`. ZeRO-3 of 2, 3\nand 4.", [(7, "numbers")]),
+    "a hidden time": ("<!-- slow: a minute -->\n```sh\nls\n```", [(7, "hidden time")]),
+    "a time": ("*About a minute on two cores:*\n\n<!-- slow: a minute -->\n```sh\nls\n```", []),
     "a heading": ("## What was sent to it\n\nFine.", [(7, "word")]),
     "a table": (f"| what is\n| --- |\n| {LONG} {LONG} |\n| made (a (b)) |", [(10, "word")]),
     "code and links": (f"```sh\nmade {LONG} (a (b))\n```\n\n[A](made/of_it.md 'told') <!-- made -->", []),

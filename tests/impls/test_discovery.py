@@ -9,8 +9,8 @@ from typing import ClassVar, Protocol
 import pytest
 
 from spbench.impls.discovery import DiscoveryError, FunctionModules, named_classes, named_values
-from spbench.impls.models.model import Model, models
-from spbench.impls.registries import strategies
+from spbench.impls.models.model import Model
+from spbench.impls.registries import all_models, all_strategies
 from spbench.impls.strategies.base import Strategy
 
 Install = Callable[..., str]
@@ -141,7 +141,7 @@ def test_a_module_offers_one_function_by_its_name_or_several_by_theirs(install: 
 
 
 def test_what_the_project_finds() -> None:
-    assert next(iter(strategies().items())) == ("single", Strategy)
-    assert strategies()["ulysses"].__module__ == "spbench.impls.strategies.ulysses"
-    assert all(isinstance(model, Model) for model in models().values())
-    assert {"bert-base", "tnl-tiny", "st-dit-tiny"} <= set(models())
+    assert next(iter(all_strategies().items())) == ("single", Strategy)
+    assert all_strategies()["ulysses"].__module__ == "spbench.impls.strategies.ulysses"
+    assert all(isinstance(model, Model) for model in all_models().values())
+    assert {"bert-base", "tnl-tiny", "st-dit-tiny"} <= set(all_models())

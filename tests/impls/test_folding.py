@@ -26,9 +26,9 @@ from spbench.impls.folding import folded_sizes, members
 from spbench.impls.keyed_steps import Key, choosing_steps, keyed_steps
 from spbench.impls.models.blocks.experts import call_of
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.model import model_preset
 from spbench.impls.options import LARGEST, LARGEST_OF, wrong_values
 from spbench.impls.place import Place
+from spbench.impls.registries import model_preset
 from spbench.impls.routing import RoutingPlan
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.nesting import nesting

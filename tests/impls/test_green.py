@@ -8,7 +8,7 @@ import pytest
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.layout import MEETINGS
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.nesting import nesting
 from tests.grid import cases
 from tests.measure.verify.assertions import assert_green

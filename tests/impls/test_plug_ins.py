@@ -32,7 +32,7 @@ class MyStrategy(Ulysses):
 """,
     "my_models.py": """
 from dataclasses import replace
-from spbench.impls.models.model import models
+from spbench.impls.registries import all_models
 from spbench.impls.models.bert import BertModel
 
 PRESETS = {"my-model-tiny": BertModel(layers=1, hidden=24, heads=2, vocabulary=32)}

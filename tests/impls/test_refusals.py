@@ -9,8 +9,9 @@ import yaml
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.impls.layout import MEETINGS, Unsupported
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import backends, strategies
+from spbench.impls.registries import all_backends as backends
+from spbench.impls.registries import all_strategies as strategies
+from spbench.impls.registries import model_preset
 from tests.measure.verify.attention_model import AttentionModel
 
 REFUSALS: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())

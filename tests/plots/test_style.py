@@ -9,7 +9,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from spbench.impls.registries import strategies
+from spbench.impls.registries import all_strategies
 from spbench.plots.axes import GPUS, LENGTHS, logarithmic_axis
 from spbench.plots.claims import claims_of, claims_panel
 from spbench.plots.grid import Drawn, Panel, PanelGrid
@@ -19,7 +19,7 @@ from tests.plots.rows import assert_nothing_overlaps, compared, labels, legend, 
 
 
 def test_a_strategy_looks_the_same_whichever_others_are_drawn() -> None:
-    names = [*strategies(), "a_plug_in", "another"]
+    names = [*all_strategies(), "a_plug_in", "another"]
     everywhere = looks(names)
     assert list(looks(reversed(names))) == list(everywhere)
     for one, other in combinations(names, 2):
@@ -76,7 +76,7 @@ def lab(color: str, seen: str = "normal") -> Any:
 
 @pytest.mark.parametrize("seen", SEEN)
 def test_methods_are_told_apart_with_any_eyes_and_in_grey(seen: str) -> None:
-    known = looks(strategies())
+    known = looks(all_strategies())
     for (one, a), (other, b) in combinations(known.items(), 2):
         distance = np.linalg.norm(lab(a.color, seen) - lab(b.color, seen))
         assert distance > 15, f"{one} and {other} look alike"
@@ -86,8 +86,8 @@ def test_methods_are_told_apart_with_any_eyes_and_in_grey(seen: str) -> None:
 
 
 def test_what_is_not_in_the_table_has_a_colour_of_its_own() -> None:
-    known = {method_color(name) for name in strategies()}
-    others = [f"{one}+{other}" for one in strategies() for other in strategies()]
+    known = {method_color(name) for name in all_strategies()}
+    others = [f"{one}+{other}" for one in all_strategies() for other in all_strategies()]
     others += [f"plug_in_{n}" for n in range(200)]
     found = {name: method_color(name) for name in others}
     assert len(set(found.values())) == len(others)

@@ -91,15 +91,15 @@ raise Odd
 
 def test_files_of_another_process_must_be_the_same_here(folder: Path) -> None:
     cell_names("strategy", str(folder / "naive.py"))
-    there = loose_files.digests()
-    loose_files.share(there)
-    assert loose_files.paths() == (folder / "naive.py",)
+    there = loose_files.file_digests()
+    loose_files.share_files(there)
+    assert loose_files.loose_paths() == (folder / "naive.py",)
     (folder / "naive.py").write_text(STRATEGY + "\nCHANGED = 1\n")
     with pytest.raises(ValueError, match=r"naive.py is another file on .*; put the same file there"):
-        loose_files.share(there)
+        loose_files.share_files(there)
     (folder / "naive.py").unlink()
     with pytest.raises(ValueError, match=r"naive.py is not on "):
-        loose_files.share(there)
+        loose_files.share_files(there)
 
 
 WRONG = [

@@ -7,6 +7,6 @@ the form that is chosen is imported, as every command needs the names for its he
 
 from __future__ import annotations
 
-from spbench.impls.discovery import FunctionModules
+from spbench.impls import FunctionModules
 
 FORMS = FunctionModules(__name__, "as_*", "show", "output forms")

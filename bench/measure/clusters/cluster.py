@@ -41,6 +41,7 @@ from spbench.bench.yaml_files import (
 
 PACKAGE = "spbench.scenarios.clusters"
 
+#: precisions that devices have rates of
 Precision = Literal["fp16", "bf16", "fp32", "fp64", "fp8"]
 Library = Literal["cublas", "transformer_engine"]
 #: how wrong a rate may be that stands for another; see :mod:`measure.simulator.substitutes`

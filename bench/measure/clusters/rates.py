@@ -60,8 +60,7 @@ class HostMemory(StrictModel):
         pageable_to_host_bytes_per_s: of a copy of one device to memory of the host that is not pinned and was
             just allocated, whose pages the kernel makes while it is written; null: that of pinned memory.
         pageable_to_device_bytes_per_s: of a copy from such memory; null: that of pinned memory.
-        update_bytes_per_s: that AdamW on all cores of a node reads and writes, 28 a float32 parameter; null:
-            a step that updates there cannot be timed.
+        update_bytes_per_s: of AdamW on all cores of a node, 28 bytes a float32 parameter; null: not timed.
         devices_per_link: how many devices share a link, all of which copy at once.
     """
 
@@ -84,6 +83,7 @@ class HostMemory(StrictModel):
 AttentionKernel = Literal[
     "flash_attention_1", "flash_attention_2", "flash_attention_3", "flash_attention_4", "triton", "cudnn"
 ]
+#: of a call of attention: its pass, and the pairs of positions that it has scores of
 Direction = Literal["forward", "backward"]
 Mask = Literal["causal", "whole"]
 #: pairs: bytes that a call of an operator reads and writes, and its seconds; by ascending bytes

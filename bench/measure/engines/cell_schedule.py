@@ -1,17 +1,16 @@
 """What a cell says of its micro-batches: how many there are, and the order in which a rank runs them; and
-which options of its model mend its refusal: all at once, where each alone would show the next."""
+which options of its model mend its refusal: all at once, where each alone would show the next; and the model
+that its ranks play."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from spbench.bench.cell import Cell, TrainingOptions
-from spbench.impls.composition import Composition, Stage
-from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import model_preset
-from spbench.impls.training.pipeline import passes
-from spbench.impls.training.turns import Turns
+from spbench.bench.measure.clusters.card_kernels import played_kernel
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.impls import Composition, Model, Stage, Turns, Unsupported, model_preset, passes
 
 
 def turns_of(cell: Cell, stage: Stage) -> Turns | None:
@@ -126,3 +125,25 @@ def with_mends(check: Callable[[Cell], Checked], cell: Cell) -> Checked:
         lone = len(needed) == 1 and not any(name in refusal.mend for name in needed)
         other = f", or {refusal.mend}" if lone else ""
         raise Unsupported(reasons, f"--set {setting} mends that{other}") from None
+
+
+def played_arguments(cell: Cell) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
+    """The arguments of the model that a cell's ranks run: where FlashAttention-2 is played, which has one
+    head size, values get zeros up to that of keys (``_pad_qkv_head_dim`` of TransformerEngine's
+    dot_product_attention.py since 8a5af978; transformers' latent attention)."""
+    name, options, config = cell.model_arguments
+    if cell.precision in ("fp16", "bf16") and attention_kernel(cell) == "flash_attention_2":
+        options = {**options, **model_preset(name, options, config).of_one_head_size}
+    return name, options, config
+
+
+def played_model(cell: Cell) -> Model:
+    """The model of :func:`played_arguments`."""
+    return model_preset(*played_arguments(cell))
+
+
+def attention_kernel(cell: Cell) -> str:
+    """The kernel of softmax attention that a cell's ranks play, by its model or its card."""
+    return played_kernel(
+        load_cluster(cell.cluster).device, model_preset(*cell.model_arguments).attention_kernel
+    )

@@ -42,8 +42,7 @@ from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.simulator.program import Program
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import CommunicationMeter
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import backend_class
+from spbench.impls import backend_class, model_preset
 
 #: how a trace is made; see :func:`measure.engines.tracing.trace`
 Effort = Literal["whole", "proved", "guess", "few"]

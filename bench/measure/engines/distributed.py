@@ -33,10 +33,7 @@ from spbench.bench.measure.processes.torchrun import check_gpus, ranks_for
 from spbench.bench.measure.trace.meter import meter_classes
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measurement import Measurement
-from spbench.impls.collectives import all_reduce
-from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.base import Strategy
-from spbench.impls.training.step import initialize
+from spbench.impls import Strategy, all_reduce, initialize, model_preset
 
 #: of weights and data, the same for every strategy and size
 SEED = 1

@@ -43,8 +43,7 @@ from spbench.bench.measure.trace.meter import meter_classes
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measure.trace.torch_internals import FakeProcessGroup, without_dispatch
 from spbench.bench.measurement import Measurement
-from spbench.impls.kernels.operator import runs_plain
-from spbench.impls.layout import Unavailable
+from spbench.impls import Unavailable, runs_plain
 
 #: of torch.distributed: :class:`EmulatedGroup`
 BACKEND = "emulated"

@@ -19,10 +19,7 @@ from typing import ClassVar
 
 from spbench.bench.cell import Cell
 from spbench.bench.measurement import Measurement
-from spbench.impls.discovery import named_classes
-from spbench.impls.layout import Unsupported
-from spbench.impls.place import Place
-from spbench.impls.strategies.nesting import nesting
+from spbench.impls import Place, Unsupported, named_classes, nesting
 
 
 class Engine(ABC):

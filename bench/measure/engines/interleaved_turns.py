@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import chain, islice
 
 from spbench.bench.measure.engines.listed import NotAlike
-from spbench.impls.training.turns import Action, Turn, Turns
+from spbench.impls import Action, Turn, Turns
 
 _FORWARD, _BACKWARD = ("forward", "pass_on"), ("backward", "pass_back")
 #: what a rank begins with: a step, and to gather the weights of its first chunks

@@ -31,11 +31,17 @@ from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.setup import build_module, build_training, rank_inputs, refuse_variables
 from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
 from spbench.bench.measurement import Measurement
-from spbench.impls.collectives import all_reduce
-from spbench.impls.layout import Shard, Unsupported, shard_of
-from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.base import Strategy
-from spbench.impls.training.step import PRECISIONS, default_dtype, initialize
+from spbench.impls import (
+    PRECISIONS,
+    Shard,
+    Strategy,
+    Unsupported,
+    all_reduce,
+    default_dtype,
+    initialize,
+    model_preset,
+    shard_of,
+)
 
 #: of the weights of models: 0.02 belongs to hidden sizes of 768 and more, and these are small
 DEVIATION = 0.08

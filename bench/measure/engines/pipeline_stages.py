@@ -24,9 +24,7 @@ from spbench.bench.measure.engines.plan import RankClass, check_sizes, stage_mod
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import takes_plain_path, trace
 from spbench.bench.measure.engines.turn_parts import OF_TURNS, AnyTurns, TurnParts, put_together
-from spbench.impls.registries import backend_class
-from spbench.impls.training.pipeline import forwards_ahead
-from spbench.impls.training.turns import Ahead
+from spbench.impls import Ahead, backend_class, forwards_ahead
 
 #: turns of one kind that are told apart before they repeat; what a turn frees or waits for is of one of as
 #: many turns before it, or of its micro-batch's forward

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from spbench.bench.cell import Cell
+from spbench.bench.measure.clusters.card_kernels import cannot_run
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import cannot_run, played_kernel
 from spbench.bench.measure.engines.cell_schedule import (
     batch_parts,
     check_inference,
     check_schedule,
     passes_of,
+    played_model,
     with_mends,
 )
 from spbench.bench.measure.engines.unlike_ranks import (
@@ -31,17 +32,30 @@ from spbench.bench.measure.engines.unlike_ranks import (
     roles_by_load,
 )
 from spbench.bench.measure.trace.meter import CommunicationMeter, as_number
-from spbench.impls.axes import group_name, unused_axes
-from spbench.impls.backends.planned_step import PlannedStep, planned_sums
-from spbench.impls.composition import ONE_STAGE, Composition, Stage, composed_traffic, rank_module
-from spbench.impls.models.model import Model, model_preset
-from spbench.impls.options import Options, set_options
-from spbench.impls.place import Place, global_ranks
-from spbench.impls.registries import backend_class
-from spbench.impls.strategies.base import Site, Strategy, Unsupported
-from spbench.impls.strategies.nesting import nesting
-from spbench.impls.traffic import Traffic
-from spbench.impls.training.step import PRECISIONS, training_sites
+from spbench.impls import (
+    PRECISIONS,
+    Composition,
+    Model,
+    Options,
+    Place,
+    PlannedStep,
+    Site,
+    Stage,
+    Strategy,
+    Traffic,
+    Unsupported,
+    backend_class,
+    composed_traffic,
+    global_ranks,
+    group_name,
+    model_preset,
+    nesting,
+    planned_sums,
+    rank_module,
+    set_options,
+    training_sites,
+    unused_axes,
+)
 
 
 @dataclass(frozen=True)
@@ -240,13 +254,13 @@ def check_sizes(cell: Cell) -> list[RankClass]:
     strategy, model = planned_strategy(cell), model_preset(*cell.model_arguments)
     if why := cannot_run(load_cluster(cell.cluster).device, model.attention_kernel):
         raise Unsupported(*why)
-    strategy.check(_sites(cell, strategy, ONE_STAGE) + training_sites(PRECISIONS[cell.precision]))
+    strategy.check(_sites(cell, strategy, Stage()) + training_sites(PRECISIONS[cell.precision]))
     if cell.training.step == "inference":
         check_inference(cell)
     elif not model.has_weights:
         raise Unsupported(f"{cell.model} has no weights to train", "set training: {step: inference}")
     backend = backend_class(cell.training.backend)
-    if not backend.freezes and any(s.kind == "frozen_parameters" for s in _sites(cell, strategy, ONE_STAGE)):
+    if not backend.freezes and any(s.kind == "frozen_parameters" for s in _sites(cell, strategy, Stage())):
         raise Unsupported(
             f"the backend {backend.name} has trained and frozen weights in one flat tensor",
             "use zero3, or leave lora_rank out",
@@ -325,25 +339,3 @@ def model_parameters(cell: Cell) -> int:
     parts = planned_strategy(cell).vocabulary_parts
     sites = model_preset(*cell.model_arguments).sites(1, cell.seq_len or 1, parts)
     return sum(s.dims["elements"] for s in sites if s.kind in ("parameters", "frozen_parameters"))
-
-
-def played_arguments(cell: Cell) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
-    """The arguments of the model that a cell's ranks run: where FlashAttention-2 is played, which has one
-    head size, values get zeros up to that of keys (``_pad_qkv_head_dim`` of TransformerEngine's
-    dot_product_attention.py since 8a5af978; transformers' latent attention)."""
-    name, options, config = cell.model_arguments
-    if cell.precision in ("fp16", "bf16") and attention_kernel(cell) == "flash_attention_2":
-        options = {**options, **model_preset(name, options, config).of_one_head_size}
-    return name, options, config
-
-
-def played_model(cell: Cell) -> Model:
-    """The model of :func:`played_arguments`."""
-    return model_preset(*played_arguments(cell))
-
-
-def attention_kernel(cell: Cell) -> str:
-    """The kernel of softmax attention that a cell's ranks play, by its model or its card."""
-    return played_kernel(
-        load_cluster(cell.cluster).device, model_preset(*cell.model_arguments).attention_kernel
-    )

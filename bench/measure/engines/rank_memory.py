@@ -23,8 +23,7 @@ from spbench.bench.measure.trace.memory import PAGEABLE
 from spbench.bench.measure.trace.memory_log import MemoryLog, Peak
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import EXPANDABLE_SEGMENTS, max_split_size_mb
-from spbench.impls.place import Place
-from spbench.impls.registries import backends
+from spbench.impls import Place, all_backends
 
 _GIB = 2**30
 
@@ -271,7 +270,7 @@ def needs(memory: RankMemory, cell: Cell) -> str:
 
 def _fewer_states(cell: Cell) -> str:
     """What would hold fewer model states: another backend, where replicas and stages allow it."""
-    classes, sizes = backends(), cell.sizes.by_axis
+    classes, sizes = all_backends(), cell.sizes.by_axis
     here = classes[cell.training.backend]
     replicas = prod(n for axis, n in sizes.items() if axis not in ("pp", "tp"))
     if replicas > 1 and not getattr(backend_options(cell), "distributed_optimizer", True):

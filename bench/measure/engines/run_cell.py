@@ -11,9 +11,9 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.engine import engine_class
 from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measurement import Measurement, Outcome, shortened
-from spbench.impls.layout import Unavailable, Unsupported
-from spbench.impls.loose_files import exits_refused, printed, told
+from spbench.impls import Unavailable, Unsupported, exits_refused, printed, told
 
+#: measures a cell
 Run = Callable[[Cell], Measurement]
 
 

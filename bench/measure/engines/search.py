@@ -42,7 +42,7 @@ from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.memory.allocator import replay
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement
-from spbench.impls.layout import Unsupported
+from spbench.impls import Unsupported
 
 
 class Guesses:

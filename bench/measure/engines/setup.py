@@ -11,23 +11,33 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.engines.cell_schedule import turns_of
-from spbench.bench.measure.engines.plan import attention_kernel, backend_options, composition, played_model
+from spbench.bench.measure.engines.cell_schedule import attention_kernel, played_model, turns_of
+from spbench.bench.measure.engines.plan import backend_options, composition
 from spbench.bench.measure.trace.memory import MemoryMeter
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.setting_values import VARIABLES
-from spbench.impls.backends.meta_device import WholeParameters, attributes_of
-from spbench.impls.composition import Composition, rank_module
-from spbench.impls.kernels.grouped_matmul import GROUPED_STREAMS, GROUPED_WORKSPACES
-from spbench.impls.kernels.projection import USERBUFFER_STREAMS
-from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import Model, model_preset
-from spbench.impls.place import Place
-from spbench.impls.registries import backend_class
-from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.nesting import nesting
-from spbench.impls.training.step import PRECISIONS, Inference, Training, default_dtype
-from spbench.impls.training.turns import Ahead, Turns
+from spbench.impls import (
+    GROUPED_STREAMS,
+    GROUPED_WORKSPACES,
+    PRECISIONS,
+    USERBUFFER_STREAMS,
+    Ahead,
+    Composition,
+    Inference,
+    Model,
+    Place,
+    Strategy,
+    Training,
+    Turns,
+    Unsupported,
+    WholeParameters,
+    attributes_of,
+    backend_class,
+    default_dtype,
+    model_preset,
+    nesting,
+    rank_module,
+)
 
 
 def set_up(

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from spbench.bench.cell import Cell, Timing
-from spbench.bench.measure.clusters.carried_rates import RatesUnknown, check_rates
+from spbench.bench.measure.clusters.card_kernels import RatesUnknown, check_rates
 from spbench.bench.measure.clusters.cluster import Precision, load_cluster
 from spbench.bench.measure.devices.telemetry import Telemetry
+from spbench.bench.measure.engines.cell_schedule import played_arguments
 from spbench.bench.measure.engines.deepened_traces import with_layers
-from spbench.bench.measure.engines.plan import played_arguments
 from spbench.bench.measure.engines.step_line import StepNumbers, by_share, rates_of_step
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.unlike_ranks import work_error
@@ -34,9 +34,7 @@ from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import stand_ins
-from spbench.impls.loose_files import is_packaged
-from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.nesting import nesting
+from spbench.impls import is_packaged, model_preset, nesting
 
 #: FLOPs of a step over those of its forward: backward has two matmuls for each
 _OF_FORWARD = {"training": 3, "inference": 1}

@@ -31,7 +31,8 @@ from pydantic import create_model
 
 from spbench.bench.cell import Cell, requirements
 from spbench.bench.files import DiskCache, cache_folder
-from spbench.bench.measure.engines.plan import Plan, attention_kernel, plan
+from spbench.bench.measure.engines.cell_schedule import attention_kernel
+from spbench.bench.measure.engines.plan import Plan, plan
 from spbench.bench.measure.engines.rank_memory import RankMemory, allocator_of, host_peaks, needs
 from spbench.bench.measure.simulator.program import Program
 from spbench.bench.measure.trace.memory_log import MemoryLog
@@ -40,9 +41,7 @@ from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import VARIABLES
-from spbench.impls.discovery import versions
-from spbench.impls.kernels.attention_buffers import WITH_BUFFERS
-from spbench.impls.training.turns import Ahead, Turns
+from spbench.impls import WITH_BUFFERS, Ahead, Turns, versions
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,7 @@ from spbench.bench.measure.trace.torch_internals import (
     disable_fake_tensor_cache,
     too_large_unsupported,
 )
-from spbench.impls.axes import device_mesh, whole_mesh
-from spbench.impls.layout import Unsupported
-from spbench.impls.training.turns import Ahead, Turns
+from spbench.impls import Ahead, Turns, Unsupported, device_mesh, whole_mesh
 
 #: environment variable: if set and not empty, every operator takes the plain path of :class:`Recorder`, every
 #: layer, step of a ring and stage of a pipeline is run, no trace is read from disk, and every
@@ -126,6 +124,7 @@ def trace(
     return replace(rank_trace, memory=rank_trace.memory.with_workspaces(workspace_bytes(cell)))
 
 
+#: :func:`trace` at the door, where a room has that name
 trace_rank = trace
 
 

@@ -18,14 +18,17 @@ import numpy as np
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.simulator.lighter_ranks import odd_sets
-from spbench.impls.attended import Attended
-from spbench.impls.dispatchers.dispatcher import ExpertCall
-from spbench.impls.dispatchers.sent_tokens import dropped_tokens, rows_of_ranks
-from spbench.impls.models.model import model_preset
-from spbench.impls.place import Place
-from spbench.impls.routing import EVEN
-from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.nesting import nesting
+from spbench.impls import (
+    EVEN,
+    Attended,
+    ExpertCall,
+    Place,
+    Strategy,
+    dropped_tokens,
+    model_preset,
+    nesting,
+    rows_of_ranks,
+)
 
 #: sets of ranks at most, of those that have much the same work
 MOST_SETS = 8

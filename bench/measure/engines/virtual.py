@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.clusters.carried_rates import RatesUnknown
+from spbench.bench.measure.clusters.card_kernels import RatesUnknown
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.listed import NotAlike
@@ -30,7 +30,7 @@ from spbench.bench.measure.engines.unlike_ranks import expert_load, imbalance, m
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measurement import Measurement
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset
 
 _log = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ SMALL_LIMIT = 1 * MIB
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB
 LARGE_SEGMENT_LIMIT = 10 * MIB
+#: bytes that segments are a multiple of
 SEGMENT_GRANULE = 2 * MIB
 
 

@@ -35,8 +35,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from spbench.bench.measure.processes.rank_pool import Ranks
 from spbench.bench.measure.processes.stacks import RankAnswer, RankJob, collect
-from spbench.impls.axes import device_mesh
-from spbench.impls.loose_files import printed, told
+from spbench.impls import device_mesh, printed, told
 
 #: how torch.distributed names it
 LOCKSTEP = "spbench_lockstep"

@@ -41,9 +41,7 @@ from spbench.bench.measure.processes.stacks import (
 )
 from spbench.bench.measure.processes.staged_group import STAGED, register
 from spbench.bench.measure.processes.starting import FILES_OF_GROUP, FILES_OF_RANK, MEET, check_open_files
-from spbench.impls import loose_files
-from spbench.impls.axes import device_mesh, whole_mesh
-from spbench.impls.loose_files import exits_refused, printed, told
+from spbench.impls import device_mesh, exits_refused, printed, share_files, told, whole_mesh
 
 __all__ = ["RankError", "RankPool", "Ranks"]
 
@@ -216,7 +214,7 @@ def _answer_of(error: BaseException, rank: int, place: int) -> RankAnswer:
 
 
 def _run(store: dist.Store, job: RankJob, rank: int, local_rank: int) -> Any:
-    loose_files.share(job.files)
+    share_files(job.files)
     if job.backend == STAGED:
         register()
         local_rank %= max(1, torch.cuda.device_count())

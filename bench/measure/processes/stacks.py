@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from spbench.impls import loose_files
+from spbench.impls import file_digests
 
 #: of the environment: the folder into which a worker and its ranks write their stacks
 STACKS_FOLDER = "SPBENCH_STACKS_FOLDER"
@@ -174,7 +174,7 @@ class RankJob:
         timeout_s: after so many seconds the job has failed.
         work: a function of a module and its arguments, pickled; it is called with the mesh before these.
         fresh: whether processes are started for this job alone.
-        files: those of users that the work may need (:func:`loose_files.digests`).
+        files: those of users that the work may need (:func:`file_digests`).
     """
 
     number: int
@@ -184,7 +184,7 @@ class RankJob:
     timeout_s: float
     work: bytes
     fresh: bool = False
-    files: Mapping[str, str] = field(default_factory=loose_files.digests)
+    files: Mapping[str, str] = field(default_factory=file_digests)
 
     @property
     def ranks(self) -> int:

@@ -12,7 +12,7 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from ipaddress import ip_address
@@ -36,12 +36,26 @@ from spbench.bench.measure.processes.stacks import (
     collect,
 )
 from spbench.bench.measure.processes.staged_group import STAGED
-from spbench.impls.layout import Unavailable
+from spbench.impls import Unavailable
 
 #: seconds that an agent has to appear before a job of its rank fails
 _START_S = 120.0
 #: seconds that agents have to end once they are told to
 _LEAVE_S = 10.0
+
+
+def run_launched(command: Callable[[], int]) -> int:
+    """The exit code of a process that torchrun, or a launcher like it, has started. The first process runs
+    the command, on the ranks of all of them; each other process runs its rank.
+
+    Raises:
+        UserError: the launcher's variables are no ranks, or nobody can meet where it says.
+    """
+    launched = Launched.here()
+    if launched.rank:
+        return serve(launched)
+    with coordinating(launched):
+        return command()
 
 
 @contextmanager

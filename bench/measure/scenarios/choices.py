@@ -16,23 +16,34 @@ from spbench.bench.measure.engines.engine import Candidates, engine_class, engin
 from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.trace.meter import meters
 from spbench.bench.setting_values import remote_name
-from spbench.impls import loose_files
-from spbench.impls.discovery import INSTALL, absent
-from spbench.impls.layout import Unsupported
-from spbench.impls.loose_files import place, raised
-from spbench.impls.models.huggingface.published import published_models
-from spbench.impls.models.model import models, unchanged_model
-from spbench.impls.options import values_without_effect, wrong_values
-from spbench.impls.registries import as_published, backends, peers, strategies
-from spbench.impls.strategies.nesting import PLUS, nesting
+from spbench.impls import (
+    INSTALL,
+    PLUS,
+    SUFFIX,
+    Unsupported,
+    absent,
+    add_file,
+    all_as_published,
+    all_backends,
+    all_models,
+    all_peers,
+    all_strategies,
+    nesting,
+    place_of_error,
+    published_models,
+    raised,
+    unchanged_model,
+    values_without_effect,
+    wrong_values,
+)
 
 #: by kind: the function that returns what there is by name
 OF_CLASSES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
-    "strategy": strategies,
-    "peer": peers,
-    "as-published": as_published,
-    "model": models,
-    "backend": backends,
+    "strategy": all_strategies,
+    "peer": all_peers,
+    "as-published": all_as_published,
+    "model": all_models,
+    "backend": all_backends,
     "engine": engine_classes,
     "meter": meters,
     "quantity": quantities,
@@ -123,14 +134,14 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
         text: of strategies also several around each other, with plus signs between.
         folder: what a relative path starts from.
     """
-    if loose_files.SUFFIX not in text:
+    if SUFFIX not in text:
         return [text]
     if kind == "strategy" and PLUS in text:
         parts = [cell_names(kind, part, folder) for part in text.split(PLUS)]
         return [PLUS.join(each) for each in itertools.product(*parts)]
-    file, _, name = text.partition(f"{loose_files.SUFFIX}:")
-    path = resolved(folder / Path(file + loose_files.SUFFIX if name else file).expanduser())
-    if path.suffix != loose_files.SUFFIX:
+    file, _, name = text.partition(f"{SUFFIX}:")
+    path = resolved(folder / Path(file + SUFFIX if name else file).expanduser())
+    if path.suffix != SUFFIX:
         return [text]
     if not path.is_file():
         raise UserError(f"unknown {kind} {shown(text)}: there is no file {path}")
@@ -138,16 +149,18 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
         mend = "a script that trains is read by spbench import, beside its configuration"
         raise UserError(f"{path}: has no {_IN_FILES[kind]}, so it is not run; {mend}")
     try:
-        module = loose_files.add(path)
+        module = add_file(path)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        raise UserError(f"{place(error, (path,)) or path}: cannot be imported: {raised(error)}") from error
+        raise UserError(
+            f"{place_of_error(error, (path,)) or path}: cannot be imported: {raised(error)}"
+        ) from error
     if kind == "model":
         presets = vars(module).get("PRESETS")
         defined = list(presets) if isinstance(presets, Mapping) else []
     else:
-        defined = [each for each, cls in strategies().items() if cls.__module__ == module.__name__]
+        defined = [each for each, cls in all_strategies().items() if cls.__module__ == module.__name__]
     if not defined:
         raise UserError(f"{path}: has no {_IN_FILES[kind]}")
     if name and name not in defined:
@@ -206,7 +219,7 @@ def option_mistakes(
     elif section == "strategy_options":
         defaults = nesting(name).options_type()
     else:
-        defaults, others = backends()[name].options_type(), list(TrainingOptions.model_fields)
+        defaults, others = all_backends()[name].options_type(), list(TrainingOptions.model_fields)
     own = [field.name for field in fields(defaults)]
     keys = [*others, *own]
     what = "unknown key" if others else "unknown option"

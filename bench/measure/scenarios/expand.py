@@ -32,7 +32,7 @@ from spbench.bench.measure.scenarios.choices import (
 )
 from spbench.bench.setting_values import DOCUMENTS, names_a_file, read_model_file, with_documents
 from spbench.bench.yaml_files import dotted, first_problem, merge
-from spbench.impls.axes import unused_axes
+from spbench.impls import unused_axes
 
 Path_ = tuple[str, ...]
 

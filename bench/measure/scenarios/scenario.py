@@ -11,7 +11,7 @@ Cells with some of their settings changed by name, as the command line's --set s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -103,6 +103,7 @@ def _text(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+#: the package of the scenarios that come with spbench
 PACKAGE = "spbench.scenarios"
 
 
@@ -138,31 +139,36 @@ class Document(BaseModel):
 
 @dataclass(frozen=True)
 class Scenario:
-    """A scenario file, checked. ``cells``: the declared cells of each variant; a scenario without variants
-    has one, named ""."""
+    """A scenario file, checked but for its sections of answers.
+
+    Attributes:
+        cells: the declared cells of each variant; a scenario without variants has one, named "".
+        content: all that the file has, as it is written.
+    """
 
     name: str
     path: Path
     document: Document
     cells: Mapping[str, Sequence[Cell]]
+    content: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the file has sections of published numbers, which are checked where they are asked for."""
+        return not self.content.keys() <= Document.model_fields.keys()
 
 
-def load_scenario(name: str | PathLike[str], model: type[Document] = Document) -> Scenario:
+def load_scenario(name: str | PathLike[str]) -> Scenario:
     """The packaged scenario of that name, or the one in the YAML file at that path.
-
-    Args:
-        model: of the whole file. :class:`Document` has no sections of answers: it leaves out lists under
-            other keys than its own.
 
     Raises:
         UserError: there is none, or something in it cannot be; names file, key and mend.
     """
     path = find_file(name, PACKAGE, "scenario")
     content = read_yaml(path)
-    if model is Document:
-        fields = Document.model_fields
-        content = {key: each for key, each in content.items() if key in fields or not isinstance(each, list)}
-    document = validate(model, content, str(path))
+    fields = Document.model_fields
+    own = {key: each for key, each in content.items() if key in fields or not isinstance(each, list)}
+    document = validate(Document, own, str(path))
     if document.figure is not None and document.figure not in FIGURES:
         raise UserError(f"{path}: figure: {unknown('figure', document.figure, FIGURES.names())}")
     if "all" in document.variants:
@@ -174,4 +180,4 @@ def load_scenario(name: str | PathLike[str], model: type[Document] = Document) -
         }
     except Problem as problem:
         raise UserError(f"{path}: {problem}") from problem
-    return Scenario(path.stem, path, document, cells)
+    return Scenario(path.stem, path, document, cells, content)

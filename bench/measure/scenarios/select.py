@@ -15,16 +15,16 @@ from typing import Any
 
 from spbench.bench.cell import Cell, strategy_axes
 from spbench.bench.errors import UserError, suggestion
+from spbench.bench.measure.clusters.card_kernels import played_kernel, usual_kernel
 from spbench.bench.measure.clusters.cluster import load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import played_kernel, usual_kernel
 from spbench.bench.measure.scenarios.choices import cell_names, check_known, names, strategy_problem
 from spbench.bench.measure.scenarios.expand import Asked, ignored, on_device, playing_rank
 from spbench.bench.measure.scenarios.scenario import Scenario, changed, given
 from spbench.bench.setting_values import names_a_file, read_model_file, size
 from spbench.bench.yaml_files import dotted
-from spbench.impls.models.huggingface.published import published_model
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset, published_model
 
+#: in place of a variant's name: all variants
 ALL = "all"
 
 #: the value of a setting that a cell leaves out

@@ -30,7 +30,7 @@ from spbench.bench.measure.clusters.rates import Generation, Link, NcclAlgorithm
 from spbench.bench.measure.simulator.group_links import GroupLinks
 from spbench.bench.measure.simulator.table_prices import collective_seconds, latency_and_bandwidth
 from spbench.bench.yaml_files import StrictModel, read_yaml, validate
-from spbench.impls.traffic import WIRE_SHARE
+from spbench.impls import WIRE_SHARE
 
 #: times that a collective of N ranks moves a payload in N pieces round the ring, N - 1 steps each
 ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}

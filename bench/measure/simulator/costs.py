@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from spbench.bench.measure.clusters.carried_rates import RatesUnknown, rate_of_call
+from spbench.bench.measure.clusters.card_kernels import RatesUnknown, rate_of_call
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.clusters.figures import named
 from spbench.bench.measure.clusters.rates import (
@@ -55,8 +55,7 @@ from spbench.bench.measure.simulator.table_prices import (
     in_attention_table,
     matmul_seconds,
 )
-from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
-from spbench.impls.kernels.host_copies import FROM_PAGEABLE, TO_PAGEABLE
+from spbench.impls import FROM_PAGEABLE, GROUPED_MATMULS, TO_PAGEABLE
 
 #: seconds of a collective of that kind, with that payload in bytes, of a group of two ranks or more
 _COLLECTIVES: dict[CollectiveModel, Callable[[str, float, GroupLinks], float]] = {

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from spbench.bench.measure.clusters.cluster import Cluster
 from spbench.bench.measure.clusters.rates import Crossing
-from spbench.impls.traffic import WIRE_SHARE
+from spbench.impls import WIRE_SHARE
 
 
 class LinkRate(NamedTuple):

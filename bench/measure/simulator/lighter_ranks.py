@@ -22,7 +22,7 @@ import numpy as np
 from spbench.bench.measure.simulator.program import COMPUTE_STREAM, KERNEL, WAIT
 from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.waits import Times
-from spbench.impls.unlike_work import ALL_LOWER, EVERYONE
+from spbench.impls import ALL_LOWER, EVERYONE
 
 #: steps, times the sets of ranks for which they are worked out; of more ranks, some stand for others
 _MOST_TIMES = 2**19

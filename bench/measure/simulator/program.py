@@ -19,13 +19,16 @@ import numpy as np
 
 from spbench.bench.measure.clusters.rates import Direction, Mask
 
+#: kinds of events of a program
 KERNEL, COLLECTIVE, SEND, RECV, WAIT, RECORD = range(6)
 #: the stream on which a step computes; others have the copies and collectives of a library's own streams
 COMPUTE_STREAM = 0
+#: categories of kernels, by what prices them
 MEMORY_BOUND, MATMUL, ATTENTION, HOST_COPY, HOST_UPDATE, HOST_READ = range(6)
 CATEGORIES = ("memory-bound", "matmul", "attention", "host copy", "host update", "host read")
 #: bytes that rows of matrices are a multiple of where cuBLAS runs its fast kernels
 ALIGNED = 16
+#: precisions of kernels, by their numbers in programs
 PRECISION_NAMES = ("fp16", "bf16", "fp32", "fp64", "other", "fp8")
 
 #: what a host does beside dispatching a program's events, as :attr:`Program.host` counts it: operators that

@@ -25,7 +25,7 @@ from spbench.bench.measure.simulator.program import (
     Group,
     Program,
 )
-from spbench.impls.unlike_work import EVERYONE
+from spbench.impls import EVERYONE
 
 #: (kind, name, category, nbytes, flops, precision, (batch, m, n, k), strided, aligned, host, partner); host:
 #: what :attr:`Program.host` has, as one number, see VIEW

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spbench.bench.measure.clusters.carried_rates import check_rates
+from spbench.bench.measure.clusters.card_kernels import check_rates
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.simulator.costs import Costs, node_of
 from spbench.bench.measure.simulator.group_links import crossings_of

@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spbench.bench.measure.clusters.carried_rates import rate_of_call
+from spbench.bench.measure.clusters.card_kernels import generation_of, rate_of_call
 from spbench.bench.measure.clusters.cluster import Grade
 from spbench.bench.measure.clusters.figures import Sourced, named
-from spbench.bench.measure.clusters.kinds_of_work import generation_of
 from spbench.bench.measure.clusters.rates import AttentionRate, Link
 from spbench.bench.measure.simulator.costs import Costs, node_of
 from spbench.bench.measure.simulator.group_links import crossed, crossings_of
@@ -38,7 +37,7 @@ from spbench.bench.measure.simulator.program import (
 )
 from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.table_prices import lengths_measured, matmuls_covered, ranks_measured
-from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
+from spbench.impls import GROUPED_MATMULS
 
 #: what attention counts as that a card has no rate of
 AS_MATMULS = "matmuls"

@@ -27,7 +27,7 @@ import numpy as np
 from spbench.bench.measure.clusters.rate_tables import HEAD_SIZE, RateTable, collective_tables, rate_table
 from spbench.bench.measure.clusters.rates import AttentionRate, Link
 from spbench.bench.measure.simulator.program import AttentionCall, Program
-from spbench.impls.traffic import WIRE_SHARE
+from spbench.impls import WIRE_SHARE
 
 #: bytes of a number in half precision
 _HALF = 2

@@ -18,8 +18,7 @@ from spbench.bench.measure.sweep.provenance import provenance
 from spbench.bench.measure.sweep.worker import Worker, end_workers
 from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Outcome
-from spbench.impls import loose_files
-from spbench.impls.discovery import installed_version, plugin_entries
+from spbench.impls import installed_version, loose_paths, plugin_entries
 
 #: seconds without a cell after which the processes of a sweep end, as the sweep may have vanished
 IDLE_LIMIT_S = 60.0
@@ -53,7 +52,7 @@ class Installation:
             plugins=frozenset(
                 [
                     *(f"{entry.group}:{entry.name}" for entry in plugin_entries()),
-                    *(f"file:{path.name}" for path in loose_files.paths()),
+                    *(f"file:{path.name}" for path in loose_paths()),
                 ]
             ),
             code=code_digest(),

@@ -15,7 +15,7 @@ import re
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from spbench.bench.cell import Cell
@@ -66,6 +66,11 @@ def opened(address: str) -> Executor:
         hint = suggestion(scheme, [_SCHEME]).split(" (choices")[0] if separator else ""
         raise UserError(f"no executor has the address {address!r}{hint}; addresses look like {_FORM}")
     return Executor(place)
+
+
+def executor_at(address: str | None) -> AbstractContextManager[Executor | None]:
+    """As :func:`opened`; None, in a context that does nothing, for None."""
+    return nullcontext() if address is None else opened(address)
 
 
 class Executor:

@@ -14,7 +14,7 @@ from spbench.bench.git import DIRTY, checkout_around, commit_of_files, own_check
 from spbench.bench.measure.devices.nvml import Nvml, NvmlProblem
 from spbench.bench.measure.processes.starting import usable_cores
 from spbench.bench.measured_code import imported_tree, unmeasured_checkout
-from spbench.impls.discovery import installed_version
+from spbench.impls import installed_version
 
 
 @cache

@@ -23,7 +23,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import read_file
 from spbench.bench.measure.trust.bands import priced_by_in_words, tied, with_band
 from spbench.bench.row import Row, WrongRow, json_line, parse_any_row, parse_row
-from spbench.impls.axes import MESH_AXES, spelled, union, whole_mesh
+from spbench.impls import MESH_AXES, spelled, union, whole_mesh
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -91,6 +91,7 @@ def as_frame(rows: Iterable[Row]) -> DataFrame:
     return DataFrame(flat_rows([*rows]))
 
 
+#: the file of rows in the output folder of a run
 RESULTS_FILE = "cells.jsonl"
 
 #: how a row begins as it is written, also one that was cut short
@@ -152,7 +153,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     try:
         lines = read_file(path).split(b"\n")
     except UserError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             return
         raise
     for number, line in enumerate(lines, start=1):

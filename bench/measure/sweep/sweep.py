@@ -27,7 +27,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.clusters.rate_tables import table_digest
 from spbench.bench.measure.engines.engine import engine_class
-from spbench.bench.measure.engines.run_cell import Run, run_cell
+from spbench.bench.measure.engines.run_cell import Run, measure, run_cell
 from spbench.bench.measure.processes.starting import usable_cores
 from spbench.bench.measure.sweep.executor import Executor
 from spbench.bench.measure.sweep.provenance import project_commit, provenance
@@ -37,9 +37,7 @@ from spbench.bench.measure.verify.proof import Say, unproven
 from spbench.bench.measured_code import DIGEST_LENGTH, code_digest
 from spbench.bench.measurement import Measured, Outcome
 from spbench.bench.row import FINAL, Row
-from spbench.impls.discovery import installed_version, versions
-from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.nesting import nesting
+from spbench.impls import installed_version, model_preset, nesting, versions
 
 PARTS = ("cluster", "model", "strategy", "code", "torch")
 
@@ -196,11 +194,10 @@ def sweep(
         crew: workers to use, which are there afterwards, unless the sweep is ended; None: of its own.
         executor: runs the cells that need nothing of this machine (:attr:`Engine.is_exact`), before the
             others; None: the crew runs all.
-        jobs: processes of the crew; None: one a usable core.
+        jobs: processes of the crew; None: one a usable core; 0: none, cells run here in turn, without limits.
         digest_of: gives the digests of the cells; None: :func:`digests_of_a_run`.
         unverified: run cells that are not proven right too; their rows are a mismatch (:func:`marked`).
-        say: told what is verified.
-        on_start, on_end: called as cells begin and end.
+        say, on_start, on_end: told what is verified, and of cells as they begin and end.
 
     Raises:
         UserError: a row cannot be written, or the executor's machines cannot go on.
@@ -212,7 +209,7 @@ def sweep(
     project = project_commit(Path.cwd()) if todo else None  # before rows are written, which it may track
     refused = unproven(todo, say=say)
     measured = [cell for cell in todo if unverified or cell.key not in refused]
-    spread, together, alone = _by_place(measured, executor)
+    spread, together, alone = ([], [], []) if jobs == 0 else _by_place(measured, executor)
     own = Crew(run) if crew is None else crew
     try:
         for cell, outcome in chain(
@@ -220,6 +217,7 @@ def sweep(
             executor.outcomes(spread, run, on_start) if executor else (),
             _outcomes(together, jobs or usable_cores(), own, on_start),
             _outcomes(alone, 1, own, on_start),
+            ((cell, measure(run, cell)) for cell in (measured if jobs == 0 else ())),
         ):
             row = as_row(cell, marked(outcome, refused.get(cell.key)), made_by[cell.key], project)
             results.append(row)
@@ -232,6 +230,7 @@ def sweep(
     return [results.rows[cell.key] for cell in cells]
 
 
+#: :func:`sweep` at the door, where a room has that name
 run_sweep = sweep
 
 

@@ -35,11 +35,7 @@ from spbench.bench.measure.trace.torch_internals import (
     schema_of,
     storage_key,
 )
-from spbench.impls.kernels.attention_buffers import inside_backward
-from spbench.impls.kernels.flash_attention import flash_attention_backward
-from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS, GROUPED_WORKSPACES
-from spbench.impls.kernels.host_copies import MAKES_ON_HOST, MAKES_PAGEABLE
-from spbench.impls.kernels.projection import TORCH_PRODUCTS, TRANSFORMER_ENGINE_PRODUCTS
+from spbench.impls import MAKES_ON_HOST, MAKES_PAGEABLE, flash_attention_backward, inside_backward, workspace
 
 #: of accumulations of gradients, which all have one number; those of other nodes are smaller
 _MOST_NODES = 2**62
@@ -112,12 +108,7 @@ _FILLED_FROM_OTHERS = ("recv", "all_gather", "reduce_scatter", "all_to_all")
 @cache
 def _library(func: Any) -> str | None:
     """The library that multiplies matrices in an operator, as a cluster's file names it; None: none does."""
-    name = schema_of(func).name.split("::")[1]
-    if name in GROUPED_MATMULS:
-        return GROUPED_WORKSPACES if name.startswith("te_") else None
-    if name in TRANSFORMER_ENGINE_PRODUCTS:
-        return "transformer_engine"
-    return "cublas" if name in TORCH_PRODUCTS or name.removesuffix("_") in TORCH_PRODUCTS else None
+    return workspace(schema_of(func).name.split("::")[1])
 
 
 @cache

@@ -16,6 +16,7 @@ import numpy as np
 from spbench.bench.measure.memory.allocator import rounded
 from spbench.bench.measure.trace.torch_internals import beyond_64_bits
 
+#: what a storage holds
 CATEGORIES = (
     *("parameters", "gradients", "optimizer_state", "inputs", "activations"),
     *("communication_buffers", "workspaces", "temporaries"),

@@ -22,9 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.measure.trace.operator_prices import nbytes_of
 from spbench.bench.measure.trace.torch_internals import OpOverload, group_named, schema_of
-from spbench.impls.axes import MESH_AXES
-from spbench.impls.discovery import named_classes
-from spbench.impls.traffic import wire_bytes
+from spbench.impls import MESH_AXES, named_classes, wire_bytes
 
 
 @dataclass(frozen=True)

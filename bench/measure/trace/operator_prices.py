@@ -28,11 +28,17 @@ from spbench.bench.measure.simulator.program import (
 )
 from spbench.bench.measure.simulator.program_builder import NO_SHAPE
 from spbench.bench.measure.trace.torch_internals import flop_registry, schema_of
-from spbench.impls.kernels.flash_attention import backward_flops, forward_flops
-from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
-from spbench.impls.kernels.host_copies import MAKES_ON_HOST, ON_HOST_CORES, OVER_HOST_LINK, READ_BY_HOST
-from spbench.impls.kernels.permutation import WITHIN_TRANSFERS
-from spbench.impls.kernels.ranged_attention import Size
+from spbench.impls import (
+    GROUPED_MATMULS,
+    MAKES_ON_HOST,
+    ON_HOST_CORES,
+    OVER_HOST_LINK,
+    READ_BY_HOST,
+    WITHIN_TRANSFERS,
+    Size,
+    backward_flops,
+    forward_flops,
+)
 
 _OTHER, _FP8 = PRECISION_NAMES.index("other"), PRECISION_NAMES.index("fp8")
 _PRECISION = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}

@@ -45,8 +45,7 @@ from spbench.bench.measure.trace.torch_internals import (
     no_dispatch,
     replaced,
 )
-from spbench.impls.keyed_steps import choosing_steps
-from spbench.impls.unlike_work import noting_work
+from spbench.impls import choosing_steps, noting_work
 
 PRIM_DEVICE = torch.ops.prim.device.default
 BETWEEN_TWO = (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default)

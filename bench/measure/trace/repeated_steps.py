@@ -48,8 +48,7 @@ from spbench.bench.measure.trace.memory import MemoryMeter
 from spbench.bench.measure.trace.meter import CommunicationMeter
 from spbench.bench.measure.trace.step_records import EventRecord, MessageRecord, StepRecord, StorageRecord
 from spbench.bench.measure.trace.torch_internals import FakeTensor, fsdp_collectives, replaced
-from spbench.impls.kernels import permutation
-from spbench.impls.keyed_steps import Key
+from spbench.impls import Key, permutation
 
 
 @dataclass(eq=False)

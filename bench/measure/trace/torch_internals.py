@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spbench.bench.errors import UserError
-from spbench.impls.layout import Unsupported
+from spbench.impls import Unsupported
 
 #: the first and last releases of torch with which the tests of meters passed; the nightly job runs both
 TESTED = ("2.12", "2.15")

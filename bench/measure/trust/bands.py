@@ -22,6 +22,7 @@ from spbench.bench.measure.trust.error_model import EVER_WORSE, NO_RATE, ErrorMo
 from spbench.bench.setting_values import STAND_IN, StandIn
 from spbench.plots.series import grouped
 
+#: the files of errors that come with the package
 BANDS_FILE, MEMORY_ERRORS_FILE = "bands.json", "memory_errors.json"
 #: grades of prices other than a rate of their own (:mod:`measure.simulator.substitutes`), the worst first
 GRADES = {

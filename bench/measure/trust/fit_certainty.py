@@ -18,11 +18,11 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.trust.bands import PEAK, RESERVED, packaged, packaged_errors
 from spbench.bench.measurement import filled, returned_bytes
 from spbench.bench.units import card_gib, shown_share
-from spbench.impls.layout import MEETINGS
-from spbench.impls.models.model import model_preset
-from spbench.impls.strategies.nesting import PLUS
+from spbench.impls import MEETINGS, PLUS, model_preset
 
+#: the verdicts on whether memory suffices
 FITS, TIGHT, NO = "fits", "tight", "no"
+#: the file of measured runs that the verdicts rest on
 CERTAINTY_FILE = "fit_certainty.json"
 #: so many measured numbers of a backend say how far its programs may be above what is simulated: by more than
 #: this share of them were

@@ -22,12 +22,7 @@ from spbench.bench.measure.processes.staged_group import STAGED
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measure.verify.judged import Discrepancy, discrepancies
 from spbench.bench.measure.verify.verified_run import Case, OneDeviceRun, VerifiedRun
-from spbench.impls.attended import Attended
-from spbench.impls.backends.planned_step import PlannedStep, planned_sums
-from spbench.impls.collectives import all_reduce
-from spbench.impls.composition import ONE_STAGE, composed_traffic
-from spbench.impls.models.model import Model
-from spbench.impls.strategies.base import Strategy
+from spbench.impls import Attended, Model, PlannedStep, Strategy, all_reduce, composed_traffic, planned_sums
 
 #: the name of what :func:`check_norm` compares
 NORM = "norm of all gradients"
@@ -117,10 +112,10 @@ def check_bytes(
 
     step = PlannedStep(sums, 1, precision, strategy, around, build, lambda: [[True, False]], backend.options)
     entries = [
-        *composed_traffic(sites, strategy, ONE_STAGE, 1, width, partial(backend.tied_bytes, step)),
+        *composed_traffic(sites, strategy, around.stage, 1, width, partial(backend.tied_bytes, step)),
         *backend.traffic(step),
     ]
-    plan = Plan([RankClass(ONE_STAGE, {}, (0,))], [entries], sizes)
+    plan = Plan([RankClass(around.stage, {}, (0,))], [entries], sizes)
     for each in plan.difference(recorder.communication, 0, has_values=True):
         sent, formula = each["metered_bytes"], each["formula_bytes"]
         yield (

@@ -44,17 +44,22 @@ from spbench.bench.measure.verify.oracle import check_rank
 from spbench.bench.measure.verify.verdicts import EQUAL, VerifyRow
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.setting_values import names_a_file, read_model_file
-from spbench.impls.axes import spelled
-from spbench.impls.folding import given_folds
-from spbench.impls.models.model import Model, model_preset
-from spbench.impls.models.model import models as all_models
-from spbench.impls.options import set_options
-from spbench.impls.place import Place
-from spbench.impls.registries import DEFAULT_BACKEND, backend_class
-from spbench.impls.registries import strategies as all_strategies
-from spbench.impls.strategies.base import Unsupported
-from spbench.impls.strategies.nesting import Nesting, nesting
-from spbench.impls.training.step import PRECISIONS
+from spbench.impls import (
+    DEFAULT_BACKEND,
+    PRECISIONS,
+    Model,
+    Nesting,
+    Place,
+    Unsupported,
+    all_models,
+    all_strategies,
+    backend_class,
+    given_folds,
+    model_preset,
+    nesting,
+    set_options,
+    spelled,
+)
 
 #: seconds that a case of a strategy may take of which one has not ended within the limit of the pool
 HUNG_S = 15.0

@@ -30,8 +30,7 @@ from spbench.bench.measure.trace.torch_internals import TorchDispatchMode
 from spbench.bench.measure.verify.judged import Finding, Judged, judged, relative_errors
 from spbench.bench.measure.verify.oracle import BothRuns, both_runs
 from spbench.bench.measure.verify.verified_run import SITE_DIM, Case
-from spbench.impls.models.model import ModelPart
-from spbench.impls.training.step import PRECISIONS
+from spbench.impls import PRECISIONS, ModelPart
 
 #: columns of a map of errors: the sequence is cut into so many blocks
 BLOCKS = 8

@@ -15,9 +15,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from spbench.impls.as_published.as_published import AsPublished
-from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.nesting import Nesting
+from spbench.impls import AsPublished, Nesting, Strategy
 
 FLOAT64_LIMIT = 1e-10
 NOISE_FACTOR = 4.0

@@ -30,13 +30,7 @@ from spbench.bench.measure.verify.beside_values import (
 )
 from spbench.bench.measure.verify.judged import Discrepancy, Finding, discrepancies, relative_errors
 from spbench.bench.measure.verify.verified_run import SITE_DIM, Case, OneDeviceRun, VerifiedRun, share_of
-from spbench.impls.as_published.as_published import AsPublished
-from spbench.impls.attended import CAUSAL, Attended
-from spbench.impls.composition import Composition
-from spbench.impls.models.model import Model
-from spbench.impls.options import with_options
-from spbench.impls.place import Place
-from spbench.impls.strategies.base import SequenceDim, Strategy
+from spbench.impls import CAUSAL, AsPublished, Attended, Composition, Model, Place, Strategy, with_options
 
 #: runs of one device that a rank keeps; a tiny model's takes a megabyte
 KEPT_RUNS = 128
@@ -187,7 +181,7 @@ def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
     return BothRuns(model, truth, noisy, checked, recorder, departures)
 
 
-def _apart(x: Tensor, y: Tensor, places: SequenceDim) -> tuple[int, int]:
+def _apart(x: Tensor, y: Tensor, places: int | tuple[int, ...] | None) -> tuple[int, int]:
     """At how many positions of this rank two tensors differ, and how many there are; (0, 0) where they have
     none."""
     if places is None:

@@ -29,11 +29,17 @@ from spbench.bench.measure.verify.verdicts import verified_code
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.bench.measured_code import digest_of_files
 from spbench.bench.measurement import Outcome
-from spbench.impls.discovery import versions
-from spbench.impls.loose_files import exits_refused, is_packaged
-from spbench.impls.models.model import Model, model_preset, models
-from spbench.impls.registries import backend_class, strategies
-from spbench.impls.strategies.nesting import nesting
+from spbench.impls import (
+    Model,
+    all_models,
+    all_strategies,
+    backend_class,
+    exits_refused,
+    is_packaged,
+    model_preset,
+    nesting,
+    versions,
+)
 
 #: beside this module: the digest of the package's code on which verification was green
 PROVEN = "proven.json"
@@ -104,7 +110,7 @@ def _cases(cell: Cell) -> list[_Small]:
     most = min(MOST_OF_EACH if len(along) > 1 else MOST, max(along.values(), default=1))
     tried = [(cls, {axis: min(n, fewer) for axis, n in along.items()}) for fewer in range(most, 0, -1)]
     if not cls.axes:
-        own = (nesting(name) for name, each in strategies().items() if each.axes and is_packaged(each))
+        own = (nesting(name) for name, each in all_strategies().items() if each.axes and is_packaged(each))
         tried = [(each, dict.fromkeys(each.axes, 2)) for each in own]
     how: dict[str, Any] = {"options": cell.strategy_options} if cls.axes else {}
     if of_backend:
@@ -148,7 +154,7 @@ def _small(cell: Cell) -> dict[str, Model]:
     own = model_preset(cell.model, config=cell.model_config_json).shrunk()
     if getattr(own, "hidden", 0) <= LARGEST_HIDDEN:
         return {cell.model: own}
-    return {name: each for name, each in models().items() if type(each) is type(own) and "-tiny" in name}
+    return {name: each for name, each in all_models().items() if type(each) is type(own) and "-tiny" in name}
 
 
 def _refused(cell: Cell) -> bool:

@@ -24,8 +24,9 @@ from spbench.bench.files import write_whole
 from spbench.bench.measured_code import digest_of_files
 from spbench.bench.measurement import Count, Number, Signed, Text
 from spbench.bench.row import problem
-from spbench.impls.discovery import plugin_files
+from spbench.impls import plugin_files
 
+#: the file of verdicts in a folder of results
 VERDICTS_FILE = "verdicts.jsonl"
 
 #: a :class:`VerifyRow` by its fields, with those of the head of its run

@@ -21,19 +21,27 @@ import torch
 from torch import Tensor, nn
 
 from spbench.bench.measure.trace.recorder import Recorder
-from spbench.impls.backends.backend import BackendSettings
-from spbench.impls.backends.meta_device import WholeParameters, attributes_of
-from spbench.impls.collectives import all_reduce
-from spbench.impls.composition import Composition
-from spbench.impls.dispatchers.sent_tokens import positions_of
-from spbench.impls.layout import is_expert
-from spbench.impls.models.blocks.router import Router
-from spbench.impls.models.model import Model
-from spbench.impls.options import set_options
-from spbench.impls.registries import DEFAULT_BACKEND, backend_class
-from spbench.impls.strategies.base import Strategy, shard_of
-from spbench.impls.strategies.nesting import Nesting
-from spbench.impls.training.step import PRECISIONS, Precision, default_dtype, initialize
+from spbench.impls import (
+    DEFAULT_BACKEND,
+    PRECISIONS,
+    BackendSettings,
+    Composition,
+    Model,
+    Nesting,
+    Precision,
+    Router,
+    Strategy,
+    WholeParameters,
+    all_reduce,
+    attributes_of,
+    backend_class,
+    default_dtype,
+    initialize,
+    is_expert,
+    options_of_backend,
+    positions_of,
+    shard_of,
+)
 
 #: standard deviation of weights: with the 0.02 of training every softmax of a tiny model would be almost
 #: flat and the gradients of queries and keys tiny
@@ -109,7 +117,7 @@ class VerifiedRun:
     ):
         self.strategy, self.part, self.device = strategy, case.model.parts()[case.part], device
         cls = backend_class(case.backend)
-        options = set_options(cls.options_type(), case.backend_options, f"backend {case.backend}")
+        options = options_of_backend(case.backend, case.backend_options)
         on_meta, build = cls.starts_on_meta(options), partial(_build, case, self.part.build, strategy, dtype)
         self.module = build("meta" if on_meta else device)
         if not on_meta:

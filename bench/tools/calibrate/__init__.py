@@ -7,6 +7,6 @@ is such a function in a module ``from_NAME`` of this package (with ``_`` for eac
 
 from __future__ import annotations
 
-from spbench.impls.discovery import FunctionModules
+from spbench.impls import FunctionModules
 
 LOGS = FunctionModules(__name__, "from_*", "read", "logs")

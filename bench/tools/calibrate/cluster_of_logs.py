@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.measure import AttentionKernel, Cluster, Link
+from spbench.bench.measure import Cluster, Link
 from spbench.bench.tools.calibrate.log_findings import ROUNDING, Findings, check_plausible, one_card
 from spbench.bench.tools.calibrate.rate_fits import (
     LARGE_PASS_BYTES,
@@ -18,24 +19,12 @@ from spbench.bench.tools.calibrate.rate_fits import (
     memory_rate,
     product_rates,
 )
-from spbench.bench.yaml_files import merge
+from spbench.bench.yaml_files import merge, read_yaml
 
 #: digits of a figure
 _DIGITS = 4
 _NOWHERE = "in none of the logs"
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-#: what logs can say, and where it stands in the file
-_WANTED: dict[str, str | tuple[str, ...]] = {
-    **{f"matmuls, {precision}": f"device.matmul.{precision}" for precision in ("bf16", "fp16", "fp32")},
-    "attention": "device.attention",
-    "memory": ("device.memory_efficiency", "device.memory_bandwidth_bytes_per_s"),
-    "gaps between kernels": "device.launch_overhead_s",
-    "send, intra-node": "node_link: bandwidth_bytes_per_s",
-    **{f"{kind}, intra-node": f"node_link.collectives.{kind}" for kind in _COLLECTIVES},
-    "send, inter-node": "network: bandwidth_bytes_per_s",
-    # an all-to-all between nodes is timed by its sends
-    **{f"{kind}, inter-node": f"network.collectives.{kind}" for kind in _COLLECTIVES[:-1]},
-}
+_TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 @dataclass
@@ -56,7 +45,8 @@ class LogCluster:
     def missing(self) -> list[str]:
         """What logs can say and these do not."""
         figures = [line["figure"] for line in self.fitted]
-        return [what for what, where in _WANTED.items() if not any(f.startswith(where) for f in figures)]
+        wanted = {what: tuple(where) for what, where in _TABLES["wanted"].items()}
+        return [what for what, where in wanted.items() if not any(f.startswith(where) for f in figures)]
 
     def put(self, part: Mapping[str, Any]) -> None:
         """Add a part of the file."""
@@ -182,13 +172,6 @@ def _latency(link: Link | None, kind: str, ranks: int) -> float:
     return (link.latency_s.value or 0.0) if rate is None else rate.latency(ranks)
 
 
-#: a model's "flash" is the first of these that was measured, where no other cluster is extended that says
-_NEWEST_FIRST: tuple[AttentionKernel, ...] = (
-    *("flash_attention_4", "flash_attention_3", "flash_attention_2", "flash_attention_1"),
-    *("cudnn", "triton"),
-)
-
-
 def cluster_of_logs(findings: Mapping[str, Findings], base: Cluster | None) -> LogCluster:
     """The cluster that logs, by the names of their files, make.
 
@@ -259,7 +242,9 @@ def _put_attention(cluster: LogCluster, findings: Mapping[str, Findings], base: 
     if not kernels:
         return
     of_base = base.device.attention if base else None
-    default = of_base.default if of_base else next(name for name in _NEWEST_FIRST if name in kernels)
+    default = (
+        of_base.default if of_base else next(name for name in _TABLES["newest_first"] if name in kernels)
+    )
     cluster.put({"device": {"attention": {"default": default, "kernels": kernels}}})
 
 

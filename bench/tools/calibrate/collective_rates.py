@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spbench.bench.tools.calibrate.compute_rates import RatePoint, RateSweep, timed
-from spbench.impls.collectives import all_gather_flat, all_reduce, exchange, reduce_scatter_flat
-from spbench.impls.traffic import WIRE_SHARE
+from spbench.impls import WIRE_SHARE, all_gather_flat, all_reduce, exchange, reduce_scatter_flat
 
 #: a message to the next rank; of a machine of several nodes also those that stay in a node, and those that
 #: leave it

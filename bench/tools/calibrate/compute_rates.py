@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure import SEED, seconds, set_up
-from spbench.impls.training.step import PRECISIONS, initialize
+from spbench.impls import PRECISIONS, initialize
 
 _KIB, _MIB = 2**10, 2**20
 #: calls of a burst at most

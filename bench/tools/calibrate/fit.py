@@ -24,7 +24,7 @@ from spbench.bench.measure import Calibration, Narrowing, Scenario, Simulator, l
 from spbench.bench.tools.papers.answer import answers_of, load_scenario
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.selector import PublishedRow, QuantityColumn
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset
 
 #: scalar -> the bounds of what it can reasonably be; efficiencies are shares, costs are seconds
 BOUNDS = {

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from spbench.bench.tools.calibrate.log_findings import Findings, LogFile, TimedCollective, log_table
-from spbench.impls.traffic import WIRE_SHARE
+from spbench.impls import WIRE_SHARE
 
 _LOG = log_table(__file__)
 #: bandwidths are printed in GB/s with two digits after the point: of those below, little is left

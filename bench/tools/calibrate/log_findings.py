@@ -30,7 +30,7 @@ from spbench.bench.measure import (
 )
 from spbench.bench.tools.calibrate import LOGS
 from spbench.bench.yaml_files import read_yaml
-from spbench.impls.traffic import WIRE_SHARE
+from spbench.impls import WIRE_SHARE
 
 _GZIP = b"\x1f\x8b"
 

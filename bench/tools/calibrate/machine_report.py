@@ -20,7 +20,7 @@ from spbench.bench.tools.calibrate.compute_rates import RatePoint, RateSweep
 from spbench.bench.tools.calibrate.measured_cluster import Machine, cluster_of, measure_machine
 from spbench.bench.tools.calibrate.operator_times import INSIDE_STEPS, LADDER
 from spbench.bench.yaml_text import Dumper, dump
-from spbench.impls.training.step import PRECISIONS
+from spbench.impls import PRECISIONS
 from spbench.plots.rates import draw_machine_rates
 
 

@@ -40,8 +40,7 @@ from spbench.bench.measure import (
 )
 from spbench.bench.tools.calibrate.compute_rates import RatePoint, RateSweep, timed
 from spbench.bench.tools.calibrate.rate_fits import LeastSquares, least_squares
-from spbench.impls.models.model import model_preset
-from spbench.impls.training.step import initialize
+from spbench.impls import initialize, model_preset
 from spbench.plots.series import grouped
 
 #: how the points begin

@@ -11,7 +11,7 @@ import numpy as np
 import scipy  # whose parts, a second of imports, are imported as they are first used
 
 from spbench.bench.tools.calibrate.log_findings import AttentionSpeed, Findings, TimedCollective, TimedPass
-from spbench.impls.traffic import WIRE_SHARE
+from spbench.impls import WIRE_SHARE
 from spbench.plots.series import grouped
 
 

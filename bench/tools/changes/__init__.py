@@ -7,6 +7,6 @@ Only the one that is chosen is imported.
 
 from __future__ import annotations
 
-from spbench.impls.discovery import FunctionModules
+from spbench.impls import FunctionModules
 
 EXPORTS = FunctionModules(__name__, "to_*", "export", "exports")

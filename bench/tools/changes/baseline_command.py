@@ -13,9 +13,9 @@ from typing import Any
 
 import click
 
+from spbench.bench.command_line import progress
 from spbench.bench.command_line.options import WORDS, executor, jobs, many, path_option, printed, variant
 from spbench.bench.command_line.output import Output
-from spbench.bench.command_line.progress import message
 from spbench.bench.files import write_whole
 from spbench.bench.measure import RESULTS_FILE, beginning_server
 from spbench.bench.measured_code import refuse_unmeasured_checkout
@@ -50,20 +50,19 @@ def command(
         raise click.UsageError("name at least one --scenario")
     refuse_unmeasured_checkout(Path.cwd(), "a baseline")
     with beginning_server():
-        from spbench.bench.measure import Narrowing
-        from spbench.bench.tools.papers.answer import load_scenario
-        from spbench.bench.tools.papers.execution import opened_executor, run_cells
+        from spbench.bench.measure import Narrowing, executor_at, run_cells
+        from spbench.bench.tools.papers.answer import load_scenario, set_beside
 
     narrowing = Narrowing(engines=("virtual",), variant=variant)
     for loaded in [load_scenario(name) for name in scenario]:
         folder = Path("results", "runs", loaded.name)
-        with opened_executor(executor) as there:
-            ran = run_cells(loaded, narrowing, folder, jobs, fresh=not resume, executor=there)
-        if ran.failed():
-            message(f"spbench: no baseline of {loaded.name} was written")
+        with executor_at(executor) as there:
+            ran = run_cells(loaded, narrowing, folder, progress, jobs, fresh=not resume, executor=there)
+        if ran.failed(progress):
+            progress.message(f"spbench: no baseline of {loaded.name} was written")
             yield Output(code=1)
         else:
-            files = write_baseline(ran.rows, ran.comparisons, (output or FOLDER) / loaded.name)
+            files = write_baseline(ran.rows, set_beside(loaded, ran)[0], (output or FOLDER) / loaded.name)
             names = [str(path) for path in files]
             yield Output(content={"files": names}, records=[{"file": name} for name in names], files=files)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from spbench.bench.command_line.options import printed
-from spbench.bench.command_line.output import Column, Output, Table
+from spbench.bench.command_line.output import Output, Table
 from spbench.bench.tools.changes.history import Assessment, History, Target, counts, read_history
 from spbench.bench.tools.changes.series import Series, Step
 from spbench.plots.series import grouped
@@ -100,47 +100,36 @@ def _count(number: int, what: str) -> str:
 # -- what changed, by strategy ---------------------------------------------------------------------------
 
 
-_CHANGES = (
-    Column("", "verdict"),
-    Column("metric", "metric"),
-    Column("strategy", "strategy"),
-    Column("cells", "keys", len),
-    Column("change", "changes", lambda texts: " to ".join(dict.fromkeys((texts[0], texts[-1])))),
-    Column("commits", "commits"),
-    Column("meant", "step", lambda step: step.meant),
-    Column("also changed", "step", lambda step: _also_changed(step)),
-)
+_CHANGES = ("", "metric", "strategy", "cells", "change", "commits", "meant", "also changed")
 
 
 def changes_table(assessments: Sequence[Assessment]) -> Iterator[Table]:
     """A line for the steps of a metric that came with the same commits in the cells of a strategy, and one
     for the cells of a strategy that miss a target; no table if there is neither."""
     if lines := [*_missed(assessments), *_steps(assessments)]:
-        important = ("", "metric", "strategy", "cells", "change", "commits")
         below = ("strategy", "meant", "also changed")
-        yield Table.of("What changed, by strategy", _CHANGES, lines, important=important, below=below)
+        yield Table("What changed, by strategy", lines, important=_CHANGES[:6], below=below)
 
 
 def _missed(assessments: Sequence[Assessment]) -> Iterator[dict[str, Any]]:
     missed = [(each.series, target) for each in assessments for target in each.missed]
-    names = ("metric", "strategy", "changes")
-    alike = grouped(missed, lambda m: (m[0].metric.name, strategy_of(m[0].cell), (_target_text(m[1], m[0]),)))
-    for of, some in alike.items():
-        keys = {series.cell for series, _ in some}
-        yield {"verdict": "missed target", **dict(zip(names, of, strict=True)), "keys": keys}
+    alike = grouped(missed, lambda m: (m[0].metric.name, strategy_of(m[0].cell), _target_text(m[1], m[0])))
+    for (metric, strategy, text), some in alike.items():
+        cells = len({series.cell for series, _ in some})
+        line = ("missed target", metric, strategy, cells, text, None, None, None)
+        yield dict(zip(_CHANGES, line, strict=True))
 
 
 def _steps(assessments: Sequence[Assessment]) -> Iterator[dict[str, Any]]:
     """Changes are from small to large."""
     ordered = sorted(assessments, key=lambda each: not each.regressions)
-    for of, some in grouped(((a, step) for a in ordered for step in reversed(a.steps)), _about).items():
+    alike = grouped(((a, step) for a in ordered for step in reversed(a.steps)), _about)
+    for (*about, commits), some in alike.items():
         rising = sorted(some, key=lambda pair: -abs(pair[1].change))[::-1]
-        yield {
-            **dict(zip(("verdict", "metric", "strategy", "commits"), of, strict=True)),
-            "keys": {each.series.cell for each, _ in some},
-            "changes": [each.series.difference(step.before, step.after) for each, step in rising],
-            "step": rising[-1][1],
-        }
+        texts = [a.series.difference(step.before, step.after) for a, step in (rising[0], rising[-1])]
+        cells, last = len({each.series.cell for each, _ in some}), rising[-1][1]
+        line = (*about, cells, " to ".join(dict.fromkeys(texts)), commits, last.meant, _also_changed(last))
+        yield dict(zip(_CHANGES, line, strict=True))
 
 
 def _about(pair: tuple[Assessment, Step]) -> tuple[str, str, str, str]:
@@ -186,29 +175,28 @@ def _series_tables(assessments: Sequence[Assessment]) -> list[Table]:
     quiet = len(assessments) - len(shown)
     title = f"Series{f' with steps or targets ({quiet} others have none)' if quiet else ''}"
     important = ("metric", "first", "last", "unit", "steps", "target")
-    return [Table.of(title, _OVERVIEW, shown, important=important, below=("cell",))] if shown else []
+    return (
+        [Table(title, list(map(series_ends, shown)), important=important, below=("cell",))] if shown else []
+    )
 
 
 def _worst_first(assessments: Sequence[Assessment]) -> list[Assessment]:
     return sorted(assessments, key=lambda a: (not a.fails, not a.steps))
 
 
-def _of_series(name: str, value: Callable[[Series], Any]) -> Column:
-    return Column(name, name, of=lambda assessment: value(assessment.series))
-
-
-_OVERVIEW = (
-    _of_series("metric", lambda series: series.metric.name),
-    _of_series("first", lambda series: series.spelled(series.points[0].value)),
-    _of_series("last", lambda series: series.spelled(series.points[-1].value)),
-    _of_series("unit", lambda series: series.unit),
-    _of_series("commits", lambda series: len(series.points)),
-    Column("steps", "steps", len),
-    Column("target", "target", of=_targets_text),
-    _of_series("machine", lambda series: series.machine),
-    _of_series("cell", lambda series: series.cell),
-    _of_series("suite", lambda series: series.suite),
-)
+def series_ends(assessment: Assessment) -> dict[str, Any]:
+    """A series at a glance: its metric, ends and target."""
+    series = assessment.series
+    return {
+        "metric": series.metric.name,
+        "first": series.spelled(series.points[0].value),
+        "last": series.spelled(series.points[-1].value),
+        "unit": series.unit,
+        "commits": len(series.points),
+        "steps": len(assessment.steps),
+        "target": _targets_text(assessment),
+        **{name: getattr(series, name) for name in ("machine", "cell", "suite")},
+    }
 
 
 def _over_commits(assessment: Assessment) -> Table:
@@ -238,31 +226,28 @@ def _remark(step: Step) -> str:
     return f"{kind}: {step.commit_range}" + (f" (meant: {step.meant})" if step.meant else "")
 
 
-def _of_step(name: str, text: Callable[[Series, Step], Any]) -> Column:
-    return Column(name, name, of=lambda pair: text(*pair))
-
-
-_STEPS = (
-    _of_step("", lambda _, step: _verdict(step)),
-    _of_step("metric", lambda series, _: series.metric.name),
-    _of_step("before", lambda series, step: series.spelled(step.before)),
-    _of_step("after", lambda series, step: series.spelled(step.after)),
-    _of_step("change", lambda series, step: series.difference(step.before, step.after)),
-    _of_step("commits", lambda _, step: step.commit_range),
-    _of_step("kind", lambda _, step: "drift" if step.drift else "step"),
-    _of_step("meant", lambda _, step: step.meant),
-    _of_step("also changed", lambda _, step: _also_changed(step)),
-    _of_step("machine", lambda series, _: series.machine),
-    _of_step("cell", lambda series, _: series.cell),
-)
-
-
 def _steps_table(assessments: Sequence[Assessment]) -> Iterator[Table]:
-    steps = [(a.series, step) for a in _worst_first(assessments) for step in reversed(a.steps)]
-    if steps:
+    lines = [
+        {
+            "": _verdict(step),
+            "metric": a.series.metric.name,
+            "before": a.series.spelled(step.before),
+            "after": a.series.spelled(step.after),
+            "change": a.series.difference(step.before, step.after),
+            "commits": step.commit_range,
+            "kind": "drift" if step.drift else "step",
+            "meant": step.meant,
+            "also changed": _also_changed(step),
+            "machine": a.series.machine,
+            "cell": a.series.cell,
+        }
+        for a in _worst_first(assessments)
+        for step in reversed(a.steps)
+    ]
+    if lines:
         title = "Steps, of each series the newest first"
         important = ("", "metric", "change", "commits", "before", "after")
-        yield Table.of(title, _STEPS, steps, important=important, below=("cell", "meant", "also changed"))
+        yield Table(title, lines, important=important, below=("cell", "meant", "also changed"))
 
 
 # -- for programs ----------------------------------------------------------------------------------------
@@ -284,16 +269,16 @@ def _points(series: Series) -> list[dict[str, Any]]:
 
 def _point_records(assessment: Assessment) -> Iterator[dict[str, Any]]:
     """A line for each point, with the step that it is the first after."""
-    by_point = {id(step.first_after): step for step in assessment.steps}
-    for point, line in zip(assessment.series.points, _points(assessment.series), strict=True):
-        step = by_point.get(id(point))
+    by_commit = {step.first_after.commit.hash: step for step in assessment.steps}
+    for line in _points(assessment.series):
+        step = by_commit.get(line["commit"])
         verdict, commits, meant = (step.verdict, step.commit_range, step.meant) if step else [None] * 3
         yield {**_names(assessment.series), **line, "step": verdict, "commits": commits, "meant": meant}
 
 
 def _content(assessment: Assessment) -> dict[str, Any]:
     """A series with its points, steps and targets."""
-    series = assessment.series
+    series, missed = assessment.series, assessment.missed
     return {
         **_names(series),
         "better": series.metric.better,
@@ -301,9 +286,7 @@ def _content(assessment: Assessment) -> dict[str, Any]:
         "fails": assessment.fails,
         "points": _points(series),
         "steps": [_step_content(step) for step in assessment.steps],
-        "targets": [
-            {"value": target.value, "missed": target in assessment.missed} for target in assessment.targets
-        ],
+        "targets": [{"value": target.value, "missed": target in missed} for target in assessment.targets],
     }
 
 

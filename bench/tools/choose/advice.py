@@ -29,7 +29,7 @@ from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.choose.whole_looks import Price
 from spbench.bench.units import GIB, shown_price
 from spbench.bench.yaml_text import dump
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset
 
 #: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
 _PARTS = {

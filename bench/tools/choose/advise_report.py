@@ -18,7 +18,7 @@ from spbench.bench.tools.choose.possible import left_out_by_length, spelled
 from spbench.bench.tools.choose.ranking import Seen, simpler
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.bench.units import GIB, shown_price, shown_share, three_digits
-from spbench.impls.strategies.nesting import PLUS
+from spbench.impls import PLUS
 
 #: lines for --why, and costs of simpler layouts, where no details are asked for
 _REASONS, _COSTS = 3, 3

@@ -5,20 +5,20 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from spbench.bench.command_line.output import Output
 from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
+from spbench.bench.measure import executor_at
 from spbench.bench.measure import given as settings_given
-from spbench.bench.measure import is_figure, opened, swept_figures
 from spbench.bench.tools.choose.advice import Advice
 from spbench.bench.tools.choose.advise_report import report
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.choose.asking import Asking, Say, unheard, within
 from spbench.bench.tools.choose.behind import varying
+from spbench.bench.tools.choose.changed_figures import is_figure, swept_figures
 from spbench.bench.tools.choose.layout_search import Search
 from spbench.bench.tools.choose.possible import absence
 from spbench.bench.tools.choose.question import Question, question, whole_numbers
@@ -39,13 +39,13 @@ def answered(
     Args:
         jobs: workers; None: one a usable core.
         say: takes what is done, and the share that is behind.
-        executor: the address where layouts are traced, as of :func:`opened`; None: here.
+        executor: the address where layouts are traced, as of :func:`executor_at`; None: here.
         asked_about: ranks along axes, of which each answer says what became of them.
 
     Raises:
         UserError: no layout of the only question is possible.
     """
-    elsewhere = nullcontext() if executor is None else opened(executor)
+    elsewhere = executor_at(executor)
     with elsewhere as there, Asking(jobs, there) as asking:
         for number, each in enumerate(questions):
             say_here = within(say, number / len(questions), (number + 1) / len(questions))

@@ -17,8 +17,8 @@ from spbench.bench.setting_values import CONFIG, names_a_file, remote_name
 from spbench.bench.tools.jobs.job_files import path_and_part
 from spbench.bench.tools.jobs.python_values import makes_configurations
 from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
-from spbench.impls.loose_files import SUFFIX as PYTHON
-from spbench.impls.models.huggingface.published import published_model, published_models
+from spbench.impls import SUFFIX as PYTHON
+from spbench.impls import published_model, published_models
 
 #: a mapping with this key is a scenario
 _OF_SCENARIOS = "groups"

@@ -1,5 +1,5 @@
 """Many cells asked at once: functions that workers run on cells, and their outcomes kept on disk, so that the
-same question is answered at once."""
+same question is answered at once; and how much of a task is behind."""
 
 from __future__ import annotations
 
@@ -43,6 +43,36 @@ def unheard(text: str, share: float) -> None:
 def within(say: Say, low: float, high: float) -> Say:
     """A :data:`Say` for a part of a task, which is from one share of it to another."""
     return lambda text, share: say(text, low + share * (high - low))
+
+
+class Behind:
+    """How much of a search is behind: in each part of it, of the looks that it will probably take those that
+    have ended.
+
+    Args:
+        say: takes what is done, and the share that is behind.
+    """
+
+    def __init__(self, say: Say):
+        self.say, self.text = say, ""
+        self._span, self._ended, self._left = (0.0, 0.0), 0, 0
+
+    def begin(self, text: str, low: float, high: float) -> None:
+        """Begin a part, which is from one share of the search to another."""
+        self.text, self._span, self._ended = text, (low, high), 0
+        self.say(text, low)
+
+    def expect(self, text: str, left: int) -> None:
+        """Say what is done, and how many looks this part will probably still take."""
+        self.text, self._left = text, left
+        self.ended(0, 0)
+
+    def ended(self, n: int, of: int) -> None:
+        """So many of these looks have ended."""
+        self._left, (low, high) = max(self._left, of), self._span
+        self.say(self.text, low + (high - low) * (self._ended + n) / max(1, self._ended + self._left))
+        if n == of:
+            self._ended, self._left = self._ended + n, self._left - n
 
 
 class Task(NamedTuple):

@@ -12,8 +12,7 @@ import numpy as np
 from spbench.bench.cell import Cell
 from spbench.bench.measure import Costs, GroupLinks, load_cluster, model_parameters
 from spbench.bench.tools.choose.layouts import ORDER, groups_of, of_one_axis
-from spbench.impls.folding import folded_sizes, folds, given_folds
-from spbench.impls.place import Place
+from spbench.impls import Place, folded_sizes, folds, given_folds
 
 #: the axes of a mesh that have several ranks, and the ranks along all
 _Place = tuple[tuple[str, ...], tuple[int, ...]]

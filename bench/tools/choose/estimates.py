@@ -21,12 +21,7 @@ from spbench.bench.measure import load_cluster, planned_strategy
 from spbench.bench.tools.choose.collective_prices import CollectivePrices
 from spbench.bench.tools.choose.layouts import Fold, Layout, Way
 from spbench.bench.tools.choose.references import BackendFigures, Depths, Reference, at_depth
-from spbench.impls.axes import ranks_along
-from spbench.impls.backends.optimizer import PRECISIONS
-from spbench.impls.backends.planned_step import planned_sums
-from spbench.impls.folding import folds
-from spbench.impls.models.model import Model, model_preset
-from spbench.impls.strategies.base import Site
+from spbench.impls import PRECISIONS, Model, Site, folds, model_preset, planned_sums, ranks_along
 
 #: shares of computation behind which what a backend sends is taken to be hidden: what it sends once a step,
 #: behind one micro-batch; what it sends with each, behind each. Nothing is where rows go to experts of other

@@ -22,7 +22,7 @@ from spbench.bench.command_line.options import (
     printed,
     variant,
 )
-from spbench.impls.axes import MESH_AXES
+from spbench.impls import MESH_AXES
 
 
 def _asking(command: Function) -> Function:

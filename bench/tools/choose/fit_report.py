@@ -1,9 +1,10 @@
-"""What `spbench fit` says: the answer and what would help, then what holds the memory, and details."""
+"""What `spbench fit` says: the answer and what would help, or with `--budget` the switches that were chosen,
+then what holds the memory, and details."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
@@ -14,16 +15,7 @@ from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
 from spbench.bench.measure import PEAK, RESERVED, past_errors, priced_by_in_words
 from spbench.bench.measure import given as settings_given
-from spbench.bench.tools.choose.anatomy import Part
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
-from spbench.bench.tools.choose.budget_report import (
-    flags_of,
-    plan_content,
-    plan_line,
-    settings_of,
-    step_of,
-    switches_table,
-)
 from spbench.bench.tools.choose.fit_verdict import (
     MEMORY_COLUMNS,
     VERDICT_COLUMNS,
@@ -31,18 +23,22 @@ from spbench.bench.tools.choose.fit_verdict import (
     columns,
     in_program_words,
     part_of_experts,
+    settings_of,
+    step_of,
 )
 from spbench.bench.tools.choose.fitting import Fitting, fitting
 from spbench.bench.tools.choose.proofs import Proofs
 from spbench.bench.tools.choose.subject import experts_line, model_line, taken, taken_line, tokens_of_rank
+from spbench.bench.tools.choose.under_budget import BudgetPlan
+from spbench.bench.tools.jobs.flag_changes import flag_changes
 from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import card_gib, shown_price, shown_share
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset
 
 #: a part of the peak below which a kind is not worth a word
 _SMALL = 0.002
-#: parts of the peak, and changes, that a terminal shows where no details are asked for
-_PARTS, _CHANGES = 4, 2
+#: parts of the peak, changes and switches that a terminal shows where no details are asked for
+_PARTS, _CHANGES, _SWITCHES = 4, 2, 4
 #: what no number here has in it
 NOT_MODELLED = (
     "NCCL's buffers, but for all-to-alls on clusters that know them",
@@ -51,8 +47,6 @@ NOT_MODELLED = (
     "blocks that record_stream holds back",
     "what else runs on the card",
 )
-#: options of sizes that are settings of a cell by their own names; the others are axes of its mesh
-_OWN_SIZES = ("seq_len", "batch")
 
 
 def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
@@ -69,7 +63,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     sections.append(f"{model}\n{taken_line(fullest.cell, said)}")
     if len(answer.verdicts) + len(answer.others) > 1:
         sections += [f"the fullest: {fullest.cell.key}", _cells_table(answer)]
-    sections += [*_help(answer), *switches_table(answer), *_holding(fullest)]
+    sections += [*_help(answer), *_switches_table(answer), *_holding(fullest)]
     # where it does not fit, what would help takes the place of what is there
     (sections if fullest.fits else details).append(_parts(fullest, program))
     timed = [fullest, *proofs.fitting] if proofs and proofs.fitting else []
@@ -93,7 +87,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
         },
         "suggestions": proofs and _suggestions(answer, proofs),
         "largest": answer.sizes and asdict(answer.sizes),
-        "budget": answer.plan and plan_content(answer, answer.plan),
+        "budget": answer.plan and _plan_content(answer, answer.plan),
         "errors": [vars(each) for each in errors],
         "not_modelled": list(NOT_MODELLED),
         "model": model,
@@ -150,27 +144,18 @@ def _holding(verdict: Verdict) -> Iterator[Table | str]:
     shown = ((name, n) for name, n in anatomy.held.items() if n > _SMALL * anatomy.peak_memory_bytes)
     held = ", ".join(f"{name.replace('_', ' ')} {card_gib(n)}" for name, n in shown)
     yield f"allocated at the peak: {held}"
-    if of_experts := experts_line(verdict.cell):
-        yield of_experts
-    if on_host := verdict.on_host():
-        yield on_host
+    yield from filter(None, [experts_line(verdict.cell), verdict.on_host()])
 
 
 def _parts(verdict: Verdict, program: str) -> Table:
     """What holds the peak, by kind and the module in whose forward or backward it was made."""
     peak = verdict.anatomy.peak_memory_bytes
     experts = bool(getattr(model_preset(*verdict.cell.model_arguments), "experts", 0))
-
-    def of_experts(part: Part) -> str | None:
-        return part_of_experts(part.kind, part.module, experts) or None
-
-    def place(module: str) -> str | None:
-        return in_program_words(module, program) if module else None
-
+    of_experts = Column("of", "of", of=lambda part: part_of_experts(part.kind, part.module, experts) or None)
     columns = [
         Column("what", "kind", lambda kind: kind.replace("_", " ") or "others"),
-        Column("allocated in", "module", place),
-        *([Column("of", "of", of=of_experts)] if experts else []),
+        Column("allocated in", "module", lambda name: in_program_words(name, program) if name else None),
+        *([of_experts] if experts else []),
         Column("tensors", "tensors"),
         Column("GiB", "bytes", card_gib),
         Column("share", "share", shown_share, of=lambda part: part.bytes / peak),
@@ -186,7 +171,7 @@ def _first_change(answer: Fitting) -> str:
     """The third line of an answer: the fastest change that makes it fit, or that takes less where it fits."""
     proofs = answer.proofs
     if answer.plan is not None:
-        return plan_line(answer, answer.plan)
+        return _plan_line(answer, answer.plan)
     if proofs is None:
         return "no change is needed; --suggest tries those that take less memory"
     if not proofs.fitting:
@@ -197,6 +182,35 @@ def _first_change(answer: Fitting) -> str:
     room = f"{card_gib(first.memory.spare_bytes)} GiB to spare" + (f", step {price}" if price else "")
     what = "takes less memory" if answer.fullest.fits else "makes it fit"
     return f"{what}: {flags_of(answer, first) or f'--set {shlex.quote(settings_of(first))}'} ({room})"
+
+
+def _plan_line(answer: Fitting, plan: BudgetPlan) -> str:
+    """The third line of an answer where a budget is given."""
+    chosen, within = plan.chosen, f"{card_gib(plan.budget_bytes)} GiB"
+    if chosen is None:
+        return f"no switches need at most {within}: {plan.traced} cells traced; --suggest tries other layouts"
+    if not plan.alone:
+        return f"no switch is needed for {within}"
+    price = shown_price(chosen.price(plan.before) or 1.0)
+    flags = flags_of(answer, chosen) or f"--set {shlex.quote(settings_of(chosen))}"
+    needs = f"{card_gib(chosen.memory.total_bytes)} GiB"
+    return f"for {within} at the least cost: {flags} (needs {needs}, step {price})"
+
+
+def _switches_table(answer: Fitting) -> Iterator[Table]:
+    """The switches of a budget, each alone."""
+    if (plan := answer.plan) is None or not plan.alone:
+        return
+    shown = [
+        Column("--set", "set", of=settings_of),
+        Column("needs GiB", "total_bytes", card_gib, attrgetter("memory.total_bytes")),
+        Column("step", "step_time_s", of=step_of),
+        Column("step, relative", "price", of=lambda verdict: shown_price(verdict.price(plan.before) or 1.0)),
+        Column("enough", "fits", of=lambda verdict: "yes" if plan.fits(verdict) else "no"),
+    ]
+    title = f"Switches, each alone, the cheapest first ({plan.traced} cells traced)"
+    important = ("needs GiB", "step, relative", "enough", "step")
+    yield Table.of(title, shown, plan.alone, important=important, below=("--set",), most=_SWITCHES)
 
 
 def _price(answer: Fitting, verdict: Verdict) -> str | None:
@@ -244,16 +258,24 @@ def _closest(answer: Fitting, near: Verdict) -> str:
     return f"the closest change, --set {settings_of(near)}, needs {needs}: set it and ask again"
 
 
+def _change_columns(answer: Fitting, before: Verdict, fits: Callable[[Verdict], bool]) -> list[Column]:
+    """Columns of changes for programs, beside a cell ``before``."""
+    return [
+        Column("--set", "set", of=settings_of),
+        *columns(what="change.words", cell="cell.key"),
+        Column("fits", "fits", of=fits),
+        *MEMORY_COLUMNS,
+        *columns(step_time_s="step_s"),
+        Column("price", "relative_step_time", of=lambda verdict: verdict.price(before)),
+    ]
+
+
 def _suggestions(answer: Fitting, proofs: Proofs) -> dict[str, Any]:
     """The changes for programs."""
     of_change = [
-        Column("--set", "set", of=settings_of),
-        *columns(what="change.words", other_job="change.other_job", cell="cell.key"),
-        Column("fits", "fits", of=lambda verdict: verdict.measurement["status"] == "ok"),
-        *MEMORY_COLUMNS,
+        *_change_columns(answer, answer.fullest, lambda verdict: verdict.measurement["status"] == "ok"),
+        *columns(other_job="change.other_job"),
         Column("peak", "peak_memory_bytes", of=lambda verdict: verdict.measurement["peak_memory_bytes"]),
-        *columns(step_time_s="step_s"),
-        Column("price", "relative_step_time", of=lambda verdict: verdict.price(answer.fullest)),
     ]
     flags = Column("flags", "flags", of=lambda verdict: flags_of(answer, verdict))
     return {
@@ -263,6 +285,28 @@ def _suggestions(answer: Fitting, proofs: Proofs) -> dict[str, Any]:
         "closest": next(iter(records(of_change, [proofs.closest] if proofs.closest else [])), None),
         "advise": answer.advise,
     }
+
+
+def _plan_content(answer: Fitting, plan: BudgetPlan) -> dict[str, Any]:
+    """The switches of a budget for programs."""
+    flags = Column("flags", "flags", of=lambda verdict: flags_of(answer, verdict))
+    of_switch = [*_change_columns(answer, plan.before, plan.fits), flags]
+    return {
+        "budget_bytes": plan.budget_bytes,
+        "chosen": next(iter(records(of_switch, [plan.chosen] if plan.chosen else [])), None),
+        "alone": records(of_switch, plan.alone),
+        "traced": plan.traced,
+    }
+
+
+def flags_of(answer: Fitting, verdict: Verdict, lack: bool = False) -> str:
+    """The change in the job's own arguments; "" where there are none, or with ``lack`` what the program has
+    not."""
+    job = answer.subject.job
+    flags = flag_changes(answer.fullest.cell, verdict.cell, job) if job else None
+    if flags is not None and flags.missing and lack:
+        return f"{flags.program.split()[0]} has no {'; no '.join(flags.missing)}"
+    return str(flags or "")
 
 
 def fit(
@@ -286,7 +330,7 @@ def fit(
 ) -> Output:
     """The outcome of `spbench fit`, whose options the arguments are; ``sizes``: --seq-len, --batch, and the
     ranks along each axis."""
-    own = {name if name in _OWN_SIZES else f"sizes.{name}": size for name, size in sizes.items()}
+    own = {name if name in ("seq_len", "batch") else f"sizes.{name}": size for name, size in sizes.items()}
     settings = {name: size for name, size in own.items() if size is not None} | settings_given(changes)
     asked = Asked(cluster, gpus, strategy, settings, micro_batch, where, variant, given_values(given))
     if must_fit and longest:

@@ -16,12 +16,22 @@ from pydantic import TypeAdapter
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column
-from spbench.bench.measure import FITS, NO, Certainty, certainty, exchange_memory_bytes, load_cluster
+from spbench.bench.command_line.shown_times import shown_band
+from spbench.bench.measure import (
+    FITS,
+    NO,
+    Certainty,
+    certainty,
+    exchange_memory_bytes,
+    load_cluster,
+    with_band,
+    written,
+)
 from spbench.bench.tools.choose.anatomy import ANATOMY, Anatomy, Part
 from spbench.bench.tools.choose.suggestions import Change
 from spbench.bench.units import card_gib
 from spbench.bench.yaml_files import read_yaml
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset
 
 _ANATOMY = TypeAdapter(Anatomy)
 #: parts of the peak that an answer names in its second line
@@ -214,6 +224,17 @@ VERDICT_COLUMNS = [
     ),
     Column("reason", "reason", of=lambda verdict: verdict.measurement["reason"]),
 ]
+
+
+def settings_of(verdict: Verdict) -> str:
+    """The change, as ``--set`` takes it; "" where there is none."""
+    return written(verdict.change.settings) if verdict.change else ""
+
+
+def step_of(verdict: Verdict) -> str:
+    """The step time with its interval, in words."""
+    row = {"cell": verdict.cell.model_dump(), "measurement": verdict.measurement}
+    return shown_band(with_band(row)["measurement"]) or "not timed"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

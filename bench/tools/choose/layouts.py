@@ -14,10 +14,18 @@ import numpy as np
 from spbench.bench.cell import Sizes
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.tools.choose.question import Question
-from spbench.impls.axes import ranks_along, spelled
-from spbench.impls.folding import EXPERT_AXES, FOLDED_AXES, folds
-from spbench.impls.registries import backends, strategies
-from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
+from spbench.impls import (
+    EXPERT_AXES,
+    FOLDED_AXES,
+    PLUS,
+    Nesting,
+    all_backends,
+    all_strategies,
+    folds,
+    nesting,
+    ranks_along,
+    spelled,
+)
 
 #: the order of the mesh: tensor parallel ranks next to each other, since they send most
 ORDER = ("dp", "pp", "cp", "sp", "tp")
@@ -132,7 +140,7 @@ def divisors(n: int) -> list[int]:
 def searched_strategies(question: Question) -> list[Nesting]:
     """The strategies that may be asked, alone and around each other; no peers, which stand for the same.
     Where a program is given, those that it has, alone or around others that it has alone."""
-    own = [name for name, cls in strategies().items() if cls.searched and settings_of(question, name)]
+    own = [name for name, cls in all_strategies().items() if cls.searched and settings_of(question, name)]
     searched = []
     for depth in range(1, _DEEPEST + 1):
         for parts in itertools.permutations(own, depth):
@@ -271,7 +279,7 @@ def settings_of(question: Question, strategy: str) -> list[dict[str, Any]]:
     if not question.program:
         return settings
     sizes = Sizes(dp=2, **dict.fromkeys(nesting(strategy).axes, 2))
-    cells = [question.on_two(strategy=strategy, sizes=sizes, strategy_options=each) for each in settings]
+    cells = [question.on_replicas(strategy=strategy, sizes=sizes, strategy_options=each) for each in settings]
     return [each for each, cell in zip(settings, cells, strict=True) if question.runs(cell, "strategy")]
 
 
@@ -282,7 +290,7 @@ def backend_settings(question: Question) -> list[dict[str, Any]]:
     Raises:
         UserError: no backend has an option that is given, or none as it is given.
     """
-    searched = {name: cls for name, cls in sorted(backends().items()) if cls.searched}
+    searched = {name: cls for name, cls in sorted(all_backends().items()) if cls.searched}
     defaults = {name: asdict(cls.options_type()) for name, cls in searched.items()}
     of_any = {name: value for each in defaults.values() for name, value in each.items()}
     settings = [
@@ -291,7 +299,7 @@ def backend_settings(question: Question) -> list[dict[str, Any]]:
         if question.allows_backend(name)
         for own in cls.options_type.searched()
         if (each := question.own.training(name, own) if question.own else {"backend": name, **own})
-        and question.runs(question.on_two(each), "training")
+        and question.runs(question.on_replicas(training=each), "training")
     ]
     for name, value in question.options.items():
         section, _, option = name.partition(".")

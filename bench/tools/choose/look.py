@@ -41,9 +41,7 @@ from spbench.bench.measurement import Measurement, Outcome
 from spbench.bench.tools.choose.anatomy import fullest
 from spbench.bench.tools.choose.asking import COST, Asking, Task
 from spbench.bench.units import GIB
-from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import backend_class
+from spbench.impls import Unsupported, backend_class, model_preset
 
 #: the depths of shallow traces, in layers a pipeline stage
 DEPTHS = (1, 2)

@@ -10,8 +10,7 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.measure import written
 from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.jobs.flags import several_ranks
-from spbench.impls.options import set_options
-from spbench.impls.registries import backend_class
+from spbench.impls import backend_class, set_options
 
 #: options of a model that save memory, which a search chooses anew: names begin or end so
 _SWITCHES, _TILES = ("recompute", "checkpoint"), "_tile"

@@ -24,8 +24,7 @@ from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import SearchResult
 from spbench.bench.tools.choose.references import has_stages
 from spbench.bench.units import GIB, shown_price
-from spbench.impls.axes import MESH_AXES
-from spbench.impls.strategies.nesting import PLUS
+from spbench.impls import MESH_AXES, PLUS
 
 #: changes that are named at the most, and values that are tried for one
 _NAMED, _VALUES = 3, 6

@@ -11,7 +11,6 @@ from spbench.bench.cell import Cell, Sizes, TrainingOptions
 from spbench.bench.errors import UserError
 from spbench.bench.measure import (
     can_time,
-    changed_cluster,
     check_known,
     given_once,
     load_cluster,
@@ -21,15 +20,11 @@ from spbench.bench.measure import (
 )
 from spbench.bench.setting_values import MOST_RANKS, VARIABLES
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
+from spbench.bench.tools.choose.changed_figures import changed_cluster
 from spbench.bench.tools.choose.own_layout import OwnLayout
 from spbench.bench.tools.choose.subject import subject
 from spbench.bench.tools.jobs.flags import program_flags
-from spbench.impls.axes import MESH_AXES
-from spbench.impls.folding import FOLDED_AXES
-from spbench.impls.kernels.projection import LIBRARIES
-from spbench.impls.layout import HEEDED, Unsupported
-from spbench.impls.models.model import Model, model_preset
-from spbench.impls.strategies.nesting import PLUS
+from spbench.impls import FOLDED_AXES, HEEDED, LIBRARIES, MESH_AXES, PLUS, Model, Unsupported, model_preset
 
 #: tokens of a batch where nothing is said: Llama 3's first batches (arXiv 2407.21783, section 3.4.1)
 BATCH_TOKENS = 4 * 2**20
@@ -98,11 +93,12 @@ class Question:
         """What the program has no arguments for, by the key of a cell."""
         return {}
 
-    def on_two(self, training: Mapping[str, Any] = {}, **parts: Any) -> Cell:
-        """The cell on two replicas, with settings of training and other parts: what a program is asked about
-        each by itself."""
+    def on_replicas(
+        self, dp: int = 2, batch: int = 2, training: Mapping[str, Any] = {}, **parts: Any
+    ) -> Cell:
+        """The cell on so many replicas, with settings of training and other parts."""
         content = {**self.cell.training.model_dump(exclude_defaults=True), **training}
-        update = {"sizes": Sizes(dp=2), "batch": 2, "training": TrainingOptions.model_validate(content)}
+        update = {"sizes": Sizes(dp=dp), "batch": batch, "training": TrainingOptions.model_validate(content)}
         return self.cell.model_copy(update={**update, **parts})
 
     def with_figures(self, figures: Mapping[str, str]) -> Question:
@@ -237,7 +233,7 @@ def _check(asked: Question) -> None:
     of_layouts = (*_BELONGS["strategy"], "training")
     lacking: list[str] = []
     for backend in names("backend"):
-        flags = program_flags(asked.program, asked.on_two({"backend": backend}))
+        flags = program_flags(asked.program, asked.on_replicas(training={"backend": backend}))
         lines = [line for line in flags.missing if not line.startswith(of_layouts)]
         if not lines:
             return

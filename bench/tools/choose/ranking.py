@@ -1,20 +1,27 @@
-"""What a search has found: cells that were traced, what became of all layouts, and the order in which the
-best are named: those that tie with the fastest, the simplest first, and then the others."""
+"""What a search has looked at: the closest look at each cell so far, what became of all layouts, which
+strategies take the same steps as others, and the order in which the best are named: those that tie with the
+fastest, the simplest first, and then the others."""
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from spbench.bench.cell import Cell
-from spbench.bench.measure import FITS, NO, Certainty, certainty, packaged_model
+from spbench.bench.measure import FITS, NO, Certainty, certainty, load_cluster, packaged_model
 from spbench.bench.measurement import Outcome
+from spbench.bench.tools.choose.asking import Asking, Behind, Say, unheard
+from spbench.bench.tools.choose.candidates import Candidate, mesh_alone
 from spbench.bench.tools.choose.fit_verdict import CardMemory, card_memory
 from spbench.bench.tools.choose.layouts import Refused, things_to_set
-from spbench.bench.tools.choose.look import NEEDED, Depth
-from spbench.impls.models.model import model_preset
+from spbench.bench.tools.choose.look import NEEDED, Depth, looks
+from spbench.bench.tools.choose.question import Question
+from spbench.impls import PLUS, model_preset
 
 #: layouts that are named
 NAMED = 5
@@ -204,3 +211,133 @@ def complexity(cell: Cell) -> tuple[int, ...]:
     axes = sum(n > 1 for n in cell.sizes.by_axis.values())
     settings = len(cell.model_options) + len(cell.strategy_options) + len(options)
     return things, axes, cell.training.virtual_stages, settings + (cell.mesh is not None)
+
+
+#: of a model with experts, whose ranks along ep can be raised for little, a layout that takes a larger share
+#: of a card by few layers counts as one that does not fit, as long as another one does
+_FULL = 0.95
+
+
+class LookedAt:
+    """What a search for one question has looked at.
+
+    Args:
+        asking: traces layouts.
+        say: takes what is done.
+
+    Attributes:
+        seen: by key, the closest look at each cell of the search.
+        same: strategies whose steps are those of others.
+    """
+
+    def __init__(self, question: Question, asking: Asking, say: Say = unheard):
+        self.question, self.asking, self.behind = question, asking, Behind(say)
+        self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
+        self.most_bytes = self.usable * (_FULL if has_experts(question.cell) else 1.0)
+        self.result, self.seen, self.same = SearchResult(), dict[str, Seen](), SameSteps()
+        #: by strategy, how much longer steps were by traces of all layers than by those of few
+        self._longer: dict[str, list[float]] = {}
+
+    def looked_at(self, cells: Sequence[Cell], depth: Depth) -> list[Seen]:
+        """Look at cells; what was seen is kept in place of what was seen of them before. What cannot be run
+        is counted and left out."""
+        seen = []
+        for cell, outcome in looks(self.asking, cells, depth, self.behind.ended):
+            if outcome.status == "unsupported":
+                self.result.refused.add(f"{cell.strategy} {cell.mesh_text}", outcome.reason)
+                self.result.counts["cannot be run"] += 1
+                self.seen.pop(cell.key, None)
+            else:
+                if depth == "all_layers" and (few := self.seen.get(cell.key)):
+                    ratio = outcome.measurement["step_time_s"] / few.step_s
+                    self._longer.setdefault(cell.strategy, []).append(ratio)
+                self.seen[cell.key] = Seen(cell, outcome, depth)
+                seen.append(self.seen[cell.key])
+        return seen
+
+    def fitting(self) -> list[Seen]:
+        """The cells that fit and that the program has, if one is given; the fastest first. Of a model with
+        experts, those that hardly fit by few layers count only where no others do; see :data:`_FULL`."""
+        seen = [s for s in self.seen.values() if s.fits and self.question.runs(s.cell)]
+        if has_experts(self.question.cell):
+            seen = [s for s in seen if s.exact or s.peak <= _FULL * self.usable] or seen
+        return sorted(self.same.without(seen), key=self._least_whole_s)
+
+    def _least_whole_s(self, seen: Seen) -> float:
+        """Seconds of a step by a trace of all layers, at the least: where two or more of its strategy took
+        longer than by few layers, as where the host falls behind, so will this one."""
+        ratios = self._longer.get(seen.cell.strategy, ())
+        return seen.step_s * (min(ratios) if not seen.exact and len(ratios) > 1 else 1.0)
+
+    def best_layouts(self) -> list[Seen]:
+        """Of each strategy and mesh the best; see :func:`best_of`."""
+        return self._best_of(lambda cell: (cell.strategy, mesh_alone(cell)))
+
+    def best_strategies(self) -> list[Seen]:
+        """Of each strategy the best."""
+        return self._best_of(lambda cell: cell.strategy)
+
+    def _best_of(self, kind: Callable[[Cell], Hashable]) -> list[Seen]:
+        return best_of(self.fitting(), kind, self._least_whole_s)
+
+
+#: steps are the same whose seconds and bytes differ by no larger part
+_SAME = 1e-3
+#: ranks along axes on which two strategies take the same steps before one of them stands for both
+_ENOUGH = 2
+#: what became of layouts whose strategy another one stands for
+SAME_STEP = "the same step by another strategy"
+
+
+class SameSteps:
+    """Which strategies take the same steps as others, by traces of layouts that differ in strategy alone.
+
+    Odysseus leaves an MLP's weights whole, and Megatron-SP splits them; but where experts take the place of
+    all MLPs, both divide attention alone, and alike.
+    """
+
+    def __init__(self) -> None:
+        #: by ranks and settings, those along axes first, the seconds and bytes of each strategy
+        self._traced = defaultdict[tuple[Hashable, ...], dict[str, tuple[float, float]]](dict)
+
+    def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
+        """What a trace of a candidate found."""
+        layout, axes = candidate.layout, tuple(candidate.layout.way.axes.items())
+        ranks = axes, layout.dp, layout.pp, layout.micro_batch, layout.virtual_stages, layout.fold
+        settings = candidate.training_text, candidate.saving_text
+        self._traced[*ranks, *settings][candidate.strategy] = seconds, nbytes
+
+    @property
+    def replaced(self) -> Mapping[str, str]:
+        """By strategy that another one stands for, that one: the first of both in the alphabet."""
+        #: by two strategies, whether their steps were the same on each of the axes
+        alike = defaultdict[tuple[str, str], dict[Hashable, bool]](dict)
+        for (axes, *_), traced in self._traced.items():
+            for (one, a), (other, b) in itertools.combinations(traced.items(), 2):
+                if pair := _differing(one, other):
+                    same = np.allclose(a, b, rtol=_SAME, atol=0)
+                    alike[pair][axes] = alike[pair].get(axes, True) and same
+        same_pairs = sorted(pair for pair, of in alike.items() if len(of) >= _ENOUGH and all(of.values()))
+        return {second: first for first, second in reversed(same_pairs)}
+
+    def instead(self, strategy: str) -> str:
+        """The strategy whose steps stand for those of this one; itself, if none does."""
+        replaced = self.replaced
+        return PLUS.join(replaced.get(part, part) for part in strategy.split(PLUS))
+
+    def without(self, seen: Sequence[Seen]) -> list[Seen]:
+        """Without those that are there with another strategy, which stands for theirs, on the same mesh."""
+        there = {(each.cell.strategy, each.cell.mesh_text) for each in seen}
+        instead = [(self.instead(each.cell.strategy), each.cell.mesh_text) for each in seen]
+        both = zip(seen, instead, strict=True)
+        return [each for each, other in both if each.cell.strategy == other[0] or other not in there]
+
+
+def _differing(strategy: str, other: str) -> tuple[str, str] | None:
+    """The parts in which two strategies differ, in the order of the alphabet; None: not in one alone."""
+    own, others = strategy.split(PLUS), other.split(PLUS)
+    parts = [pair for pair in zip(own, others, strict=False) if pair[0] != pair[1]]
+    if len(own) != len(others) or len(parts) != 1:
+        return None
+    first, second = sorted(parts[0])
+    return first, second

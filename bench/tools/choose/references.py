@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from spbench.bench.cell import Cell, Sizes, TrainingOptions
+from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure import backend_options, model_parameters, plan
 from spbench.bench.measurement import Outcome
@@ -19,12 +19,7 @@ from spbench.bench.tools.choose.asking import Asking
 from spbench.bench.tools.choose.layouts import backend_settings
 from spbench.bench.tools.choose.look import ACTIVATIONS, STATES, looks
 from spbench.bench.tools.choose.question import Question
-from spbench.impls.backends.backend import BytesInBackward
-from spbench.impls.backends.optimizer import PRECISIONS
-from spbench.impls.composition import Stage
-from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import backend_class
+from spbench.impls import PRECISIONS, BytesInBackward, Stage, Unsupported, backend_class, model_preset
 
 #: replicas of the traces of backends
 _REPLICAS = (2, 4)
@@ -106,7 +101,7 @@ def savings_of(question: Question) -> dict[str, dict[str, Any]]:
     savings: dict[str, dict[str, Any]] = {AS_IT_IS: {}}
     for together in [*_apart(alone, 1), *_apart(alone, 2), *_most(alone)]:
         options = {name: value for each in together for name, value in each.items()}
-        on_two = question.on_two(model_options={**question.cell.model_options, **options})
+        on_two = question.on_replicas(model_options={**question.cell.model_options, **options})
         kept = question.keeps({f"model_options.{name}": value for name, value in options.items()})
         if kept and question.runs(on_two, "model_options"):
             savings.setdefault(as_text(options), options)
@@ -129,27 +124,6 @@ def _most(settings: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[st
             if not any(each.keys() & other.keys() for other in chosen):
                 chosen.append(each)
         yield sorted(chosen, key=settings.index)
-
-
-def cell_of(
-    question: Question,
-    *,
-    batch: int,
-    dp: int = 1,
-    model: Mapping[str, Any] = {},
-    training: Mapping[str, Any] = {},
-) -> Cell:
-    """The question's cell on a mesh of replicas alone."""
-    cell = question.cell
-    content = {**cell.training.model_dump(exclude_defaults=True), **training}
-    return cell.model_copy(
-        update={
-            "batch": batch,
-            "sizes": Sizes(dp=dp),
-            "model_options": {**cell.model_options, **model},
-            "training": TrainingOptions.model_validate(content),
-        }
-    )
 
 
 def at_depth(cell: Cell, layers: int) -> Cell:
@@ -190,15 +164,16 @@ def references(
     """
     cells: dict[tuple[str, str, int], Cell] = {}  # the same twice where there are no layers, so one depth
     for (text, settings), layers in itertools.product(savings.items(), (1, 2)):
-        alone = cell_of(question, batch=1, model=settings)
+        options = {**question.cell.model_options, **settings}
+        alone = question.on_replicas(1, 1, model_options=options)
         cells["model", text, layers] = few_experts(at_depth(alone, layers))
     forward_only = question.cell.training.step == "inference"
     for layers in () if forward_only else (1, 2):
-        twice = cell_of(question, batch=2, training={"micro_batches": 2})
+        twice = question.on_replicas(1, 2, {"micro_batches": 2})
         cells["twice", AS_IT_IS, layers] = few_experts(at_depth(twice, layers))
     kinds: list[dict[str, Any]] = [{}] if forward_only else backend_settings(question)
     for settings, dp in itertools.product(kinds, _REPLICAS):
-        cell = few_experts(at_depth(cell_of(question, batch=dp, dp=dp, training=settings), 1))
+        cell = few_experts(at_depth(question.on_replicas(dp, dp, settings), 1))
         cells["backend", as_text(settings), dp] = _short(cell)
     of_key = {cell.key: outcome for cell, outcome in looks(asking, cells.values(), "small", ended)}
     all_of = {place: (cell, of_key[cell.key]) for place, cell in cells.items()}
@@ -293,7 +268,7 @@ def _sent(cell: Cell, micro_batches: int, elements: float) -> Counter[str]:
 def has_stages(question: Question, settings: Mapping[str, Any]) -> bool:
     """Whether a backend with these settings divides the question's model into stages of a pipeline."""
     backend = backend_class(settings["backend"])
-    cell = at_depth(cell_of(question, batch=2, training=settings), 2)
+    cell = at_depth(question.on_replicas(1, 2, settings), 2)
     model, ends = model_preset(*cell.model_arguments), (Stage(0, 2), Stage(1, 2))
     try:
         sites = [site for end in ends for site in model.sites(1, cell.shape[1], 1, end)]

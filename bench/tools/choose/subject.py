@@ -29,10 +29,7 @@ from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
 from spbench.bench.tools.choose.suggestions import usual_placement, usual_strategies
 from spbench.bench.tools.jobs.job_files import read_job
 from spbench.bench.units import shown_count
-from spbench.impls.axes import MESH_AXES, ranks_along, unused_axes
-from spbench.impls.models.model import model_preset
-from spbench.impls.options import set_options
-from spbench.impls.strategies.nesting import nesting
+from spbench.impls import MESH_AXES, model_preset, nesting, ranks_along, set_options, unused_axes
 
 #: the option that says the attention kernel, and its value that says none
 #: of a model with sizes: Adam makes its moments in the first step

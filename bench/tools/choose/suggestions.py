@@ -13,15 +13,22 @@ from typing import Any
 from spbench.bench.cell import Cell, TrainingOptions, strategy_axes
 from spbench.bench.errors import UserError
 from spbench.bench.measure import changed, is_uneven_text, load_cluster, plan
-from spbench.impls.backends.backend import Backend
-from spbench.impls.dispatchers.dispatcher import dispatchers
-from spbench.impls.folding import stage_ranks
-from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import Model, model_preset
-from spbench.impls.options import Options, Saving, set_options
-from spbench.impls.registries import backend_class, backends, strategies
-from spbench.impls.strategies.base import Strategy
-from spbench.impls.strategies.nesting import nesting
+from spbench.impls import (
+    Backend,
+    Model,
+    Options,
+    Saving,
+    Strategy,
+    Unsupported,
+    all_backends,
+    all_dispatchers,
+    all_strategies,
+    backend_class,
+    model_preset,
+    nesting,
+    set_options,
+    stage_ranks,
+)
 
 #: shares of the optimizer that wait on the host, where a backend has the option
 _FRACTIONS = (0.25, 0.5, 0.75)
@@ -101,7 +108,7 @@ def _of_backends(here: type[Backend], training: TrainingOptions) -> Iterator[Cha
     first."""
     if here.shares_out is None or training.backend_options:
         return
-    for name, other in sorted(backends().items(), key=lambda item: len(item[1].shares_out or ())):
+    for name, other in sorted(all_backends().items(), key=lambda item: len(item[1].shares_out or ())):
         if other.shares_out is not None and here.shares_out < other.shares_out:
             shared = ", ".join(sorted(other.shares_out)).replace("_", " ")
             yield Change({"training.backend": name}, f"shares out among replicas: {shared}")
@@ -177,7 +184,7 @@ def part_on_host(cell: Cell) -> Iterator[Change]:
 
 def usual_strategies() -> dict[str, type[Strategy]]:
     """The usual strategies of one axis, by name."""
-    return {name: cls for name, cls in sorted(strategies().items()) if cls.usual and len(cls.axes) == 1}
+    return {name: cls for name, cls in sorted(all_strategies().items()) if cls.usual and len(cls.axes) == 1}
 
 
 def _of_sizes(cell: Cell) -> Iterator[Change]:
@@ -229,7 +236,7 @@ def _of_job(cell: Cell) -> Iterator[Change]:
     if batch % (2 * parts) == 0:
         yield Change({"batch": batch // 2}, "half the batch: another job", other_job=True)
     model: Any = model_preset(*cell.model_arguments)
-    experts = getattr(model, "experts", 0) and dispatchers()[model.dispatcher].heeds_capacity
+    experts = getattr(model, "experts", 0) and all_dispatchers()[model.dispatcher].heeds_capacity
     if experts and model.capacity is None:
         words = "an expert takes its even share of tokens, the rest are dropped: another job"
         yield Change({"model_options.capacity": 1.0}, words, other_job=True)

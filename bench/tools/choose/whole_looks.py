@@ -15,14 +15,11 @@ from spbench.bench.measure import cannot_run, changed, load_cluster, written
 from spbench.bench.tools.choose.candidates import ordered
 from spbench.bench.tools.choose.layouts import folds_anew, other_folds, settings_of, switch_of
 from spbench.bench.tools.choose.look import looks
-from spbench.bench.tools.choose.looked_at import LookedAt
 from spbench.bench.tools.choose.question import Question
-from spbench.bench.tools.choose.ranking import NAMED, TOSS, Seen, ranked, simpler
+from spbench.bench.tools.choose.ranking import NAMED, TOSS, LookedAt, Seen, ranked, simpler
 from spbench.bench.tools.choose.subject import ATTENTION
 from spbench.bench.tools.choose.suggestions import dotted
-from spbench.impls.folding import FOLDED_AXES
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import backend_class
+from spbench.impls import FOLDED_AXES, backend_class, model_preset
 
 #: so many of the fastest are traced whole, named or not
 _WHOLE = 2

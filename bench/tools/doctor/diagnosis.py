@@ -31,7 +31,7 @@ from typing import Literal
 from spbench.bench.files import CACHE_FOLDER, cache_folder
 from spbench.bench.measure import environment_of_child, memory_bytes, usable_cores
 from spbench.bench.units import GIB, MIB
-from spbench.impls.discovery import installed_version
+from spbench.impls import installed_version
 
 #: what the child runs: the function's module and name are its arguments
 _CHILD = "from spbench.bench.tools.doctor.diagnosis import print_observations; print_observations()"
@@ -247,7 +247,7 @@ def _compile(capability: int) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from spbench.impls.kernels import linear_attention_triton as kernels
+    from spbench.impls import linear_attention_triton as kernels
 
     scan = kernels._scan
     constants = {"SIZE": 64 * 64, "BACKWARD": False, "TS": kernels.SCANNED}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.yaml_files import parse_yaml
-from spbench.impls.discovery import FunctionModules
+from spbench.impls import FunctionModules
 
 
 class Jobs(FunctionModules):

@@ -11,7 +11,7 @@ from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import table_content
 from spbench.bench.tools.jobs.rules import Said
 from spbench.bench.tools.jobs.transformers_step import EXPERTS, Adapted
-from spbench.impls.models.blocks.adapter_options import (
+from spbench.impls import (
     ALL,
     LATENT,
     MLP_CLOSING,
@@ -19,9 +19,9 @@ from spbench.impls.models.blocks.adapter_options import (
     PROJECTIONS,
     QKV,
     AdapterOptions,
+    Model,
+    model_from_config,
 )
-from spbench.impls.models.huggingface.config import model_from_config
-from spbench.impls.models.model import Model
 
 #: fields of a config.json that show linear attention, whose adapters are not modelled
 LINEAR_ATTENTION = ("linear_num_key_heads", "mamba_num_heads")

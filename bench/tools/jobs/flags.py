@@ -21,16 +21,21 @@ from spbench.bench.setting_values import VARIABLES
 from spbench.bench.tools.jobs import FLAGS
 from spbench.bench.tools.jobs.argument_tables import shown
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
-from spbench.impls.axes import MESH_AXES, ranks_along
-from spbench.impls.dispatchers.dispatcher import dispatchers
-from spbench.impls.folding import FOLDED_AXES
-from spbench.impls.models.blocks.decoder import DecoderModel
-from spbench.impls.models.blocks.expert_options import ExpertOptions
-from spbench.impls.models.blocks.softmax_options import LatentOptions
-from spbench.impls.models.model import model_preset
-from spbench.impls.options import set_options
-from spbench.impls.registries import backends
-from spbench.impls.strategies.nesting import PLUS, Nesting, nesting
+from spbench.impls import (
+    FOLDED_AXES,
+    MESH_AXES,
+    PLUS,
+    DecoderModel,
+    ExpertOptions,
+    LatentOptions,
+    Nesting,
+    all_dispatchers,
+    model_preset,
+    nesting,
+    options_of_backend,
+    ranks_along,
+    set_options,
+)
 
 #: how the same layers, messages and states are made, which is a program's own affair where it has no argument
 #: for it: kernels, units that are gathered at once, workspaces
@@ -196,10 +201,8 @@ def _settings(cell: Cell) -> dict[str, Any]:
     )
     if len({*(training.stage_layers or ())}) == 1:
         settings["training.stage_layers"] = None  # as many as the others
-    backend = backends()[training.backend].options_type()
-    return settings | _of(
-        "training", asdict(set_options(backend, training.backend_options, training.backend))
-    )
+    backend = options_of_backend(training.backend, training.backend_options)
+    return settings | _of("training", asdict(backend))
 
 
 def facts_of(cell: Cell, model: Any) -> dict[str, Any]:
@@ -209,8 +212,7 @@ def facts_of(cell: Cell, model: Any) -> dict[str, Any]:
     training, options = cell.training, {"learned_positions": None, **vars(model)}
     if isinstance(model, DecoderModel):
         options["learned_positions"] = model.learned_positions
-    backend = backends()[training.backend].options_type()
-    own = asdict(set_options(backend, training.backend_options, training.backend))
+    own = asdict(options_of_backend(training.backend, training.backend_options))
     micro = cell.shape[0] // (training.micro_batches * cell.sizes.dp)
     return {
         "strategy": strategy.name,
@@ -233,7 +235,7 @@ def without_effect(model: DecoderModel) -> set[str]:
     unused = {name for switch, names in _WITH.items() if not getattr(model, switch) for name in names}
     if model.recompute != "selective":
         unused.add("recompute_modules")
-    if dispatchers()[model.dispatcher].heeds_capacity:
+    if all_dispatchers()[model.dispatcher].heeds_capacity:
         unused.add("node_ranks")
     return unused
 

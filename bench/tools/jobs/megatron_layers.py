@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.rules import call
-from spbench.impls.options import LARGEST_OF
+from spbench.impls import LARGEST_OF
 
 _PATTERN, _OLD, _SWITCH = "--hybrid-layer-pattern", "--hybrid-override-pattern", "--is-hybrid-model"
 _SIZES = ("--mamba-num-groups", "--mamba-state-dim", "--mamba-head-dim", "--mamba-num-heads")

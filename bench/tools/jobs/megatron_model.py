@@ -23,7 +23,7 @@ from spbench.bench.tools.jobs.megatron_layers import (
 )
 from spbench.bench.tools.jobs.rules import call
 from spbench.bench.units import gib
-from spbench.impls.models.huggingface.published import published_model
+from spbench.impls import published_model
 
 #: words of tokenizers that need no file to be known: GPT-2's, and BERT's two
 _WORDS = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from spbench.bench.setting_values import read_model_file
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import table_content
-from spbench.impls.models.huggingface.published import near_model, published_model
+from spbench.impls import near_model, published_model
 
 #: what is left out of a model of text and images
 _TOWER = "text alone is counted; a tower for images{} is left out, with what a job holds for its weights"

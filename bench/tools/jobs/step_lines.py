@@ -13,7 +13,7 @@ from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import OF_DEEPSPEED, table_content
 from spbench.bench.tools.jobs.rules import Functions, Rule, Said, follow, holds, said, said_of
 from spbench.bench.tools.jobs.transformers_step import Adapted, TransformersStep
-from spbench.impls.models.blocks.adapter_options import LATENT, PROJECTIONS
+from spbench.impls import LATENT, PROJECTIONS
 
 
 def step_of(account: Account, own: Functions | None = None) -> TransformersStep:

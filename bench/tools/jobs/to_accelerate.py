@@ -8,7 +8,7 @@ from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import argument_table, table_content
 from spbench.bench.tools.jobs.flags import Flag, Flags, facts_of, several_ranks
 from spbench.bench.tools.jobs.rules import follow
-from spbench.impls.models.model import model_preset
+from spbench.impls import model_preset
 
 
 def flags(cell: Cell) -> Flags:

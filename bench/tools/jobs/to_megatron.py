@@ -15,12 +15,14 @@ from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.flags import Flag, Flags, facts_of, several_ranks, without_effect
 from spbench.bench.tools.jobs.megatron import CONTEXT, HIERARCHICAL
 from spbench.bench.tools.jobs.rules import follow
-from spbench.impls.backends.megatron_options import MegatronOptions
-from spbench.impls.folding import FOLDED_AXES
-from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.model import model_preset
-from spbench.impls.options import set_options
-from spbench.impls.strategies.nesting import PLUS
+from spbench.impls import (
+    FOLDED_AXES,
+    PLUS,
+    CausalTransformerModel,
+    MegatronOptions,
+    model_preset,
+    set_options,
+)
 
 #: --cp-comm-type by the strategies within tensor parallelism's
 _COMMUNICATION = {strategy: how for how, (strategy, _) in CONTEXT.items()} | dict([HIERARCHICAL])

@@ -14,8 +14,7 @@ from spbench.bench.tools.jobs.flags import Flag, Flags, facts_of, several_ranks
 from spbench.bench.tools.jobs.rules import follow
 from spbench.bench.tools.jobs.torchtitan import ROTATIONS, versions
 from spbench.bench.tools.jobs.torchtitan_models import LESS, SCHEDULES, models, stage_layers
-from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.model import Model, model_preset
+from spbench.impls import CausalTransformerModel, Model, model_preset
 
 #: what a flavor fixes
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocabulary", "qk_norm")

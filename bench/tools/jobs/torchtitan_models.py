@@ -25,7 +25,7 @@ from spbench.bench.tools.jobs.python_values import (
     value_of,
 )
 from spbench.bench.tools.jobs.rules import call
-from spbench.impls.models.model import Model, model_preset
+from spbench.impls import Model, model_preset
 
 #: converters that make linear layers multiply in eight bits
 _LINEAR = ("quantize.linear.float8", "float8")

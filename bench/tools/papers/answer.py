@@ -18,13 +18,14 @@ from pydantic import create_model
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, suggestion
-from spbench.bench.measure import Document, Problem, Scenario, load_cluster
+from spbench.bench.measure import Document, Problem, RanScenario, Scenario, load_cluster
 from spbench.bench.measure import load_scenario as load_cells
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.comparison import Comparison, Role
+from spbench.bench.tools.papers.comparison import write as write_comparisons
 from spbench.bench.tools.papers.selector import QUANTITIES, Mistake, Selector
-from spbench.bench.yaml_files import InferredSetting, PublishedNumber, StrictModel
-from spbench.impls.discovery import named_classes
+from spbench.bench.yaml_files import InferredSetting, PublishedNumber, StrictModel, validate
+from spbench.impls import named_classes
 from spbench.plots.series import grouped
 
 KINDS_PACKAGE = "spbench.bench.tools.papers.answers"
@@ -207,7 +208,17 @@ def load_scenario(name: str | PathLike[str]) -> Scenario:
     Raises:
         UserError: there is none, or something in it cannot be; names file, key and mend.
     """
-    scenario = load_cells(name, document_model())
+    return with_answers(load_cells(name))
+
+
+def with_answers(scenario: Scenario) -> Scenario:
+    """The scenario with its answers, checked.
+
+    Raises:
+        UserError: something in them cannot be; names file, key and mend.
+    """
+    document = validate(document_model(), scenario.content, str(scenario.path))
+    scenario = replace(scenario, document=document)
     for key_path, message in _mistakes(scenario):
         raise UserError(f"{scenario.path}: {Problem(key_path, message)}")
     return scenario
@@ -219,6 +230,13 @@ def compare(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) 
     results = ScenarioResults(cells, rows, scenario.path.parent, scenario.document.inferred_from)
     kinds = answer_kinds().values()
     return [entry for kind in kinds for entry in kind.compare_all(answers_of(scenario, kind), results)]
+
+
+def set_beside(scenario: Scenario, ran: RanScenario) -> tuple[list[Comparison], list[Path]]:
+    """The published numbers of a scenario, which has its answers, beside ours; and comparison.csv beside the
+    results, where there is anything to compare."""
+    comparisons = compare(scenario, ran.declared, ran.known)
+    return comparisons, [write_comparisons(comparisons, ran.path.parent)] if comparisons else []
 
 
 # -- mistakes ------------------------------------------------------------------------------------------------

@@ -19,16 +19,16 @@ from typing import Any
 from pandas import DataFrame
 
 from spbench.bench.cell import Cell
+from spbench.bench.command_line import progress
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.errors import UserError
-from spbench.bench.measure import Scenario
+from spbench.bench.measure import RanScenario, Scenario
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.megatron import read
 from spbench.bench.tools.jobs.megatron_kernels import CONTAINER
 from spbench.bench.tools.papers.answer import document_model
 from spbench.bench.tools.papers.comparison import write_csv
-from spbench.bench.tools.papers.execution import RanScenario
 from spbench.bench.tools.papers.sources import (
     GOLDEN_FILES,
     GPUS,
@@ -138,7 +138,7 @@ def predicted_cases(run: Callable[[Scenario], RanScenario], output: Path, name: 
     """
     all_cases = cases(name)
     ran = run(scenario_of(all_cases))
-    lines = list(predictions(all_cases, {row["key"]: row for row in ran.known}))
+    lines = list(predictions(all_cases, ran.known))
     varying = {c.case: varies_by(c.cell) for c in all_cases if isinstance(c.cell, Cell)}
     compared = list(errors(lines, varying))
     files = [
@@ -154,7 +154,7 @@ def predicted_cases(run: Callable[[Scenario], RanScenario], output: Path, name: 
     kinds = list(by_departure(compared))
     tables = [table, *([Table("Errors by why a golden value departs", kinds)] if left_out else [])]
     content = {"predictions": lines, "errors": compared, "summary": sizes, "departures": kinds}
-    return Output([text, *tables], content, lines, PREDICTIONS, files=files, code=int(ran.failed()))
+    return Output([text, *tables], content, lines, PREDICTIONS, files=files, code=int(ran.failed(progress)))
 
 
 def scenario_of(all_cases: Sequence[GoldenCase]) -> Scenario:

@@ -10,13 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isclose
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
+from spbench.bench.command_line.output import Table
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.measure import Document
 from spbench.bench.tools.papers.answers.tables import UNSTATED
-from spbench.bench.tools.papers.comparison import Role, groups, is_time, lines_of, number_or_status
+from spbench.bench.tools.papers.comparison import (
+    Comparison,
+    Role,
+    groups,
+    is_time,
+    lines_of,
+    number_or_status,
+)
 from spbench.bench.units import difference, percent, three_digits
 
 if TYPE_CHECKING:
@@ -306,3 +315,19 @@ def counts(verdict: PaperVerdict) -> str:
     if (worst := max(verdict.formula_errors, default=0.0)) > _EXACT:
         text += f"{'; closed forms' if verdict.errors else ', closed forms'} off by up to {percent(worst, 0)}"
     return text
+
+
+def comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    """A line for each published number, ours beside it. A terminal counts our own closed forms that hold."""
+    lines = [{"claim": c.claim, "variant": c.variant, **compared(c)} for c in comparisons]
+    title = "Published and ours (relative error: ours / published - 1)"
+    important = ("claim", "published", "ours", "relative error", "role")
+    holding = [at for at, each in enumerate(comparisons) if _is_closed_form_that_holds(each)]
+    folded = dict.fromkeys(holding, "bytes sent equal the closed form")
+    return Table(title, lines, important, ("claim", "note"), folded)
+
+
+def _is_closed_form_that_holds(entry: Comparison) -> bool:
+    if entry.quantity != "sent_bytes" or entry.published is None or entry.reproduced is None:
+        return False
+    return isclose(entry.published, entry.reproduced)

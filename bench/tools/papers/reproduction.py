@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pandas import DataFrame, concat
 
+from spbench.bench.command_line import progress
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import SweepProgress, message
 from spbench.bench.errors import UserError
@@ -17,20 +18,24 @@ from spbench.bench.measure import (
     Crew,
     Executor,
     Narrowing,
+    RanScenario,
     Scenario,
     check_same_code,
     digests_of_a_run,
     is_final,
     read_rows,
+    run_cells,
     unknown_share,
 )
 from spbench.bench.measurement import filled
 from spbench.bench.row import finite
+from spbench.bench.tools.papers.answer import set_beside
 from spbench.bench.tools.papers.comparison import (
     FILLED,
     OF_TIMES,
     RECORDS,
     UNKNOWN,
+    Comparison,
     as_lines,
     frame_of,
     is_time,
@@ -40,7 +45,7 @@ from spbench.bench.tools.papers.comparison import (
     write_csv,
 )
 from spbench.bench.tools.papers.document import write_documents
-from spbench.bench.tools.papers.execution import RanScenario, draw, draw_figure, run_cells
+from spbench.bench.tools.papers.execution import draw, draw_figure
 from spbench.bench.tools.papers.paper_findings import PaperFindings
 from spbench.bench.tools.papers.past_errors import orders_by_scenario
 from spbench.bench.tools.papers.sources import Paper, one_of
@@ -96,17 +101,17 @@ class Reproduction:
         scenario: Scenario,
         narrowing: Narrowing | None = None,
         below: str = "",
-        progress: SweepProgress | None = None,
+        watch: SweepProgress | None = None,
     ) -> RanScenario:
         """Run a scenario's cells, which are kept with those of `spbench run`, or below another output.
 
         Args:
             below: a folder among those of scenarios, of cells that are not those of the scenario's file.
-            progress: as of :func:`run_cells`.
+            watch: as of :func:`run_cells`.
         """
         places = self.jobs, self.fresh, self.crew, self.executor
         folder = self._runs / below / scenario.name
-        return run_cells(scenario, narrowing or Narrowing(), folder, *places, progress=progress)
+        return run_cells(scenario, narrowing or Narrowing(), folder, progress, *places, watch=watch)
 
     @property
     def _runs(self) -> Path:
@@ -138,18 +143,21 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
     asked = [one_of(paper, scenarios, one)] if one else scenarios
     all_ran: dict[str, RanScenario] = {}
     files: list[Path] = []
+    of_scenarios: list[DataFrame] = []
     failed = False
-    with SweepProgress(sum(request.left(each, narrowing) for each in asked)) as progress:
+    with SweepProgress(sum(request.left(each, narrowing) for each in asked)) as watch:
         for scenario in asked:
-            all_ran[scenario.name] = request.run(scenario, narrowing, progress=progress)
+            all_ran[scenario.name] = request.run(scenario, narrowing, watch=watch)
             if request.write:
                 check_same_code({name: each.rows for name, each in all_ran.items()})
     for scenario in asked:
         ran = all_ran[scenario.name]
-        drawn, figure_failed = draw_figure(scenario, ran, request.output / "figures")
+        comparisons, _ = set_beside(scenario, ran)
+        of_scenarios.append(records_of(scenario, ran, comparisons))
+        drawn, figure_failed = draw_figure(scenario, ran, comparisons, request.output / "figures")
         files += drawn
-        failed = ran.failed() or figure_failed or failed
-    records = joined(records_of(scenario, all_ran[scenario.name]) for scenario in asked)
+        failed = ran.failed(progress) or figure_failed or failed
+    records = joined(of_scenarios)
     # our own closed forms are in comparison.csv too, as sent_bytes: nobody has published them
     records = records[records["quantity"] != "sent_bytes"]
     runs = DataFrame([run_record(name, ran) for name, ran in all_ran.items()], columns=list(RUNS))
@@ -177,13 +185,13 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
     return _report(paper, asked, findings, [*tables, *files, *drawn], int(failed or figure_failed))
 
 
-def records_of(scenario: Scenario, ran: RanScenario) -> DataFrame:
+def records_of(scenario: Scenario, ran: RanScenario, comparisons: Sequence[Comparison]) -> DataFrame:
     """The lines of PAPER.csv that a scenario's run gives. A claim is a table of one number, under its own
     name."""
-    measured = {row["key"]: row["measurement"] for row in ran.known}
     records = []
-    for entry in ran.comparisons:
-        measurement, texts = measured.get(entry.cell, {}), {}
+    for entry in comparisons:
+        row, texts = ran.known.get(entry.cell), {}
+        measurement = {} if row is None else row["measurement"]
         if is_time(entry.quantity):
             texts = {name: measurement.get(name, "") for name in OF_TIMES}
             share = unknown_share(measurement)

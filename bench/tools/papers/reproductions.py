@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell
+from spbench.bench.command_line import progress
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.command_line.progress import message
 from spbench.bench.errors import UserError
@@ -30,12 +31,13 @@ from spbench.bench.measure import (
     Evidence,
     Narrowing,
     Scenario,
+    executor_at,
     packaged_model,
     run_cell,
     trace_classes,
 )
 from spbench.bench.row import Row, json_line
-from spbench.bench.tools.papers.answer import load_scenario
+from spbench.bench.tools.papers.answer import load_scenario, set_beside
 from spbench.bench.tools.papers.comparison import RECORDS, as_lines, joined, read_csv, write_csv
 from spbench.bench.tools.papers.document import (
     SUMMARY_PAGE,
@@ -46,7 +48,6 @@ from spbench.bench.tools.papers.document import (
     write_shared,
 )
 from spbench.bench.tools.papers.error_fits import fit
-from spbench.bench.tools.papers.execution import opened_executor
 from spbench.bench.tools.papers.megatron_cases import CASES, EXPERT_CASES, of_all_machines, predicted_cases
 from spbench.bench.tools.papers.paper_findings import markdown
 from spbench.bench.tools.papers.past_errors import (
@@ -155,7 +156,7 @@ def reproduce(output: Path | None, executor: str | None, **asked: Any) -> Iterat
     of_papers = [] if request.paper in (*others, BANDS) else scenarios_of(request.asked[0])
     for paper, scenarios in of_papers if request.write else ():
         check_documents(paper.name, [scenario.name for scenario in scenarios])
-    with Crew(run_cell) as crew, opened_executor(executor) as there:
+    with Crew(run_cell) as crew, executor_at(executor) as there:
         request = replace(request, crew=crew, executor=there)
         for paper, scenarios in of_papers:
             yield reproduce_paper(request, paper, scenarios)
@@ -170,7 +171,7 @@ def _strategies(request: Reproduction) -> Output:
     """Run the scenarios of the strategies' pages, and keep their rows and traces."""
     ran = {name: request.run(load_scenario(name)) for name in (SIDE_BY_SIDE, LAYERS)}
     files = write_kept({name: one.rows for name, one in ran.items()}, request.output / STRATEGIES)
-    code = max(int(one.failed()) for one in ran.values())
+    code = max(int(one.failed(progress)) for one in ran.values())
     lines = [{"file": str(path)} for path in files]
     return Output([Table("Strategies beside each other", lines)], {"files": lines}, files=files, code=code)
 
@@ -191,8 +192,8 @@ def _without_rates(name: str, request: Reproduction) -> Output:
     records, lines, failed = joined([]), [], False
     for cluster, scenario, narrowing in _on_other_clusters(name):
         ran = request.run(scenario, narrowing, name)
-        records = joined([records, records_of(scenario, ran).query("is_time")])
-        failed = ran.failed() or failed
+        records = joined([records, records_of(scenario, ran, set_beside(scenario, ran)[0]).query("is_time")])
+        failed = ran.failed(progress) or failed
         lines.append({"scenario": scenario.name, "cluster": str(cluster)})
     if not lines:
         raise UserError(f"no clusters in {FOLDER / name}: run it in a checkout")

@@ -15,8 +15,7 @@ from spbench.bench.errors import suggestion
 from spbench.bench.measure import rank_classes
 from spbench.bench.measurement import Measurement
 from spbench.bench.yaml_files import StrictModel, finite
-from spbench.impls.axes import MESH_AXES, check_axis_names, ranks_along, whole_mesh
-from spbench.impls.folding import FOLDED_AXES
+from spbench.impls import FOLDED_AXES, MESH_AXES, check_axis_names, ranks_along, whole_mesh
 
 #: fields of a measurement that are one number
 QUANTITIES = (

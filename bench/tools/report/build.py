@@ -16,7 +16,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import resolved
 from spbench.bench.tools.report.gathered import Gathered
 from spbench.bench.tools.report.page import navigation
-from spbench.impls.discovery import FunctionModules
+from spbench.impls import FunctionModules
 
 PAGES = FunctionModules("spbench.bench.tools.report.pages", "*_page", "pages", "pages")
 STATIC = Path(__file__).with_name("static")

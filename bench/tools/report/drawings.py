@@ -1,22 +1,25 @@
-"""Drawings that stand beside the numbers of a page, as SVG in the look of the suite's figures: the layer of a
-strategy over time, and metrics over commits."""
+"""Drawings that stand beside the numbers of a page, as SVG in the look of the suite's figures: one layer of a
+strategy, what each rank computes and sends over time, with the messages between ranks; and metrics over
+commits."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from math import ceil, nan
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Drawing
 from matplotlib.patches import Patch
 
 from spbench.bench.tools.changes.history import Assessment
 from spbench.bench.tools.changes.series import STATUS, Series
-from spbench.impls.traffic import WIRE_SHARE
+from spbench.bench.tools.report.page import DataTable, Figure
+from spbench.impls import WIRE_SHARE
 from spbench.plots.paper import add_legend, house_style, new_figure
 from spbench.plots.series import grouped
 from spbench.plots.style import GREY, INK, shortened
@@ -48,7 +51,7 @@ _LINE, _TARGET = "#3b7dd8", "#b5651d"
 _ACROSS, _SHORT = 3, 7
 
 
-def svg(figure: Figure) -> bytes:
+def svg(figure: Drawing) -> bytes:
     """The figure as a file; the same figure gives the same bytes."""
     content = io.BytesIO()
     with house_style(), rc_context({"svg.fonttype": "none"}):  # a page has many words, and paths are long
@@ -56,12 +59,96 @@ def svg(figure: Figure) -> bytes:
     return content.getvalue()
 
 
-def layer_figure(bars: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> Figure:
+Bar = dict[str, Any]
+#: significant digits of times in a drawing
+_DIGITS = 9
+#: of a bar, what a table has
+_COLUMNS = ("row", "phase", "operator", "kind", "start", "duration", "bytes", "partners")
+
+
+def layer_table(trace: Mapping[str, Any], strategy: str, name: str, model: str) -> DataTable:
+    """What ranks do in the phases of a layer, drawn.
+
+    Args:
+        trace: as :func:`tools.papers.reproductions.read_trace` gives it.
+        name: of the table on the strategy's page.
+        model: in words, for the caption.
+    """
+    bars = [bar for bar in bars_of(trace) if bar["phase"] in ("forward", "backward")]
+    spent: Counter[str] = Counter()
+    for bar in bars:
+        spent[f"{bar['phase']} {bar['kind']}"] += bar["duration"] * (bar["rank"] == 0)
+    parts = ", ".join(f"{kind} {ms:.3g} ms" for kind, ms in spent.most_common() if ms)
+    alt = f"Bars over time for the compute and communication streams of each rank; rank 0: {parts}."
+    caption = f"Forward and backward of one layer of {model}, simulated: times in ms from the step's start"
+    content = svg(layer_figure(bars, [*messages(bars)]))
+    drawn = Figure(f"figures/{strategy}-{name}.svg", content, caption, alt)
+    return DataTable(name, caption, bars, _COLUMNS, most=0, drawn=drawn)
+
+
+def bars_of(trace: Mapping[str, Any]) -> list[Bar]:
+    """A bar for each event of each rank that takes time: ``rank``, ``lane`` (0 is the compute stream's),
+    ``row`` (its label), ``phase``, ``operator``, ``kind``, ``start`` and ``end`` and ``duration`` in ms,
+    ``bytes``, ``flops``, ``partners`` (ranks that take part, as text), ``source`` and ``destination`` of a
+    message."""
+    return [
+        _bar(event)
+        for event in trace["traceEvents"]
+        if event["ph"] == "X" and event["cat"] != "phase" and event["dur"] > 0
+    ]
+
+
+def _bar(event: Mapping[str, Any]) -> Bar:
+    rank, lane, details = event["pid"], event["tid"] - 1, event["args"]
+    is_collective = event["cat"] != "compute" and "class" not in details
+    kernel = str(details.get("class", WAIT))
+    return {
+        "rank": rank,
+        "lane": lane,
+        "row": f"rank {rank} " + ("compute" if lane == 0 else "network" if lane == 1 else f"network {lane}"),
+        "phase": details["phase"],
+        "operator": event["name"],
+        "kind": str(event["name"]).replace("_", "-") if is_collective else kernel,
+        "start": _in_ms(event["ts"]),
+        "end": _in_ms(event["ts"] + event["dur"]),
+        "duration": _in_ms(event["dur"]),
+        "partners": _partners(rank, details),
+        **{name: details.get(name) for name in ("bytes", "flops", "source", "destination")},
+    }
+
+
+def _in_ms(microseconds: float) -> float:
+    return float(f"{microseconds / 1e3:.{_DIGITS}g}")
+
+
+def _partners(rank: int, details: Mapping[str, Any]) -> str:
+    if "ranks" in details:
+        return "ranks " + ", ".join(map(str, details["ranks"]))
+    if "source" not in details:
+        return ""
+    to, sender = details["destination"], details["source"]
+    return f"to rank {to}" if sender == rank else f"from rank {sender}"
+
+
+def messages(bars: Sequence[Bar]) -> Iterator[Bar]:
+    """A line for each message, from the row of its sender, when it starts, to the row where it is received,
+    when it ends."""
+
+    def message(bar: Bar) -> tuple[Any, ...]:
+        return bar["source"], bar["destination"], bar["start"], bar["end"]
+
+    received = {message(bar): bar for bar in bars if bar["kind"] == "recv"}
+    for bar in bars:
+        if bar["kind"] == "send" and (there := received.get(message(bar))):
+            yield {**bar, "from": bar["row"], "to": there["row"]}
+
+
+def layer_figure(bars: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> Drawing:
     """A panel for each phase of a layer, with a row for each stream of each rank over ms.
 
     Args:
-        bars: as :func:`tools.report.strategy_numbers.bars_of`, of some phases.
-        messages: between rows, as :func:`tools.report.strategy_numbers.messages`.
+        bars: as :func:`bars_of`, of some phases.
+        messages: between rows, as :func:`messages`.
     """
     ordered = sorted(bars, key=lambda bar: (bar["rank"], bar["lane"]))
     rows = {row: at for at, row in enumerate(dict.fromkeys(bar["row"] for bar in ordered))}
@@ -91,12 +178,15 @@ def layer_figure(bars: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[s
     return figure
 
 
+# -- metrics over commits --------------------------------------------------------------------------------
+
+
 def label_of(series: Series) -> str:
     """The cell, and the machine if the metric was measured on one."""
     return f"{series.cell} on {series.machine}" if series.machine else series.cell
 
 
-def history_figure(assessments: Sequence[Assessment], places: Mapping[str, int]) -> Figure:
+def history_figure(assessments: Sequence[Assessment], places: Mapping[str, int]) -> Drawing:
     """A panel for each series: its values over commits, the ranges that hold the commit of a step, and its
     targets.
 
@@ -120,9 +210,10 @@ def _draw_series(ax: Axes, assessment: Assessment, places: Mapping[str, int]) ->
         begin, end = (places[point.commit.hash] for point in (step.last_before, step.first_after))
         kind = "meant" if step.meant else step.verdict
         ax.axvspan(begin, end, color=_VERDICTS[kind], alpha=0.35, linewidth=0, gid=f"{kind} {begin} {end}")
-        at = ((begin + end) / 2, 0.98)
         size = series.difference(step.before, step.after)
-        ax.annotate(size, at, xycoords=("data", "axes fraction"), ha="center", va="top")
+        ax.annotate(
+            size, (end, 0.5), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points"
+        )
     for target in assessment.targets:
         ax.axhline(target.value, color=_TARGET, linestyle="--", gid=f"target {target.value:g}")
     style = "steps-post" if series.exact else "default"

@@ -270,7 +270,8 @@ class Page:
             if isinstance(value, (DataTable, Figure, Html)):
                 parts.append(value)
                 return f"\n\n\x02{len(parts) - 1}\x03\n\n"
-            return "" if value is None else value
+            # no text of results is the place of a part
+            return value.replace("\x02", "") if isinstance(value, str) else "" if value is None else value
 
         environment = Environment(
             loader=FileSystemLoader(_FOLDER / "pages"),

@@ -21,12 +21,13 @@ from spbench.bench.command_line.forms import FORMS
 from spbench.bench.command_line.options import figure_option, files_of, printed
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.errors import UserError, shown, suggestion
-from spbench.bench.measure import GAP, STANDS_IN, Cluster, kinds_of_work, load_cluster, without_own_rates
+from spbench.bench.measure import Cluster, load_cluster
 from spbench.bench.tools.calibrate import LOGS
 from spbench.bench.tools.changes import EXPORTS
 from spbench.bench.tools.jobs import JOBS
+from spbench.bench.tools.run.kinds_of_work import GAP, STANDS_IN, kinds_of_work, without_own_rates
 from spbench.bench.yaml_files import packaged, read_yaml
-from spbench.impls.discovery import FunctionModules
+from spbench.impls import FunctionModules
 from spbench.plots import FIGURES
 
 COLUMNS = ("work", "figure", "source")

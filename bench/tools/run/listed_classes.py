@@ -12,11 +12,16 @@ from spbench.bench.command_line.output import Table
 from spbench.bench.measure import LISTED, OF_CLASSES
 from spbench.bench.tools.papers.answer import answer_kinds
 from spbench.bench.units import three_digits
-from spbench.impls.layout import Site, Unsupported
-from spbench.impls.models.huggingface.published import Published, published_models
-from spbench.impls.models.model import model_preset, models
-from spbench.impls.registries import strategies
-from spbench.impls.strategies.base import Strategy
+from spbench.impls import (
+    Published,
+    Site,
+    Strategy,
+    Unsupported,
+    all_models,
+    all_strategies,
+    model_preset,
+    published_models,
+)
 from spbench.plots.series import grouped
 
 
@@ -37,14 +42,14 @@ def that_fit(kind: str, text: str) -> Collection[str] | None:
     """The strategies that take the model called ``text``, or the models that the strategy called so takes,
     whatever their sizes; None where there is none of that name."""
     if kind == "models":
-        if (cls := strategies().get(text)) is None:
+        if (cls := all_strategies().get(text)) is None:
             return None
-        return [name for name, model in models().items() if not cls.lacking(_sites(model))]
-    configs = dict.fromkeys(models()) | {each.name: each.config for each in published_models()}
+        return [name for name, model in all_models().items() if not cls.lacking(_sites(model))]
+    configs = dict.fromkeys(all_models()) | {each.name: each.config for each in published_models()}
     if text not in configs:
         return None
     sites = _sites(model_preset(text, config=configs[text]))
-    return [name for name, cls in strategies().items() if not cls.lacking(sites)]
+    return [name for name, cls in all_strategies().items() if not cls.lacking(sites)]
 
 
 def _sites(model: Any) -> list[Site]:
@@ -121,7 +126,7 @@ def tables_of_models(names: Sequence[str], *, each: bool) -> list[Table]:
         each: whether names of Hugging Face have a line each; else an owner of some has one.
     """
     wanted = {*names}
-    ours = {name: model for name, model in sorted(models().items()) if name in wanted}
+    ours = {name: model for name, model in sorted(all_models().items()) if name in wanted}
     theirs = [model for model in published_models() if model.name in wanted]
     tables = []
     if ours:

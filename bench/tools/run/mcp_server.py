@@ -24,8 +24,7 @@ import click
 from spbench.bench.command_line.cli import COMMANDS, main
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.measure import when_parent_is_gone
-from spbench.impls.discovery import installed_version
-from spbench.impls.loose_files import ONLY_DATA
+from spbench.impls import ONLY_DATA, installed_version
 
 #: options that write, that use other machines, or that say how much a terminal shows
 _LEFT_OUT = {"figure", "snapshot", "output", "executor", "form", "wide", "details", "jobs", "explain"}

@@ -19,7 +19,7 @@ from spbench.bench.measure import (
     attention_rate,
     rates_along,
 )
-from spbench.impls.traffic import WIRE_SHARE
+from spbench.impls import WIRE_SHARE
 
 #: n of a product [n, n] x [n, n], tokens of a sequence, bytes of a message
 SIZES = [2**n for n in range(7, 16)]

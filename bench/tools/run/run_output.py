@@ -7,11 +7,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from math import isclose
 from pathlib import Path
 from typing import Any, Literal
 
 from spbench.bench.cell import Cell
+from spbench.bench.command_line import progress
 from spbench.bench.command_line.output import Column, Output, Table, memory_table
 from spbench.bench.command_line.progress import message
 from spbench.bench.command_line.shown_times import TIE, TIE_LEGEND, shown_band
@@ -21,21 +21,23 @@ from spbench.bench.measure import (
     Scenario,
     certainty,
     digests_of_a_run,
+    executor_at,
     flat_rows,
     is_final,
+    load_scenario,
     only_plain_traces,
     outdated,
     priced_by_in_words,
     read_rows,
     refusal,
+    run_cells,
     tied,
     with_band,
 )
 from spbench.bench.row import FAULTS, Row, finite
-from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import Comparison, frame_of
-from spbench.bench.tools.papers.execution import RanScenario, draw_figure, opened_executor, run_cells
-from spbench.bench.tools.papers.paper_findings import compared, errors_by_role
+from spbench.bench.tools.papers.execution import draw_figure
+from spbench.bench.tools.papers.paper_findings import comparison_table, errors_by_role
 from spbench.bench.tools.papers.sources import unknown_paper
 from spbench.bench.units import gib, mib, shown_share, three_digits
 from spbench.plots.series import differing, grouped
@@ -77,19 +79,25 @@ def run(
 ) -> Output:
     """The outcome of `spbench run`, whose options the arguments are."""
     loaded = load_scenario(scenario)
-    if remark := unknown_paper(loaded.document.paper):
+    if loaded.has_answers:
+        # a run without published numbers beside it does without all that reads them
+        from spbench.bench.tools.papers.answer import set_beside, with_answers
+
+        loaded = with_answers(loaded)
+    if remark := loaded.document.paper and unknown_paper(loaded.document.paper):
         message(f"spbench: warning: {loaded.path}: {remark}")
     narrowing = dataclasses.replace(narrowing, engines=engine, device=device or "available", rank=rank)
     folder = output or Path("results", "runs", loaded.name)
     if dry_run:
         return planned(loaded, narrowing, folder, fresh or plain_trace)
     fresh = fresh or plain_trace
-    with only_plain_traces() if plain_trace else nullcontext(), opened_executor(executor) as there:
-        ran = run_cells(
-            loaded, narrowing, folder, jobs, fresh, executor=there, timeout_s=timeout, unverified=unverified
-        )
-    drawn, figure_failed = draw_figure(loaded, ran, folder)
-    return results(loaded, ran, drawn, code=1 if ran.failed(must_fit) or figure_failed else 0, memory=memory)
+    with only_plain_traces() if plain_trace else nullcontext(), executor_at(executor) as there:
+        options = jobs, fresh, None, there, timeout, unverified
+        ran = run_cells(loaded, narrowing, folder, progress, *options)
+    comparisons, compared = set_beside(loaded, ran) if loaded.has_answers else ([], [])
+    drawn, figure_failed = draw_figure(loaded, ran, comparisons, folder)
+    outcome = results(loaded, ran.rows, comparisons, [ran.path, *compared, *drawn], memory)
+    return dataclasses.replace(outcome, code=1 if ran.failed(progress, must_fit) or figure_failed else 0)
 
 
 def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool) -> Output:
@@ -140,32 +148,35 @@ def _asked(cell: Cell) -> str:
 
 
 def results(
-    scenario: Scenario, ran: RanScenario, figures: list[Path], code: int, *, memory: bool = False
+    scenario: Scenario,
+    rows: Sequence[Row],
+    comparisons: Sequence[Comparison],
+    files: list[Path],
+    memory: bool,
 ) -> Output:
     """What a scenario's cells have measured, and the published numbers beside it; with ``memory`` a table of
     that of each class of ranks too."""
-    ties = tied(ran.rows)
-    sections: list[Table | str] = [result_table(scenario.document.title, ran.rows)]
+    ties = tied(rows)
+    sections: list[Table | str] = [result_table(scenario.document.title, rows)]
     if any(ties):
         sections.append(TIE_LEGEND)
-    if priced_by := priced_by_in_words(row.measurement for row in ran.rows):
+    if priced_by := priced_by_in_words(row.measurement for row in rows):
         sections.append(f"priced by something else, with shares of the step: {priced_by}")
     if memory:
-        sections.append(memory_table({row.key: row.measurement for row in ran.rows}))
-    if ran.comparisons:
-        sections.append(comparison_table(ran.comparisons))
-    files = [*ran.files, *figures]
+        sections.append(memory_table({row.key: row.measurement for row in rows}))
+    if comparisons:
+        sections.append(comparison_table(comparisons))
     content: dict[str, Any] = {
         "scenario": scenario.name,
         "rows": [
             {**with_band(row), "tie": tie, "fits": word, "tight_because": reason}
-            for row, tie, (word, reason) in zip(ran.rows, ties, map(_fits, ran.rows), strict=True)
+            for row, tie, (word, reason) in zip(rows, ties, map(_fits, rows), strict=True)
         ],
-        "comparison": [dataclasses.asdict(entry) for entry in ran.comparisons],
+        "comparison": [dataclasses.asdict(entry) for entry in comparisons],
         "files": [str(path) for path in files],
     }
-    notes = [*verdict(ran.rows, ran.comparisons)]
-    return Output(sections, finite(content), flat_rows(ran.rows), notes=notes, files=files, code=code)
+    notes = [*verdict(rows, comparisons)]
+    return Output(sections, finite(content), flat_rows(rows), notes=notes, files=files)
 
 
 def _answer(quantity: str) -> Callable[[Entry], int | None]:
@@ -299,22 +310,6 @@ def _options(cells: Sequence[Cell]) -> list[str]:
     settings = [{**c.model_options, **c.strategy_options, **t} for c, t in zip(cells, training, strict=True)]
     names = differing(settings)
     return [" ".join(f"{n}={has[n]}" for n in names if has.get(n) is not None) for has in settings]
-
-
-def comparison_table(comparisons: Sequence[Comparison]) -> Table:
-    """A line for each published number, ours beside it. A terminal counts our own closed forms that hold."""
-    lines = [{"claim": c.claim, "variant": c.variant, **compared(c)} for c in comparisons]
-    title = "Published and ours (relative error: ours / published - 1)"
-    important = ("claim", "published", "ours", "relative error", "role")
-    holding = [at for at, each in enumerate(comparisons) if _is_closed_form_that_holds(each)]
-    folded = dict.fromkeys(holding, "bytes sent equal the closed form")
-    return Table(title, lines, important, ("claim", "note"), folded)
-
-
-def _is_closed_form_that_holds(entry: Comparison) -> bool:
-    if entry.quantity != "sent_bytes" or entry.published is None or entry.reproduced is None:
-        return False
-    return isclose(entry.published, entry.reproduced)
 
 
 def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> Iterator[str]:

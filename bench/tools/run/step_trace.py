@@ -19,15 +19,15 @@ from spbench.bench.measure import (
     add_simulated_time,
     check_rates,
     load_cluster,
+    load_scenario,
     priced_by_in_words,
     trace_classes,
     unproven,
     with_band,
 )
 from spbench.bench.measurement import Measurement
-from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.units import shown_time
-from spbench.impls.strategies.base import Unsupported
+from spbench.impls import Unsupported
 
 
 def traced(

@@ -34,12 +34,7 @@ from spbench.bench.measure import (
 )
 from spbench.bench.row import finite
 from spbench.bench.setting_values import names_a_file, read_model_file
-from spbench.impls.discovery import absent
-from spbench.impls.models.model import models as all_models
-from spbench.impls.registries import DEFAULT_BACKEND
-from spbench.impls.registries import peers as all_peers
-from spbench.impls.strategies.nesting import pairs as all_pairs
-from spbench.impls.training.step import PRECISIONS
+from spbench.impls import DEFAULT_BACKEND, PRECISIONS, absent, all_models, all_pairs, all_peers
 from spbench.plots.series import grouped
 
 #: what no case is wrong for

@@ -25,7 +25,7 @@ from spbench.impls.tiles import Tiling
 class Mixer(ABC):
     """A kind of mixer: what mixes the tokens in a layer."""
 
-    #: its projections that may have an adapter, all the others but those of latents
+    #: the mixer's projections that may have an adapter, but for those from and to latents
     adapted: ClassVar[Sequence[str]] = ()
 
     @abstractmethod
@@ -50,7 +50,7 @@ class Mixer(ABC):
         """What the layer asks of a strategy for one batch; ``again``: the layer is recomputed."""
 
     def latents(self, model: DecoderOptions) -> Mapping[str, LatentProjection]:
-        """Its projections from and to latents, by their names."""
+        """The mixer's projections from and to latents, by their names."""
         return {}
 
 

@@ -73,7 +73,7 @@ class AttentionMixer(nn.Module):
         return rotated(x, *places.rotary(size, base))
 
     def attend_at_once(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
-        """The same, never recomputed."""
+        """As :meth:`attend_to`, with nothing recomputed in backward."""
         attended = self.kind.attended(places.attended, places.seq_len)
         if self.model.packing_read:
             read_packing(places.seq_len, q.device)

@@ -97,8 +97,8 @@ class DecoderBlock(nn.Module):
             return recomputed(mlp, self.random, _normed(self.mlp_norm, x))
         normal = _normed(self.mlp_norm, x)
         if model.recomputes("layernorm") and not included and (norm := self.mlp_norm) is not None:
-            given = x.detach()
-            with remade([normal], lambda: [norm(given)]):
+            detached = x.detach()
+            with remade([normal], lambda: [norm(detached)]):
                 fed: Tensor = mlp(normal)
                 return fed
         return mlp(normal)

@@ -153,15 +153,15 @@ class Decoder(nn.Module):
         return self.strategy.random.dropout(x, self.model.dropout, self.strategy.position_axes)
 
     def _further(self, x: Tensor, inputs: Mapping[str, Tensor], places: Places) -> list[Tensor]:
-        """What each module of multi-token prediction gives the head [B, L, H]."""
+        """The normalised states [B, L, H] that each module of multi-token prediction gives the head."""
         results = []
         for place, name in enumerate(self.predictions):
             embedded = self.embedding(inputs["mtp_tokens"][..., place].contiguous())
             module = self.blocks[name]
             if self.model.recomputes_layers:
                 how = self.model.recomputation
-                given = x, embedded, places
-                x, normalised = recomputed(module, self.strategy.random, *given, on_host=self.on_host, **how)
+                taken = x, embedded, places
+                x, normalised = recomputed(module, self.strategy.random, *taken, on_host=self.on_host, **how)
             else:
                 x, normalised = module(x, embedded, places)
             results.append(normalised)
@@ -174,7 +174,7 @@ class Decoder(nn.Module):
     def _further_losses(
         self, further: list[Tensor], inputs: Mapping[str, Tensor], loss: Tensor
     ) -> dict[str, Tensor]:
-        """The loss with those of multi-token prediction, and these alone."""
+        """``loss`` plus the losses of multi-token prediction, and their sum alone (``mtp_loss``)."""
         labels, weights = (inputs[f"mtp_{name}"] for name in ("labels", "weights"))
         total = loss.new_zeros(())
         for place in reversed(range(len(further))):

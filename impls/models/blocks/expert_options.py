@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spbench.impls.dispatchers.dispatcher import dispatchers
+from spbench.impls.dispatchers.dispatcher import all_dispatchers
 from spbench.impls.kernels.permutation import PERMUTATIONS
 from spbench.impls.kernels.projection import LIBRARIES
 from spbench.impls.options import check_choices
@@ -108,7 +108,7 @@ class ExpertOptions:
         object.__setattr__(self, "expert_pattern", tuple(self.expert_pattern))  # a list has no hash
         if not self.experts:
             return
-        check_choices(self, {**_CHOICES, "dispatcher": dispatchers()})
+        check_choices(self, {**_CHOICES, "dispatcher": all_dispatchers()})
         if not self.expert_pattern or set(self.expert_pattern) - {0, 1}:
             raise ValueError(f"expert_pattern has 0 and 1, not {self.expert_pattern}")
         if bool(self.router_groups) != bool(self.router_group_topk):
@@ -133,9 +133,9 @@ class ExpertOptions:
             )
         if (self.aux_loss == "none") != (self.aux_weight == 0):
             raise ValueError(f"aux_loss {self.aux_loss} with aux_weight {self.aux_weight}; set both or none")
-        if not dispatchers()[self.dispatcher].heeds_capacity and self.capacity is not None:
+        if not all_dispatchers()[self.dispatcher].heeds_capacity and self.capacity is not None:
             raise ValueError(f"{self.dispatcher} sends every token; leave capacity out, or use all_to_all")
-        if self.expert_weighting_at == "tokens" and not dispatchers()[self.dispatcher].weighs_tokens:
+        if self.expert_weighting_at == "tokens" and not all_dispatchers()[self.dispatcher].weighs_tokens:
             raise ValueError(f"{self.dispatcher} sums rows on its way; leave expert_weighting_at out")
         if self.shared_overlap:
             self._check_overlap()
@@ -152,8 +152,8 @@ class ExpertOptions:
             raise ValueError(
                 "shared_overlap runs shared experts beside the dispatch; set shared_inner, or leave it out"
             )
-        if not dispatchers()[self.dispatcher].overlaps:
-            able = ", ".join(name for name, each in dispatchers().items() if each.overlaps)
+        if not all_dispatchers()[self.dispatcher].overlaps:
+            able = ", ".join(name for name, each in all_dispatchers().items() if each.overlaps)
             raise ValueError(
                 f"shared_overlap needs a dispatcher that sends beside it: {able}; not {self.dispatcher}"
             )

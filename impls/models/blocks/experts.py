@@ -24,7 +24,7 @@ from spbench.impls.dispatchers.dispatcher import (
     Dispatched,
     Dispatcher,
     ExpertCall,
-    dispatchers,
+    all_dispatchers,
 )
 from spbench.impls.dispatchers.sent_tokens import planned_counts, positions_of
 from spbench.impls.kernels.activations import weighted_swiglu
@@ -105,7 +105,7 @@ class MixtureModule(nn.Module):
         super().__init__()
         self.model, self.strategy, place = model, strategy, strategy.place
         self.router = Router(model, strategy)
-        dispatcher = dispatchers()[model.dispatcher]
+        dispatcher = all_dispatchers()[model.dispatcher]
         self.dispatcher: Dispatcher = dispatcher(place, model.experts, model.permutation, model.node_ranks)
         if model.expert_weighting_at == "tokens":
             self.dispatcher.weighted = "sent" if model.expert_weighting == "input" else "returned"
@@ -197,15 +197,15 @@ class MixtureModule(nn.Module):
     def _counts(self, chosen: Tensor, batch: int, length: int) -> Counts | None:
         """What each rank that shares experts sends. The ranks tell each other, unless each expert takes a
         fixed number. None: the dispatcher sees it in what it sends."""
-        parts, padded, told = self.dispatcher.parts, self.model.capacity_padded, None
+        parts, padded, counts_of_ranks = self.dispatcher.parts, self.model.capacity_padded, None
         if self.dispatcher.by_counts and not self.dispatcher.gathers_choices and not padded:
             met = [chosen.unflatten(1, (part, -1)).any(2).sum(0) for part in parts]
-            told = gather_flags(torch.cat([chosen.sum(0), *met]), self.group)
+            counts_of_ranks = gather_flags(torch.cat([chosen.sum(0), *met]), self.group)
         if self.model.routing == LEARNED and has_values(chosen) and not padded:
-            if told is None:
+            if counts_of_ranks is None:
                 return None
             ends = np.cumsum([self.model.experts, *parts])
-            sent, *others = np.split(told.view(-1, int(ends[-1])).cpu().numpy(), ends[:-1], axis=1)
+            sent, *others = np.split(counts_of_ranks.view(-1, int(ends[-1])).cpu().numpy(), ends[:-1], axis=1)
             return Counts(sent, others)
         if (batch, length) not in self._planned:
             planned = planned_counts(self.call, self.strategy, batch, length, parts)

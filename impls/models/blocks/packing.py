@@ -77,7 +77,7 @@ class PackedSequences:
 
 
 def _filled(lengths: Sequence[int], seq_len: int) -> tuple[int, ...]:
-    """The lengths, again and again, of a sequence that ends in the last of them."""
+    """The lengths in turn, again and again, until they fill ``seq_len`` positions; the last is cut to fit."""
     left = seq_len
     found: list[int] = []
     while left:

@@ -137,9 +137,9 @@ class Router(nn.Module):
         scores = _plain_aux_scores(logits, model.router)
         counts = chosen.view(parts, -1, model.experts).sum(1)
         counts = all_reduce(counts, self.group)
-        here = len(logits) // parts
-        tokens = here * place.size(*self.balanced)
-        mean_scores = scores.view(parts, -1, model.experts).sum(1) / (here * place.size(*axes))
+        own_tokens = len(logits) // parts
+        tokens = own_tokens * place.size(*self.balanced)
+        mean_scores = scores.view(parts, -1, model.experts).sum(1) / (own_tokens * place.size(*axes))
         shares = counts / (tokens * model.experts_per_token)
         return (shares * mean_scores).sum() * (model.aux_weight * model.experts / parts)
 

@@ -186,7 +186,7 @@ class _LossTiles(torch.autograd.Function):
 
 
 class _LossTilesAgain(torch.autograd.Function):
-    """As :class:`_LossTiles`, where gradients are made in backward (FPDT_LogitsLoss)."""
+    """As :class:`_LossTiles`, but backward runs each tile again for its gradients (FPDT_LogitsLoss)."""
 
     @staticmethod
     def forward(

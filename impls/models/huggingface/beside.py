@@ -21,7 +21,7 @@ _LAYERS: Mapping[str, Any] = {"norm": "layer", "norms": "shared", "parallel_resi
 
 
 class PhiConfig(RotaryConfig):
-    """With biases; dropout, and the bias of the head, are left out."""
+    """Phi's layers, with biases; dropout, and the bias of the head, are left out."""
 
     name: ClassVar[str] = "phi"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -47,7 +47,7 @@ class PhiConfig(RotaryConfig):
 
 
 class FalconConfig(RotaryConfig):
-    """Without biases, with one head of keys and values, and tied words."""
+    """Falcon's layers, without biases, with one head of keys and values, and tied words."""
 
     name: ClassVar[str] = "falcon"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {

@@ -102,8 +102,8 @@ class Config(BaseModel):
                 continue
             elif field in cls.fixed:
                 if value not in cls.fixed[field]:
-                    known = " or ".join(map(_shown, cls.fixed[field]))
-                    raise not_covered(field, value, f"{cls.name} models here have {known} alone")
+                    choices = " or ".join(map(_shown, cls.fixed[field]))
+                    raise not_covered(field, value, f"{cls.name} models here have {choices} alone")
             elif field not in IGNORED | cls.ignored:
                 why = f"no {cls.name} model here has it; leave it out if it changes neither shapes nor costs"
                 raise not_covered(field, value, why)

@@ -17,7 +17,7 @@ from spbench.impls.models.hybrid import HybridModel
 
 
 class GemmaConfig(LlamaConfig):
-    """As Llama's, with heads of 256 features, a gate by GELU and tied words."""
+    """Gemma's layers: Llama's, with heads of 256 features, a gate by GELU and tied words."""
 
     name: ClassVar[str] = "gemma"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {

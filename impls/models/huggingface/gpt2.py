@@ -21,10 +21,10 @@ MLPS = {
 
 
 def mlp_of(field: str, activation: str) -> str:
-    """The MLP without a gate that has an activation.
+    """The name, in the models' option ``mlp``, of the MLP without a gate that has this activation.
 
     Raises:
-        ValueError: there is none; names the ``field``.
+        ValueError: no MLP has it; the message names the ``field`` of the file.
     """
     if activation not in MLPS:
         raise not_covered(field, activation, f"activations here are {', '.join(MLPS)}")

@@ -100,7 +100,7 @@ class LlamaConfig(RotaryConfig):
         return CausalTransformerModel(**self.options() | self.family_options())
 
     def family_options(self) -> dict[str, Any]:
-        """What a family's layers have beside Llama's."""
+        """The model's options by which a family differs from Llama's; none for Llama itself."""
         return {}
 
 

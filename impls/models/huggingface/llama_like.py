@@ -52,7 +52,7 @@ class GlmConfig(LlamaConfig):
 
 
 class Glm4Config(GlmConfig):
-    """As GLM's, with norms behind attention and MLP too (GLM-4-0414)."""
+    """GLM-4-0414's layers: those of :class:`GlmConfig`, with norms behind attention and MLP too."""
 
     name: ClassVar[str] = "glm4"
 
@@ -80,7 +80,7 @@ class SeedOssConfig(LlamaConfig):
 
 
 class Olmo2Config(LlamaConfig):
-    """As Llama's, but for where norms stand."""
+    """OLMo 2's layers: Llama's, but for where norms stand."""
 
     name: ClassVar[str] = "olmo2"
 
@@ -91,7 +91,7 @@ class Olmo2Config(LlamaConfig):
 
 
 class Olmo3Config(Olmo2Config):
-    """As OLMo 2's, with a window in three of four layers where a file does not list them."""
+    """OLMo 3's layers: OLMo 2's, with a window in three of four layers where a file lists no kinds."""
 
     name: ClassVar[str] = "olmo3"
 

@@ -97,7 +97,7 @@ class QwenExpertsConfig(Config):
 
 
 class Qwen2MoeConfig(QwenExpertsConfig, Qwen2Config):
-    """As Qwen2's, with shared experts behind a gate."""
+    """Qwen2-MoE's layers: Qwen2's, with shared experts behind a gate."""
 
     name: ClassVar[str] = "qwen2_moe"
 

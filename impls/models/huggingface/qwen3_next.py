@@ -56,7 +56,7 @@ class GatedDeltaConfig(LlamaConfig):
 
 
 class GatedDeltaExpertsConfig(QwenExpertsConfig, GatedDeltaConfig):
-    """With experts, one of them for every token behind a gate."""
+    """The layers of :class:`GatedDeltaConfig` with experts, one of which every token meets, behind a gate."""
 
     num_experts: NonNegativeInt = 512
     num_experts_per_tok: PositiveInt = 10

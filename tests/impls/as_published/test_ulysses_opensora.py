@@ -15,11 +15,10 @@ from spbench.bench.measure.verify.cases import verify_case
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.as_published.ulysses_opensora import JoinedFrames, OpenSoraUlysses
 from spbench.impls.collectives import scatter_to_group
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import as_published, strategies
+from spbench.impls.registries import all_as_published, all_strategies, model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.grid import attend_along, whole_attention
-from spbench.impls.strategies.nesting import pairs
+from spbench.impls.strategies.nesting import all_pairs
 from spbench.impls.strategies.ulysses import Ulysses
 from tests.measure.verify.assertions import assert_green, assert_red
 
@@ -104,7 +103,7 @@ def test_a_block_sends_ten_times_what_a_rank_holds_and_ulysses_four() -> None:
 
 
 def test_nothing_lists_it_as_a_method() -> None:
-    assert "ulysses_opensora" in as_published()
-    assert not as_published().keys() & strategies().keys()
-    assert not any(issubclass(cls, OpenSoraUlysses) for pair in pairs() for cls in pair.classes)
-    assert Ulysses.name in strategies()
+    assert "ulysses_opensora" in all_as_published()
+    assert not all_as_published().keys() & all_strategies().keys()
+    assert not any(issubclass(cls, OpenSoraUlysses) for pair in all_pairs() for cls in pair.classes)
+    assert Ulysses.name in all_strategies()

@@ -21,7 +21,8 @@ from spbench.bench.measurement import Measurement
 from spbench.impls.backends.backend import Backend, HeldPart
 from spbench.impls.backends.optimizer import PRECISIONS, default_dtype
 from spbench.impls.collectives import all_reduce
-from spbench.impls.models.model import Model, model_preset
+from spbench.impls.models.model import Model
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy, shard_of
 from spbench.impls.training.step import Training, initialize
 from tests.cells import make_cell

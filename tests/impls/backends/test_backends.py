@@ -23,8 +23,7 @@ from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.buckets import FIRST_BUCKET_BYTES, BucketedGradients
 from spbench.impls.backends.buffer_layout import BucketLayout, Sharding, laid_out
 from spbench.impls.backends.megatron import Megatron
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import backends, strategy_class
+from spbench.impls.registries import all_backends, model_preset, strategy_class
 from spbench.impls.strategies.base import Unsupported
 from tests.cells import make_cell
 from tests.impls.backends.one_device import (
@@ -56,7 +55,7 @@ SIZES: list[tuple[str, dict[str, int], int]] = [
 
 def trained() -> Iterator[Any]:
     """Backends and sizes, by default one of the first two."""
-    for number, backend in enumerate(backends()):
+    for number, backend in enumerate(all_backends()):
         for place, (strategy, sizes, micro_batches) in enumerate(SIZES):
             mesh = "x".join(f"{axis}{n}" for axis, n in sizes.items())
             yield pytest.param(
@@ -68,16 +67,16 @@ def trained() -> Iterator[Any]:
 
 @pytest.mark.parametrize("asked", [*trained()])
 def test_gradients_and_updates_are_those_of_one_device(pool: RankPool, asked: Cell) -> None:
-    assert_right(pool, asked, backends()[asked.training.backend])
+    assert_right(pool, asked, all_backends()[asked.training.backend])
 
 
-PIPELINED = [name for name, cls in backends().items() if cls.pipelined]
+PIPELINED = [name for name, cls in all_backends().items() if cls.pipelined]
 
 
 #: sharded stages have a test of their own
 @pytest.mark.parametrize("backend", mostly_slow(PIPELINED, "ddp", "megatron"))
 def test_in_pipeline_stages(pool: RankPool, backend: str) -> None:
-    assert_right(pool, cell(backend, "single", 2, sizes={"dp": 2, "pp": 2}), backends()[backend])
+    assert_right(pool, cell(backend, "single", 2, sizes={"dp": 2, "pp": 2}), all_backends()[backend])
 
 
 @pytest.mark.parametrize(
@@ -95,7 +94,7 @@ def test_sharded_stages_gather_and_sum_when_torch_does(
 ) -> None:
     training = {"backend": backend, **schedule}
     asked = cell(backend, "single", sizes={"dp": 2, "pp": 2}, training=training, model_options={"layers": 4})
-    assert_right(pool, asked, backends()[backend])
+    assert_right(pool, asked, all_backends()[backend])
     assert_real_ranks_are_as_virtual_ones(pool, asked.model_copy(update={"precision": "fp16"}))
 
 
@@ -115,11 +114,11 @@ def test_groups_of_ranks_share_a_copy_each(
     pool: RankPool, strategy: str, sizes: dict[str, int], training: dict[str, Any]
 ) -> None:
     asked = cell(training["backend"], strategy, sizes=sizes, training=training)
-    assert_right(pool, asked, backends()[asked.training.backend])
+    assert_right(pool, asked, all_backends()[asked.training.backend])
     assert_real_ranks_are_as_virtual_ones(pool, asked.model_copy(update={"precision": "fp16"}))
 
 
-@pytest.mark.parametrize("backend", [name for name, cls in backends().items() if not cls.pipelined])
+@pytest.mark.parametrize("backend", [name for name, cls in all_backends().items() if not cls.pipelined])
 def test_whole_models_only(backend: str) -> None:
     with pytest.raises(Unsupported, match=f"the backend {backend} .* no pipeline stages; use pp 1"):
         VirtualEngine().measure(cell(backend, "single", 2, sizes={"pp": 2}))
@@ -142,7 +141,9 @@ def test_planted_faults_are_seen(pool: RankPool, fault: type[Backend], where: st
 
 
 @pytest.mark.parametrize("n", mostly_slow((1, 3, 4), 4))
-@pytest.mark.parametrize("backend", mostly_slow(sorted({*backends()} - {"legacy_ddp"}), "zero3", "fsdp_flat"))
+@pytest.mark.parametrize(
+    "backend", mostly_slow(sorted({*all_backends()} - {"legacy_ddp"}), "zero3", "fsdp_flat")
+)
 def test_the_checker_is_green(pool: RankPool, backend: str, n: int) -> None:
     for strategy, model in (("lasp", "tnl-tiny"), ("ulysses", "causal-transformer-tiny")):
         case = Case(strategy_class(strategy), model_preset(model), "model", seq_len=LENGTH, backend=backend)
@@ -213,7 +214,7 @@ ALWAYS = ("ddp", "fsdp1", "zero1")
     [({"sp": 2, "dp": 2}, "fp16"), slow({"dp": 2, "sp": 2}, "fp16"), slow({"dp": 3}, "fp32")],
     ids=["sp2xdp2-fp16", "dp2xsp2-fp16", "dp3-fp32"],
 )
-@pytest.mark.parametrize("backend", mostly_slow(backends(), *ALWAYS))
+@pytest.mark.parametrize("backend", mostly_slow(all_backends(), *ALWAYS))
 def test_closed_form_virtual_and_real_ranks_send_the_same(
     pool: RankPool, backend: str, sizes: dict[str, int], precision: str
 ) -> None:
@@ -223,7 +224,7 @@ def test_closed_form_virtual_and_real_ranks_send_the_same(
 
 
 def test_each_stage_of_zero_holds_less() -> None:
-    peaks = {name: heavy_run(name, 8).peak_memory_bytes or 0 for name in backends()}
+    peaks = {name: heavy_run(name, 8).peak_memory_bytes or 0 for name in all_backends()}
     assert peaks["zero3"] < peaks["zero2"] < peaks["zero1"] < peaks["ddp"], peaks
 
 
@@ -243,7 +244,7 @@ HELD: dict[str, Callable[[int], tuple[float, float]]] = {
 
 
 @pytest.mark.parametrize("n", mostly_slow((2, 8), 8))
-@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("backend", all_backends())
 def test_what_is_held_between_steps(backend: str, n: int) -> None:
     at_peak, elements = heavy_run(backend, n).peak_held, model_parameters(heavy(backend, n))
     weights, state = HELD[backend](n)
@@ -260,7 +261,7 @@ def test_a_bucket_is_sent_as_soon_as_it_is_full() -> None:
 
 def test_outputs_are_freed_where_the_library_does() -> None:
     """Megatron-LM's deallocate_pipeline_outputs."""
-    assert [name for name, cls in backends().items() if cls.frees_sent_outputs] == ["megatron"]
+    assert [name for name, cls in all_backends().items() if cls.frees_sent_outputs] == ["megatron"]
 
 
 #: strategy, sizes, micro-batches
@@ -297,7 +298,7 @@ def cells(*always: str, **changed: Any) -> Iterator[Any]:
     """Each backend on each mesh, and options on the first; by default some backends on one mesh each. Experts
     are a parameter each on every second mesh and with the options, else one."""
     given = changed.pop("model_options", {})
-    for number, name in enumerate(backends()):
+    for number, name in enumerate(all_backends()):
         for place, (strategy, sizes, n) in enumerate(MESHES):
             options = {**given, "stacked_experts": place % 2 == 0}
             asked = with_experts({"backend": name}, strategy, sizes, n, model_options=options, **changed)
@@ -311,7 +312,7 @@ def cells(*always: str, **changed: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("asked", [*cells("ddp", "zero3", "fsdp_flat", "megatron")])
 def test_gradients_and_updates_of_experts_are_those_of_one_device(pool: RankPool, asked: Cell) -> None:
-    assert_right(pool, asked, backends()[asked.training.backend])
+    assert_right(pool, asked, all_backends()[asked.training.backend])
 
 
 def test_a_norm_that_leaves_experts_out_is_seen(pool: RankPool) -> None:
@@ -322,11 +323,11 @@ def test_a_norm_that_leaves_experts_out_is_seen(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", mostly_slow([name for name, cls in backends().items() if cls.pipelined], "megatron")
+    "backend", mostly_slow([name for name, cls in all_backends().items() if cls.pipelined], "megatron")
 )
 def test_experts_in_pipeline_stages(pool: RankPool, backend: str) -> None:
     asked = with_experts({"backend": backend}, "ulysses", {"pp": 2, "sp": 2, "ep": 2}, 2)
-    assert_right(pool, asked, backends()[backend])
+    assert_right(pool, asked, all_backends()[backend])
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from spbench.impls.backends.muon import (
 from spbench.impls.backends.optimizer import PRECISIONS, NarrowMoments
 from spbench.impls.kernels.fp8_casts import E4M3
 from spbench.impls.layout import stacks_experts
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.training.step import Training
 from tests.cells import make_cell
 from tests.impls.backends.one_device import (

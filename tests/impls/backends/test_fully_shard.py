@@ -37,8 +37,7 @@ from spbench.impls.backends.sharded_stages import padded_elements
 from spbench.impls.backends.sharding_options import ShardingOptions, units_of
 from spbench.impls.backends.zero1 import LateGradients, ShardedOptimizer, Take
 from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import strategy_class
+from spbench.impls.registries import model_preset, strategy_class
 from spbench.impls.training.step import initialize
 from tests.cells import make_cell
 from tests.impls.backends import one_device

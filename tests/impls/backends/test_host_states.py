@@ -14,8 +14,7 @@ from spbench.bench.measure.processes.rank_pool import RankError, RankPool
 from spbench.impls.backends import megatron
 from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.host_optimizer import HostOptimizer, PartOnHost, first_of
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import backends
+from spbench.impls.registries import all_backends, model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize
 from tests.impls.backends.one_device import (
@@ -59,7 +58,7 @@ def cases() -> Iterator[Any]:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("backend", "options"), [*cases()])
 def test_weights_are_those_of_one_device(pool: RankPool, backend: str, options: dict[str, Any]) -> None:
-    assert_right(pool, asked(backend, options), backends()[backend])
+    assert_right(pool, asked(backend, options), all_backends()[backend])
     assert_real_ranks_are_as_virtual_ones(pool, asked(backend, options, precision="fp16"))
 
 
@@ -67,7 +66,7 @@ def test_weights_are_those_of_one_device(pool: RankPool, backend: str, options: 
 @pytest.mark.parametrize(("backend", "options"), [*cases()])
 def test_uneven_shards(pool: RankPool, backend: str, options: dict[str, Any]) -> None:
     training = {"backend": backend, **options}
-    assert_right(pool, cell(backend, "single", sizes={"dp": 3}, training=training), backends()[backend])
+    assert_right(pool, cell(backend, "single", sizes={"dp": 3}, training=training), all_backends()[backend])
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from spbench.impls.kernels.fp8_gathered import project_gathered
 from spbench.impls.kernels.fp8_grouped import fp8_amax_rows, fp8_cast_rows, grouped_project_fp8
 from spbench.impls.kernels.fp8_projection import RECIPES, Fp8Recipe, mark_recipe
 from spbench.impls.kernels.projection import project
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import initialize
 from tests.impls.backends.one_device import set_weights

@@ -56,7 +56,7 @@ from spbench.impls.kernels.softmax import MASKED_SCORE, masked_softmax, megatron
 from spbench.impls.kernels.vocabulary_tiles import token_losses
 from spbench.impls.layout import Unsupported
 from spbench.impls.models.blocks.feed_forward import ACTIVATIONS, FACTORS
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 from tests.cells import make_cell
 from tests.impls.kernels.made import assert_same, bits, bytes_kept, made

@@ -14,9 +14,10 @@ from spbench.bench.measure.engines.plan import Plan, RankClass
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.composition import ONE_STAGE, Composition, composed_traffic
 from spbench.impls.layout import shard_of
-from spbench.impls.models.model import Model, model_preset
+from spbench.impls.models.model import Model
 from spbench.impls.options import set_options
 from spbench.impls.place import Place
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize

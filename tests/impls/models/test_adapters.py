@@ -21,7 +21,8 @@ from spbench.impls.layout import mark_shard, shard_of
 from spbench.impls.models.blocks.adapters import OpeningAdapters
 from spbench.impls.models.blocks.experts import MixtureModule
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.model import Model, model_preset
+from spbench.impls.models.model import Model
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.layers import Linear
 from spbench.impls.strategies.tensor_parallel import TensorParallel

@@ -29,9 +29,8 @@ from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.text import SEP, causal_language_batches, corpus
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.linear_llama import LinearLlamaModel
-from spbench.impls.models.model import model_preset, models
 from spbench.impls.models.tnl import decay_rates, slopes
-from spbench.impls.registries import strategy_class
+from spbench.impls.registries import all_models, model_preset, strategy_class
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
@@ -39,7 +38,7 @@ from tests.impls.models.test_fusions import kept_by_a_layer
 from tests.measure.verify.assertions import assert_green
 from tests.slow import slow
 
-DECODERS = [name for name, model in models().items() if isinstance(model, DecoderModel)]
+DECODERS = [name for name, model in all_models().items() if isinstance(model, DecoderModel)]
 TINY = [name for name in DECODERS if "-tiny" in name]
 
 

@@ -25,8 +25,8 @@ from spbench.impls.models.blocks.decoder import DecoderModel
 from spbench.impls.models.blocks.experts import MixtureModule
 from spbench.impls.models.blocks.router import Router, router_logits
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.model import model_preset
 from spbench.impls.place import Place
+from spbench.impls.registries import model_preset
 from spbench.impls.routing import capacity_of
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting

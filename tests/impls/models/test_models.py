@@ -37,8 +37,9 @@ from spbench.impls.models.blocks.recurrent_mixer import GatedDeltaNet, Mamba2, R
 from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention, SoftmaxAttentionMixer
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.hybrid import HybridModel
-from spbench.impls.models.model import Model, model_preset, models
+from spbench.impls.models.model import Model
 from spbench.impls.place import Place
+from spbench.impls.registries import all_models, model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.step import default_dtype, initialize
@@ -128,9 +129,9 @@ def test_padding_is_never_attended_and_all_else_is(name: str, options: dict[str,
 
 
 def test_presets_are_not_changed_by_options() -> None:
-    before = models()["bert-base"]
+    before = all_models()["bert-base"]
     assert model_preset("bert-base", {"layers": 1}) == replace(before, layers=1)  # type: ignore[type-var]
-    assert models()["bert-base"] is before
+    assert all_models()["bert-base"] is before
 
 
 #: options that change what a model computes: sizes, layers, functions
@@ -182,7 +183,7 @@ KEPT = {
 def test_every_option_is_plain_in_the_oracle_or_said_to_change_what_is_computed() -> None:
     missing = [
         f"{type(model).__name__}.{field.name}"
-        for model in models().values()
+        for model in all_models().values()
         for field in fields(model)
         if field.name not in {*model.plain_options, *WHAT, *HARMLESS}
         and (type(model).__name__, field.name) not in KEPT
@@ -191,7 +192,7 @@ def test_every_option_is_plain_in_the_oracle_or_said_to_change_what_is_computed(
 
 
 def test_the_lists_name_options_that_exist() -> None:
-    names = {field.name for model in models().values() for field in fields(model)}
+    names = {field.name for model in all_models().values() for field in fields(model)}
     assert {*WHAT, *HARMLESS} <= names
     assert not {*WHAT} & {*HARMLESS}
 

@@ -34,7 +34,7 @@ from spbench.impls.kernels.rotary import rotated
 from spbench.impls.models.blocks import recomputation
 from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 from spbench.impls.models.blocks.recomputation import recomputed
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import default_dtype, initialize
 from tests.cells import make_cell

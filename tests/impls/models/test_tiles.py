@@ -17,8 +17,7 @@ from spbench.impls.backends import fully_shard
 from spbench.impls.models.blocks import tiles
 from spbench.impls.models.blocks.decoder_layer import DecoderBlock
 from spbench.impls.models.blocks.feed_forward import MlpModule
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import strategies
+from spbench.impls.registries import all_strategies, model_preset
 from spbench.impls.tiles import Tiling
 from tests.impls.models.test_recomputation import gradients, kernels, trace
 
@@ -193,7 +192,7 @@ def tiles_in_the_wrong_order(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tiling", ["alst", "fpdt"])
 def test_a_planted_fault_is_red(pool: RankPool, plant: Any, tensor: str, tiling: str) -> None:
     model = model_preset(GROUPED, TILES | {"tiling": tiling})
-    row = row_with(pool, plant, Case(strategies()["single"], model, "model"))
+    row = row_with(pool, plant, Case(all_strategies()["single"], model, "model"))
     assert row.status == "RED"
     assert tensor in row.tensor + row.verdict, row
 
@@ -223,7 +222,7 @@ def hook_of_no_tile(patch: pytest.MonkeyPatch) -> None:
 def test_a_hook_of_the_weights_that_fires_once_a_tile_or_never_is_red(
     pool: RankPool, backend: str, plant: Any, reason: str
 ) -> None:
-    case = Case(strategies()["single"], model_preset(GROUPED, {"mlp_tile": 5}), "model", backend=backend)
+    case = Case(all_strategies()["single"], model_preset(GROUPED, {"mlp_tile": 5}), "model", backend=backend)
     row = row_with(pool, plant, case)
     assert row.status == "RED"
     assert reason in row.reason
@@ -255,7 +254,7 @@ def zero3_hook_of_no_tile(patch: pytest.MonkeyPatch) -> None:
     ("plant", "told"), [(zero3_hook_of_each_tile, "all_gather over sp"), (zero3_hook_of_no_tile, "DTensor")]
 )
 def test_weights_gathered_once_a_tile_or_never_are_red(pool: RankPool, plant: Any, told: str) -> None:
-    case = Case(strategies()["ulysses"], model_preset(GROUPED, {"mlp_tile": 5}), "model", backend="zero3")
+    case = Case(all_strategies()["ulysses"], model_preset(GROUPED, {"mlp_tile": 5}), "model", backend="zero3")
     row = row_with(pool, plant, case, 2)
     assert row.status == "RED"
     assert told in row.tensor + row.verdict + row.reason, row

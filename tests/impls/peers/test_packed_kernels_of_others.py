@@ -31,9 +31,9 @@ from spbench.impls.kernels.ranged_attention import (
 from spbench.impls.kernels.recurrence import gated_recurrence
 from spbench.impls.models.blocks.places import Places
 from spbench.impls.models.blocks.recurrent_mixer import Mamba2
-from spbench.impls.models.model import model_preset
 from spbench.impls.peers import flash_attn_stand_in
 from spbench.impls.place import Place
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.all_gather_kv import AllGatherKV
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.placed_chunks import PlacedChunks

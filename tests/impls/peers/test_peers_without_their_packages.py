@@ -22,10 +22,9 @@ from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls import discovery, registries
 from spbench.impls.discovery import INSTALL, absent
 from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import model_preset
 from spbench.impls.peers import flash_attn_stand_in as stand_in
 from spbench.impls.place import Place
-from spbench.impls.registries import peers, strategies
+from spbench.impls.registries import all_peers, all_strategies, model_preset
 from spbench.impls.strategies.nesting import nesting
 from tests.cells import make_cell
 
@@ -44,14 +43,14 @@ def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_peer_is_found_by_being_there_and_is_no_strategy_of_ours() -> None:
-    assert {*registries.peers()} >= {"ring_flash_attention", "yunchang_usp", "torch_context_parallel"}
-    assert not {*registries.peers()} & {*strategies()}
-    assert nesting("yunchang_ring").classes == (registries.peers()["yunchang_ring"],)
+    assert {*registries.all_peers()} >= {"ring_flash_attention", "yunchang_usp", "torch_context_parallel"}
+    assert not {*registries.all_peers()} & {*all_strategies()}
+    assert nesting("yunchang_ring").classes == (registries.all_peers()["yunchang_ring"],)
 
 
 def test_every_peer_says_what_it_requires() -> None:
-    assert all(cls.requires for cls in registries.peers().values())
-    assert not any(cls.requires for cls in strategies().values())
+    assert all(cls.requires for cls in registries.all_peers().values())
+    assert not any(cls.requires for cls in all_strategies().values())
 
 
 def imported_at_once(path: Path) -> Iterator[str]:
@@ -69,11 +68,11 @@ def test_its_module_is_imported_without_its_package(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_installed")
-@pytest.mark.parametrize("name", registries.peers())
+@pytest.mark.parametrize("name", registries.all_peers())
 def test_one_that_is_missing_is_named_with_how_to_install_it(name: str) -> None:
-    missing = " and ".join(registries.peers()[name].requires)
+    missing = " and ".join(registries.all_peers()[name].requires)
     assert strategy_problem(name) == f"strategy {name} needs {missing}; {LINE}"
-    plan = registries.peers()[name].planned(2)
+    plan = registries.all_peers()[name].planned(2)
     with pytest.raises(Unsupported, match=f"^{name} needs {missing}; install the extra peers"):
         plan.check(model_preset("causal-transformer-tiny").sites(2, 24))
 
@@ -132,7 +131,7 @@ def test_sizes_that_a_peer_has_not_are_refused(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its kernels may run here")
 @pytest.mark.usefixtures("all_installed")
 def test_fla_says_that_it_needs_a_gpu() -> None:
-    plan = registries.peers()["fla_context_parallel"].planned(2)
+    plan = registries.all_peers()["fla_context_parallel"].planned(2)
     with pytest.raises(Unsupported, match=r"Triton kernels only for NVIDIA GPUs.*use lasp"):
         plan.check(model_preset("tnl-tiny").sites(2, 24))
 
@@ -183,7 +182,7 @@ def ranks() -> Iterator[RankPool]:
 
 
 def options_of(name: str, option: str) -> dict[str, str]:
-    if missing := absent(peers()[name].requires):
+    if missing := absent(all_peers()[name].requires):
         pytest.skip(f"{' and '.join(missing)} is not installed; {INSTALL}")
     return dict([option.split("=")]) if option else {}
 

@@ -37,8 +37,9 @@ from spbench.impls.kernels.gated_delta import GatedDelta
 from spbench.impls.kernels.ranged_attention import Seen
 from spbench.impls.kernels.recurrence import Rule
 from spbench.impls.kernels.state_space import StateSpace
-from spbench.impls.models.model import Model, model_preset
+from spbench.impls.models.model import Model
 from spbench.impls.place import Place
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.all_gather_kv import AllGatherKV, joint_meetings
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.lasp import Lasp

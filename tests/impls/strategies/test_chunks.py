@@ -31,8 +31,8 @@ from spbench.impls.collectives import gather_from_group
 from spbench.impls.kernels.copy_stream import CopyStream
 from spbench.impls.kernels.projection import project
 from spbench.impls.layout import MEETINGS, SITE_KINDS
-from spbench.impls.models.model import model_preset
 from spbench.impls.place import ALONE, Place
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.dsp import DynamicSequenceParallel, plan_switches, switched_elements
 from spbench.impls.strategies.fpdt import FPDT, FPDTOptions

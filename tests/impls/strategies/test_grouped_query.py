@@ -13,8 +13,8 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.cases import verify_case
 from spbench.bench.measure.verify.oracle import check_rank
 from spbench.bench.measure.verify.verified_run import Case
-from spbench.impls.models.model import Model, model_preset
-from spbench.impls.registries import backends, strategy_class
+from spbench.impls.models.model import Model
+from spbench.impls.registries import all_backends, model_preset, strategy_class
 from spbench.impls.strategies.base import Strategy, Unsupported, shard_of
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.placements import PLACEMENTS
@@ -127,7 +127,7 @@ def test_around_each_other(pool: RankPool, outer: str, inner: str, kv_heads: int
     assert worst(pool, f"{outer}+{inner}", {"tp": 2, "sp": 2}, kv_heads)[0] < 1e-10
 
 
-@pytest.mark.parametrize("backend", mostly_slow(sorted(backends()), "fsdp_flat"))
+@pytest.mark.parametrize("backend", mostly_slow(sorted(all_backends()), "fsdp_flat"))
 def test_backends_hold_replicas(pool: RankPool, backend: str) -> None:
     case = Case(TensorParallel, grouped(2), "model", backend=backend)
     assert_green(pool, case, 4)

@@ -26,9 +26,8 @@ from spbench.bench.measure.verify.beside_values import seen_pairs
 from spbench.impls.attended import Attended
 from spbench.impls.collectives import Ring
 from spbench.impls.kernels.decay import DecayMask
-from spbench.impls.models.model import model_preset
 from spbench.impls.place import Place
-from spbench.impls.registries import strategy_class
+from spbench.impls.registries import model_preset, strategy_class
 from spbench.impls.strategies.all_gather_kv import AllGatherKV, joint_meetings
 from spbench.impls.strategies.meetings import Meetings, meeting
 from spbench.impls.strategies.placed_chunks import PlacedChunks, PlacementOptions

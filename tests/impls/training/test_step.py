@@ -22,9 +22,9 @@ from spbench.bench.measure.verify.judged import relative_errors
 from spbench.impls.collectives import all_reduce
 from spbench.impls.composition import Composition, rank_module
 from spbench.impls.kernels.dropout import DropoutRandom, masked_dropout
-from spbench.impls.models.model import Model, model_preset
+from spbench.impls.models.model import Model
 from spbench.impls.place import Place
-from spbench.impls.registries import strategy_class
+from spbench.impls.registries import model_preset, strategy_class
 from spbench.impls.strategies.base import Strategy, shard_of
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.pipeline import summed

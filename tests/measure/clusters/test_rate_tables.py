@@ -15,9 +15,8 @@ import yaml
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters import rate_tables
-from spbench.bench.measure.clusters.carried_rates import rate_of_call
+from spbench.bench.measure.clusters.card_kernels import cannot_run, rate_of_call, usual_kernel
 from spbench.bench.measure.clusters.cluster import Cluster, cluster_names, load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import cannot_run, kinds_of_work, usual_kernel
 from spbench.bench.measure.clusters.rate_tables import (
     RateTable,
     collective_tables,
@@ -28,6 +27,7 @@ from spbench.bench.measure.clusters.rate_tables import (
 from spbench.bench.measure.scenarios.choices import refusal
 from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measure.scenarios.select import ATTENTION, with_usual_attention
+from spbench.bench.tools.run.kinds_of_work import kinds_of_work
 from spbench.bench.tools.run.list_command import cluster_output
 from tests.measure.simulator.step_programs import cluster
 

@@ -14,8 +14,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.plan import check_sizes
 from spbench.bench.measure.engines.traces import Trace
 from spbench.impls.layout import Unsupported
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import backends, strategies
+from spbench.impls.registries import all_backends, all_strategies, model_preset
 from spbench.impls.strategies.nesting import nesting
 from tests.cells import make_cell
 
@@ -100,7 +99,7 @@ _CAUSAL, _GQA, _BERT = "causal-transformer-tiny", "causal-transformer-tiny-gqa",
 def cell(strategy: str, **changes: Any) -> Cell:
     """A small cell of a strategy, three ranks along each axis."""
     model = _MODELS.get(strategy, _BERT)
-    sizes = dict.fromkeys(strategies()[strategy].axes, 3)
+    sizes = dict.fromkeys(all_strategies()[strategy].axes, 3)
     length = 72 if model.startswith("st-dit") else 48
     return make_cell(model, strategy, sizes, 6, length, **{"cluster": "dgx-a100", **changes})
 
@@ -153,10 +152,10 @@ def staged(micro_batches: int = 17, **changes: Any) -> Cell:
 
 #: small cells of each strategy, backend and kind of step
 SMALL = {
-    **{strategy: cell(strategy) for strategy in strategies()},
+    **{strategy: cell(strategy) for strategy in all_strategies()},
     **{
         f"lasp under {backend}": cell("lasp", sizes={"dp": 2, "sp": 2}, training={"backend": backend})
-        for backend in backends()
+        for backend in all_backends()
     },
     "inference": cell("dsp", training={"step": "inference"}),
     "pipeline": cell(

@@ -28,14 +28,13 @@ from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement
 from spbench.impls.layout import Unavailable
-from spbench.impls.models.model import models
-from spbench.impls.registries import backends, strategies
+from spbench.impls.registries import all_backends, all_models, all_strategies
 from spbench.impls.strategies.nesting import nesting
 from tests.cells import make_cell
 from tests.measure.engines.cells import supported
 from tests.slow import mostly_slow
 
-TINY = [name for name in models() if "-tiny" in name]
+TINY = [name for name in all_models() if "-tiny" in name]
 RING = make_cell(
     "bert-tiny",
     "ring_self_attention",
@@ -97,7 +96,7 @@ def compared(cell: Cell) -> list[str]:
 
 
 #: real ranks of all strategies are compared in :mod:`tests.measure.engines.test_peaks`
-@pytest.mark.parametrize("strategy", mostly_slow(strategies(), "single", "dsp", "lasp", "ring_attention"))
+@pytest.mark.parametrize("strategy", mostly_slow(all_strategies(), "single", "dsp", "lasp", "ring_attention"))
 def test_one_rank_is_as_the_virtual_one(strategy: str) -> None:
     # which tokens experts get, and what that takes, depends on values, which fake ranks do not have
     cells = (cell_of(strategy, model) for model in TINY if not model.startswith("moe"))
@@ -123,8 +122,8 @@ def test_torch_lays_a_fake_gradient_of_elu_out_as_its_input() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("strategy", [*strategies(), "tensor_parallel+ring_attention", "ulysses+lasp"])
+@pytest.mark.parametrize("backend", all_backends())
+@pytest.mark.parametrize("strategy", [*all_strategies(), "tensor_parallel+ring_attention", "ulysses+lasp"])
 def test_every_model_and_backend(strategy: str, backend: str) -> None:
     problems, count = {}, 0
     for model in TINY:

@@ -18,7 +18,7 @@ from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import compare, load_scenario
 from spbench.bench.tools.papers.answers.curves import deviations, final
 from spbench.impls.models.blocks.text import CHOSEN, CLS, MASK, PAD, SEP, SPECIAL, WordPieces, corpus
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
 from tests.measure.verify.attention_faults import BiasesNotSynchronized, OneNthGradients, OrderLossOnEveryRank
 from tests.slow import slow

@@ -26,8 +26,7 @@ from spbench.bench.measure.engines.setup import set_up
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.trace.memory_log import MemoryLog
-from spbench.impls.models.model import models
-from spbench.impls.registries import backends, strategies
+from spbench.impls.registries import all_backends, all_models, all_strategies
 from tests.grid import cases
 from tests.measure.engines.cells import SMALL, supported, written_cell
 from tests.measure.engines.real_ranks import assert_real_ranks_are_as_virtual_ones
@@ -52,15 +51,15 @@ def every_strategy(*, default: bool) -> Iterator[Any]:
     others."""
     of_strategies = [
         {"strategy": name, "model": model, "ranks": n, "seq_len": LENGTHS.get(model, 48)}
-        for name, cls in strategies().items()
-        for model in models()
+        for name, cls in all_strategies().items()
+        for model in all_models()
         for n in ((2, 4) if cls.axes else (0,))
         if "-tiny" in model and default == (n == 2 and model == DEFAULT_MODELS.get(name))
     ]
     lasp = {"strategy": "lasp", "model": "tnl-tiny", "ranks": 2, "seq_len": 48}
     of_backends = [
         {**lasp, "replicas": 1 if name == "legacy_ddp" else 2, "training": {"backend": name}}
-        for name in sorted(backends())
+        for name in sorted(all_backends())
         if default == (name == "zero3")  # pipelines have megatron
     ]
     for chosen in of_strategies + of_backends:

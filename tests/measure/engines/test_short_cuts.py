@@ -33,8 +33,7 @@ from spbench.impls.keyed_steps import Key, keyed_steps
 from spbench.impls.models.blocks import tiles
 from spbench.impls.models.blocks.decoder import DecoderBlock
 from spbench.impls.models.blocks.decoder_module import Decoder
-from spbench.impls.models.model import model_preset, models
-from spbench.impls.registries import backends, strategies
+from spbench.impls.registries import all_backends, all_models, all_strategies, model_preset
 from spbench.impls.strategies import all_gather_kv, fpdt, upipe
 from spbench.impls.strategies.meetings import Meetings
 from spbench.impls.strategies.placed_chunks import PlacedChunks
@@ -58,7 +57,7 @@ from tests.measure.engines.cells import (
 )
 from tests.slow import mostly_slow
 
-TINY = [name for name in models() if "-tiny" in name]
+TINY = [name for name in all_models() if "-tiny" in name]
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +201,7 @@ def check_rank(asked: Cell, rank: int, *, events: bool = True) -> None:
         assert differences(quick, tracing.trace(asked, rank, events=events)) == []
 
 
-@pytest.mark.parametrize("strategy", mostly_slow(strategies(), "dsp", "lasp2h", "ring_self_attention"))
+@pytest.mark.parametrize("strategy", mostly_slow(all_strategies(), "dsp", "lasp2h", "ring_self_attention"))
 def test_every_strategy(strategy: str) -> None:
     """The middle rank, which has owners of lower and of higher ranks."""
     asked = next(c for c in (wide(strategy, model) for model in TINY) if supported(c))
@@ -210,8 +209,8 @@ def test_every_strategy(strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", backends())
-@pytest.mark.parametrize("strategy", strategies())
+@pytest.mark.parametrize("backend", all_backends())
+@pytest.mark.parametrize("strategy", all_strategies())
 def test_every_strategy_and_backend(strategy: str, backend: str) -> None:
     asked = [
         deep(strategy, name, training={"backend": backend}, model_options={"layers": LAYERS * period})
@@ -228,7 +227,7 @@ def all_cells(strategy: str) -> Iterator[tuple[Cell, int]]:
     """A strategy on all tiny models and their variants, and a rank of each; kinds of step, placements and
     ranks take turns, as all of them with all take an hour of a core a strategy."""
     trainings: list[dict[str, Any]] = [{}, {"step": "inference"}, {"micro_batches": 2}]
-    placed = issubclass(strategies()[strategy], PlacedChunks)
+    placed = issubclass(all_strategies()[strategy], PlacedChunks)
     chosen: list[dict[str, Any]] = [{"placement": placement} for placement in PLACEMENTS if placed] or [{}]
     turns = deque(product(range(3), chosen, trainings))
     for model, options in [(m, {**o}) for m in TINY for o in [{}, *model_preset(m).variants()]]:
@@ -242,7 +241,7 @@ def all_cells(strategy: str) -> Iterator[tuple[Cell, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", strategies())
+@pytest.mark.parametrize("strategy", all_strategies())
 def test_all_models_and_steps(strategy: str) -> None:
     cells = [*all_cells(strategy)]
     assert len(cells) > 3

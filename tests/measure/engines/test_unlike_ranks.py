@@ -20,7 +20,7 @@ from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.timeline import Timeline
-from spbench.impls.registries import strategies
+from spbench.impls.registries import all_strategies
 from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.placements import BALANCED
 from spbench.impls.unlike_work import ALL_LOWER, EVERYONE
@@ -169,7 +169,7 @@ def cells_of(strategy: str, model: str) -> list[Cell]:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("strategy", [*strategies(), *NESTED])
+@pytest.mark.parametrize("strategy", [*all_strategies(), *NESTED])
 def test_ranks_together_have_the_work_of_the_model(strategy: str, model: str) -> None:
     """MFU x peak x ranks x step time is the model's FLOPs; ranks repeat little of each other's work, nothing
     of causal attention, and leave nothing out."""

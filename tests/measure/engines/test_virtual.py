@@ -24,8 +24,8 @@ from spbench.bench.measure.engines.tracing import no_cyclic_collection
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.place import ALONE
-from spbench.impls.registries import backends, strategies, strategy_class
-from spbench.impls.strategies.nesting import Nesting, nesting, pairs
+from spbench.impls.registries import all_backends, all_strategies, strategy_class
+from spbench.impls.strategies.nesting import Nesting, all_pairs, nesting
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.upipe import UPipe
@@ -274,9 +274,9 @@ def nested_cell(strategy: str, model: str, sizes: dict[str, int], changes: dict[
     return Cell(model=model, strategy=strategy, sizes=Sizes(**sizes), **fields)
 
 
-@pytest.mark.parametrize("backend", mostly_slow(backends(), "ddp", "megatron", "zero3", "fsdp_flat"))
+@pytest.mark.parametrize("backend", mostly_slow(all_backends(), "ddp", "megatron", "zero3", "fsdp_flat"))
 def test_four_axes_send_what_the_closed_form_says(backend: str) -> None:
-    pp = 2 if backends()[backend].pipelined else 1
+    pp = 2 if all_backends()[backend].pipelined else 1
     training = TrainingOptions(backend=backend, micro_batches=2)
     sizes = {"dp": 2, "pp": pp, "tp": 3, "sp": 4}
     cell = nested_cell("megatron_sp+ring_self_attention", "bert-tiny-linformer", sizes, {"precision": "fp16"})
@@ -314,13 +314,13 @@ def test_what_cannot_be_around_what(name: str, message: str) -> None:
 
 
 def test_pairs_are_all_that_can_be() -> None:
-    found = {pair.name for pair in pairs()}
-    inner = {name for name, cls in strategies().items() if cls.axes and not cls.splits_features}
+    found = {pair.name for pair in all_pairs()}
+    inner = {name for name, cls in all_strategies().items() if cls.axes and not cls.splits_features}
     assert found == {
         *(f"{outer}+{name}" for outer in ("tensor_parallel", "megatron_sp", "odysseus") for name in inner),
         *(f"ulysses+{name}" for name in inner - {"ulysses"}),
         # all that positions of causal attention meet by
-        *(f"upipe+{name}" for name in inner - {"upipe"} if UPipe.meets & strategies()[name].meets),
+        *(f"upipe+{name}" for name in inner - {"upipe"} if UPipe.meets & all_strategies()[name].meets),
     }
 
 

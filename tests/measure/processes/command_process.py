@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-import spbench.bench.tools.papers.execution as execution
+import spbench.bench.measure.sweep.sweep as sweeping
 from spbench.bench.command_line.cli import cli, main
 from spbench.bench.measure.sweep.results import RESULTS_FILE, read_rows
 from tests.bench import fakes
@@ -69,7 +69,7 @@ class Command:
         for name in (RUN, GATE, LOG):
             monkeypatch.setenv(name, self.environment[name])
         monkeypatch.chdir(self.folder)
-        monkeypatch.setattr(execution, "run_sweep", of_fakes(self.environment))
+        monkeypatch.setattr(sweeping, "sweep", of_fakes(self.environment))
         return CliRunner().invoke(cli, self.arguments)
 
     def begun(self) -> list[tuple[int, str]]:
@@ -123,9 +123,9 @@ def environments() -> Iterator[tuple[int, bytes]]:
 
 def of_fakes(environment: Mapping[str, str]) -> Callable[..., Any]:
     """The sweep, with the measuring function that the environment names."""
-    return functools.partial(execution.run_sweep, run=getattr(fakes, environment[RUN]))
+    return functools.partial(sweeping.sweep, run=getattr(fakes, environment[RUN]))
 
 
 if __name__ == "__main__":
-    execution.run_sweep = of_fakes(os.environ)  # type: ignore[assignment]
+    sweeping.sweep = of_fakes(os.environ)  # type: ignore[assignment]
     main()

@@ -91,7 +91,7 @@ def test_files_that_were_added_after_the_agents_had_started(
     monkeypatch.setenv(LOOSE_FILES, "")
     text = (EXAMPLES / "gathered_attention.py").read_text()
     (tmp_path / "late.py").write_text(text.replace("gathered_attention", "late"))
-    loose_files.add(tmp_path / "late.py")
+    loose_files.add_file(tmp_path / "late.py")
     with ranks_for(2) as ranks:
         assert ranks.run({"sp": 2}, module_of, "late") == ["spbench.impls.loose_files.late"] * 2
 

@@ -19,7 +19,7 @@ from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.sweep.sweep import as_row, changed_parts
 from spbench.bench.measurement import Outcome
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 
 #: a value of each setting that is not its default
 VALUES: dict[str, Any] = {

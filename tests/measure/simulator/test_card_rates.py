@@ -10,7 +10,6 @@ import torch
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Calibration, Cluster, cluster_names, load_cluster
-from spbench.bench.measure.clusters.kinds_of_work import without_own_rates
 from spbench.bench.measure.clusters.rates import AttentionKernel
 from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.engines.step_line import rates_of_step
@@ -22,6 +21,7 @@ from spbench.bench.measure.simulator.substitutes import Substitute, kernel_subst
 from spbench.bench.measure.trace.operator_prices import price_of
 from spbench.bench.measure.trust.bands import priced_by_in_words
 from spbench.bench.setting_values import stand_ins
+from spbench.bench.tools.run.kinds_of_work import without_own_rates
 from spbench.impls.kernels.grouped_matmul import GROUPED_MATMULS
 from tests.measure.simulator.step_programs import cluster, of_links
 from tests.measure.simulator.test_cost_forms import changed

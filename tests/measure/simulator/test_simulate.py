@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spbench.bench.measure.clusters.carried_rates import RatesUnknown, check_rates
+from spbench.bench.measure.clusters.card_kernels import RatesUnknown, check_rates
 from spbench.bench.measure.clusters.cluster import Calibration, Link, cluster_names, load_cluster
 from spbench.bench.measure.simulator import message_matching
 from spbench.bench.measure.simulator import simulate as simulation

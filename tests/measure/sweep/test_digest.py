@@ -24,7 +24,7 @@ from spbench.bench.measure.sweep.sweep import sweep as sweep_in_workers
 from spbench.bench.measured_code import NOT_MEASURING, code_digest, digest_of_files, measuring_files
 from spbench.bench.measurement import Outcome
 from spbench.bench.row import Row
-from spbench.impls.models.model import models
+from spbench.impls.registries import all_models
 from tests.bench.fakes import answer
 
 pytestmark = pytest.mark.usefixtures("kept_traces")
@@ -61,7 +61,7 @@ def sweep_here(cells: list[Cell], results: ResultsFile, **_: Any) -> list[Row]:
 @pytest.fixture(autouse=True)
 def _small_scenario(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("spbench.bench.tools.papers.execution.run_sweep", sweep_here)
+    monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep", sweep_here)
     Path("small.yaml").write_text(SCENARIO)
     Path("own.yaml").write_text(CLUSTER)
 
@@ -100,7 +100,7 @@ def test_a_run_digests_each_cell_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(digest_module, "load_cluster", counted)
     monkeypatch.setattr(
-        "spbench.bench.tools.papers.execution.run_sweep", functools.partial(sweep_in_workers, run=answer)
+        "spbench.bench.measure.sweep.sweep.sweep", functools.partial(sweep_in_workers, run=answer)
     )
     for words in (RUN, RUN, (*RUN, "--dry-run")):
         digested.clear()
@@ -170,7 +170,7 @@ def test_each_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = load_cluster("piz-daint-p100")
     denser = cluster.model_copy(update={"devices_per_node": 2})
     assert changed("load_cluster", lambda name: denser) == ["cluster"]
-    preset = replace(models()["bert-tiny"], layers=7)  # type: ignore[type-var]
+    preset = replace(all_models()["bert-tiny"], layers=7)  # type: ignore[type-var]
     assert changed("model_preset", lambda *arguments: preset) == ["model"]
     assert changed("asdict", lambda options: {"block": 3}) == ["strategy"]
     assert changed("code_digest", lambda: "other") == ["code"]

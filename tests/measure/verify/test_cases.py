@@ -27,8 +27,10 @@ from spbench.bench.measure.verify.verdicts import (
 )
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.models.bert import BertModel
-from spbench.impls.models.model import Model, model_preset, models
-from spbench.impls.registries import strategies
+from spbench.impls.models.model import Model
+from spbench.impls.registries import all_models as models
+from spbench.impls.registries import all_strategies as strategies
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel

@@ -18,8 +18,7 @@ from spbench.bench.measure.verify.cases import EQUAL, VerifyRow, verify_case, ve
 from spbench.bench.measure.verify.explanation import explain_values, unequal_calls
 from spbench.bench.measure.verify.judged import discrepancies, relative_errors
 from spbench.bench.measure.verify.verified_run import Case, VerifiedRun
-from spbench.impls.models.model import model_preset
-from spbench.impls.registries import strategies
+from spbench.impls.registries import all_strategies, model_preset
 from tests.measure.verify import attention_faults, head_faults, layer_faults
 
 BACKWARD = "forward right, backward wrong: "
@@ -173,7 +172,7 @@ def runs_alive(mesh: DeviceMesh) -> int:
 def test_a_run_ends_with_its_job(pool: RankPool) -> None:
     """Its groups' threads would wake up for ever: routers and hooks of its graph lead back to it."""
     before = pool.run({"sp": 2}, runs_alive)
-    case = Case(strategies()["ulysses"], model_preset("moe-tiny"), "model", backend="zero3")
+    case = Case(all_strategies()["ulysses"], model_preset("moe-tiny"), "model", backend="zero3")
     assert verify_case(pool, case, 2).status == "green"
     assert pool.run({"sp": 2}, runs_alive) == before
 

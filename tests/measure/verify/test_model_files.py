@@ -16,9 +16,8 @@ from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.cases import verify_cases
 from spbench.impls.backends.legacy_ddp import ContiguousGradients
 from spbench.impls.models.bert import BertModel
-from spbench.impls.models.model import models
-from spbench.impls.models.model import models as all_models
 from spbench.impls.place import Place
+from spbench.impls.registries import all_models
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
 
@@ -73,6 +72,6 @@ def replicas_after_a_step_with_dropout(mesh: DeviceMesh, model: BertModel) -> fl
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dropout_keeps_the_replicas_of_tensor_parallelism_alike(pool: RankPool, checkpointing: bool) -> None:
-    model = replace(models()["bert-tiny"], dropout=0.3, checkpointing=checkpointing)
+    model = replace(all_models()["bert-tiny"], dropout=0.3, checkpointing=checkpointing)
     spread = pool.run({"tp": 4}, replicas_after_a_step_with_dropout, model)
     assert max(spread) == 0  # all-reduced sums are the same bits on all ranks

@@ -21,12 +21,12 @@ from spbench.bench.measure.verify.cases import VerifyRow, verify_case, verify_ca
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.attended import Attended
 from spbench.impls.models.causal_transformer import CausalTransformerModel
-from spbench.impls.models.model import Model, model_preset
-from spbench.impls.registries import strategies, strategy_class
+from spbench.impls.models.model import Model
+from spbench.impls.registries import all_strategies, model_preset, strategy_class
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.lasp2 import Lasp2
 from spbench.impls.strategies.megatron_sp import MegatronSP
-from spbench.impls.strategies.nesting import Nesting, nesting, pairs
+from spbench.impls.strategies.nesting import Nesting, all_pairs, nesting
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
@@ -269,7 +269,7 @@ def test_a_norm_of_all_heads_before_the_all_to_all_is_green(pool: RankPool) -> N
 
 
 def test_faults_are_not_registered() -> None:
-    assert not {fault for fault, *_ in FAULTS} & {*strategies().values()}
+    assert not {fault for fault, *_ in FAULTS} & {*all_strategies().values()}
 
 
 def test_text_that_is_gathered_again_is_metered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ HEAD_NORM = model_preset("tnl-tiny", {"attention_norm": "head"})
 #: of these models each pair is tried on the first that it can run
 MODELS = ("bert-tiny", "causal-transformer-tiny", "linear-llama3-tiny", "st-dit-tiny", "hybrid-tiny")
 
-PAIRS = [pair.name for pair in pairs()]
+PAIRS = [pair.name for pair in all_pairs()]
 
 
 def runnable(pair: str, pool: RankPool, dtype: str = "fp64") -> VerifyRow:

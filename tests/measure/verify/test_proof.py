@@ -151,7 +151,7 @@ def of_users(example: str, wrong: Mapping[str, str], folder: Path, monkeypatch: 
         assert right in text
         text = text.replace(right, other)
     (folder / f"wrong_{example}").write_text(text)
-    loose_files.add(folder / f"wrong_{example}")
+    loose_files.add_file(folder / f"wrong_{example}")
 
 
 def test_a_wrong_strategy_has_no_time_and_is_marked_where_it_is_asked_for(

@@ -19,7 +19,7 @@ import yaml
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.command_line.output import Output
 from spbench.bench.errors import UserError
-from spbench.bench.measure.clusters.carried_rates import RatesUnknown, check_rates
+from spbench.bench.measure.clusters.card_kernels import RatesUnknown, check_rates
 from spbench.bench.measure.clusters.cluster import Calibration, load_cluster
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.scenarios.scenario import load_scenario

@@ -10,7 +10,7 @@ import pytest
 
 from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.result_files import read_results
-from tests.tools.changes.rows import CLAIM, ROWS, Change, Rows, folder, judged_folder, made_up
+from tests.tools.changes.rows import CLAIM, EVERYTHING, ROWS, Change, Rows, folder, judged_folder
 from tests.tools.commands.conftest import Run, command_line, spbench
 
 __all__ = ["command_line", "spbench"]
@@ -43,19 +43,7 @@ def judged(tmp_path: Path, command_line: Run) -> Judge:
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     """Results of every kind: exact, measured, out of memory with and without numbers, impossible, failed."""
-    return folder(
-        tmp_path / "everything",
-        [
-            made_up("a/exact"),
-            made_up("b/measured", engine="distributed"),
-            made_up("c/found", answer=4096, step_time_s=None, tokens_per_s=None)
-            | {"cell": made_up("")["cell"] | {"search": {"quantity": "seq_len"}}},
-            made_up("d/oom", "oom", peak_memory_bytes=2**35),
-            made_up("e/bare oom", "oom"),
-            made_up("f/unsupported", "unsupported"),
-            made_up("g/failed", "failed"),
-        ],
-    )
+    return folder(tmp_path / "everything", EVERYTHING)
 
 
 @pytest.fixture

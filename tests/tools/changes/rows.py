@@ -87,6 +87,18 @@ def folder(path: Path, rows: Iterable[dict[str, Any]], *claims: Comparison) -> P
     return path
 
 
+#: of every kind: exact, measured, out of memory with and without numbers, impossible, failed
+EVERYTHING = [
+    made_up("a/exact"),
+    made_up("b/measured", engine="distributed"),
+    made_up("c/found", answer=4096, step_time_s=None, tokens_per_s=None)
+    | {"cell": made_up("")["cell"] | {"search": {"quantity": "seq_len"}}},
+    made_up("d/oom", "oom", peak_memory_bytes=2**35),
+    made_up("e/bare oom", "oom"),
+    made_up("f/unsupported", "unsupported"),
+    made_up("g/failed", "failed"),
+]
+
 #: what the gate knows
 BASE = [made_up("a"), made_up("b"), made_up("c", "oom", peak_memory_bytes=2**35)]
 

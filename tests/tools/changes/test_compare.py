@@ -116,28 +116,6 @@ def test_files_without_a_comparison(tmp_path: Path, base: Path, capsys: pytest.C
     assert exit_code(["compare", str(base), str(other)]) == 1  # a folder should have it
 
 
-def test_formats(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = copy.deepcopy(ROWS)
-    rows[0]["measurement"]["peak_memory_bytes"] = 1100
-    rows[1]["measurement"]["answer"] = 65
-    new = folder(tmp_path / "new", rows)
-    assert exit_code(["compare", str(base), str(new)]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    first = next(line for line in lines if "peak memory" in line)
-    assert [word.strip() for word in first.split("|")[1:-1]] == [
-        *("worse", "1", "peak memory", "0.977 KiB -> 1.07 KiB (+10.0%)", "a")
-    ]
-    assert lines[-1] == "WORSE: 1 worse, 1 better, 0 cells equal, 2 claims equal, 1 not judged in full"
-    assert exit_code(["compare", str(base), str(new), "--format", "json"]) == 1
-    content = json.loads(capsys.readouterr().out)
-    assert (content["fails"], len(content["differences"])) == (True, 2)
-    assert exit_code(["compare", str(base), str(new), "--format", "csv"]) == 1
-    output = capsys.readouterr()
-    assert output.out.splitlines()[0].startswith("verdict,where,quantity,base,new,change")
-    assert output.out.splitlines()[1] == "worse,a,peak_memory_bytes,1000,1100,0.1,False,,,,,"
-    assert output.err.splitlines()[-1].startswith("WORSE")
-
-
 def unreadable(path: Path) -> Iterator[tuple[Path, str]]:
     yield path / "absent", "no such file"
     yield folder(path / "empty", []), "has no rows"

@@ -19,7 +19,7 @@ from spbench.bench.command_line.forms import as_table
 from spbench.bench.command_line.output import Output
 from tests.bench.hosts import files_of_at_most
 from tests.terminal import screen_of
-from tests.tools.changes.rows import BASE, SAMPLES, commit_all, folder, git, made_up, planted
+from tests.tools.changes.rows import BASE, SAMPLES, commit_all, folder, git, made_up
 from tests.tools.commands.conftest import Run
 
 
@@ -39,34 +39,6 @@ def test_one_file_goes_to_standard_output_or_to_a_file(
     assert made["files"] == [str(file)]
     assert "left out 3 cells" in made["notes"][0]
     assert json.loads(command_line(*arguments, "--format", "json")[1])["text"] == out
-
-
-def test_annotations_are_commands_of_a_workflow(tmp_path: Path, command_line: Run) -> None:
-    rows = planted(lambda rows: rows[0]["measurement"].update(peak_memory_bytes=2**34))
-    rows[1]["status"], rows[1]["key"] = "failed", "50%,\n:b"
-    new, base = folder(tmp_path / "n" / "suite", rows), folder(tmp_path / "b" / "suite", BASE)
-    out = command_line("export", "--to", "github-annotations", str(new), "--base", str(base))[1]
-    *errors, _, last = out.splitlines()
-    assert [line.partition("::tensor")[0] for line in errors] == [
-        "::error title=suite%3A worse%2C peak memory",
-        "::error title=suite%3A missing%2C cell",
-    ]
-    assert "14.4 GiB -> 16.0 GiB (+10.8%25); a" in errors[0]
-    assert "50%25,%0A:b" in out
-    assert last.startswith("::notice title=suite::worse: 1 worse, 1 missing, 1 new")
-
-
-def test_prometheus_has_the_samples_of_a_metric_together(tmp_path: Path, command_line: Run) -> None:
-    rows = [made_up("a"), made_up('b"\\'), made_up("c", "failed")]
-    code, out, err = command_line("export", "--to", "prometheus", str(folder(tmp_path / "suite", rows)))
-    assert (code, "left out 1 cells" in err) == (0, True)
-    lines = out.splitlines()
-    at = lines.index("# TYPE spbench_peak_memory_bytes gauge")
-    of = 'unit="bytes",model="bert-tiny",strategy="tensor_parallel",cluster="piz-daint-p100",engine="virtual"'
-    assert lines[at + 1 : at + 3] == [
-        f'spbench_peak_memory_bytes{{suite="suite",cell="{key}",{of}}} 15509396481' for key in ("a", r"b\"\\")
-    ]
-    assert (lines[-1], len(set(lines))) == ("# EOF", len(lines))
 
 
 def test_a_terminal_breaks_no_line_of_another_system(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,9 @@ from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.row import finite
-from spbench.bench.tools.changes.to_markdown import LIMIT, MARK
+from spbench.bench.tools.changes.to_pull_requests import LIMIT, MARK
 from tests.tools.changes.conftest import Judge
-from tests.tools.changes.rows import BASE, CLAIM, Rows, commit_all, folder, made_up, one_byte_more, planted
+from tests.tools.changes.rows import BASE, commit_all, folder, made_up, one_byte_more, planted
 from tests.tools.commands.conftest import Run
 
 
@@ -46,56 +44,6 @@ def cases(document: str) -> dict[str, junitparser.TestCase]:
 
 
 # -- what is worse is in all three -----------------------------------------------------------------------
-
-
-def status_flipped(rows: Rows) -> None:
-    rows[1] |= {"status": "oom", "reason": "no room"}
-
-
-def cell_removed(rows: Rows) -> None:
-    del rows[1]
-
-
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        (
-            one_byte_more,
-            [
-                "❌ worse",
-                "a",
-                "sent_bytes",
-                "6,383,206,414",
-                "6,383,206,415",
-                "+1",
-                "messages in forward +1 byte",
-            ],
-        ),
-        (status_flipped, ["❌ worse", "b", "status", "ok", "oom", "", "no room"]),
-        (cell_removed, ["❌ missing", "b", "cell", "ok", "", "", ""]),
-    ],
-)
-def test_what_is_worse_is_in_the_comment_the_report_and_the_exit_code(
-    judged: Judge, change: Callable[[Rows], Any], line: list[str]
-) -> None:
-    code, markdown, junit = judged(planted(change), BASE)
-    assert code == 1
-    assert tables(markdown)[0] == [line]
-    assert "## spbench: worse" in markdown
-    (failure,) = cases(junit)[line[1]].result
-    assert isinstance(failure, junitparser.Failure)
-    assert failure.type == line[0].split()[1]
-    assert line[2] in failure.message
-    assert {name for name, case in cases(junit).items() if case.result} == {line[1]}
-
-
-def test_a_new_cell_is_shown_and_fails_nothing(judged: Judge) -> None:
-    code, markdown, junit = judged([*BASE, made_up("d")], BASE)
-    assert code == 0
-    assert tables(markdown)[0] == [["🆕 new", "d", "cell", "", "ok", "", ""]]
-    assert "not worse" in markdown
-    assert "1 new, 3 cells unchanged, 1 claims unchanged." in markdown
-    assert cases(junit)["d"].result[0].message == "not judged: the cell is new"
 
 
 def test_a_kernel_that_is_5_percent_slower(judged: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,33 +77,6 @@ def test_a_kernel_that_is_5_percent_slower(judged: Judge, monkeypatch: pytest.Mo
 
 
 # -- Markdown --------------------------------------------------------------------------------------------
-
-
-def test_the_worst_is_first_and_what_is_better_is_folded(judged: Judge) -> None:
-    def change(rows: Rows) -> None:
-        rows[0]["measurement"] |= {"peak_memory_bytes": 16e9, "step_time_s": 0.2}
-        rows[1]["measurement"] |= {"peak_memory_bytes": 31e9}
-
-    _, markdown, junit = judged(planted(change), BASE)
-    failing, better, claims = tables(markdown)
-    assert [line[1] for line in failing] == ["b", "a"]
-    assert [line[:3] for line in better] == [["✅ better", "a", "step_time_s"]]
-    assert "<details><summary>1 better</summary>" in markdown
-    assert claims == [["predicted", "1", "10.00%", "10.00%"]]
-    assert "2 worse, 1 better, 1 cells unchanged, 1 claims unchanged." in markdown
-    assert "step_time_s" not in cases(junit)["a"].result[0].message
-
-
-def test_a_worse_error_against_a_published_number(tmp_path: Path, command_line: Run, judged: Judge) -> None:
-    base = folder(tmp_path / "base" / "suite", BASE, CLAIM)
-    new = folder(tmp_path / "suite", BASE, replace(CLAIM, reproduced=2.4, relative_error=0.2))
-    markdown = command_line("export", "--to", "markdown", str(new), "--base", str(base.parent))[1]
-    assert tables(markdown) == [
-        [["❌ worse", "a ratio", "error", "0.1", "0.2", "+100.000%", "published 2, ours 2.2 -> 2.4"]],
-        [["predicted", "1", "10.00%", "20.00%"]],
-    ]
-    junit = cases(command_line("export", "--to", "junit", str(new), "--base", str(base))[1])
-    assert junit["a ratio"].result[0].type == "worse"
 
 
 def test_the_mark_is_the_first_line_always(judged: Judge, results: Path, command_line: Run) -> None:
@@ -225,21 +146,6 @@ def test_results_alone_have_times_with_intervals_and_rates_of_three_digits(
 
 
 # -- JUnit XML -------------------------------------------------------------------------------------------
-
-
-def test_junit_tells_errors_failures_and_skipped_apart(results: Path, command_line: Run) -> None:
-    code, out, _ = command_line("export", "--to", "junit", str(results))
-    found = cases(out)
-    kinds = {name: type(case.result[0]).__name__ for name, case in found.items() if case.result}
-    assert (code, kinds) == (0, {"f/unsupported": "Skipped", "g/failed": "Error"})
-    assert found["g/failed"].result[0].message == "planted: failed"
-    suite = next(iter(junitparser.JUnitXml.fromstring(out.encode())))
-    assert (suite.tests, suite.failures, suite.errors, suite.skipped) == (7, 0, 1, 1)
-    assert suite.time == pytest.approx(7 * 1.5)
-    properties = {prop.name: prop.value for prop in suite.properties()}
-    assert properties["a/exact/peak_memory_bytes"] == "15509396481 bytes"
-    assert properties["head"] == "0123456789ab, torch 2.13.0, any machine and here"
-    assert "peak_memory_bytes: 15509396481 bytes" in found["a/exact"].system_out
 
 
 #: junit-10.xsd of Jenkins' xUnit plug-in, of 2025: what may stand in what, and what must be said

@@ -23,9 +23,8 @@ from spbench.bench.measure.scenarios.scenario import changed, given
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.choose import fitting as module
 from spbench.bench.tools.choose.asked import Asked
-from spbench.bench.tools.choose.budget_report import flags_of
 from spbench.bench.tools.choose.fit_command import command
-from spbench.bench.tools.choose.fit_report import _closest
+from spbench.bench.tools.choose.fit_report import _closest, flags_of
 from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.fitting import Fitting
 from spbench.bench.tools.choose.subject import Subject, subject

@@ -8,13 +8,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.choose import layouts as module
 from spbench.bench.tools.choose.asked import Asked
-from spbench.bench.tools.choose.candidates import Bar, undominated
+from spbench.bench.tools.choose.candidates import Bar
 from spbench.bench.tools.choose.layouts import (
     Layout,
     Refused,
@@ -165,9 +164,9 @@ def test_the_layouts_of_many_ranks_are_few_steps(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_plugin_is_searched_as_ours_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {**registries.strategies(), GatheredAttention.name: GatheredAttention}
+    own = {**registries.all_strategies(), GatheredAttention.name: GatheredAttention}
     for place in (module, registries):
-        monkeypatch.setattr(place, "strategies", lambda: own)
+        monkeypatch.setattr(place, "all_strategies", lambda: own)
     names = {cls.name for cls in searched_strategies(asked(8))}
     assert {"gathered_attention", "tensor_parallel+gathered_attention"} <= names
 
@@ -202,7 +201,7 @@ def test_options_say_themselves_what_is_searched(monkeypatch: pytest.MonkeyPatch
         searched = False
 
     found: dict[str, type[Backend]] = {"pieces": Pieces, "hidden": Hidden}
-    monkeypatch.setattr(module, "backends", lambda: found)
+    monkeypatch.setattr(module, "all_backends", lambda: found)
     question = asked(8)
     assert backend_settings(question) == [
         {"backend": "pieces", "pieces": 4},
@@ -256,15 +255,6 @@ def test_an_option_of_the_model_that_is_fixed_is_not_searched() -> None:
 def test_options_that_cannot_be_fixed(pair: tuple[str, str], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         backend_settings(asked(8, fixed=[pair]))
-
-
-def test_what_takes_longer_and_needs_no_fewer_bytes_is_left_out() -> None:
-    times = np.array([[10.0, 10.5, 12.0, 20.0], [10.9, 11.2, 9.0, 30.0]])
-    nbytes = np.array([[50.0, 50.0, 50.0, 20.0], [60.0, 60.0, 70.0, 10.0]])
-    kept = undominated(times, nbytes, np.ones(times.shape, dtype=bool))
-    assert kept.tolist() == [[True, True, False, True], [True, False, True, True]]
-    others = undominated(times, nbytes, times > 10.0)  # the fastest is not among them
-    assert others.tolist() == [[False, True, False, True], [True, True, False, True]]
 
 
 def test_what_takes_far_longer_than_five_that_probably_fit_is_no_candidate() -> None:

@@ -23,9 +23,8 @@ from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking, Task
 from spbench.bench.tools.choose.collective_prices import compute_floor_s, links_floor_s
 from spbench.bench.tools.choose.look import look
-from spbench.bench.tools.choose.looked_at import LookedAt
 from spbench.bench.tools.choose.question import question
-from spbench.bench.tools.choose.ranking import SearchResult, Seen, ranked
+from spbench.bench.tools.choose.ranking import LookedAt, SearchResult, Seen, ranked
 from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.choose.whole_looks import WholeLooks, other_kernels, without_switches
 from tests.bench.hosts import CrewHere

@@ -19,8 +19,7 @@ from spbench.bench.tools.choose.asking import Task
 from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.proofs import ENOUGH, MOST, MOST_PAIRS, Proofs, prove
 from spbench.bench.tools.choose.suggestions import both, pairs, single_changes
-from spbench.impls.models.model import models
-from spbench.impls.registries import backends, strategies
+from spbench.impls.registries import all_backends, all_models, all_strategies
 
 GIB = 2**30
 #: of the card, and of the cell as it is
@@ -148,16 +147,16 @@ def test_pairs_are_of_different_things() -> None:
         assert {one.other_job, other.other_job} == {False}
 
 
-@pytest.mark.parametrize("name", sorted(models()))
+@pytest.mark.parametrize("name", sorted(all_models()))
 def test_what_models_declare_are_their_options(name: str) -> None:
-    model: Any = models()[name]
+    model: Any = all_models()[name]
     for saving in model.savings(stages=1):
         assert replace(model, **saving.options) != model
         assert saving.words
 
 
 def test_what_strategies_and_backends_declare_are_their_options() -> None:
-    for cls in (*strategies().values(), *backends().values()):
+    for cls in (*all_strategies().values(), *all_backends().values()):
         options = cls.options_type()
         for saving in options.savings():
             assert {*saving.options} <= {field.name for field in fields(options)}

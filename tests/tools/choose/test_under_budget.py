@@ -24,7 +24,7 @@ from spbench.bench.tools.choose.subject import subject
 from spbench.bench.tools.choose.suggestions import MODULES, Change, switches, together
 from spbench.bench.tools.choose.under_budget import plan_budget
 from spbench.bench.units import GIB
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from tests.tools.choose.questions import small_cards
 from tests.tools.choose.test_fit import longer
 from tests.tools.commands.conftest import Run

@@ -22,7 +22,7 @@ from spbench.bench.tools.report import build as building
 from spbench.bench.tools.report import report_command as report
 from spbench.bench.tools.run.run_output import result_table
 from spbench.impls.discovery import DiscoveryError
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from tests.tools.commands.conftest import Run
 
 ROOT = Path(__file__).parents[3]

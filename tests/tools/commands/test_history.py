@@ -58,18 +58,6 @@ def test_results_are_recorded_once_and_shown(command_line: Run, tmp_path: Path, 
     assert (code, "peak_memory_bytes (bytes) of a, gate" in out, "|  1000 |" in out) == (0, True, True)
 
 
-def test_an_overview_has_the_steps(command_line: Run, history: Path) -> None:
-    code, out, err = command_line("history", str(history))
-    assert (code, err) == (0, "")
-    lines = [line for line in out.splitlines() if "sent_bytes" in line and "lasp" in line]
-    assert [word in lines[0] for word in ("| regression |", "|     1 |", "+1 bytes", RANGE)] == [True] * 4
-    assert [word in lines[1] for word in ("1073741824", "1073741825", "lasp/sp4")] == [True] * 3
-    assert [word in lines[2] for word in ("| regression |", "+1 bytes", RANGE)] == [True] * 3
-    assert out.splitlines()[-1] == (
-        "REGRESSION: 1 regression, 0 missed targets; 7 series, 1 step, 0 of them meant"
-    )
-
-
 def test_what_changed_is_told_by_strategy(tmp_path: Path) -> None:
     """One change of five cells is a line for each strategy and metric, whichever cells they are."""
 
@@ -96,25 +84,6 @@ def test_what_changed_is_told_by_strategy(tmp_path: Path) -> None:
     ]
     assert faults_of(Output([table]), most_lines=7) == []
     assert list(changes_table([each for each in assessments if not each.steps])) == []
-
-
-def test_a_series_is_shown_commit_by_commit(command_line: Run, history: Path) -> None:
-    code, out, _ = command_line("history", str(history), "--metric", "sent_bytes", "--cell", "lasp")
-    lines = [line.split("|") for line in out.splitlines() if "| 2026-01-0" in line]
-    assert [line[1].strip() for line in lines] == [commit(number).short for number in range(6)]
-    assert [line[4].strip() for line in lines] == ["", "", "", "", "+1 bytes", ""]
-    assert lines[4][5].strip() == f"regression: {RANGE}"
-    assert (code, "sent_bytes (bytes) of lasp/sp4, nightly" in out) == (0, True)
-
-
-def test_forms_for_programs(command_line: Run, history: Path) -> None:
-    content = json.loads(command_line("history", str(history), "--format", "json")[1])
-    assert (content["fails"], content["branch"], len(content["series"])) == (True, "main", 7)
-    (step,) = (step for series in content["series"] for step in series["steps"])
-    assert (step["commits"], step["first_after"]["hash"]) == (RANGE, commit(4).hash)
-    lines = command_line("history", str(history), "--metric", "sent_bytes", "--format", "csv")[1].splitlines()
-    assert len(lines) == 1 + 2 * 6
-    assert next(line for line in lines if "regression" in line).split(",")[-3:] == ["regression", RANGE, ""]
 
 
 def test_a_regression_fails_until_it_is_said_to_be_meant(command_line: Run, history: Path) -> None:

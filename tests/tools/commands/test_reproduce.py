@@ -1,17 +1,13 @@
 """Reproduction of a paper: its files, and what is printed."""
 
 import csv
-import json
-import re
 from pathlib import Path
 
 import pytest
 from pandas import DataFrame
 
 from spbench.bench.git import git
-from spbench.bench.tools.papers.comparison import RECORDS
 from spbench.bench.tools.papers.execution import draw
-from spbench.bench.tools.papers.reproduction import RUNS
 from tests.tools.commands.conftest import Run
 from tests.tools.commands.small_paper import PUBLISHED, SMALL, TABLE, refuses, spbench
 
@@ -49,42 +45,6 @@ def test_one_scenario_of_a_paper_alone(spbench: Run, monkeypatch: pytest.MonkeyP
         2,
         "spbench: no scenario 'smal' answers to rsa; did you mean 'small'? (choices: other, small)\n",
     )
-
-
-def test_every_published_number_has_a_line(spbench: Run) -> None:
-    code, out, _ = spbench("reproduce", "rsa")
-    assert code == 0
-    found = lines_of("results/reproduction/rsa.csv")
-    assert tuple(found[0]) == RECORDS
-    shown = (*RECORDS[:1], *RECORDS[3:6], *("role", "status_published", "status_reproduced"))
-    assert [",".join(record[name] for name in shown) for record in found] == [
-        "rsa-max-seqlen-base,ratio,3.0,4.0,predicted,,",
-        "rsa-linformer-upper-bound,max_seq_len,114000.0,4000.0,inferred,,",
-        "t1,memory_mb,1000.0,1024.0,predicted,ok,ok",
-        "t1,memory_mb,,1024.0,predicted,oom,ok",
-        "t1,memory_mb,2048.0,1024.0,predicted,ok,ok",
-        "t1,length,2200.0,2000.0,predicted,ok,ok",
-        "t1,length,,4000.0,predicted,oom,ok",
-        "t1,length,8000.0,8000.0,inferred,ok,ok",
-    ]
-    assert {(r["scenario"], r["variant"]) for r in found} == {("small", "first")}
-    assert re.fullmatch(r"bert-tiny/ring\S* / bert-tiny/tensor\S*", found[0]["cell"])
-    assert found[0]["source"] == "rsa_claims.csv:rsa-max-seqlen-base:published"
-    assert found[2]["source"] == "t1.csv:1:memory_mb"
-    (run,) = lines_of("results/reproduction/rsa_runs.csv")
-    assert (tuple(run), run["cells"], run["ok"], run["failed"]) == (RUNS, "5", "5", "0")
-    assert "small: claims" in out
-    # an error for each role: of the two lengths, one decided a setting
-    for line in (
-        "t1, memory_mb (first): 2 predicted, median error 26.2%, worst 50.0%; status right in 2 of 3",
-        "t1, length (first): 1 predicted, median error 9.1%, worst 9.1%; 1 inferred, median error 0.0%, ",
-        "published oom, ours ok",
-    ):
-        assert line in out
-    assert out.splitlines()[-5:] == [
-        *("results/reproduction/rsa.csv", "results/reproduction/rsa_runs.csv", "", "5 cells: 5 ok"),
-        "rsa: 4 predicted, median error 21.2%, worst 50.0%; 2 inferred, median error 48.2%, worst 96.5%",
-    ]
 
 
 def test_numbers_that_no_paper_gives_are_ours_alone(spbench: Run) -> None:
@@ -138,14 +98,6 @@ def test_what_git_follows_is_not_written_unless_it_is_asked_for(spbench: Run) ->
     assert (here != there, Path("results/runs/small/cells.jsonl").is_file()) == (True, True)
     assert spbench("reproduce", "rsa", "--output", "results/reproduction")[0] == 0
     assert git(Path(), *status) != ""
-
-
-def test_formats(spbench: Run) -> None:
-    _, out, err = spbench("reproduce", "rsa", "--format", "csv")
-    assert out == Path("results/reproduction/rsa.csv").read_text()
-    assert "results/reproduction/rsa.csv" in err
-    content = json.loads(spbench("reproduce", "rsa", "--format", "json")[1])
-    assert (content["paper"], len(content["records"]), content["records"][3]["published"]) == ("rsa", 8, None)
 
 
 def test_failed_cells_are_exit_code_1(spbench: Run) -> None:

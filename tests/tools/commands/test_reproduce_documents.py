@@ -15,18 +15,21 @@ from typing import Any
 import pytest
 
 from spbench.bench.measure.scenarios.select import Narrowing
+from spbench.bench.measure.sweep.scenario_run import RanScenario
 from spbench.bench.tools.papers import reproduction
 from spbench.bench.tools.papers.answer import load_scenario
-from spbench.bench.tools.papers.comparison import Comparison, read_comparisons, read_records
+from spbench.bench.tools.papers.comparison import Comparison, as_lines, read_comparisons, read_records
 from spbench.bench.tools.papers.document import rendered_documents
-from spbench.bench.tools.papers.execution import RanScenario
 from spbench.bench.tools.papers.paper_findings import PaperFindings
 from tests.bench.hosts import files_of_at_most
 from tests.tools.commands.conftest import Run
 from tests.tools.commands.small_paper import made_by, refuses, spbench
+from tests.tools.texts import hold
 
 __all__ = ["spbench"]
 
+RESULTS = Path("results", "reproduction")
+PAPER_FILES = (RESULTS / "rsa.csv", RESULTS / "rsa_runs.csv")
 PAGE = """# Text
 by hand, about `<!-- spbench reproduce ... -->` and `<!-- end -->`
 <!-- spbench reproduce rsa: verdict -->
@@ -53,30 +56,20 @@ def write_documents() -> None:
     Path("results/reproduction/rsa.md").write_text(DETAILS)
 
 
-def test_the_text_is_what_the_files_give(spbench: Run) -> None:
+def test_the_texts_are_what_the_files_give(spbench: Run) -> None:
+    """Every published number has a line, and an error for each role: of the two lengths, one decided a
+    setting."""
     write_documents()
     code, out, _ = spbench("reproduce", "rsa", "--write")
-    assert (code, "\nREPRODUCE.md\nresults/reproduction/rsa.md\n\n5 cells: 5 ok\n" in out) == (0, True)
-    page, details = Path("REPRODUCE.md").read_text(), Path("results/reproduction/rsa.md").read_text()
-    for kept in (PAGE[: PAGE.index("<!-- spbench reproduce rsa")], "of another paper\n", "more by hand\n"):
-        assert kept in page
-    assert "old" not in details
-    assert details.endswith("<!-- end -->\nmore by hand\n")
-    assert "5 cells (5 ok), 0 s of one core in all.\n" in details
-    assert "| tensor_parallel | tp2 b64 Lmax | 1000 | 1024 | +2.4% | predicted |  |\n" in details
-    assert "## [RSA, arXiv 2105.13120](results/reproduction/rsa.md): no\n\n3 of 7 numbers met, " in page
-    link = "[A small scenario](results/reproduction/rsa.md#small)"
-    verdicts = "size: **no**, 2/5, 21.2%, 96.5%; memory: **no**, 1/3, 26.2%, 50.0%"
-    assert f"| {link} | {verdicts} | Two ranks: we do not know why. |\n" in page
-    claims = "1 predicted, median error 33.3%, worst 33.3%; 1 inferred, median error 96.5%, worst 96.5%"
-    assert f"| [A small scenario](#small) | claims | first | 2 | {claims} |  |\n" in details
-    memory = "2 predicted, median error 26.2%, worst 50.0%"
-    assert f"|  | t1: memory_mb | first | 2 | {memory} | 2 of 3 |\n" in details
-    records, runs = (Path("results/reproduction", f"rsa{kind}.csv") for kind in ("", "_runs"))
-    found = PaperFindings(
-        "rsa", read_comparisons(records), read_records(runs), {"small": load_scenario("small.yaml").document}
-    )
-    assert [*rendered_documents(found).values()] == [page, details]
+    records, runs, *documents = paths = [*PAPER_FILES, Path("REPRODUCE.md"), RESULTS / "rsa.md"]
+    files = [f"-- {path.name}\n{path.read_text()}" for path in paths]
+    hold(Path(__file__).parent / "texts" / "reproduce", "".join([f"exit code {code}\n", out, *files]))
+    as_csv, as_json = (spbench("reproduce", "rsa", "--format", form)[1] for form in ("csv", "json"))
+    assert as_csv == records.read_text()
+    assert as_lines(read_comparisons(records)) == json.loads(as_json)["records"]
+    loaded = {"small": load_scenario("small.yaml").document}
+    found = PaperFindings("rsa", read_comparisons(records), read_records(runs), loaded)
+    assert [*rendered_documents(found).values()] == [path.read_text() for path in documents]
 
 
 def test_a_number_that_is_compared_several_times_counts_once(spbench: Run) -> None:
@@ -146,7 +139,6 @@ def test_documents_that_cannot_be_written_into(
     refuses(spbench, "rsa --write", message)
 
 
-RESULTS = Path("results", "reproduction")
 #: of a row, what a time rests on
 RESTS = {"rates": "datasheet", "bound": "matmul"}
 
@@ -166,16 +158,12 @@ def compared(name: str, quantity: str, source: str) -> Comparison:
 
 
 def made(asked: list[tuple[Any, ...]]) -> Any:
-    """In place of running cells: two comparisons of one row, and what was asked."""
+    """In place of running cells: one row, and what was asked."""
 
     def run_cells(scenario: Any, narrowing: Narrowing, folder: Path, *rest: Any) -> RanScenario:
         asked.append((scenario.name, narrowing.clusters, folder))
         row = {"key": scenario.name, "status": "ok", "measurement": {"step_time_s": 1.0, **RESTS}}
-        found = [
-            compared(scenario.name, quantity, f"usp_end_to_end.csv:1:{quantity}")
-            for quantity in ("step_time_ms", "memory_gb")
-        ]
-        return RanScenario([row], [row], found, [])
+        return RanScenario([row], [], {"": row}, folder)
 
     return run_cells
 
@@ -191,6 +179,9 @@ def test_scenarios_run_on_the_clusters_of_their_names(
 ) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr(reproduction, "run_cells", made(asked))
+    quantities = ("step_time_ms", "memory_gb")
+    published = [compared("usp", each, f"usp_end_to_end.csv:1:{each}") for each in quantities]
+    monkeypatch.setattr(reproduction, "set_beside", lambda scenario, ran: (published, []))
     cluster = RESULTS / "datasheets" / "usp.yaml"
     cluster.parent.mkdir(parents=True)
     cluster.write_text("extends: dgx-a100\n")

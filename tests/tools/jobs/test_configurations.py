@@ -16,7 +16,7 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.bench.yaml_files import parse_yaml
 from spbench.impls.models.huggingface.config import model_from_config
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from tests.tools.jobs.job_inputs import GPUS, INPUTS, JOBS, job_of, read, settings, tabled
 
 HUGGING_FACE = Path(__file__).parents[2] / "impls/models/huggingface"

@@ -20,7 +20,7 @@ from spbench.bench.tools.jobs.flags import Flags, differences, program_flags
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.bench.tools.papers.megatron_cases import cases
-from spbench.impls.models.model import model_preset
+from spbench.impls.registries import model_preset
 from tests.tools.jobs.job_inputs import tabled
 
 #: a step of Llama-3-8B as Megatron-LM and torchtitan run it

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.measure.engines.plan import played_arguments
+from spbench.bench.measure.engines.cell_schedule import played_arguments
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile
 from tests.tools.jobs.job_inputs import INPUTS, JOBS, job_of, read, tabled

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser
 
 from spbench.bench.tools.report.build import Site
 from tests.plugins.additions import with_additions
-from tests.tools.report.chromium import DESKTOP, Visit, visit
+from tests.tools.report.conftest import DESKTOP, Visit, visit
 
 pytestmark = pytest.mark.slow
 

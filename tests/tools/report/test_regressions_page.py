@@ -220,7 +220,7 @@ def test_series_with_steps_or_targets_are_drawn_and_others_are_lines(history: Pa
     assert words == ["big", "worse", "better"]
     quiet = quiet_table(assessments)
     assert quiet is not None
-    levels = {(line["metric"], line["series"]): line["now"] for line in quiet.rows}
+    levels = {(line["metric"], line["cell"]): line["last"] for line in quiet.rows}
     assert levels["peak_memory_bytes", "same"] == "100"
     assert ("peak_memory_bytes", "worse") not in levels
     assert [*history_drawings(assessments, quiet=True)] == []  # all are exact
@@ -244,12 +244,12 @@ def test_a_step_is_marked_between_its_commits(history: Path) -> None:
     assert [*values] == [105 if at >= 33 else 100 for at in range(COMMITS)]
     (drawing,) = history_drawings(assessed(history))
     lines = {line["cell"]: line for line in drawing.rows}
-    assert lines["big"]["target"] == "800 is missed"
-    assert lines["worse"]["commits"] == f"{shorts[32]}..{shorts[33]}"
-    assert [lines["worse"][name] for name in ("step", "change", "before", "after")] == [
-        *("regression, stands", "+5.00%", "100", "105")
-    ]
-    assert lines["better"]["step"] == "meant: smaller moments"
+    assert lines["big"]["target"] == "at most 800: MISSED"
+    step = f"regression, stands: +5.00% (100 to 105) in {shorts[32]}..{shorts[33]}"
+    assert (lines["worse"]["what changed"], lines["worse"]["last"]) == (step, "105")
+    assert drawing.drawn is not None
+    assert step in drawing.drawn.alt
+    assert lines["better"]["what changed"].startswith("meant: smaller moments: -10.00% (100 to 90)")
 
 
 def test_the_ends_of_a_series_are_named_once(tmp_path: Path) -> None:

@@ -155,7 +155,8 @@ def test_hostile_texts_stay_texts(small: Site) -> None:
 """
     table = DataTable("t", HOSTILE, [{HOSTILE: HOSTILE}])
     drawing = DataTable("u", HOSTILE, [], drawn=Figure("u.svg", b"", HOSTILE, HOSTILE))
-    values = {"text": HOSTILE, "parts": [table, drawing, folded(HOSTILE, HOSTILE)]}
+    # a text that is written as the place of a part is none
+    values = {"text": f"{HOSTILE}\x029\x03", "parts": [table, drawing, folded(HOSTILE, HOSTILE)]}
     page = Page("a.html", HOSTILE, document, values, HOSTILE)
     read = Reader(str(page.rendered()["a.html"]))
     assert (read.tags["script"], read.tags["img"], read.handlers) == (2, 1, [])

@@ -21,16 +21,13 @@ from spbench.bench.measure.sweep.results import read_rows
 from spbench.bench.measure.sweep.sweep import as_row, digest
 from spbench.bench.measure.verify.verdicts import kept_verdicts, verified_code
 from spbench.bench.tools.papers.reproductions import read_trace, write_kept
-from spbench.bench.tools.report.drawings import layer_figure
+from spbench.bench.tools.report.drawings import bars_of, layer_figure, layer_table, messages
 from spbench.bench.tools.report.gathered import CellResult, Gathered
 from spbench.bench.tools.report.page import docstring, html_of
 from spbench.bench.tools.report.pages import strategies_page as pages_of_strategies
-from spbench.bench.tools.report.strategy_numbers import (
-    bars_of,
+from spbench.bench.tools.report.pages.strategies_page import (
     formula_lines,
-    layer_table,
     memory_lines,
-    messages,
     scenario_lines,
     verdict_lines,
 )

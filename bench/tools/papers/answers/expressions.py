@@ -35,8 +35,7 @@ from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.selector import Mistake, Selector, unknown_quantity
 from spbench.bench.tools.papers.sources import PublishedPlace
 from spbench.bench.yaml_files import PublishedNumber
-from spbench.impls.models.model import model_preset
-from spbench.impls.training.step import PRECISIONS
+from spbench.impls import PRECISIONS, model_preset
 
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,

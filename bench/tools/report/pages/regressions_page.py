@@ -18,10 +18,12 @@ from spbench.bench.errors import UserError
 from spbench.bench.git import SHORT_HASH, day_of, last_change
 from spbench.bench.measure import RESULTS_FILE
 from spbench.bench.tools.changes.history import Assessment, History, counts, read_history
+from spbench.bench.tools.changes.history_command import series_ends
 from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
 from spbench.bench.tools.changes.metrics import Difference
+from spbench.bench.tools.changes.record_command import Commit
 from spbench.bench.tools.changes.result_files import Results, read_results
-from spbench.bench.tools.changes.series import Series, Step
+from spbench.bench.tools.changes.series import Step
 from spbench.bench.tools.report.drawings import history_figure, label_of, svg
 from spbench.bench.tools.report.gathered import Gathered
 from spbench.bench.tools.report.page import DataTable, Figure, Page
@@ -202,10 +204,15 @@ def _short(key: str) -> str:
     return "/".join(key.split("/")[:3])
 
 
+def _commits_of(assessments: Iterable[Assessment]) -> list[Commit]:
+    """The commits that any series has, by date."""
+    commits = {point.commit.hash: point.commit for one in assessments for point in one.series.points}
+    return sorted(commits.values(), key=lambda commit: (commit.date, commit.hash))
+
+
 def _in_history(assessments: Sequence[Assessment]) -> Change:
     """What came with the newest commit that any series has, beside the one before it."""
-    commits = {point.commit.hash: point.commit for one in assessments for point in one.series.points}
-    *_, before, newest = [None, None, *sorted(commits.values(), key=lambda c: (c.date, c.hash))]
+    *_, before, newest = [None, None, *_commits_of(assessments)]
     assert newest is not None
     now = [one for one in assessments if one.series.points[-1].commit.hash == newest.hash]
     steps = [
@@ -270,18 +277,17 @@ def history_drawings(assessments: Sequence[Assessment], *, quiet: bool = False) 
         group.sort(key=lambda assessment: not assessment.fails)
         panels, unit = group[:MOST_PANELS], group[0].series.unit
         more = f"; {len(group) - len(panels)} more in the table" if len(group) > len(panels) else ""
-        dates = {
-            p.commit.hash: p.commit.date
-            for a in assessments
-            if a.series.suite == suite
-            for p in a.series.points
-        }
-        places = {name: at for at, name in enumerate(sorted(dates, key=lambda name: (dates[name], name)))}
+        of_suite = _commits_of(a for a in assessments if a.series.suite == suite)
+        places = {commit.hash: at for at, commit in enumerate(of_suite)}
         caption = f"{metric} of {suite} over commits{f', in {unit}' if unit else ''}{more}"
         name = f"{'quiet' if quiet else 'steps'}-{number}"
-        alt = f"A line for each of {len(panels)} series; " + "; ".join(map(_said, panels))
+        said = (
+            f"{label_of(a.series)}: {'; '.join(step_words(a, each) for each in a.steps) or 'no step'}"
+            for a in panels
+        )
+        alt = f"A line for each of {len(panels)} series; {'; '.join(said)}"
         drawn = Figure(f"figures/history-{name}.svg", svg(history_figure(panels, places)), caption, alt)
-        yield DataTable(name, caption, list(map(_level, group)) if quiet else step_lines(group), drawn=drawn)
+        yield series_table(name, caption, group, drawn=drawn)
 
 
 def is_notable(assessment: Assessment) -> bool:
@@ -289,53 +295,29 @@ def is_notable(assessment: Assessment) -> bool:
     return bool(assessment.steps or assessment.targets)
 
 
-def _said(of: Assessment) -> str:
-    steps = (f"{s.verdict} {of.series.difference(s.before, s.after)} in {s.commit_range}" for s in of.steps)
-    return f"{label_of(of.series)}: {', '.join(steps) or 'no step'}"
+def step_words(of: Assessment, step: Step) -> str:
+    """A step in words: what it is, by how much, from what to what, and what else changed with it."""
+    series, kind = of.series, f"meant: {step.meant}" if step.meant else step.verdict
+    kind += ", stands" * any(step is each for each in of.regressions) + " (drift)" * step.drift
+    size = series.difference(step.before, step.after)
+    levels = f"{series.spelled(step.before)} to {series.spelled(step.after)}"
+    also = "".join(f", {name} {a} to {b}" for name, (a, b) in step.also_changed.items())
+    return f"{kind}: {size} ({levels}) in {step.commit_range}{also and ', also changed' + also[1:]}"
 
 
-def step_lines(group: Iterable[Assessment]) -> list[dict[str, Any]]:
-    """The steps of series as lines of a table; a series with a target alone has a line too."""
+def series_table(name: str, caption: str, assessments: Sequence[Assessment], **further: Any) -> DataTable:
+    """A line for each series: what `spbench history` says of it, its range over commits, and its steps."""
     lines = []
-    for of in group:
-        series, standing = of.series, {id(step) for step in of.regressions}
-        target = ", ".join(series.spelled(t.value) for t in of.targets) + " is missed" * bool(of.missed)
-        about = {"cell": series.cell, "machine": series.machine, "metric": series.metric.name}
-        for step in of.steps or [None]:
-            lines.append(about | _step_line(series, step, id(step) in standing) | {"target": target})
-    return lines
-
-
-def _step_line(series: Series, step: Step | None, stands: bool) -> dict[str, Any]:
-    if step is None:
-        return dict.fromkeys(("step", "change", "commits", "before", "after", "also changed"), "")
-    word = f"meant: {step.meant}" if step.meant else f"{step.verdict}{', stands' if stands else ''}"
-    return {
-        "step": word + " (drift)" * bool(step.drift),
-        "change": series.difference(step.before, step.after),
-        "commits": step.commit_range,
-        "before": series.spelled(step.before),
-        "after": series.spelled(step.after),
-        "also changed": ", ".join(f"{name} {a} to {b}" for name, (a, b) in step.also_changed.items()),
-    }
+    for of in assessments:
+        values = [point.value for point in of.series.points]
+        levels = {"lowest": of.series.spelled(min(values)), "highest": of.series.spelled(max(values))}
+        steps = {"what changed": "; ".join(step_words(of, step) for step in of.steps)}
+        lines.append(series_ends(of) | levels | steps)
+    return DataTable(name, caption, lines, **further)
 
 
 def quiet_table(assessments: Sequence[Assessment]) -> DataTable | None:
     """The series without a step or a target; None: there is none."""
-    lines = [_level(a) for a in assessments if not is_notable(a)]
-    caption = "Series without a step or a target: the present value, and the range over all commits"
-    return DataTable("others", caption, lines, sortable=True) if lines else None
-
-
-def _level(assessment: Assessment) -> dict[str, Any]:
-    series, values = assessment.series, [point.value for point in assessment.series.points]
-    return {
-        "suite": series.suite,
-        "metric": series.metric.name,
-        "series": label_of(series),
-        "now": series.spelled(series.current),
-        "unit": series.unit,
-        "commits": len(values),
-        "lowest": series.spelled(min(values)),
-        "highest": series.spelled(max(values)),
-    }
+    quiet = [each for each in assessments if not is_notable(each)]
+    caption = "Series without a step or a target: the last value, and the range over all commits"
+    return series_table("others", caption, quiet, sortable=True) if quiet else None

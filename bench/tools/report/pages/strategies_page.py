@@ -1,21 +1,25 @@
-"""A page of all strategies, and a page of each."""
+"""A page of all strategies, and a page of each: one layer drawn, bytes by closed form and by meter, memory at
+the peak, verdicts of verification, and the cells of results that use it."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
+from urllib.parse import urlencode
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure import Verdict, changed_parts, commit_of, read_rows, read_verdicts, verified_code
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.reproductions import LAYERS, read_trace
-from spbench.bench.tools.report import strategy_numbers as numbers
+from spbench.bench.tools.report.drawings import layer_table
 from spbench.bench.tools.report.gathered import CellResult, Gathered
 from spbench.bench.tools.report.page import DataTable, Page
-from spbench.impls.discovery import absent
-from spbench.impls.registries import peers, strategies
+from spbench.bench.units import GIB, MS
+from spbench.impls import absent, all_peers, all_strategies
+from spbench.plots.series import grouped
 from spbench.plots.style import model_name, strategy_name
 
 #: statuses of cells that a strategy has run
@@ -24,7 +28,7 @@ _RAN = ("ok", "oom", "mismatch")
 
 def pages(gathered: Gathered) -> Iterator[Page]:
     """strategies.html, and strategy-NAME.html of each strategy."""
-    classes = dict(sorted(strategies().items()))
+    classes = dict(sorted(all_strategies().items()))
     verdicts = read_verdicts(gathered.results / "verification")
     proofs = {name: _proof(name, verdicts) for name in classes}
     yield Page(
@@ -33,8 +37,8 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         "strategies.md",
         {
             "strategies": [(cls, strategy_name(name), proofs[name]) for name, cls in classes.items()],
-            "cells": {name: len(numbers.uses(name, gathered.cells)) for name in classes},
-            "peers": [(name, cls, absent(cls.requires)) for name, cls in sorted(peers().items())],
+            "cells": {name: len(uses(name, gathered.cells)) for name in classes},
+            "peers": [(name, cls, absent(cls.requires)) for name, cls in sorted(all_peers().items())],
         },
         "Strategies",
         30,
@@ -42,7 +46,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
         "All strategies",
     )
     for name, cls in classes.items():
-        title, cells = strategy_name(name), numbers.uses(name, gathered.cells)
+        title, cells = strategy_name(name), uses(name, gathered.cells)
         yield Page(
             f"strategy-{name}.html",
             title[:1].upper() + title[1:],
@@ -52,7 +56,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
                 "options": fields(cls.options_type),
                 "about": sys.modules[cls.__module__].__doc__ or cls.__doc__ or "",
                 "layers": list(_layers(gathered, name)),
-                "uses": numbers.scenario_lines(cells),
+                "uses": scenario_lines(cells),
                 "folder": f"{gathered.results}/verification",
                 "proof": proofs[name],
                 **_measured(name, gathered, cells),
@@ -90,8 +94,8 @@ def _layers(gathered: Gathered, name: str) -> Iterator[dict[str, Any]]:
             **_made(row, cell),
             "on": on,
             "place": place,
-            "drawing": numbers.layer_table(trace, name, f"phases{place}", f"{_at(cell)}, on {on}"),
-            "times": DataTable(f"times{place}", caption, numbers.time_lines(trace)),
+            "drawing": layer_table(trace, name, f"phases{place}", f"{_at(cell)}, on {on}"),
+            "times": DataTable(f"times{place}", caption, time_lines(trace)),
         }
 
 
@@ -106,7 +110,7 @@ def _measured(name: str, gathered: Gathered, cells: Sequence[CellResult]) -> Map
         return about
     cell, lines, shape = (
         Cell.model_validate(row["cell"]),
-        numbers.formula_lines(row),
+        formula_lines(row),
         ("model", "batch", "seq_len"),
     )
     beside = [each for each in ran if all(each["cell"][of] == row["cell"][of] for of in shape)]
@@ -117,7 +121,7 @@ def _measured(name: str, gathered: Gathered, cells: Sequence[CellResult]) -> Map
         "made": _made(row, cell),
         "formula": DataTable("formula", sent, lines) if lines else None,
         "differing": [line for line in lines if line["difference"]],
-        "memory": DataTable("memory", held, numbers.memory_lines(beside)),
+        "memory": DataTable("memory", held, memory_lines(beside)),
     }
 
 
@@ -130,12 +134,143 @@ def _proof(name: str, verdicts: Sequence[Verdict]) -> Mapping[str, Any] | None:
     judged = [verdict for verdict in own if verdict["status"] == "green" and verdict["dtype"] == "fp64"]
     caption = "Relative errors against one device in float64: the worst tensor of all ranks and cases"
     return {
-        "alone": numbers.count_by_status(alone) if alone else None,
-        "counts": numbers.count_by_status(own),
+        "alone": count_by_status(alone) if alone else None,
+        "counts": count_by_status(own),
         "is_present": {verdict["code"] for verdict in own} == {verified_code()},
         "worst": max(judged, key=lambda verdict: verdict["error"] or 0.0, default=None),
         "runs": sorted(
             {(v["commit"], v["torch"], v["time"][:10], v["code"] == verified_code()) for v in own}, key=str
         ),
-        "table": DataTable("verification", caption, numbers.verdict_lines(own), sortable=True),
+        "table": DataTable("verification", caption, verdict_lines(own), sortable=True),
     }
+
+
+# -- the numbers, as lines of tables ----------------------------------------------------------------------
+
+Line = dict[str, Any]
+
+_FORMULA, _METERED = "closed form (bytes)", "metered (bytes)"
+
+
+def formula_lines(row: Row) -> list[Line]:
+    """What a rank sends in a step of a cell, in bytes, by phase, collective and axis: by the closed form, as
+    metered, and the difference, which is 0 where both are right. Where the row says that another rank
+    differs, it has a line of its own."""
+    measured, lines = row["measurement"], {}
+    formula, metered = (grouped(measured.get(name) or [], _place) for name in ("formula", "communication"))
+    for place in formula | metered:
+        purposes = dict.fromkeys(entry["purpose"] for entry in formula.get(place, ()))
+        sent = (sum(entry["sent_bytes"] for entry in of.get(place, ())) for of in (formula, metered))
+        lines[place] = _line(place, ", ".join(purposes), *sent)
+    others = [
+        _line(_place(entry), f"on rank {entry['rank']}", entry["formula_bytes"], entry["metered_bytes"])
+        for entry in measured.get("formula_difference") or []
+        if not lines.get(_place(entry), {}).get("difference")
+    ]
+    return [line for line in lines.values() if line[_FORMULA] or line[_METERED]] + others
+
+
+def _place(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    return entry["phase"], entry["collective"].replace("_", "-"), entry.get("axis", "")
+
+
+def _line(place: Sequence[str], purpose: str, formula: float, metered: float) -> Line:
+    about = dict(zip(("phase", "collective", "axis"), place, strict=True)) | {"purpose": purpose}
+    return {**about, _FORMULA: formula, _METERED: metered, "difference": metered - formula}
+
+
+def memory_lines(rows: Iterable[Row]) -> list[Line]:
+    """What is held at the peak of the rank with the largest, in GiB: a line for each row, the largest first,
+    with ``in all`` and a column for each category that any of them holds."""
+    held = {row["cell"]["strategy"]: row["measurement"].get("peak_held") or {} for row in rows}
+    categories = list(dict.fromkeys(name for of in held.values() for name, nbytes in of.items() if nbytes))
+    ordered = sorted(held.items(), key=lambda entry: -sum(entry[1].values()))
+    return [
+        {
+            "strategy": strategy_name(name),
+            "in all": sum(of.values()) / GIB,
+            **{category.replace("_", " "): of.get(category, 0) / GIB for category in categories},
+        }
+        for name, of in ordered
+    ]
+
+
+def time_lines(trace: Mapping[str, Any]) -> list[Line]:
+    """What each rank's time of a traced step goes to, in ms."""
+    return [
+        {
+            "rank": rank,
+            **{
+                f"{part.removesuffix('_s').replace('_', ' ')} (ms)": seconds / MS
+                for part, seconds in of.items()
+            },
+        }
+        for rank, of in enumerate(trace["otherData"]["by_rank"])
+    ]
+
+
+# -- verification ----------------------------------------------------------------------------------------
+
+
+def verdict_lines(verdicts: Iterable[Verdict]) -> list[Line]:
+    """Verdicts by model, part, precision and backend; red ones first, and of several cases the worst."""
+    names = ("strategy", "model", "part", "dtype", "backend")
+    groups = grouped(verdicts, lambda verdict: tuple(str(verdict[name]) for name in names))
+    lines = [_verdict_line(key, group) for key, group in groups.items()]
+    if len({line["strategy"] for line in lines}) == 1:
+        lines = [{name: value for name, value in line.items() if name != "strategy"} for line in lines]
+    return sorted(lines, key=lambda line: (-line["red"], -line["green"]))
+
+
+def _verdict_line(key: tuple[str, ...], group: Sequence[Verdict]) -> Line:
+    counts = count_by_status(group)
+    judged = [verdict for verdict in group if verdict["status"] != "unsupported"]
+    worst = max(judged, key=lambda v: (v["status"] == "RED", _excess(v)), default=None)
+    names = ("strategy", "model", "part", "precision", "backend")
+    return {
+        **dict(zip(names, key, strict=True)),
+        "ranks": ", ".join(map(str, sorted({verdict["size"] for verdict in judged}))),
+        **counts,
+        "largest error": worst["error"] if worst else None,
+        "allowed": worst["limit"] if worst else None,
+        "where": _of(worst) if worst else group[0]["reason"],
+    }
+
+
+def _excess(verdict: Verdict) -> float:
+    """An error for its limit; a red one without an error is beyond any."""
+    if verdict["error"] is None or not verdict["limit"]:
+        return float("inf") if verdict["status"] == "RED" else 0.0
+    return float(verdict["error"] / verdict["limit"])
+
+
+def _of(verdict: Verdict) -> str:
+    where = f" on {verdict['mesh']}" if verdict["mesh"] else ""
+    return f"{verdict['tensor']}{where} {verdict['verdict'] or verdict['reason']}".strip()
+
+
+def count_by_status(verdicts: Iterable[Verdict]) -> dict[str, int]:
+    """How many are green, red and unsupported."""
+    counts = Counter(verdict["status"].lower() for verdict in verdicts)
+    return {status: counts[status] for status in ("green", "red", "unsupported")}
+
+
+# -- cells -----------------------------------------------------------------------------------------------
+
+
+def uses(strategy: str, cells: Iterable[CellResult]) -> list[CellResult]:
+    """The cells whose strategy it is, alone or with others around it or within it."""
+    return [cell for cell in cells if strategy in cell.row["cell"].get("strategy", "").split("+")]
+
+
+def scenario_lines(cells: Iterable[CellResult]) -> list[Line]:
+    """Cells by scenario and name of the strategy: how they ended, and a link to them on the page of cells."""
+    groups = grouped(cells, lambda cell: (cell.scenario, cell.row["cell"]["strategy"]))
+    lines = []
+    for (scenario, strategy), some in sorted(groups.items()):
+        about = {"scenario": scenario, "strategy": strategy}
+        statuses = sorted(Counter(cell.row["status"] for cell in some).items())
+        ended = ", ".join(f"{count} {status}" for status, count in statuses)
+        link = f"cells.html#{urlencode(about)}"
+        lines.append({**about, "cells": len(some), "of which": ended, "link": link})
+    return lines

@@ -15,7 +15,8 @@ from spbench.impls.models.huggingface import config as config_files
 from spbench.impls.models.huggingface.config import counting_fields, families, model_from_config
 from spbench.impls.models.huggingface.published import Published, published_model, published_models
 from spbench.impls.models.hybrid import HybridModel
-from spbench.impls.models.model import Model, model_preset, models
+from spbench.impls.models.model import Model
+from spbench.impls.registries import all_models, model_preset
 from spbench.impls.strategies.base import Strategy
 from tests.slow import slow
 
@@ -225,7 +226,7 @@ def test_every_second_layer_of_llama_4_may_have_an_mlp_of_its_own_size() -> None
 
 
 def test_presets_named_in_refusals_are_there() -> None:
-    assert set(config_files._PRESETS.values()) <= set(models())
+    assert set(config_files._PRESETS.values()) <= set(all_models())
 
 
 ONE_A_CONFIG = {id(each.config): each for each in published_models()}.values()

@@ -23,14 +23,13 @@ from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import fake_mesh, no_cyclic_collection
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.recorder import Recorder
-from spbench.impls.models.model import models
-from spbench.impls.registries import backends, strategies
-from spbench.impls.strategies.nesting import nesting, pairs
+from spbench.impls.registries import all_backends, all_models, all_strategies
+from spbench.impls.strategies.nesting import all_pairs, nesting
 from tests.cells import make_cell
 from tests.measure.engines.cells import differing_fields, supported
 from tests.measure.engines.devices import accelerator
 
-TINY = [name for name in models() if "-tiny" in name]
+TINY = [name for name in all_models() if "-tiny" in name]
 #: a strategy, a model and a backend; the other backends do what one of these does
 FEW = (
     ("ring_self_attention", "bert-tiny", "legacy_ddp"),
@@ -75,10 +74,10 @@ def cell_of(strategy: str, model: str, backend: str, pp: int = 1) -> Cell | None
 def every_combination() -> Iterator[tuple[str, str, str, int]]:
     """Strategy, model, backend and pipeline stages: the whole product, nested strategies on two backends."""
     for model in TINY:
-        for strategy in strategies():
-            yield from ((strategy, model, backend, 1) for backend in backends())
-            yield from ((strategy, model, name, 2) for name, cls in backends().items() if cls.pipelined)
-        for pair in pairs():
+        for strategy in all_strategies():
+            yield from ((strategy, model, backend, 1) for backend in all_backends())
+            yield from ((strategy, model, name, 2) for name, cls in all_backends().items() if cls.pipelined)
+        for pair in all_pairs():
             yield from ((pair.name, model, backend, 1) for backend in ("legacy_ddp", "zero3"))
 
 

@@ -1,8 +1,8 @@
-"""Markdown: the comment on a pull request, or the summary of a job.
+"""What GitHub shows at a pull request: the comment, and annotations.
 
-What is worse comes first, then what is missing, better and new; equal cells are counted. The first line is a
-mark that is always the same, by which a workflow finds the comment to update. The text stays below the most
-characters that GitHub takes for a comment: lines that have no room are counted.
+In the comment, what is worse comes first, then what is missing, better and new; equal cells are counted. Its
+first line is a mark that is always the same, by which a workflow finds the comment to update. The text stays
+below the most characters that GitHub takes for a comment: lines that have no room are counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure import with_band
 from spbench.bench.row import Row
 from spbench.bench.tools.changes.export_command import Exported, ExportRequest, Suite, shown_origin
-from spbench.bench.tools.changes.judgement_report import shown_difference, shown_number
+from spbench.bench.tools.changes.judgement_report import grouped, shown_difference, shown_number
 from spbench.bench.tools.changes.metrics import STATUSES, Difference, Reading, readings
 from spbench.bench.tools.changes.result_files import Claims
 from spbench.bench.units import three_digits
@@ -56,7 +56,7 @@ class Listing:
         return f"<details><summary>{self.title}</summary>\n\n{table}\n\n</details>"
 
 
-def export(request: ExportRequest) -> Exported:
+def _to_markdown(request: ExportRequest) -> Exported:
     """One document for all suites.
 
     Raises:
@@ -68,6 +68,10 @@ def export(request: ExportRequest) -> Exported:
     if request.not_run:
         blocks.append(f"**Not run:** {', '.join(request.not_run)}.")
     return Exported(_fitting(blocks) + "\n")
+
+
+export_markdown = _to_markdown
+"""Markdown: the comment on a pull request, or the summary of a job."""
 
 
 def _fitting(blocks: Sequence[str | Listing]) -> str:
@@ -188,3 +192,38 @@ def _shown(row: Row, reading: Reading) -> str:
 def _line(cells: Sequence[Any]) -> str:
     escaped = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
     return f"| {' | '.join(escaped)} |"
+
+
+# -- annotations -----------------------------------------------------------------------------------------
+
+
+def _to_github_annotations(request: ExportRequest) -> Exported:
+    """An ``::error`` for each group of what closes the gate, a ``::notice`` for each of what is better or
+    new, as `spbench compare` groups them, since GitHub shows ten of a kind a step; and one for each suite on
+    how many there are. UserError if there is nothing to compare with."""
+    lines = [line for suite in request.suites for line in _annotations(suite)]
+    return Exported("\n".join([*lines, ""]), [f"{name}: not run" for name in request.not_run])
+
+
+export_github_annotations = _to_github_annotations
+"""GitHub annotations: workflow commands, which a step of a job prints and GitHub shows at a pull request."""
+
+
+def _annotations(suite: Suite) -> Iterator[str]:
+    if (judgement := suite.judgement) is None:
+        raise UserError(f"{suite.name}: annotations say what differs; give --base, such as results/baseline")
+    for group in grouped(judgement.differences):
+        kind = "error" if group.worst.fails else "notice"
+        words = [f"{group.strategy} {group.values}".strip(), group.worst.why, group.where]
+        text = "; ".join(filter(None, words))
+        yield _command(kind, f"{suite.name}: {group.verdict}, {group.quantity}", text)
+    yield _command("notice", suite.name, f"{judgement.word}: {judgement.counted('equal')}")
+
+
+def _command(kind: str, title: str, text: str) -> str:
+    """A workflow command; what would end it or its title is written as GitHub's own toolkit writes it."""
+    for sign in "%\r\n":
+        title, text = (each.replace(sign, f"%{ord(sign):02X}") for each in (title, text))
+    for sign in ":,":
+        title = title.replace(sign, f"%{ord(sign):02X}")
+    return f"::{kind} title={title}::{text}"

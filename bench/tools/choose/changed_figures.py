@@ -12,8 +12,7 @@ from typing import Any
 
 from spbench.bench.errors import UserError, suggestion
 from spbench.bench.files import cache_folder, write_whole
-from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
-from spbench.bench.measure.clusters.figures import ASKED
+from spbench.bench.measure import ASKED, Cluster, load_cluster
 from spbench.bench.yaml_files import validate
 from spbench.bench.yaml_text import dump
 

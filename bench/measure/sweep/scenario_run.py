@@ -1,0 +1,231 @@
+"""A scenario's cells, run into a folder: which of them run, which rows are kept, and what is said of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+from spbench.bench.cell import Cell
+from spbench.bench.errors import Interrupted
+from spbench.bench.measure.clusters.card_kernels import usual_kernel
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.scenarios.choices import option_mistakes
+from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.measure.scenarios.select import NO_KERNEL, Narrowing
+from spbench.bench.measure.sweep import sweep
+from spbench.bench.measure.sweep.executor import Executor
+from spbench.bench.measure.sweep.results import ResultsFile
+from spbench.bench.measure.sweep.worker import Crew
+from spbench.bench.measure.trust.bands import NO_RATE, priced_by_in_words
+from spbench.bench.measured_code import has_baseline, refuse_unmeasured_checkout, unmeasured_checkout
+from spbench.bench.row import FAULTS, FINAL, Row
+from spbench.impls import is_packaged, model_preset, nesting
+
+
+class Watch(Protocol):
+    """What is told as cells begin and end."""
+
+    def begin(self, cell: Cell) -> None: ...
+
+    def end(self, row: Row) -> None: ...
+
+
+class Telling(Protocol):
+    """How a person is told of a run, as the module :mod:`command_line.progress` does.
+
+    Attributes:
+        message: tells what a person must know.
+        remark: tells what is about to be done, unless a person wants quiet.
+        watch: tells how far a number of cells are, until its context is left.
+    """
+
+    def message(self, text: str, /) -> None: ...
+
+    def remark(self, text: str, /) -> None: ...
+
+    def watch(self, cells: int, /) -> AbstractContextManager[Watch]: ...
+
+
+@dataclass(frozen=True)
+class RanScenario:
+    """What became of a scenario's cells.
+
+    Attributes:
+        rows: of the cells that were asked for.
+        declared: the scenario's own cells.
+        known: the rows, by key, of these cells and of all that were asked for, which this run or an earlier,
+            differently narrowed one has measured and which are not out of date.
+        path: of the results file.
+    """
+
+    rows: list[Row]
+    declared: list[Cell]
+    known: dict[str, Row]
+    path: Path
+
+    def failed(self, telling: Telling, must_fit: bool = False) -> bool:
+        """Whether cells have no result or a wrong one, or do not fit where they must; if so, a message says
+        how many, by status."""
+        counts = Counter(row["status"] for row in self.rows if row["status"] in FAULTS)
+        if counts:
+            detail = "" if counts.keys() == {"failed"} else f" ({_counted(counts)})"
+            again = "; the same command tries them again" if counts.keys() - set(FINAL) else ""
+            telling.message(f"spbench: {counts.total()} of {len(self.rows)} cells failed{detail}{again}")
+        others = Counter(row["status"] for row in self.rows if must_fit and row["status"] != "ok")
+        if others:
+            count = f"{others.total()} of {len(self.rows)}"
+            telling.message(f"spbench: {count} cells are not ok: {_counted(others)}")
+        return bool(counts or others)
+
+
+def _counted(statuses: Counter[str]) -> str:
+    return ", ".join(f"{count} {status}" for status, count in statuses.items())
+
+
+def run_cells(
+    scenario: Scenario,
+    narrowing: Narrowing,
+    folder: Path,
+    telling: Telling,
+    jobs: int | None,
+    fresh: bool,
+    crew: Crew | None = None,
+    executor: Executor | None = None,
+    timeout_s: float | None = None,
+    unverified: bool = False,
+    watch: Watch | None = None,
+) -> RanScenario:
+    """Run a scenario's cells into a folder.
+
+    Args:
+        telling: who is told what runs, how far it is and what is to be known of its times.
+        fresh: move earlier results aside instead of keeping them.
+        jobs, crew, executor, unverified: as of :func:`sweep`.
+        timeout_s: seconds that a cell may take; None: what the scenario says.
+        watch: of several scenarios, all of whose cells it expects; None: these cells have their own.
+
+    Raises:
+        UserError: nothing is left to run, the folder cannot be written, or :func:`_check_measured_tree`.
+        Interrupted: a person ended the run; the error says how many cells are kept.
+    """
+    _check_measured_tree(scenario.name, telling)
+    declared = narrowing.declared(scenario)
+    limit = {} if timeout_s is None else {"timeout_s": timeout_s}
+    cells = [cell.model_copy(update=limit) for cell in narrowing.cells(scenario, declared)]
+    digest_of = sweep.digests_of_a_run()
+    with ResultsFile(folder, fresh=fresh) as results:
+        todo = sweep.unfinished(cells, results, digest_of)
+        _announce(results, sweep.outdated(cells, results.rows, digest_of), scenario, telling)
+        kept = f", {len(cells) - len(todo)} of them kept from before" if len(cells) > len(todo) else ""
+        running = f"; running {len(todo)}, {sweep.at_once(todo, jobs, executor)} at a time" if todo else ""
+        telling.remark(f"{scenario.name}: {scenario.document.title}: {len(cells)} cells{kept}{running}")
+        try:
+            with nullcontext(watch) if watch else telling.watch(len(todo)) as shown:
+                rows = sweep.sweep(
+                    cells,
+                    results,
+                    crew=crew,
+                    executor=executor,
+                    jobs=jobs,
+                    digest_of=digest_of,
+                    unverified=unverified,
+                    say=lambda text: telling.remark(f"{scenario.name}: {text}"),
+                    on_start=shown.begin,
+                    on_end=shown.end,
+                )
+        except KeyboardInterrupt as interrupt:
+            done = len(cells) - len(sweep.unfinished(cells, results, digest_of))
+            text = f"interrupted; {done} of {len(cells)} cells are in {results.path}, the same command "
+            raise Interrupted(f"{text}{'without --fresh ' if fresh else ''}goes on") from interrupt
+        of = {cell.key: cell for cell in [*declared, *cells]}
+        known = {k: r for k, r in results.rows.items() if k in of and sweep.is_current(of[k], r, digest_of)}
+    for text in _remarks(rows, scenario):
+        telling.message(f"{scenario.name}: {text}")
+    return RanScenario(rows, declared, known, results.path)
+
+
+def _announce(results: ResultsFile, stale: str, scenario: Scenario, telling: Telling) -> None:
+    """Tell what earlier results there are, and which of them are out of date."""
+    for problem in results.problems:
+        telling.message(f"spbench: warning: {problem}")
+    if results.moved:
+        telling.message(f"earlier results are now {results.moved}")
+    if stale:
+        telling.remark(f"{scenario.name}: {stale}")
+
+
+def _check_measured_tree(scenario: str, telling: Telling) -> None:
+    """Tell once where the checkout of spbench around the working folder is not what is measured.
+
+    Raises:
+        UserError: it has a baseline of the scenario, with which rows of other code have nothing to do.
+    """
+    here = Path.cwd()
+    if has_baseline(scenario, here):
+        refuse_unmeasured_checkout(here, f"this run of {scenario}, which has a baseline here,")
+    if warning := unmeasured_checkout(here):
+        _tell_once(telling.message, f"spbench: warning: {warning}")
+
+
+@cache
+def _tell_once(message: Callable[[str], None], text: str) -> None:
+    message(text)
+
+
+def _remarks(rows: Sequence[Row], scenario: Scenario) -> Iterator[str]:
+    """What is to be known of the times of some rows: operators whose cost is not known, each with its most
+    calls in one cell; times without a rate; and the attention kernel, where the scenario does not say it."""
+    unsaid = any("attention" not in c.model_options for each in scenario.cells.values() for c in each)
+    calls: dict[str, int] = {}
+    for row in rows:
+        for name, n in (row["measurement"].get("unpriced_operators") or {}).items():
+            calls[name] = max(n, calls.get(name, 0))
+    if calls:
+        named = ", ".join(f"{name} ({n})" for name, n in sorted(calls.items()))
+        yield f"timed by the bytes that they move alone, as their cost is not known: {named}"
+    missing = [row["measurement"] for row in rows if row["measurement"].get("rates") in NO_RATE]
+    if missing:
+        yield f"{len(missing)} of {len(rows)} times lack a rate: {priced_by_in_words(missing)}"
+    if names := _attending_by_matmuls(rows):
+        yield (
+            f"{', '.join(names)}: softmax attention by matmuls, priced as these, with its scores in memory; "
+            "F.scaled_dot_product_attention would count as attention (docs/add_strategy.md)"
+        )
+    if kernels := default_attention(rows) if unsaid else []:
+        yield f"attention not said, so taken: {'; '.join(kernels)}; model_options.attention says one"
+
+
+def _attending_by_matmuls(rows: Sequence[Row]) -> list[str]:
+    """The strategies of users whose models have causal softmax attention, where steps run no kernel of it."""
+    names = dict[str, None]()
+    for row in rows:
+        cell, parts = row["cell"], row["measurement"].get("parts") or {}
+        if not parts or parts.get("attention_s") or all(map(is_packaged, nesting(cell["strategy"]).classes)):
+            continue
+        model = model_preset(cell["model"], cell["model_options"], cell["model_config_json"])
+        if any(site.kind == "causal_attention" for site in model.sites(1, cell["seq_len"] or 1)):
+            names[cell["strategy"]] = None
+    return [*names]
+
+
+def default_attention(rows: Sequence[Row]) -> list[str]:
+    """The attention kernel of each cluster that simulated times take, where that is the usual one of its
+    programs and not the default of its file, or that default although programs usually run another one."""
+    kernels: dict[str, str] = {}
+    for row in rows:
+        cell, attention_s = row["cell"], (row["measurement"].get("parts") or {}).get("attention_s")
+        name, kernel = cell["cluster"], (cell.get("model_options") or {}).get("attention", NO_KERNEL)
+        rates, usual = load_cluster(name).device.attention, usual_kernel(load_cluster(name).device)
+        if not attention_s or rates is None or usual == rates.default or kernel not in (NO_KERNEL, usual):
+            continue
+        # a model whose attention is linear has no such option
+        config = cell.get("model_config_json")
+        if not option_mistakes("model_options", cell["model"], {"attention": usual}, config):
+            of_file = f"{rates.default}, the default of {name} (its programs usually run {usual})"
+            kernels.setdefault(name, f"{usual}, usual on {name}" if kernel == usual else of_file)
+    return list(kernels.values())
