@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from spbench.bench.command_line.cli import COMMANDS, cli, exit_code
-from spbench.bench.measure import load_cluster, load_scenario
+from spbench.bench.measure.clusters.cluster import load_cluster
+from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.tools.changes.history import MEANT_FILE, TARGETS_FILE, Acceptance, Target, read_entries
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from tests.docs import blocks as module

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure import option_mistakes, run_cell
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.scenarios.choices import option_mistakes
 from spbench.impls.axes import group_name, in_order, ranks_along, spelled, unused_axes
 from spbench.impls.dispatchers.sent_tokens import dropped_tokens, positions_of, rows_of_ranks, sent_tokens
 from spbench.impls.folding import folded_sizes, members

@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from spbench.bench.measure import Narrowing, load_scenario
+from spbench.bench.measure.scenarios.scenario import load_scenario
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.plots import FIGURES
 from spbench.plots.grid import Drawing
 from spbench.plots.paper import COLUMN_INCHES, PAGE_INCHES

@@ -9,7 +9,8 @@ import spbench
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
-from spbench.bench.measure import Narrowing, cell_names
+from spbench.bench.measure.scenarios.choices import cell_names
+from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.sweep.dask_task import Installation
 from spbench.bench.measured_code import code_digest
 from spbench.impls import loose_files

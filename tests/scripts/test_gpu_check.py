@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure import as_row, load_scenario, plan
+from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.scenarios.scenario import load_scenario
+from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Outcome
 from spbench.bench.row import json_line
 from tests.slow import slow

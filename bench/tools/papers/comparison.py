@@ -203,7 +203,7 @@ def lines_of(frame: DataFrame) -> Iterator[Any]:
     yield from with_none(frame).itertuples()
 
 
-def as_lines(frame: DataFrame, columns: Iterable[str] = RECORDS) -> list[dict[str, Any]]:
+def as_lines(frame: DataFrame, columns: Sequence[str] = RECORDS) -> list[dict[str, Any]]:
     """The lines of a frame by these columns, as programs read them."""
     return [dict(zip(columns, line, strict=True)) for line in with_none(frame[[*columns]]).to_numpy()]
 

@@ -78,16 +78,16 @@ def orders(times: DataFrame) -> DataFrame:
     Args:
         times: of :func:`with_cells`; those of :data:`STEP_TIME` with both numbers count.
     """
-    times = times[(times["quantity"] == STEP_TIME) & times["has_both"] & times["of"].notna()]
+    times = times[(times["quantity"] == STEP_TIME) & times["has_both"] & times["declared"].notna()]
     lines = []
     for _, run in groups(times, "alike"):
-        if len({(cell.strategy, cell.mesh_text) for cell in run["of"]}) > 1:
-            batches = [cell.batch or 1 for cell in run["of"]]
+        if len({(cell.strategy, cell.mesh_text) for cell in run["declared"]}) > 1:
+            batches = [cell.batch or 1 for cell in run["declared"]]
             published, ours = (run[name] / batches for name in ("published", "reproduced"))
-            fastest: list[Any] = [times.idxmin() for times in (published, ours)]
-            line = {"table": run["table_name"].iloc[0], "cell": run["of"].iloc[0], "layouts": len(run)}
+            fastest: list[Any] = [published.idxmin(), ours.idxmin()]
+            line = {"table": run["table_name"].iloc[0], "cell": run["declared"].iloc[0], "layouts": len(run)}
             line |= {"tau": float(scipy.stats.kendalltau(published, ours).statistic)}
-            line |= dict(zip(("fastest", "our_fastest"), run["of"].loc[fastest], strict=True))
+            line |= dict(zip(("fastest", "our_fastest"), run["declared"].loc[fastest], strict=True))
             lines.append(line | {"distance": published[fastest[1]] / published[fastest[0]] - 1})
     return DataFrame(lines, columns=["table", "cell", "layouts", "tau", "fastest", "our_fastest", "distance"])
 
@@ -131,14 +131,15 @@ def shown_tau(tau: float | None) -> str:
 
 
 def with_cells(records: DataFrame, cells: Mapping[str, Cell]) -> DataFrame:
-    """The records with their cells, as ``of``, None where ``cells`` by key has none; and ``alike``, what the
-    records of one run have in common: their table and variant, and :func:`run_of` their cells; else ""."""
-    of = [cells.get(key) for key in records["cell"]]
+    """The records with their cells as ``declared``, None where ``cells`` by key has none; and ``alike``, what
+    the records of one run share: their table and variant, and :func:`run_of` their cells; else ""."""
+    declared = [cells.get(key) for key in records["cell"]]
     alike = [
         cell and str((table, cell.variant, *run_of(cell.model_dump(mode="json"))))
-        for table, cell in zip(records["table_name"], of, strict=True)
+        for table, cell in zip(records["table_name"], declared, strict=True)
     ]
-    return records.assign(of=Series(of, records.index, object), alike=[run or "" for run in alike])
+    runs = [run or "" for run in alike]
+    return records.assign(declared=Series(declared, records.index, object), alike=runs)
 
 
 def counted_times(paths: Iterable[Path]) -> DataFrame:
@@ -170,11 +171,11 @@ def observations(records: DataFrame, cells: Mapping[str, Cell]) -> DataFrame:
         cells: by key; a record whose cell is not there is compared with no other.
     """
     seen, source_of = with_cells(records, cells), publishers()
-    devices = [cell and load_cluster(cell.cluster).device for cell in seen["of"]]
+    devices = [cell and load_cluster(cell.cluster).device for cell in seen["declared"]]
     # the kernel of its attention; "none" of a model without
-    kernels = [cell.model_options.get("attention", "none") if cell else "" for cell in seen["of"]]
+    kernels = [cell.model_options.get("attention", "none") if cell else "" for cell in seen["declared"]]
     # a rate is of a run's cells, all of the same length
-    batches = [(cell and cell.batch) or 1 for cell in seen["of"]]
+    batches = [(cell and cell.batch) or 1 for cell in seen["declared"]]
     times = (seen["reproduced"] / batches).where(~seen["is_rate"], 1 / seen["reproduced"])
     return seen.assign(
         source=[source_of(source) for source in seen["source"]],

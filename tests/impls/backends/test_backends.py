@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import VirtualEngine, model_parameters, only_plain_traces
+from spbench.bench.measure.engines.plan import model_parameters
+from spbench.bench.measure.engines.tracing import only_plain_traces
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.backends.backend import Backend

@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import MemoryLog, VirtualEngine, measure, model_parameters, rank_classes, run_cell
 from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.plan import model_parameters, rank_classes
+from spbench.bench.measure.engines.run_cell import measure, run_cell
 from spbench.bench.measure.engines.setup import build_training
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls.backends import meta_device, zero1
 from spbench.impls.backends.flat import owners_of

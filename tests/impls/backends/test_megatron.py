@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import VirtualEngine, model_parameters, only_plain_traces, plan
 from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.plan import model_parameters, plan
+from spbench.bench.measure.engines.tracing import only_plain_traces
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.memory.allocator import GRANULE
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.impls.backends import main_gradients

@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 
 import spbench.impls.peers
-from spbench.bench.measure import plan, strategy_problem
+from spbench.bench.measure.engines.plan import plan
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.virtual import merged
 from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.scenarios.choices import strategy_problem
 from spbench.bench.measure.verify.cases import VerifyRow, verify_case
 from spbench.bench.measure.verify.verified_run import Case
 from spbench.impls import discovery, registries

@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import VirtualEngine, plan, rank_classes
 from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.plan import plan, rank_classes
 from spbench.bench.measure.engines.tracing import trace
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.beside_values import seen_pairs
 from spbench.impls.attended import Attended

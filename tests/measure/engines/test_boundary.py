@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from spbench.bench.cell import Cell, SearchRequest, Sizes, TrainingOptions
-from spbench.bench.measure import MemoryLog, VirtualEngine, load_scenario, run_cell
 from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.engines.deepened_traces import Effort
 from spbench.bench.measure.engines.engine import Candidates
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.search import Guesses, largest_that_fits
 from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.virtual import VirtualEngine
+from spbench.bench.measure.scenarios.scenario import load_scenario
+from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import CommunicationMeter
 from spbench.bench.measurement import Measurement
 from spbench.impls.strategies.base import Unsupported

@@ -18,12 +18,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import MemoryLog, VirtualEngine, rank_classes
 from spbench.bench.measure.engines import emulated, search, tracing, virtual
 from spbench.bench.measure.engines.emulated import BACKEND, EmulatedEngine, EmulatedGroup, memory_fraction
+from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.search import largest_fitting
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import fake_mesh
+from spbench.bench.measure.engines.virtual import VirtualEngine
+from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement
 from spbench.impls.layout import Unavailable
 from spbench.impls.registries import all_backends, all_models, all_strategies

@@ -7,10 +7,12 @@ import torch
 from pydantic import ValidationError
 
 from spbench.bench.cell import Cell, Learning
-from spbench.bench.measure import Narrowing, as_row, run_cell
 from spbench.bench.measure.engines import distributed
 from spbench.bench.measure.engines.distributed import learning_rate, losses_of_rank
+from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.scenarios.select import Narrowing
+from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Outcome
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import compare, load_scenario

@@ -21,10 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import MemoryLog, set_up
 from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.setup import set_up
 from spbench.bench.measure.engines.tracing import fake_mesh
 from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.impls.registries import all_backends, all_models, all_strategies
 from tests.grid import cases
 from tests.measure.engines.cells import SMALL, supported, written_cell

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import ClassTraces, NotAlike
 from spbench.bench.measure.engines import deepened_traces, pipeline_stages, traces, tracing, virtual
+from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.pipeline_stages import Turns, put_together
 from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.simulator.timeline import trace_events
 from spbench.bench.measure.trace import repeated_steps, step_records
 from spbench.bench.measure.trace.event_log import RecordedEvent, Streams

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from spbench.bench.cell import Cell, Sizes, Timing, TrainingOptions
-from spbench.bench.measure import Cluster, VirtualEngine, load_cluster, plan, rank_classes, usable_cores
+from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines import distributed, step_times, virtual
 from spbench.bench.measure.engines.distributed import DistributedEngine
+from spbench.bench.measure.engines.plan import plan, rank_classes
 from spbench.bench.measure.engines.setup import record_step
 from spbench.bench.measure.engines.step_times import (
     add_timed_steps,
@@ -31,8 +32,10 @@ from spbench.bench.measure.engines.step_times import (
     seconds,
     utilization,
 )
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.processes.stacks import RankError
+from spbench.bench.measure.processes.starting import usable_cores
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measurement import Measurement
 from spbench.impls.strategies.base import Unsupported

@@ -13,12 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from spbench.bench.cell import Cell, TrainingOptions
-from spbench.bench.measure import VirtualEngine, load_cluster
+from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines import distributed, tracing
 from spbench.bench.measure.engines.distributed import DistributedEngine
 from spbench.bench.measure.engines.plan import RankClass, plan
 from spbench.bench.measure.engines.rank_memory import RankMemory, allocator_of, needs
 from spbench.bench.measure.engines.traces import trace_key
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.trace.memory_log import MemoryLog, Peak
 from spbench.bench.measure.trace.recorder import FastRecorder

@@ -13,8 +13,8 @@ import pytest
 
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
-from spbench.bench.measure import ResultsFile, read_rows
 from spbench.bench.measure.sweep.executor import opened
+from spbench.bench.measure.sweep.results import ResultsFile, read_rows
 from spbench.bench.measure.sweep.sweep import sweep
 from tests.bench import fakes
 from tests.bench.fakes import cell

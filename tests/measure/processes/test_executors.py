@@ -16,11 +16,12 @@ import pytest
 
 from spbench.bench.command_line.cli import exit_code
 from spbench.bench.errors import UserError
-from spbench.bench.measure import ResultsFile, load_cluster
+from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.sweep import dask_task
 from spbench.bench.measure.sweep import executor as executor_module
 from spbench.bench.measure.sweep.dask_task import Installation
 from spbench.bench.measure.sweep.executor import opened
+from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.sweep import at_once, sweep, unfinished
 from spbench.bench.measure.sweep.worker import Crew, Worker
 from tests.bench import fakes

@@ -17,12 +17,14 @@ import pytest
 
 from spbench.bench.command_line.cli import launched_exit_code
 from spbench.bench.errors import UserError
-from spbench.bench.measure import Crew, ResultsFile, measure
+from spbench.bench.measure.engines.run_cell import measure
 from spbench.bench.measure.processes import starting
 from spbench.bench.measure.processes.rank_agent import Launched
 from spbench.bench.measure.processes.rank_pool import RankPool, loopback_store
 from spbench.bench.measure.processes.starting import check_open_files, no_process
+from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.sweep import sweep, unfinished
+from spbench.bench.measure.sweep.worker import Crew
 from spbench.bench.row import FINAL, Row
 from tests.bench import fails_to_import, fakes, slow_to_import
 from tests.bench.fakes import cell

@@ -12,9 +12,12 @@ import yaml
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.measure import Narrowing, as_row, changed_parts, engine_classes, load_scenario
+from spbench.bench.measure.engines.engine import engine_classes
 from spbench.bench.measure.engines.traces import trace_key
 from spbench.bench.measure.scenarios.expand import _PARTLY_HEEDED, expand, ignored
+from spbench.bench.measure.scenarios.scenario import load_scenario
+from spbench.bench.measure.scenarios.select import Narrowing
+from spbench.bench.measure.sweep.sweep import as_row, changed_parts
 from spbench.bench.measurement import Outcome
 from spbench.impls.registries import model_preset
 

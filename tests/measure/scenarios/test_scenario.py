@@ -11,19 +11,14 @@ import yaml
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
-from spbench.bench.measure import (
-    Cluster,
-    Narrowing,
-    Scenario,
-    cluster_names,
-    load_cluster,
-    refusal,
-    verify_cases,
-)
+from spbench.bench.measure.clusters.cluster import Cluster, cluster_names, load_cluster
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.scenarios import expand
+from spbench.bench.measure.scenarios.choices import refusal
 from spbench.bench.measure.scenarios.expand import on_device, playing_rank
-from spbench.bench.measure.scenarios.select import UNSET, differing_settings
+from spbench.bench.measure.scenarios.scenario import Scenario
+from spbench.bench.measure.scenarios.select import UNSET, Narrowing, differing_settings
+from spbench.bench.measure.verify.cases import verify_cases
 from spbench.bench.setting_values import MOST_RANKS
 from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.selector import Selector

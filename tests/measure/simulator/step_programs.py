@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from spbench.bench.measure import Calibration, Cluster, ProgramBuilder, Simulator
+from spbench.bench.measure.clusters.cluster import Calibration, Cluster
 from spbench.bench.measure.simulator.program import Group, Program
+from spbench.bench.measure.simulator.program_builder import ProgramBuilder
+from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.timeline import Timeline
 
 

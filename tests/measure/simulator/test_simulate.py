@@ -13,12 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spbench.bench.measure import Costs, ProgramBuilder, RatesUnknown, check_rates
+from spbench.bench.measure.clusters.card_kernels import RatesUnknown, check_rates
 from spbench.bench.measure.clusters.cluster import Calibration, Link, cluster_names, load_cluster
 from spbench.bench.measure.simulator import message_matching
 from spbench.bench.measure.simulator import simulate as simulation
+from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.message_matching import Deadlock, owners
 from spbench.bench.measure.simulator.program import Group, Mesh, Program, coordinates, offset, shifted
+from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.simulate import Simulator, smallest_shifts
 from spbench.bench.measure.simulator.simulation import Simulation
 from spbench.bench.measure.simulator.timeline import Timeline, trace_events

@@ -17,9 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure import Calibration, Cluster, Costs, Host
+from spbench.bench.measure.clusters.cluster import Calibration, Cluster
+from spbench.bench.measure.clusters.rates import Host
 from spbench.bench.measure.engines import tracing, virtual
 from spbench.bench.measure.simulator import host_clock
+from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.message_matching import owners
 from spbench.bench.measure.simulator.program import (
     COLLECTIVE,

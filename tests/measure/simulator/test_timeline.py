@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spbench.bench.cell import Cell, Sizes
 from spbench.bench.errors import UserError
-from spbench.bench.measure import ProgramBuilder, VirtualEngine
 from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.simulator.program import (
     ATTENTION,
     COLLECTIVE,
@@ -31,6 +31,7 @@ from spbench.bench.measure.simulator.program import (
     Group,
     Program,
 )
+from spbench.bench.measure.simulator.program_builder import ProgramBuilder
 from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.kernels.softmax import masked_softmax

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure import MemoryLog, VirtualEngine, set_up
 from spbench.bench.measure.engines import tracing
+from spbench.bench.measure.engines.setup import set_up
+from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.memory.allocator import rounded
+from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.layout import Unsupported
 from tests.measure.engines.cells import cell_of

@@ -13,7 +13,7 @@ import pytest
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.shown_times import shown_band
-from spbench.bench.measure import ANY, ErrorModel, Interval, flat
+from spbench.bench.measure.sweep.results import flat
 from spbench.bench.measure.trust.bands import (
     PEAK,
     RESERVED,
@@ -23,6 +23,7 @@ from spbench.bench.measure.trust.bands import (
     tied,
     with_band,
 )
+from spbench.bench.measure.trust.error_model import ANY, ErrorModel, Interval
 from spbench.bench.measure.trust.fit_certainty import Evidence, Filled, certainty, packaged_evidence
 from spbench.bench.measurement import filled
 from spbench.bench.setting_values import STAND_INS, STOOD_IN, StandIn

@@ -10,11 +10,12 @@ import pytest
 import spbench
 from spbench.bench.cell import Cell
 from spbench.bench.files import CACHE_FOLDER
-from spbench.bench.measure import ResultsFile, unproven
 from spbench.bench.measure.processes.rank_pool import RankPool
+from spbench.bench.measure.sweep.results import ResultsFile
 from spbench.bench.measure.sweep.sweep import sweep
 from spbench.bench.measure.verify import proof
 from spbench.bench.measure.verify.cases import VerifyRow
+from spbench.bench.measure.verify.proof import unproven
 from spbench.bench.measurement import Outcome
 from spbench.impls import loose_files
 from spbench.impls.strategies.nesting import Nesting

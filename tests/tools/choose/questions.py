@@ -22,10 +22,10 @@ def asked(gpus: int, cluster: str = "dgx-a100", seq_len: int = 256, batch: int =
     """A question about the tiny model.
 
     Args:
-        more: of :func:`question`, and ``settings`` by dotted name.
+        more: of :func:`question`, ``settings`` by dotted name, and ``model`` in place of it.
     """
     settings = {"seq_len": seq_len, "batch": batch, **more.pop("settings", {})}
-    return question((MODEL,), Asked(cluster, gpus, None, settings), **more)
+    return question((more.pop("model", MODEL),), Asked(cluster, gpus, None, settings), **more)
 
 
 def small_cards(folder: Path, mib: int) -> str:

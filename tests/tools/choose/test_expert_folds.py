@@ -39,14 +39,14 @@ from spbench.bench.tools.choose.suggestions import single_changes
 from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.registries import backend_class, model_preset
 from tests.slow import slow
+from tests.tools.choose import questions
 
 MODEL = "moe-tiny"  # 12 experts of width 24, 3 a token
 LAYERS, EXPERTS = 2, 12
 
 
-def asked(gpus: int, fixed: list[tuple[str, str]] | None = None, model: str = MODEL) -> Question:
-    settings = {"seq_len": 256, "batch": 16}
-    return question((model,), Asked("dgx-h100", gpus, None, settings), fixed=fixed or [])
+def asked(gpus: int, fixed: Sequence[tuple[str, str]] = (), model: str = MODEL) -> Question:
+    return questions.asked(gpus, "dgx-h100", model=model, fixed=fixed)
 
 
 def every(about: Question) -> list[Layout]:

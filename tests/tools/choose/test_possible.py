@@ -15,6 +15,7 @@ from spbench.bench.tools.choose.layouts import Layout, Refused, Way
 from spbench.bench.tools.choose.possible import absence, left_out_by_length, possible, why_impossible
 from spbench.bench.tools.choose.question import Question, question
 from spbench.bench.tools.choose.ranking import SearchResult
+from tests.tools.choose import questions
 from tests.tools.choose.questions import MODEL
 from tests.tools.choose.test_advice import seen
 
@@ -37,16 +38,8 @@ REFUSED: list[dict[str, Any]] = [
 ]
 
 
-def asked(
-    gpus: int = 8,
-    seq_len: int = 256,
-    batch: int = 16,
-    model: str = MODEL,
-    fixed: tuple[tuple[str, str], ...] = (),
-    **more: Any,
-) -> Question:
-    settings = {"seq_len": seq_len, "batch": batch}
-    return question((model,), Asked("dgx-h100", gpus, None, settings), fixed=fixed, **more)
+def asked(gpus: int = 8, seq_len: int = 256, batch: int = 16, **more: Any) -> Question:
+    return questions.asked(gpus, "dgx-h100", seq_len, batch, **more)
 
 
 def with_change(options: dict[str, Any], change: str) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves_with_path
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure import MemoryLog, rank_classes
+from spbench.bench.measure.engines.plan import rank_classes
 from spbench.bench.measure.engines.setup import record_step
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.engines.tracing import fake_mesh, no_cyclic_collection
+from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.recorder import Recorder
 from spbench.impls.registries import all_backends, all_models, all_strategies
 from spbench.impls.strategies.nesting import all_pairs, nesting
