@@ -12,7 +12,8 @@ from spbench.bench.errors import UserError
 from spbench.bench.tools.choose.advice import Advice, beside_in_words, causes_in_words
 from spbench.bench.tools.choose.ranking import NAMED, Seen
 from spbench.bench.tools.jobs.argument_tables import shown
-from spbench.bench.tools.jobs.flags import OWN_WAYS, FlagChanges, differences, flag_changes
+from spbench.bench.tools.jobs.flag_changes import FlagChanges, flag_changes
+from spbench.bench.tools.jobs.flags import OWN_WAYS, differences
 from spbench.bench.units import GIB
 
 #: kinds of jobs whose arguments are another program's

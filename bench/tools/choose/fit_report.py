@@ -30,7 +30,7 @@ from spbench.bench.tools.choose.fitting import Fitting, fitting
 from spbench.bench.tools.choose.proofs import Proofs
 from spbench.bench.tools.choose.subject import experts_line, model_line, taken, taken_line, tokens_of_rank
 from spbench.bench.tools.choose.under_budget import BudgetPlan
-from spbench.bench.tools.jobs.flags import flag_changes
+from spbench.bench.tools.jobs.flag_changes import flag_changes
 from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import card_gib, shown_price, shown_share
 from spbench.impls import model_preset

@@ -12,11 +12,13 @@ The way back is a function ``flags(cell)`` that makes :class:`Flags`, in the mod
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
+from spbench.bench.yaml_files import parse_yaml
 from spbench.impls import FunctionModules
 
 
@@ -28,6 +30,11 @@ class Jobs(FunctionModules):
         paths = sorted(Path(__file__).parent.glob("*.yaml"))
         return {path.stem: about for path in paths if (about := _about(path))}
 
+    def signature(self, name: str) -> Mapping[str, Any]:
+        """By what the files of a kind are known, as its table has it (:func:`may_be`); empty: by its reader
+        alone."""
+        return _signature(Path(__file__).with_name(f"{name}.yaml"))
+
     def summaries(self) -> dict[str, str]:
         return {**super().summaries(), **self.tables()}
 
@@ -37,6 +44,14 @@ class Jobs(FunctionModules):
     def _places(self) -> Sequence[EntryPoint]:
         tables = [EntryPoint(name, f"{__name__}.programs:{name}", self.group) for name in self.tables()]
         return sorted([*super()._places(), *tables], key=lambda place: (place.name, place.value))
+
+
+@cache
+def _signature(path: Path) -> Mapping[str, Any]:
+    """The section ``signature`` of a table, of whose file nothing else is parsed."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    section = re.search(r"^signature:\n(?:[ -].*\n)+", text, re.MULTILINE)
+    return parse_yaml(path, section[0].encode())["signature"] if section else {}
 
 
 @cache

@@ -69,6 +69,7 @@ class Account:
         problems, remarks: as of :class:`Job`.
         facts: what the reader has worked out itself, by names that rules have with a ``$`` before them.
         calls: what rules of the table may call.
+        flags: arguments that ask the program for a cell: name, value and the setting that they come from.
     """
 
     table: ArgumentTable
@@ -86,6 +87,7 @@ class Account:
     remarks: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     calls: Mapping[str, Callable[[Account], None]] = field(default_factory=dict)
+    flags: list[tuple[str, Any, str]] = field(default_factory=list)
 
     @property
     def program_arguments(self) -> Mapping[str, ProgramArgument]:

@@ -8,11 +8,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.argument_tables import table_content
 from spbench.bench.tools.jobs.rules import Said
 from spbench.bench.tools.jobs.transformers_step import EXPERTS, Adapted
 from spbench.impls import (
     ALL,
-    CLOSING,
     LATENT,
     MLP_CLOSING,
     OPENING,
@@ -27,22 +27,10 @@ from spbench.impls import (
 LINEAR_ATTENTION = ("linear_num_key_heads", "mamba_num_heads")
 #: what programs call all linear layers of a model
 _EVERY = ("all", "all-linear")
-#: other names of modules: those of a matmul that is several projections, and of Megatron-Core's
-_SEVERAL = {
-    **dict.fromkeys(("qkv_proj", "query_key_value", "c_attn", "linear_qkv"), QKV),
-    **dict.fromkeys(("gate_up_proj", "linear_fc1", "fc1", "dense_h_to_4h"), OPENING),
-    **dict.fromkeys(("linear_proj", "dense"), (CLOSING,)),
-    **dict.fromkeys(("linear_fc2", "fc2", "dense_4h_to_h"), (MLP_CLOSING,)),
-}
 _OF_MLP = (*OPENING, MLP_CLOSING)
 #: where a layer has its projections, and experts beside them, in models of text and of text and images
 _LAYERS = ("model.layers.0.", "model.language_model.layers.0.", "language_model.model.layers.0.")
 _EXPERTS = re.compile(r"experts\b(?!.*shared)")
-#: what holds words of the vocabulary, by the names that models have for it
-_TABLES = {
-    **dict.fromkeys(("embed_tokens", "word_embeddings", "wte", "embed_in", "all-embedding"), "embedding"),
-    **dict.fromkeys(("lm_head", "output_layer", "embed_out"), "head"),
-}
 
 
 def set_adapters(
@@ -153,7 +141,7 @@ def _targets(k: Account, targets: Said, adapted: Sequence[str], separate: bool) 
 
 def _named(name: str, *, whole: bool) -> Iterator[str]:
     """The projections that a name of modules, or a pattern of ``whole`` paths, is for."""
-    yield from _SEVERAL.get(name.rpartition(".")[2].lstrip("*"), ())
+    yield from table_content("transformers")["modules"].get(name.rpartition(".")[2].lstrip("*"), ())
     for word in (*PROJECTIONS, *LATENT):
         places = ("mlp.", "mlp.shared_experts.", "mlp.shared_expert.") if word in _OF_MLP else ("self_attn.",)
         for path in (f"{layer}{place}{word}" for layer in _LAYERS for place in places):
@@ -172,14 +160,15 @@ def _fits(pattern: str, path: str) -> bool:
 def _whole(k: Account, whole: Said, *, tied: bool) -> None:
     """Set what is trained whole beside adapters; ``tied``: the head is the embedding until then."""
     names = [name.rpartition(".")[2] for name in _names(whole.value)]
-    words = [word for word in ("embedding", "head") if word in map(_TABLES.get, names)]
+    vocabularies = table_content("transformers")["vocabularies"]
+    words = [word for word in ("embedding", "head") if word in map(vocabularies.get, names)]
     if words:
         k.set("model_options.lora_whole", words, *whole.names, note="and the frozen ones that it began with")
     if words and tied:
         k.set("model_options.tied", False, *whole.names, note="a copy of it is trained")
         because = "the frozen weights of the vocabulary are counted once more, 2 V H bytes too much"
         k.stand_in("a tied embedding of which a copy is trained", "memory", because, *whole.names)
-    if beyond := [name for name in names if name not in _TABLES]:
+    if beyond := [name for name in names if name not in vocabularies]:
         because = "it is frozen here, without its gradients and moments"
         k.stand_in(f"training {', '.join(beyond)} whole", "time and memory", because, *whole.names)
     k.ignore("nothing is trained whole", *whole.names)

@@ -1,5 +1,6 @@
 """Jobs of DeepSpeed: its JSON, with a model's config.json, accelerate's YAML and the arguments of the
-Trainer, of transformers or of TRL; these also as arguments in Python, which is not run.
+Trainer, of transformers or of TRL; these also as arguments in Python, which is not run, or in a script
+behind `accelerate launch`.
 
 Matmuls in eight bits of accelerate's configuration are TransformerEngine's or torchao's (accelerate 1.15,
 utils/dataclasses.py: TERecipeKwargs and AORecipeKwargs).
@@ -7,8 +8,10 @@ utils/dataclasses.py: TERecipeKwargs and AORecipeKwargs).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePosixPath
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account, key_account
@@ -21,8 +24,10 @@ from spbench.bench.tools.jobs.argument_tables import (
 )
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import MODEL_PATH, JobFile, JobFiles, mapping_in
+from spbench.bench.tools.jobs.launch import options_of, shell_of
 from spbench.bench.tools.jobs.python_values import training_script
 from spbench.bench.tools.jobs.rules import Rule, follow
+from spbench.bench.tools.jobs.shell_syntax import shown_word
 from spbench.bench.tools.jobs.step_lines import precision_of, step_of, zero_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
 from spbench.bench.tools.jobs.transformers_step import Said
@@ -30,6 +35,14 @@ from spbench.bench.tools.jobs.transformers_step import Said
 _ACCELERATE = "accelerate."
 #: which configurations of TRL's trainers a job has, as keys; and that of supervised tuning
 CLASSES, _SFT = "classes", "SFTConfig"
+
+#: `accelerate launch`, or `python -m accelerate.commands.launch`
+_STARTS = ("launch", "accelerate.commands.launch")
+_LAUNCHER = re.compile(r"\baccelerate launch\b|\baccelerate\.commands\.launch\b")
+#: scripts of programs that have readers of their own
+_OF_OTHERS = ("pretrain_", "train_step")
+#: scripts of TRL's trainers
+_SCRIPTS = re.compile(r"(?:.*[_-])?(sft|dpo|grpo|kto|rloo|orpo|cpo|ppo|gkd|reward)(?:[_-].*)?\.py")
 
 #: the content of files by what they are, as the section ``files`` of the table has it
 Contents = Mapping[str, Mapping[str, Any]]
@@ -220,3 +233,88 @@ _FUNCTIONS = {
     "messages": _messages,
     "zero": lambda account, line: zero_of(account, line["zero"], line["beside"]),
 }
+
+
+def read_script(files: JobFiles) -> Job | None:
+    """A job that `accelerate launch` starts; None where the script has no such command.
+
+    Raises:
+        UserError: the script cannot be read, has several such commands, or one in a branch.
+    """
+    script = files.script
+    words = _words(script, files) if script is not None and _LAUNCHER.search(script.text) else None
+    if script is None or words is None:
+        return None
+    at = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
+    if at is None or PurePosixPath(words[at]).name.startswith(_OF_OTHERS):
+        return None
+    problems: list[str] = []
+    others = JobFiles([file for file in files.files if file is not script])
+    contents = sorted_files(others, of_script=True)
+    if contents is None:
+        return None
+    first = next(n for n, word in enumerate(words) if word in _STARTS) + 1
+    own = _options_of_launcher(words[first:at], problems)
+    trainer = dict(options_of(words[at + 1 :], _with_prefix("TrainingArguments."), problems))
+    if any(word.startswith("--config_file") for word in words[:at]) and "accelerate" not in contents:
+        problems.append("--config_file: give this configuration of accelerate beside")
+    beside = {name: dict(contents.get(name, {})) for name in ("accelerate", "trainer")}
+    contents = {
+        **contents,
+        CLASSES: contents[CLASSES] or _class_of_script(PurePosixPath(words[at]).name),
+        "accelerate": {**beside["accelerate"], **own},
+        "trainer": {**beside["trainer"], **trainer},
+    }
+    return job_of_contents("accelerate", contents, files, problems)
+
+
+def _words(script: JobFile, files: JobFiles) -> Sequence[str] | None:
+    """The words of the command that trains; None: there is none."""
+    shell = shell_of(script, files.environment)
+    commands = [(each, " ".join(map(shown_word, each.words))) for each in shell.commands]
+    found = [each for each, text in commands if text.startswith("accelerate launch") or _STARTS[1] in text]
+    if len(found) > 1:
+        raise script.wrong("several commands train; leave one")
+    if found and found[0].branch:
+        raise script.wrong(
+            f"line {found[0].line}: the command that trains is in a branch; write it by itself"
+        )
+    return found[0].words if found else None
+
+
+def _with_prefix(prefix: str) -> ArgumentTable:
+    """The arguments of the table of DeepSpeed whose names begin so, without that."""
+    table = argument_table("deepspeed")
+    names = {
+        name.removeprefix(prefix): each for name, each in table.arguments.items() if name.startswith(prefix)
+    }
+    return ArgumentTable(table.program, names, {}, table.content)
+
+
+def _options_of_launcher(words: Sequence[str], problems: list[str]) -> dict[str, Any]:
+    """The options of the launcher as its file has them."""
+    content: dict[str, Any] = {}
+    launcher = table_content("accelerate")["launcher"]
+    sections: Mapping[str, str] = launcher["sections"]
+    for name, value in options_of(words, _with_prefix("accelerate."), problems):
+        prefix = next((each for each in sections if name.startswith(f"{each}_")), None)
+        if name in launcher["distributed_type"]:
+            content["distributed_type"] = launcher["distributed_type"][name]
+        elif prefix is not None:
+            content.setdefault(sections[prefix], {})[name] = value
+        elif name in launcher["deepspeed_config"].split():
+            content.setdefault("deepspeed_config", {})[name] = value
+        elif name not in launcher["nowhere"].split():
+            content[name] = value
+    return content
+
+
+def _class_of_script(name: str) -> Mapping[str, bool]:
+    """The configuration of TRL that a script has by its name: sft.py is TRL's own, or one like it."""
+    match = _SCRIPTS.fullmatch(name)
+    return {f"{match[1].upper() if len(match[1]) < 6 else 'Reward'}Config": True} if match else {}
+
+
+read_accelerate = read_script
+"""Jobs of accelerate by a script: `accelerate launch` with its options, and the Trainer's arguments after the
+training script's name; its files (`--config_file`, a config.json) are given beside."""

@@ -7,7 +7,7 @@ that it is, so that whatever the program would do otherwise is found by comparis
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -19,8 +19,7 @@ from spbench.bench.files import write_whole
 from spbench.bench.measure import Narrowing, load_scenario, refusal
 from spbench.bench.setting_values import VARIABLES
 from spbench.bench.tools.jobs import FLAGS
-from spbench.bench.tools.jobs.argument_tables import argument_table, shown
-from spbench.bench.tools.jobs.bridge import key_of
+from spbench.bench.tools.jobs.argument_tables import shown
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.impls import (
     FOLDED_AXES,
@@ -206,6 +205,30 @@ def _settings(cell: Cell) -> dict[str, Any]:
     return settings | _of("training", asdict(backend))
 
 
+def facts_of(cell: Cell, model: Any) -> dict[str, Any]:
+    """What rules of a program's ``flags`` ask of a cell: its settings, by their paths, and the ``parts`` of
+    its strategy that have several ranks, as ``strategy``."""
+    strategy, mesh = several_ranks(cell)
+    training, options = cell.training, {"learned_positions": None, **vars(model)}
+    if isinstance(model, DecoderModel):
+        options["learned_positions"] = model.learned_positions
+    own = asdict(options_of_backend(training.backend, training.backend_options))
+    micro = cell.shape[0] // (training.micro_batches * cell.sizes.dp)
+    return {
+        "strategy": strategy.name,
+        "precision": cell.precision,
+        "model": cell.model,
+        "batch": cell.shape[0],
+        "seq_len": cell.shape[1],
+        "micro_batch": micro,
+        "again": "full" if options.get("checkpointing") else options.get("recompute"),
+        **_of("sizes", {axis: mesh.get(axis, 1) for axis in MESH_AXES}),
+        **_of("strategy_options", dict(cell.strategy_options)),
+        **_of("model_options", options),
+        **_of("training", {**training.model_dump(include={*TrainingOptions.model_fields}), **own}),
+    }
+
+
 def without_effect(model: DecoderModel) -> set[str]:
     """Options of experts, latent attention, multi-token prediction and recomputation that a model without
     these has all the same."""
@@ -229,104 +252,6 @@ def _as_they_count(model: DecoderModel) -> dict[str, Any]:
 
 def _of(section: str, options: dict[str, Any]) -> dict[str, Any]:
     return {f"{section}.{name}": value for name, value in options.items()}
-
-
-@dataclass(frozen=True)
-class FlagChanges:
-    """The arguments with which a job becomes another one.
-
-    Attributes:
-        program: with the version whose arguments these are.
-        given: arguments to add, or whose value changes: ``--recompute-granularity full``.
-        left_out: arguments to take away: ``--sequence-parallel``.
-        remarks: what of the program's is approximate in the new cell alone.
-        missing: why the program cannot be asked for the change; () if it can. Then the others are of no use.
-    """
-
-    program: str
-    given: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    remarks: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """In one line: ``--recompute-granularity full, without --sequence-parallel``; "" where the program
-        cannot be asked for it."""
-        if self.missing:
-            return ""
-        without = f"without {' '.join(self.left_out)}" if self.left_out else ""
-        return ", ".join(filter(None, [" ".join(self.given), without]))
-
-
-def flag_changes(before: Cell, after: Cell, kind: str) -> FlagChanges | None:
-    """The arguments of a program that differ between two cells, each proved by reading it back.
-
-    Args:
-        kind: of the job (:attr:`Job.kind`).
-
-    Returns:
-        None where cells cannot be written as flags of this kind.
-
-    Raises:
-        UserError: a cell searches for its batch or length.
-    """
-    if kind in _BY_KEYS:
-        changes = flag_changes(before, after, "megatron")
-        return changes and _as_keys(changes, *_BY_KEYS[kind])
-    if kind not in FLAGS:
-        return None
-    old, new = program_flags(kind, before), program_flags(kind, after)
-    missing = _new([*old.missing, *old.beside], [*new.missing, *new.beside])
-    if missing or not old.lines or not new.lines:
-        return FlagChanges(new.program, missing=missing or new.missing)
-    values = {line.argument: line.value for line in old.lines}
-    kept = {line.argument for line in new.lines}
-    return FlagChanges(
-        new.program,
-        tuple(_spelled(line) for line in new.lines if values.get(line.argument) != line.value),
-        tuple(line.argument for line in old.lines if line.argument not in kept),
-        _new(old.remarks, new.remarks),
-    )
-
-
-def _key_of_primus(argument: str) -> tuple[str | None, bool]:
-    """The key of Primus's overrides, which has Megatron-LM's name; None for a switch that negates."""
-    name = argument.removeprefix("--").replace("-", "_")
-    return None if name.startswith(("no_", "disable_")) else name, True
-
-
-#: programs that set arguments of Megatron-LM by keys, and the key of an argument, as of :func:`key_of`
-_BY_KEYS = {"bridge": ("Megatron-Bridge", key_of), "primus": ("Primus", _key_of_primus)}
-
-
-def _as_keys(
-    changes: FlagChanges, program: str, key_of: Callable[[str], tuple[str | None, bool]]
-) -> FlagChanges:
-    """The keys of a program that say what arguments of Megatron-LM do."""
-    if changes.missing:
-        return changes
-    keys, missing = list[str](), list[str]()
-    for argument in (*changes.given, *changes.left_out):
-        name, _, value = argument.partition(" ")
-        (key, plain), given = key_of(name), argument in changes.given
-        if key is None:
-            missing.append(f"{name} among the keys of {program}")
-        elif not argument_table("megatron").arguments[name].takes:
-            keys.append(f"{key}={str(given == plain).lower()}")
-        else:
-            keys.append(f"{key}={value if given else 'null'}")
-    proposed = () if missing else tuple(keys)
-    return FlagChanges(program, proposed, remarks=changes.remarks, missing=tuple(missing))
-
-
-def _new(old: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:
-    return tuple(line for line in new if line not in old)
-
-
-def _spelled(line: Flag) -> str:
-    """An argument as one gives it: options with a space, variables and keys with an equals sign."""
-    between = " " if line.argument.startswith("--") else "="
-    return f"{line.argument}{between}{line.value}" if line.value else line.argument
 
 
 def written_flags(

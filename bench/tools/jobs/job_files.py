@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from spbench.bench.errors import UserError, suggestion
 from spbench.bench.errors import shown as quoted
 from spbench.bench.files import decoded, parse_json, read_file, resolved, write_whole
 from spbench.bench.tools.jobs import JOBS
+from spbench.bench.tools.jobs.argument_tables import table_content
 from spbench.bench.tools.jobs.job import Job
-from spbench.bench.yaml_files import parse_yaml, read_yaml
+from spbench.bench.yaml_files import parse_yaml
 
 #: bytes of a file that is read: job files are written by hand
 MOST_BYTES = 2**20
@@ -158,17 +159,36 @@ def read_job(
         raise UserError("no file of a job is given")
     given = JobFiles([_read(file) for file in files], gpus, cluster, environment or {})
     for file in given.files:
-        if other := keyed_program(file) or started_program(file, unread=False):
+        if other := other_program(file, "even_then"):
             raise file.wrong(other)
-    jobs = _jobs(given, JOBS.names() if kind is None else [kind], kind)
+    kinds = [name for name in JOBS.names() if may_be(name, given)] if kind is None else [kind]
+    jobs = _jobs(given, kinds, kind)
     for file in given.files if not jobs and kind is None else ():
-        if other := started_program(file, unread=True):
+        if other := other_program(file, "text"):
             raise file.wrong(other)
     if len(jobs) != 1:
-        kinds = f"kinds: {', '.join(JOBS.names())}"
+        every = f"kinds: {', '.join(JOBS.names())}"
         what = f"a job of {' and of '.join(jobs)}: say which" if jobs else f"no job of {kind or 'any kind'}"
-        raise UserError(f"{given.title}: {what} ({kinds})")
+        raise UserError(f"{given.title}: {what} ({every})")
     return dataclasses.replace(next(iter(jobs.values())), strict=strict)
+
+
+def may_be(kind: str, files: JobFiles) -> bool:
+    """Whether a file has the signature of a kind of job: ``keys`` or, of a TOML, ``toml``, each with signs as
+    of :func:`has_keys`, by version where it has several; or regular expressions in the ``text`` of a script,
+    or in ``python``. A kind without a signature may be any."""
+    signature = JOBS.signature(kind)
+    keys = signature.get("keys", [])
+    signs = [*chain(*keys.values())] if isinstance(keys, Mapping) else keys
+    return not signature or any(_has_signature(file, signature, signs) for file in files.files)
+
+
+def _has_signature(file: JobFile, signature: Mapping[str, Any], signs: Sequence[str]) -> bool:
+    suffix = file.path.suffix
+    if suffix in _CONFIGURATIONS:
+        return has_keys(mapping_in(file), [*signs, *(signature.get("toml", ()) if suffix == ".toml" else ())])
+    pattern = signature.get("python" if suffix == ".py" else "text", "")
+    return bool(pattern and re.search(pattern, file.text, re.MULTILINE))
 
 
 def _jobs(given: JobFiles, kinds: Sequence[str], asked: str | None) -> dict[str, Job]:
@@ -223,42 +243,19 @@ def mapping_in(file: JobFile) -> Mapping[str, Any] | None:
         raise file.wrong(f"no TOML: {line[:150] or 'nested too deep'}") from error
 
 
-@cache
-def other_programs() -> Mapping[str, Mapping[str, Any]]:
-    """The programs whose files are known and not read."""
-    return read_yaml(Path(__file__).with_name("other_programs.yaml"))
-
-
-def keyed_program(file: JobFile) -> str:
-    """Which program's configuration it is that is not read, and what to give in its place; "" where none is
-    known by its keys."""
-    try:
-        content = mapping_in(file)
-    except UserError:
-        return ""  # its reader says what is wrong
-    return _instead(
-        name for name, program in other_programs().items() if has_keys(content, program.get("keys", ()))
-    )
-
-
-def started_program(file: JobFile, *, unread: bool) -> str:
-    """The same of a script, by what it starts; ``unread``: no program that is read is started in it."""
-    if file.path.suffix in _CONFIGURATIONS:
-        return ""
-    names = ("text", "even_then") if unread else ("even_then",)
-    return _instead(
-        name
-        for name, program in other_programs().items()
-        if any(re.search(program[key], file.text, re.MULTILINE) for key in names if key in program)
-    )
-
-
-def _instead(names: Iterator[str]) -> str:
-    name = next(names, None)
-    if name is None:
-        return ""
-    article = "" if name.startswith("a ") else "a job of "
-    return f"{article}{name}, which is not read here: {other_programs()[name]['instead']}"
+def other_program(file: JobFile, text: str) -> str:
+    """Which program's file it is that is known and not read, and what to give in its place; "" where none is
+    known by its keys or by a regular expression ``text`` of its script."""
+    for name, program in table_content("other_programs").items():
+        pattern = program.get(text, "")
+        try:
+            is_its = _has_signature(file, {"text": pattern, "python": pattern}, program.get("keys", ()))
+        except UserError:
+            return ""  # its reader says what is wrong
+        if is_its:
+            article = "" if name.startswith("a ") else "a job of "
+            return f"{article}{name}, which is not read here: {program['instead']}"
+    return ""
 
 
 def has_keys(content: Any, signs: Sequence[str]) -> bool:

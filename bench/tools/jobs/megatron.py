@@ -9,14 +9,19 @@ from math import prod
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account, Given
-from spbench.bench.tools.jobs.argument_tables import ArgumentTable, ProgramArgument, argument_table
+from spbench.bench.tools.jobs.argument_tables import ProgramArgument, argument_table
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.launch import Launch, launched
 from spbench.bench.tools.jobs.megatron_kernels import CONTAINER, container_problems
-from spbench.bench.tools.jobs.megatron_layers import expert_sizes, has_experts, pattern_of
-from spbench.bench.tools.jobs.megatron_model import length_of, model_name, set_model
-from spbench.bench.tools.jobs.megatron_training import set_schedule
+from spbench.bench.tools.jobs.megatron_layers import (
+    expert_sizes,
+    has_experts,
+    length_of,
+    pattern_of,
+    set_schedule,
+)
+from spbench.bench.tools.jobs.megatron_model import model_name, set_model
 from spbench.bench.tools.jobs.rules import call
 from spbench.bench.tools.jobs.shell import Shell
 from spbench.bench.tools.jobs.shell_syntax import ShellError, given_flag, shown_word, unknown_in, words_in
@@ -35,11 +40,6 @@ CONTEXT = {"p2p": ("ring_attention", True), "a2a": ("ulysses", False), "all_gath
 HIERARCHICAL = "ulysses+ring_attention", "a2a+p2p"
 _AXES = {"tp": "tensor-model", "pp": "pipeline-model", "sp": "context"}
 _HIERARCHY = "--hierarchical-context-parallel-sizes"
-
-
-def table() -> ArgumentTable:
-    """The arguments of Megatron-LM."""
-    return argument_table("megatron")
 
 
 def read(files: JobFiles) -> Job | None:
@@ -78,7 +78,7 @@ def read(files: JobFiles) -> Job | None:
 def megatron_account(given: Mapping[str, Given], environment: Mapping[str, str]) -> Account:
     """The account of arguments of Megatron-LM, of which nothing was made yet."""
     source = "default of Megatron-LM"
-    return Account(table=table(), given=given, environment=environment, by_default=source)
+    return Account(table=argument_table("megatron"), given=given, environment=environment, by_default=source)
 
 
 def make_settings(a: Account, gpus: int | None, cluster: str | None, *, bert: bool = False) -> None:
@@ -102,7 +102,7 @@ def _given_words(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _argument(name: str) -> ProgramArgument | None:
-    return table().arguments.get(f"--{name.lstrip('-')}")
+    return argument_table("megatron").arguments.get(f"--{name.lstrip('-')}")
 
 
 def parse(words: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
@@ -125,7 +125,7 @@ def parse(words: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
             continue
         name, equals, value = word.partition("=")
         values = [value] if equals else []
-        argument = table().arguments.get(name)
+        argument = argument_table("megatron").arguments.get(name)
         while not equals and rest and not rest[0].startswith("--") and _takes_more(argument, len(values)):
             values.append(rest.pop(0))
         given, wrong = given_argument(shown_word(name), argument, values, equals)
@@ -145,7 +145,7 @@ def _stray(word: str) -> tuple[dict[str, Given], list[str]]:
     if not unknown:
         return {}, [f"{shown_word(word)!r} belongs to no argument"]
     may_be, _ = parse(words_in(word))
-    known = [table().arguments.get(given.name) for given in may_be.values()]
+    known = [argument_table("megatron").arguments.get(given.name) for given in may_be.values()]
     if may_be and all(argument and argument.outcome in _WITHOUT_SETTING for argument in known):
         return may_be, []
     return {}, [f"what arguments {unknown[0]} adds is not known; {given_flag(unknown[0])}"]
@@ -314,10 +314,7 @@ def _set_batch(a: Account, replicas: int | None) -> None:
     context = a.value("--context-parallel-size") or 1
     if context > 1 and length is not None and length % (2 * context):
         a.problems.append(f"--seq-length {length} is no multiple of 2 x --context-parallel-size {context}")
-    if a.has("--bf16") and a.has("--fp16"):
-        a.problems.append("--bf16 and --fp16 are both given; leave one")
-    precision = "bf16" if a.has("--bf16") else "fp16" if a.has("--fp16") else "fp32"
-    a.set("precision", precision, "--bf16", "--fp16")
+    call(a, "precision")
     name, micro_name = "--global-batch-size", "--micro-batch-size"
     micro, total, schedule = a.value(micro_name), a.value(name), a.value("--step-batch-size-schedule")
     if schedule is not None:

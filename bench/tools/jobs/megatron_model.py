@@ -13,7 +13,8 @@ from spbench.bench.tools.jobs.megatron_kernels import (
     ignore_absent_fusions,
 )
 from spbench.bench.tools.jobs.megatron_layers import (
-    layers_of_stages,
+    layers_of,
+    length_of,
     pattern_of,
     set_hybrid,
     set_layers_with_experts,
@@ -120,22 +121,6 @@ def model_name(bert: bool) -> str:
 def _preset(a: Account) -> str:
     weights = 12 * (layers_of(a) or 1) * (a.value("--hidden-size") or 1) ** 2
     return min(_PRESETS, key=lambda name: max(weights / _PRESETS[name], _PRESETS[name] / max(1, weights)))
-
-
-def layers_of(a: Account) -> int | None:
-    """How many layers there are, as a model here counts them."""
-    if pattern_of(a):
-        return sum(layers_of_stages(a))
-    return _first(a, "--num-layers", "--encoder-num-layers")
-
-
-def length_of(a: Account) -> int | None:
-    """Tokens of a sequence."""
-    return _first(a, "--seq-length", "--encoder-seq-length")
-
-
-def _first(a: Account, *names: str) -> int | None:
-    return next((value for name in names if (value := a.value(name)) is not None), None)
 
 
 def _set_sizes(a: Account, bert: bool) -> None:

@@ -9,28 +9,11 @@ from typing import Any, NamedTuple
 
 from spbench.bench.setting_values import read_model_file
 from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.argument_tables import table_content
 from spbench.impls import near_model, published_model
 
 #: what is left out of a model of text and images
 _TOWER = "text alone is counted; a tower for images{} is left out, with what a job holds for its weights"
-#: what the layers of a family have that those here have not: what is missing, what it moves, and why
-_LEFT_OUT = {
-    "seed_oss": (
-        "dropout, 0.1 in this model as published",
-        "memory and time",
-        "none is counted, of attention or of what is added to hidden states, with masks of 1 byte an element",
-    ),
-    "phi": (
-        "dropout of 0.1 and a bias of the head in this model",
-        "memory and time",
-        "neither is counted; a mask of dropout has 1 byte an element",
-    ),
-    "gemma2": (
-        "a cap on attention's scores in this model",
-        "time and memory",
-        "none is counted: within a flash kernel it needs no memory, and eager attention keeps capped scores",
-    ),
-}
 
 
 class NamedModel(NamedTuple):
@@ -54,8 +37,8 @@ class NamedModel(NamedTuple):
             k.stand_in("sizes of this model", "memory and time", self.taken, *names)
         if self.beside:
             k.stand_in("samples of images and text", "memory and time", self.beside, *names)
-        if left_out := _LEFT_OUT.get(self.fields.get("model_type", "")):
-            k.stand_in(*left_out, *names)
+        if left_out := table_content("transformers")["left_out"].get(self.fields.get("model_type", "")):
+            k.stand_in(left_out["missing"], left_out["may_move"], left_out["because"], *names)
 
 
 def named_model(name: str) -> NamedModel:

@@ -80,7 +80,8 @@ def _word_holds(account: Account, word: str) -> bool:
 def follow(account: Account, rules: Sequence[Rule]) -> None:
     """Do what rules say, in their order. A verb is a method of :class:`Account` of its name, or ``problem``
     or ``remark``, with a text; ``set``, with the path of a setting and a line (:func:`said_of`); ``add``,
-    likewise, with its ``source`` or ``keys``, of which nothing is said then; or ``call``, with a name
+    likewise, with its ``source`` or ``keys``, of which nothing is said then; ``flag``, with an argument, a
+    line (none: a switch that is on) and the ``setting`` that asks for it; or ``call``, with a name
     (:func:`call`)."""
     for rule in rules:
         for word in str(rule.get("each", "")).split() or [""]:
@@ -131,6 +132,10 @@ def _follow(account: Account, rule: Rule) -> None:
         case {"add": path}:
             source = texts.get("source", ", ".join(map(account.spelled, names)))
             account.add(path, said_of(account, rule).value, source)
+        case {"flag": name}:
+            line = {key: rule[key] for key in rule if key not in ("if", "else")} if "if" in rule else rule
+            value = said_of(account, line).value if {"value", "of"} & rule.keys() else True
+            account.flags.append((name, value, texts["setting"]))
         case {"call": name}:
             call(account, name)
         case {"map": words} | {"map_given": words} | {"count": words}:

@@ -10,25 +10,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.argument_tables import OF_DEEPSPEED
+from spbench.bench.tools.jobs.argument_tables import OF_DEEPSPEED, table_content
 from spbench.bench.tools.jobs.rules import Functions, Rule, Said, follow, holds, said, said_of
 from spbench.bench.tools.jobs.transformers_step import Adapted, TransformersStep
 from spbench.impls import LATENT, PROJECTIONS
-
-#: configurations of DeepSpeed that programs bring along, by their file's name: stage, and what the host holds
-_BROUGHT = {
-    **{f"zero{n}": (n, "") for n in (1, 2, 3)},
-    **{f"zero{n}_torch_compile": (n, "") for n in (1, 2)},
-    "zero3_bf16": (3, ""),
-    "zero3_bf16_cpuoffload_all": (3, "all"),
-    "zero3_bf16_cpuoffload_params": (3, "params"),
-    "zero2_offload": (2, "optimizer"),
-    "zero3_offload": (3, "all"),
-    "ds_z2_config": (2, ""),
-    "ds_z3_config": (3, ""),
-    "ds_z2_offload_config": (2, "optimizer"),
-    "ds_z3_offload_config": (3, "all"),
-}
 
 
 def step_of(account: Account, own: Functions | None = None) -> TransformersStep:
@@ -221,11 +206,13 @@ def _brought(account: Account, key: str, otherwise: str) -> dict[str, Said]:
     if not name:
         return {"sharding": Said(otherwise)}
     stem = PurePosixPath(name).stem if isinstance(name, str) else ""
-    if stem not in _BROUGHT:
+    brought_along = table_content("transformers")["brought_along"]
+    if stem not in brought_along:
         account.problems.append(f"{account.spelled(key)}: give this configuration of DeepSpeed beside")
         return {"sharding": Said("zero3", (key,))}
-    stage, host = _BROUGHT[stem]
-    return {"sharding": Said(f"zero{stage}", (key,)), "host": Said(host, (key,))}
+    brought = brought_along[stem]
+    sharding = Said(f"zero{brought['stage']}", (key,))
+    return {"sharding": sharding, "host": Said(brought.get("host", ""), (key,))}
 
 
 def zero_of(account: Account, prefix: str, beside: str = "") -> dict[str, Any]:

@@ -10,9 +10,11 @@ from typing import Any
 from spbench.bench.cell import Cell
 from spbench.bench.measure import load_cluster
 from spbench.bench.setting_values import VARIABLES
+from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import argument_table
-from spbench.bench.tools.jobs.flags import Flag, Flags, several_ranks, without_effect
+from spbench.bench.tools.jobs.flags import Flag, Flags, facts_of, several_ranks, without_effect
 from spbench.bench.tools.jobs.megatron import CONTEXT, HIERARCHICAL
+from spbench.bench.tools.jobs.rules import follow
 from spbench.impls import (
     FOLDED_AXES,
     PLUS,
@@ -25,7 +27,6 @@ from spbench.impls import (
 #: --cp-comm-type by the strategies within tensor parallelism's
 _COMMUNICATION = {strategy: how for how, (strategy, _) in CONTEXT.items()} | dict([HIERARCHICAL])
 _OTHER_MODEL = "flags here for the model {}, which is no GPTModel"
-_KERNELS = {"flash": "flash", "cudnn": "fused", "unfused": "unfused"}
 #: options whose value 0, or None, is none, which Megatron-LM has by default
 _NONE = ("shared_inner", "router_groups", "router_group_topk", "z_weight", "expert_inner", "q_lora_rank")
 #: options that latent attention has no use for
@@ -40,16 +41,13 @@ def flags(cell: Cell) -> Flags:
     table, model = argument_table("megatron"), model_preset(*cell.model_arguments)
     if not isinstance(model, CausalTransformerModel):
         return Flags(table.program, "train.sh", (), "", (_OTHER_MODEL.format(cell.model),))
-    rows = [*table.values_of(_settings(model, cell))]
-    rows += [
-        *_layout(cell),
-        *_step(cell),
-        *_backend(cell),
-        *_model(model, cell),
-        *_experts(model),
-        *_kernels(model),
-        *_eight_bits(model, cell),
-    ]
+    account = Account(table=table, given={}, facts=_facts(model, cell))
+    account.calls = {
+        "stages": lambda account: account.flags.extend(_stages_of(cell)),
+        "unfused": lambda account: account.flags.extend(_unfused(model)),
+    }
+    follow(account, table.content["flags"])
+    rows = [*table.values_of(_settings(model, cell)), *account.flags]
     order = {name: place for place, name in enumerate(table.arguments)}
     lines = [
         Flag(name, _written(value) if table.arguments[name].takes else "", setting)
@@ -95,18 +93,30 @@ def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
     return settings
 
 
-def _layout(cell: Cell) -> Iterator[_Row]:
+def _facts(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
+    """What the rules of arguments ask."""
     strategy, mesh = several_ranks(cell)
-    names, training = strategy.name.split(PLUS), cell.training
+    names = strategy.name.split(PLUS)
     within = PLUS.join(name for name in names if name not in ("tensor_parallel", "megatron_sp"))
-    yield "--sequence-parallel", "megatron_sp" in names, "strategy"
-    yield "--tp-comm-overlap", cell.strategy_options.get("userbuffers"), "strategy_options.userbuffers"
-    yield "--context-parallel-size", mesh.get("sp", 1) * mesh.get("cp", 1), "sizes.sp"
-    how = _COMMUNICATION.get(within)
-    yield "--cp-comm-type", None if how == "p2p" else how, "strategy"  # which is so by default
-    if "cp" in mesh:
-        yield "--hierarchical-context-parallel-sizes", f"{mesh.get('sp', 1)} {mesh['cp']}", "sizes.cp"
-    yield "--use-tp-pp-dp-mapping", [axis for axis in mesh if axis in ("dp", "pp")] == ["dp", "pp"], "mesh"
+    return {
+        **facts_of(cell, model),
+        "context_ranks": mesh.get("sp", 1) * mesh.get("cp", 1),
+        "communication": _COMMUNICATION.get(within),
+        "levels": f"{mesh.get('sp', 1)} {mesh['cp']}" if "cp" in mesh else None,
+        "data_outside": [axis for axis in mesh if axis in ("dp", "pp")] == ["dp", "pp"],
+        "layers_with_experts": _layers_with_experts(model) if model.experts else None,
+        "recompute_modules": " ".join(model.recompute_modules),
+    }
+
+
+def _unfused(model: CausalTransformerModel) -> Iterator[_Row]:
+    for fusion in model.unfused:
+        yield f"--no-{fusion.replace('_', '-')}-fusion", True, "model_options.unfused"
+
+
+def _stages_of(cell: Cell) -> Iterator[_Row]:
+    """Arguments that say the layers of stages."""
+    training = cell.training
     layers = training.stage_layers or []
     if _needs_layout(layers, training.virtual_stages):
         predicted = "m" * getattr(model_preset(*cell.model_arguments), "mtp_layers", 0)
@@ -134,67 +144,6 @@ def _stages(layers: list[int], virtual: int) -> Iterator[_Row]:
             yield f"--account-for-{what}-in-pipeline-split", True, "training.stage_layers"
 
 
-def _step(cell: Cell) -> Iterator[_Row]:
-    micro = cell.shape[0] // (cell.training.micro_batches * cell.sizes.dp)
-    yield "--micro-batch-size", micro, "training.micro_batches"
-    yield "--bf16", cell.precision == "bf16", "precision"
-    yield "--fp16", cell.precision == "fp16", "precision"
-
-
-def _backend(cell: Cell) -> Iterator[_Row]:
-    name, option = cell.training.backend, "accumulate_allreduce_grads_in_fp32"
-    if name in ("zero2", "zero3"):
-        yield "--use-torch-fsdp2", True, "training.backend"
-        yield "--torch-fsdp2-no-reshard-after-forward", name == "zero2", "training.backend"
-        yield "--no-gradient-accumulation-fusion", True, "training.backend"
-    elif name == "megatron":
-        options = set_options(MegatronOptions(), cell.training.backend_options, name)
-        aware = options.optimizer == "host" and options.use_precision_aware_optimizer
-        yield "--use-precision-aware-optimizer", aware, "training.use_precision_aware_optimizer"
-        in_fp32 = getattr(options, option)
-        yield "--grad-reduce-in-bf16", cell.precision == "bf16" and not in_fp32, f"training.{option}"
-        yield (
-            "--accumulate-allreduce-grads-in-fp32",
-            cell.precision == "fp16" and in_fp32,
-            f"training.{option}",
-        )
-
-
-def _model(model: CausalTransformerModel, cell: Cell) -> Iterator[_Row]:
-    yield "--group-query-attention", model.kv_heads is not None, "model_options.kv_heads"
-    yield "--swiglu", model.mlp == "swiglu", "model_options.mlp"
-    yield "--squared-relu", model.mlp == "squared_relu", "model_options.mlp"
-    # without learned positions it must be given too, and be no less than the length
-    rows = model.learned_positions
-    setting = "model_options.max_positions" if rows else "seq_len"
-    yield "--max-position-embeddings", rows or cell.seq_len, setting
-
-
-def _experts(model: CausalTransformerModel) -> Iterator[_Row]:
-    if model.kv_lora_rank:
-        yield "--multi-latent-attention", True, "model_options.kv_lora_rank"
-        yield "--qk-layernorm", True, "model_options.kv_lora_rank"
-    if not model.experts:
-        return
-    yield "--moe-layer-freq", _layers_with_experts(model), "model_options.expert_pattern"
-    softmax = model.router == "softmax"
-    yield (
-        "--moe-router-score-function",
-        None if model.router == "sinkhorn" else model.router,
-        "model_options.router",
-    )
-    first = softmax and model.router_scores == "all" and not model.router_normalized
-    yield "--moe-router-pre-softmax", first, "model_options.router_scores"
-    kinds = {"batch": "aux_loss", "sequence": "seq_aux_loss", "global": "global_aux_loss", "none": "none"}
-    kind = "sinkhorn" if model.router == "sinkhorn" else kinds[model.aux_loss]
-    yield "--moe-router-load-balancing-type", kind, "model_options.aux_loss"
-    yield "--moe-aux-loss-coeff", model.aux_weight, "model_options.aux_weight"
-    yield "--deterministic-mode", model.permutation == "deterministic", "model_options.permutation"
-    if model.dispatcher == "hybrid_ep":
-        yield "--moe-token-dispatcher-type", "flex", "model_options.dispatcher"
-        yield "--moe-flex-dispatcher-backend", "hybridep", "model_options.dispatcher"
-
-
 def _layers_with_experts(model: CausalTransformerModel) -> str:
     """Each N-th layer from the first, as N; else a list of 0 and 1 for all layers, shortened."""
     have = [int(model.has_experts(layer)) for layer in range(model.layers)]
@@ -204,24 +153,6 @@ def _layers_with_experts(model: CausalTransformerModel) -> str:
     period = next(n for n in range(1, len(have) + 1) if have == have[:n] * (len(have) // n))
     runs = "+".join(f"[{which}]*{len([*run])}" for which, run in groupby(have[:period]))
     return f"'({runs})*{len(have) // period}'"
-
-
-def _kernels(model: CausalTransformerModel) -> Iterator[_Row]:
-    loss = model.cross_entropy
-    kernel, _, version = model.attention.partition("_attention_")
-    yield "--attention-backend", _KERNELS.get(kernel), "model_options.attention"
-    yield "--flash-attention-version", version or None, "model_options.attention"
-    for fusion in model.unfused:
-        yield f"--no-{fusion.replace('_', '-')}-fusion", True, "model_options.unfused"
-    yield "--attention-softmax-in-fp32", "masked_softmax" in model.unfused, "model_options.unfused"
-    yield "--cross-entropy-loss-fusion", loss in ("native", "in_place"), "model_options.cross_entropy"
-    te = "te" if loss == "in_place" else None
-    yield "--cross-entropy-fusion-impl", te, "model_options.cross_entropy"
-    again = "full" if model.checkpointing else model.recompute
-    if again in ("selective", "full"):
-        yield "--recompute-granularity", again, "model_options.recompute"
-    if again == "selective" and model.recompute_modules != ("core_attn",):
-        yield "--recompute-modules", " ".join(model.recompute_modules), "model_options.recompute_modules"
 
 
 def _script(program: str, lines: Sequence[Flag], cell: Cell) -> str:
@@ -238,15 +169,3 @@ def _script(program: str, lines: Sequence[Flag], cell: Cell) -> str:
     command = [f"torchrun --nnodes {world // of_node} --nproc-per-node {of_node} pretrain_gpt.py"]
     command += [f"{a.argument} {a.value}".rstrip() for a in lines if a not in variables]
     return text + " \\\n  ".join(command) + "\n"
-
-
-def _eight_bits(model: CausalTransformerModel, cell: Cell) -> Iterator[_Row]:
-    recipe, history, gathered = model.fp8, model.fp8_history, "training.fp8_param_gather"
-    if recipe == "none":
-        return
-    yield "--fp8-format", "hybrid", "model_options.fp8"
-    yield "--fp8-recipe", recipe, "model_options.fp8"
-    yield "--fp8-param-gather", cell.training.backend_options.get("fp8_param_gather"), gathered
-    if recipe == "delayed" and history > 1:
-        yield "--fp8-amax-history-len", history, "model_options.fp8_history"
-        yield "--fp8-amax-compute-algo", "max", "model_options.fp8_history"

@@ -9,7 +9,9 @@ from itertools import groupby
 from typing import Any
 
 from spbench.bench.cell import Cell
-from spbench.bench.tools.jobs.flags import Flag, Flags, several_ranks
+from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.flags import Flag, Flags, facts_of, several_ranks
+from spbench.bench.tools.jobs.rules import follow
 from spbench.bench.tools.jobs.torchtitan import ROTATIONS, versions
 from spbench.bench.tools.jobs.torchtitan_models import LESS, SCHEDULES, models, stage_layers
 from spbench.impls import CausalTransformerModel, Model, model_preset
@@ -26,8 +28,10 @@ def flags(cell: Cell) -> Flags:
         flavors = ", ".join(f"{name} {flavor}" for (name, flavor), _ in _models())
         missing = f"model {cell.model} of these sizes (it has {flavors})"
         return Flags(table.program, "train.toml", (), "", (missing,))
-    rows = [("model.name", name, "model"), ("model.flavor", flavor, "model")]
-    rows += [*table.values_of(_settings(model, cell)), *_derived(model, cell)]
+    account = Account(table=table, given={}, facts={**_facts(model, cell), "name": name, "flavor": flavor})
+    account.calls = {"pipeline": lambda account: account.flags.extend(_pipeline(model, cell))}
+    follow(account, table.content["flags"])
+    rows = [*table.values_of(_settings(model, cell)), *account.flags]
     order = {name: place for place, name in enumerate(table.arguments)}
     sections = [*dict.fromkeys(name.partition(".")[0] for name in order)]
     rows.sort(key=lambda row: (sections.index(row[0].partition(".")[0]), order[row[0]]))
@@ -58,40 +62,30 @@ def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
     }
 
 
-def _derived(model: CausalTransformerModel, cell: Cell) -> Iterator[tuple[str, Any, str]]:
-    """Keys that say several settings, or a part of one."""
-    batch, parts, training = cell.shape[0], cell.training.micro_batches, cell.training
-    stages, copies = cell.sizes.pp, training.backend_options.get("data_parallel_replicate_degree", 1)
-    copied = "training.data_parallel_replicate_degree"
-    yield "parallelism.data_parallel_replicate_degree", copies if copies > 1 else None, copied
-    yield "parallelism.data_parallel_shard_degree", cell.sizes.dp // copies, "sizes.dp"
-    at_once = 1 if stages > 1 else parts  # a pipeline runs its micro-batches at once
-    yield "training.local_batch_size", batch // (at_once * cell.sizes.dp), "batch"
-    yield "training.global_batch_size", batch if at_once > 1 else None, "training.micro_batches"
-    forced = True if model.experts and model.routing == "round_robin" else None
-    yield "debug.moe_force_load_balance", forced, "model_options.routing"
-    if stages > 1:
-        yield from _pipeline(model, cell)
-    freed = "always" if training.backend_options.get("reshard_rest", True) else "default"
-    freed = "never" if training.backend == "zero2" else freed
-    yield "parallelism.fsdp_reshard_after_forward", freed, "training.backend"
+def _facts(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
+    """What the rules of keys ask."""
+    training, options = cell.training.backend_options, cell.strategy_options
+    at_once = 1 if cell.sizes.pp > 1 else cell.training.micro_batches  # of a pipeline, all of them
+    copies = training.get("data_parallel_replicate_degree", 1)
     innermost = several_ranks(cell)[0].classes[-1].name
-    rotation = next((how for how, (name, _) in ROTATIONS.items() if name == innermost), None)
-    yield "parallelism.context_parallel_rotate_method", rotation, "strategy"
-    options = cell.strategy_options
-    split = options.get("vocabulary") == "split" and options.get("loss") != "gathered"
-    # eager, torch's loss of a split vocabulary needs more
-    if model.cross_entropy == ("plain" if split else "compiled"):
-        yield "compile.enable", True, "model_options.cross_entropy"
-        yield "compile.components", ["loss"], "model_options.cross_entropy"
-    mode, every = _recomputation(model)
-    yield "activation_checkpoint.mode", mode, "model_options.recompute"
-    yield "activation_checkpoint.selective_ac_option", every, "model_options.recompute_layers"
+    return {
+        **facts_of(cell, model),
+        "copies": copies,
+        "shards": cell.sizes.dp // copies,
+        "at_once": at_once,
+        "local_batch": cell.shape[0] // (at_once * cell.sizes.dp),
+        "frees_rest": bool(training.get("reshard_rest", True)),
+        "rotation": next((how for how, (name, _) in ROTATIONS.items() if name == innermost), None),
+        "splits_loss": options.get("vocabulary") == "split" and options.get("loss") != "gathered",
+        "every": str(model.recompute_layers),
+    }
 
 
 def _pipeline(model: CausalTransformerModel, cell: Cell) -> Iterator[tuple[str, Any, str]]:
-    """Keys of a pipeline: its schedule, and how many layers its ends have less."""
+    """Keys of a pipeline, if there is one: its schedule, and how many layers its ends have less."""
     training, ranks = cell.training, cell.sizes.pp
+    if ranks == 1:
+        return
     names = {ours: theirs for theirs, ours in SCHEDULES.items()}
     yield "parallelism.pipeline_parallel_schedule", names[training.schedule], "training.schedule"
     size = cell.shape[0] // (cell.sizes.dp * training.micro_batches)
@@ -116,11 +110,3 @@ def _models() -> Iterator[tuple[tuple[str, str], Model]]:
 
 def _alike(model: Any, preset: Any) -> bool:
     return all(getattr(model, name, None) == getattr(preset, name) for name in _SIZES)
-
-
-def _recomputation(model: CausalTransformerModel) -> tuple[str, str | None]:
-    """The mode of activation checkpoints, and of the selective one what it is of."""
-    if model.checkpointing or model.recompute == "full":
-        every = str(model.recompute_layers) if model.recompute_method == "interval" else None
-        return ("selective", every) if every else ("full", None)
-    return ("selective", "op") if model.recompute == "operators" else ("none", None)

@@ -13,8 +13,12 @@ from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_tab
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, mapping_in
 from spbench.bench.tools.jobs.rules import call
-from spbench.bench.tools.jobs.torchtitan_models import TorchtitanModel, micro_batches, set_pipeline
-from spbench.bench.tools.jobs.torchtitan_registry import registered
+from spbench.bench.tools.jobs.torchtitan_models import (
+    TorchtitanModel,
+    micro_batches,
+    registered,
+    set_pipeline,
+)
 from spbench.bench.yaml_files import read_yaml
 
 #: by context_parallel_rotate_method; with the strategy's own options

@@ -1,13 +1,14 @@
 """The settings that follow from what a job says of a training step of a transformers model: the model, how
-many ranks share what, and the batch; the rules of transformers.yaml set the rest.
+many ranks share what, the layers of stages, and the batch; the rules of transformers.yaml set the rest.
 
-Experts are as NeMo Automodel has them (commit 36044ad3: components/moe/parallelizer.py), by ``fully_shard``.
+Pipelines and experts are as NeMo Automodel has them (commit 36044ad3: components/distributed/pipelining/
+functional.py and components/moe/parallelizer.py), by torch.distributed.pipelining and ``fully_shard``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spbench.bench.errors import UserError
@@ -17,50 +18,10 @@ from spbench.bench.tools.jobs.argument_tables import shown, table_content
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.rules import follow
-from spbench.bench.tools.jobs.transformers_pipeline import set_pieces, set_pipeline
 from spbench.bench.tools.jobs.transformers_step import EXPERTS, WHOLE_EMBEDDING, Said, TransformersStep
 
-#: by how a sequence is split: the strategy, and its own options
-SEQUENCES = {
-    "ulysses": ("ulysses", {}),
-    "ring": ("ring_attention", {"placement": "zigzag"}),
-    "ring of chunks": ("ring_attention", {"placement": "contiguous"}),
-    "all-gather": ("all_gather_kv", {"gradients": "ring", "placement": "zigzag"}),
-    "all-gather by heads": ("all_gather_kv", {"placement": "contiguous"}),
-}
-#: by the name that transformers, or a program around it, has for it
-ATTENTION = {
-    "sdpa": "flash_attention_2",
-    "flash_attention_2": "flash_attention_2",
-    "flash_attn": "flash_attention_2",
-    "flash_attention": "flash_attention_2",
-    "fa2": "flash_attention_2",
-    "flex_attention": "flash_attention_2",
-    "flash_attention_3": "flash_attention_3",
-    "fa3": "flash_attention_3",
-    "eager": "unfused",
-    "auto": "flash_attention_2",
-    "flex": "flash_attention_2",
-    "te": "cudnn",
-    "cudnn": "cudnn",
-}
-#: torch's own, which gives values whose heads are of another size than keys' to a kernel that takes them:
-#: cuDNN, or the memory-efficient one, which keeps as much (can_use_*_attention of aten's cuda/sdp_utils.cpp)
-_OF_TORCH = ("sdpa", "auto", "flex_attention", "flex")
-#: families of config.json whose models have a layer for each projection
-SEPARATE = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"}
-#: families whose MLPs have no gate, or another activation than SiLU on it
-WITHOUT_SWIGLU = {
-    *("gpt_oss", "nemotron_h", "gpt2", "gpt_neox", "bert", "phi", "falcon"),
-    *("gemma", "gemma2", "gemma3", "gemma3_text"),
-}
 #: what torch.compile makes one kernel of that keeps fewer tensors: words of model_options.fusions
 FUSED_BY_COMPILER = ("swiglu", "rope")
-#: keys that name a model in programs whose files may leave it out
-_MODELS = (
-    *("model.model_path", "model.pretrained_model_name_or_path", "model.path"),
-    "TrainingArguments.model_name_or_path",
-)
 
 
 def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
@@ -103,16 +64,17 @@ def _facts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> dic
     kind, family = step.sharding.value, str(fields.get("model_type", ""))
     if kind == "ddp" and step.half.value and settings.get("sizes.dp") == 1:
         kind = "alone"
+    shared = table_content("transformers")
     liger, fused = (str(each.value).split() for each in (step.liger, step.fused))
-    gated = family not in WITHOUT_SWIGLU and fields.get("hidden_act", "silu") == "silu"
+    gated = family not in shared["without_swiglu"] and fields.get("hidden_act", "silu") == "silu"
+    ranks, predicted = step.experts.value, step.predicted.value
     tiles, buffer, bits = step.mlp_tiles.value, step.buffer.value, step.quantized.value
-    predicted = step.predicted.value
     lacking = any(map(fields.get, ("kv_lora_rank", *LINEAR_ATTENTION))) or tiles
     unpacked = 4 if step.precision.value == "fp32" else 2
     facts |= {
         "routed": experts,
-        "experts_lacking": step.experts.value > 1 and bool(fields) and not experts,
-        "over_all_ranks": step.experts.value == math.prod(of_ranks),
+        "experts_lacking": isinstance(ranks, int) and ranks > 1 and bool(fields) and not experts,
+        "over_all_ranks": ranks == math.prod(of_ranks),
         "predicts": fields.get("num_nextn_predict_layers") is not None or predicted,
         "predicted_layers": predicted or 0,
         "predicted_note": "" if step.predicted.names else "transformers leaves them out",
@@ -123,7 +85,7 @@ def _facts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> dic
         "unpacked_bytes": f"{unpacked - bits / 8:g}" if isinstance(bits, int) else "",
         "family": family,
         "gated": gated,
-        "separate": step.library.value == "torch" and family in SEPARATE,
+        "separate": step.library.value == "torch" and family in shared["separate_projections"],
         "kernel": attention_of(str(step.attention.value), fields),
         "mlp_tile": fields.get("hidden_size") if tiles is True else tiles,
         # the clamped SwiGLU of gpt-oss's experts too
@@ -144,11 +106,13 @@ def _facts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> dic
 def attention_of(name: str, fields: Mapping[str, Any]) -> str | None:
     """The kernel that a program's word for attention stands for; ``fields`` are those of the config.json.
     FlashAttention-2 would have its values padded."""
-    if name in _OF_TORCH and fields.get("kv_lora_rank"):
+    shared = table_content("transformers")
+    if name in shared["attention_of_torch"] and fields.get("kv_lora_rank"):
         keys = sum(int(fields.get(f"qk_{part}_head_dim") or 0) for part in ("nope", "rope"))
         if keys != fields.get("v_head_dim"):
             return "cudnn"
-    return ATTENTION.get(name)
+    kernel: str | None = shared["attention"].get(name)
+    return kernel
 
 
 def _model(k: Account, model: Said, files: JobFiles) -> dict[str, Any]:
@@ -156,7 +120,14 @@ def _model(k: Account, model: Said, files: JobFiles) -> dict[str, Any]:
     configs = [str(file.path) for file in files.models]
     name = configs[0] if configs else model.value
     if not isinstance(name, str) or not name:
-        key = next((name for name in (*model.names, *_MODELS) if name in k.program_arguments), "")
+        key = next(
+            (
+                name
+                for name in (*model.names, *table_content("transformers")["models"])
+                if name in k.program_arguments
+            ),
+            "",
+        )
         given = f", or --given {key}=NAME" if key else ""
         k.problems.append(f"which model it is is not said; give its config.json beside{given}")
         return {}
@@ -205,7 +176,8 @@ def _layout(k: Account, step: TransformersStep, files: JobFiles) -> int | None:
         elif loss == TransformersStep.tensor_loss:
             k.approximate(WHOLE_EMBEDDING)
     if sp > 1:
-        strategy, options = SEQUENCES[step.sequence_by.value]
+        options = dict(table_content("transformers")["sequences"][step.sequence_by.value])
+        strategy = options.pop("strategy")
         strategies.append(strategy)
         names += (*step.sequence.names, *step.sequence_by.names)
         k.set("sizes.sp", sp, *step.sequence.names)
@@ -266,3 +238,83 @@ def _batch(k: Account, step: TransformersStep, replicas: int) -> None:
         because = "attention over a whole row is counted, at least what its samples need"
         k.stand_in("attention within the samples of a row", "time", because, *step.packed.names)
     k.ignore("a row is one sample", *step.packed.names)
+
+
+#: by torch's name of a schedule, without its hyphens and lines: ours
+SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved"}
+
+
+def layers_of(stages: int, layers: int) -> list[int]:
+    """How many layers each stage has: the first have one more than the last."""
+    each, more = divmod(layers, stages)
+    return [each + (stage < more) for stage in range(stages)]
+
+
+def stages_of(layers: int, each: int | None, ranks: int, several: bool, rounded: str) -> int:
+    """How many stages of ``each`` layers a pipeline has; ``several``: a rank has more than one."""
+    if each is None:
+        return ranks * (1 + several)
+    stages = -(-layers // max(1, each))
+    if rounded == "down":
+        return stages - stages % ranks
+    return stages + -stages % ranks if rounded == "up" else stages
+
+
+def set_pipeline(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
+    """Set the schedule of a pipeline and the layers of its stages; ``fields`` are of the config.json."""
+    ranks, names = step.pipeline.value, step.pipeline.names
+    of_pipelines = (step.schedule, step.stage_layers, step.rounded, step.piece)
+    if ranks == 1:
+        idle = [name for each in of_pipelines for name in each.names]
+        k.ignore("of pipelines, which the job has not", *idle, *names)
+        return
+    schedule = SCHEDULES.get(str(step.schedule.value).lower().replace("_", ""))
+    layers = fields.get("num_hidden_layers")
+    k.set("sizes.pp", ranks, *names)
+    if schedule is None:
+        k.refuse(f"another schedule of a pipeline than {', '.join(SCHEDULES)}", *step.schedule.names)
+        return
+    if not isinstance(layers, int):
+        return  # of a model that is not known
+    several = schedule == "interleaved"
+    stages = stages_of(layers, step.stage_layers.value, ranks, several, str(step.rounded.value))
+    if stages % ranks or (stages > ranks) != several or not ranks <= stages <= layers:
+        have = f"{layers} layers in {stages} stages"
+        k.problems.append(f"{have} are no pipeline of {ranks} ranks by {step.schedule.value}")
+        return
+    k.set("training.schedule", schedule, *step.schedule.names)
+    if several:
+        k.set("training.virtual_stages", stages // ranks, *step.stage_layers.names, *step.rounded.names)
+        # torch.distributed.pipelining starts its sends and goes on
+        k.set(
+            "training.overlap_p2p_communication", True, *step.schedule.names, note="sends are waited for late"
+        )
+    if len({*(sizes := layers_of(stages, layers))}) > 1:
+        k.set("training.stage_layers", sizes, *step.stage_layers.names, note="the first stages have one more")
+    k.took(f"{stages} stages", *step.stage_layers.names, *step.rounded.names)
+
+
+def set_pieces(k: Account, step: TransformersStep, runs: int, names: Sequence[str]) -> None:
+    """Set the micro-batches of a step: those of ``runs`` whose gradients are added up, of which each is cut
+    in pieces where there is a pipeline."""
+    local, piece, ranks = step.micro_batch.value, step.piece.value, step.pipeline.value
+    if ranks == 1:
+        if runs > 1:
+            k.set("training.micro_batches", runs, *names)
+        if runs > 1 and step.deferred.value and str(step.sharding.value).startswith("fsdp"):
+            note = "gradients are whole, in the dtype of the sum, until the last micro-batch"
+            k.set("training.reduce_at", step.deferred.value, *step.deferred.names, note=note)
+        k.ignore("each step has one micro-batch, or a pipeline", *step.deferred.names)
+        return
+    k.took("a pipeline sums gradients once", *step.deferred.names)
+    if type(piece) is not int or piece < 1 or local % piece:
+        k.problems.append(f"a batch of {local} is no multiple of a pipeline's micro-batch of {piece}")
+        return
+    pieces = local // piece
+    k.set("training.micro_batches", pieces * runs, *step.micro_batch.names, *step.piece.names, *names)
+    if runs > 1:
+        because = (
+            f"one pipeline of {pieces * runs} micro-batches stands for {runs} of {pieces}: a step lacks the "
+            f"bubbles of {runs - 1}"
+        )
+        k.stand_in("a pipeline that runs several times a step", "time", because, *names)

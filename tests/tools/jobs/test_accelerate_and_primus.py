@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.tools.jobs import accelerate
+from spbench.bench.tools.jobs.deepspeed import read_script
 from spbench.bench.tools.jobs.flags import differences, program_flags
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles, read_job
-from tests.tools.jobs.job_inputs import INPUTS, JOBS, read
+from tests.tools.jobs.job_inputs import INPUTS, JOBS, read, tabled
 from tests.tools.jobs.test_programs import lenient
 
 STEP: dict[str, Any] = {
@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], bool]] = {
 
 
 def job(text: str, given: dict[str, str] | None = None, cluster: str = "dgx-h100") -> Job:
-    made = accelerate.read(JobFiles([JobFile(Path("train.sh"), text.encode())], None, cluster, given or {}))
+    made = read_script(JobFiles([JobFile(Path("train.sh"), text.encode())], None, cluster, given or {}))
     assert made is not None
     return made
 
@@ -113,12 +113,12 @@ def test_a_launch_is_read_with_its_script_and_files() -> None:
     )
     script += "--per_device_train_batch_size 1"
     files = [JobFile(Path("a.sh"), script.encode()), JobFile(Path("fsdp2.yaml"), beside)]
-    asked = accelerate.read(JobFiles(files, None, "dgx-h100"))
+    asked = read_script(JobFiles(files, None, "dgx-h100"))
     assert asked is not None
     assert (
         "model_name_or_path=$MODEL: $MODEL is not set in the script; --given MODEL=VALUE" in asked.refusal()
     )
-    made = accelerate.read(JobFiles(files, None, "dgx-h100", {"MODEL": "Qwen/Qwen3-8B"}))
+    made = read_script(JobFiles(files, None, "dgx-h100", {"MODEL": "Qwen/Qwen3-8B"}))
     assert made is not None
     assert (made.cell().strategy, made.cell().sizes.dp) == ("all_gather_kv", 2)
     with pytest.raises(UserError, match="several commands train"):
@@ -128,23 +128,8 @@ def test_a_launch_is_read_with_its_script_and_files() -> None:
 AGAIN = "gradient_checkpointing_kwargs"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ("", "", ("full", True, None, 883, 16384)),
-        ("packing", f"{AGAIN}={{'offload': True}}, packing", ("full", True, "host", 883, 16384)),
-        ("packing", f"{AGAIN}=dict(offload=True), packing", ("full", True, "host", 883, 16384)),
-        ("packing", f"{AGAIN}={{'ofload': True}}, packing", r"kwargs.ofload \(did you mean"),
-        ("packing", f"{AGAIN}={{'selective': True}}, packing", "what some operators keep"),
-        ("packing", "gradient_checkpointing=False, packing", (None, None, None, 883, 16384)),
-        ("max_length=LENGTH, ", "", ("full", True, None, 883, 1024)),
-        ("SFTConfig", "DPOConfig", "DPOConfig of TRL: preferences"),
-        ("trl import SFTConfig", "ours import SFTConfig", "how long sequences are is not said"),
-        ("LENGTH,", "args.length,", r"max_length: \$\(args.length\) is a value that only a run has; --given"),
-        ("packing", "**more, packing", r"TrainingArguments.\*\*"),
-    ],
-)  # fmt: skip
-def test_a_script_of_trl_has_trls_defaults(old: str, new: str, expected: tuple[object, ...] | str) -> None:
+@tabled(__file__, "a_script_of_trl_has_trls_defaults")
+def test_a_script_of_trl_has_trls_defaults(old: str, new: str, expected: list[object] | str) -> None:
     """trl/trainer/base_config.py and sft_config.py of TRL 1.16; job 06 takes 56.2 GB with them."""
     changes = {"train.py": (old, new), "accelerate_fsdp2.yaml": ("fsdp_activation_checkpointing: true", "")}
     made = read("deepspeed", ["accelerate_fsdp2.yaml", "train.py"], changes)
@@ -154,7 +139,7 @@ def test_a_script_of_trl_has_trls_defaults(old: str, new: str, expected: tuple[o
         return
     cell = replace(made, strict=False).cell()
     names = "recompute", "recompute_early_stop", "checkpoints", "loss_tile"
-    assert (*map(cell.model_options.get, names), cell.seq_len) == expected
+    assert [*map(cell.model_options.get, names), cell.seq_len] == expected
 
 
 _MODEL, _KEY = "llama3.1_8B", "mock_data: true"
@@ -172,15 +157,7 @@ def made(job: Job) -> dict[str, Any]:
     return {setting.path.rpartition(".")[2]: setting.value for setting in job.settings}
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        ("qwen2.5_7B", {"layers": 28, "hidden": 3584, "inner": 18944, "kv_heads": 4, "vocabulary": 151665}),
-        ("qwen3_30B_A3B", {"layers": 48, "experts": 128, "experts_per_token": 8, "expert_inner": 768}),
-        ("deepseek_v3", {"layers": 61, "kv_lora_rank": 512, "router_groups": 8, "mtp_layers": 1}),
-        ("gpt_oss_20B", {"layers": 24, "experts": 32, "qk_norm": True, "vocabulary": 102400}),
-    ],
-)
+@tabled(__file__, "models_of_its_own_files_have_their_sizes")
 def test_models_of_its_own_files_have_their_sizes(model: str, expected: dict[str, Any]) -> None:
     options = made(primus(model, gpus=16))
     assert options | expected == options

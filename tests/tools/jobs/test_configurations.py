@@ -17,7 +17,7 @@ from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.bench.yaml_files import parse_yaml
 from spbench.impls.models.huggingface.config import model_from_config
 from spbench.impls.registries import model_preset
-from tests.tools.jobs.job_inputs import GPUS, INPUTS, JOBS, job_of, read, settings
+from tests.tools.jobs.job_inputs import GPUS, INPUTS, JOBS, job_of, read, settings, tabled
 
 HUGGING_FACE = Path(__file__).parents[2] / "impls/models/huggingface"
 
@@ -154,66 +154,14 @@ def test_a_configuration_in_python_is_read_and_not_run() -> None:
             in_python(IN_PYTHON.replace(old, new, 1)).cell()
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        (
-            "context_parallel_degree = 1",
-            "context_parallel_degree = 2",
-            {"strategy": "all_gather_kv", "sizes.sp": 2},
-        ),
-        (
-            "tensor_parallel_degree = 1",
-            "tensor_parallel_degree = 2",
-            {"strategy": "megatron_sp", "sizes.dp": 4},
-        ),
-        (
-            'selective_ac_option = "op"',
-            'selective_ac_option = "2"',
-            {"model_options.recompute_method": "interval"},
-        ),
-        ('mode = "selective"', 'mode = "none"', {"model": "llama3-8b"}),
-        (
-            "replicate_degree = 1",
-            "replicate_degree = 2",
-            {"sizes.dp": 8, "training.data_parallel_replicate_degree": 2},
-        ),
-        (
-            "local_batch_size = 1",
-            "local_batch_size = 1\nglobal_batch_size = 32",
-            {"training.micro_batches": 4},
-        ),
-    ],
-)
+@tabled(__file__, "keys_of_torchtitan_that_set_something")
 def test_keys_of_torchtitan_that_set_something(old: str, new: str, expected: dict[str, Any]) -> None:
     made = settings(read("torchtitan", ["llama3_8b.toml"], {"llama3_8b.toml": (old, new)}, gpus=8))
     assert made | expected == made
     assert ("model_options.recompute" in made) == ("none" not in new)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "problem"),
-    [
-        ("shard_degree = -1", "shard_degree = 3", "8 GPUs are not the degrees multiplied"),
-        ("seq_len = 8192", 'seq_len = "8K"', "training.seq_len: 8K is not a whole number"),
-        (
-            "seq_len = 8192",
-            "seq_length = 8192",
-            r"no argument training.seq_length \(did you mean training.seq_len\?\)",
-        ),
-        ("local_batch_size = 1", "local_batch_size = 0", "local_batch_size: 0 is less than 1"),
-        (
-            "local_batch_size = 1",
-            "global_batch_size = 12",
-            "12 is no multiple of training.local_batch_size 8",
-        ),
-        ("local_batch_size = 1", "global_batch_size = 0", "global_batch_size 0 is no multiple"),
-        ('"8B"', '"8B_flex"', "model.flavor = 8B_flex: another flavor"),
-        ('"AdamW"', '"Muon"', "another optimizer than Adam"),
-        ('"op"', '"ops"', "neither 'op' nor a number"),
-        ("seq_len = 8192", "seq_len = 8192\nseq_len = 1", "no TOML: Cannot overwrite a value"),
-    ],
-)
+@tabled(__file__, "what_torchtitan_cannot_be_here_is_said")
 def test_what_torchtitan_cannot_be_here_is_said(old: str, new: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         read("torchtitan", ["llama3_8b.toml"], {"llama3_8b.toml": (old, new)}, gpus=8).cell()
@@ -245,33 +193,7 @@ def test_stages_of_zero() -> None:
     assert three["model_options.separate_projections"] is True
 
 
-@pytest.mark.parametrize(
-    ("file", "old", "new", "problem"),
-    [
-        (
-            "zero1.json",
-            '"gradient_clipping"',
-            '"train_batch_size": 100, "gradient_clipping"',
-            "100 is not micro-batch 2",
-        ),
-        ("zero1.json", '"stage": 1', '"stage": 0', "without ZeRO"),
-        ("zero1.json", '"stage": 1', '"stage": 1, "offload_optimizer": {"device": "nvme"}', "on a disk"),
-        ("zero1.json", '"stage": 1', '"stage": 1, "offload_param": {"device": "cpu"}', "below ZeRO-3"),
-        ("zero1.json", '"stage": 1', '"stage": 1, "stage": 2', "'stage' is given twice"),
-        ("zero1.json", '"stage": 1', '"stages": 1', r"did you mean zero_optimization.stage\?"),
-        ("zero1.json", "{", "[", "malformed JSON"),
-        ("zero1.json", '"AdamW"', '"Lion"', "optimizer.type = Lion: another optimizer"),
-        ("trainer.yaml", "max_length: 4096", "", "how long sequences are is not said"),
-        (
-            "trainer.yaml",
-            "_train_batch_size: 2",
-            "_train_batch_size: 3",
-            "per_device_train_batch_size = 3 differ",
-        ),
-        ("trainer.yaml", "flash_attention_2", "flex_attention", "this implementation of attention"),
-        ("config.json", '"llama"', '"mamba"', "model_type"),
-    ],
-)
+@tabled(__file__, "what_deepspeed_cannot_be_here_is_said")
 def test_what_deepspeed_cannot_be_here_is_said(file: str, old: str, new: str, problem: str) -> None:
     if file == "config.json":
         job = read("deepspeed", ["zero1.json", "trainer.yaml"], gpus=8)

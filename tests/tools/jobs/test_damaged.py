@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.expand import expand
+from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.job import MOST_NAMED, Argument
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
-from spbench.bench.tools.jobs.megatron import table
 from spbench.bench.tools.jobs.shell_syntax import unknown_in
 from spbench.bench.yaml_files import parse_yaml
 from tests.tools.jobs.job_inputs import GIVEN, INPUTS, JOBS, READERS, read
@@ -70,7 +70,7 @@ NASTY = [
     *("--", "--x", "--bf16", "--num-experts 4", "--hidden-size 64", "if true; then", "done", "ARGS+=(--x)"),
     *("10000000000000000000000", '"8K"', "null", "1e400", "[[", "\x07", "}", "= 1", ": 1"),
 ]
-WORDS = [*NASTY, *sorted(table().arguments)]
+WORDS = [*NASTY, *sorted(argument_table("megatron").arguments)]
 
 
 @st.composite

@@ -12,8 +12,8 @@ from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs import deepspeed
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
-from spbench.bench.tools.jobs.transformers_pipeline import layers_of, stages_of
-from tests.tools.jobs.job_inputs import job_of
+from spbench.bench.tools.jobs.transformers_settings import layers_of, stages_of
+from tests.tools.jobs.job_inputs import job_of, tabled
 
 TEXTS = {
     "automodel": """
@@ -68,67 +68,19 @@ def settings(made: Job) -> dict[str, Any]:
     return {each.path: each.value for each in made.settings}
 
 
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("automodel", {
-            "sizes.ep": 4, "sizes.pp": 2, "sizes.dp": 4, "batch": 64, "training.micro_batches": 8,
-            "training.backend": "zero2", "training.schedule": "interleaved", "training.virtual_stages": 5,
-            "training.stage_layers": [5] * 8 + [4] * 2, "model_options.routing": "round_robin",
-            "model_options.dispatcher": "node_deduplicated", "training.own_weights": "apart"}),
-        ("veomni", {
-            "sizes.ep": 8, "sizes.sp": 2, "sizes.dp": 4, "strategy": "ulysses", "training.backend": "zero3",
-            "model_options.dispatcher": "all_to_all"}),
-        ("axolotl", {
-            "model": "Qwen/Qwen3-30B-A3B", "sizes.ep": 2, "batch": 16, "training.backend": "zero3",
-            "training.optimizer": "host", "training.parameters": "host", "model_options.recompute": "full"}),
-        ("verl", {
-            "sizes.ep": 4, "sizes.sp": 2, "strategy": "all_gather_kv", "seq_len": 8192,
-            "training.backend": "zero2", "training.implementation": "foreach",
-            "model_options.recompute": "full"}),
-    ],
-)  # fmt: skip
+@tabled(__file__, "experts_are_spread_over_the_ranks_of_a_stage")
 def test_experts_are_spread_over_the_ranks_of_a_stage(kind: str, expected: dict[str, Any]) -> None:
     made = settings(job(kind))
     assert made | expected == made
 
 
-@pytest.mark.parametrize(
-    ("kind", "old", "new", "problem"),
-    [
-        ("automodel", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-8B", "ep_size = 4: the model has no experts"),
-        ("automodel", "ep_size: 4", "ep_size: 3", "8 GPUs are no multiple of 6"),
-        ("automodel", "pp_size: 2", "tp_size: 2", "tensor parallelism whose ranks have the same"),
-        ("automodel", "model:", "model:\n  _target_: ours.gpt2", "a model that is no causal language model"),
-        ("automodel", "interleaved1f1b", "zbv", "another schedule of a pipeline than 1f1b, gpipe"),
-        ("automodel", "interleaved1f1b", "1f1b", "48 layers in 10 stages are no pipeline of 2 ranks"),
-        ("automodel", "pp_microbatch_size: 2", "pp_microbatch_size: 3", "8 is no multiple of a pipeline"),
-        ("automodel", "  ep_size", "  strategy: ours\n  ep_size", "another distribution than FSDP2"),
-        ("axolotl", "fused_attn_kernel: true", "processor_type: AutoProcessor", "vision towers"),
-        ("axolotl", "fused_attn_kernel: true", "ebft: {alpha: 1.0}", "another loss than that of the next"),
-        ("axolotl", "fused_attn_kernel: true", "fp8: true", "eight bits of attention beside experts"),
-        ("axolotl", "paged_adamw_32bit", "came_pytorch", "another optimizer than Adam and Muon"),
-        ("veomni", "model_path: Qwen/Qwen3-30B-A3B", "", "beside, or --given model.model_path=NAME"),
-        ("verl", "engine=automodel", "engine=mlite", "another engine than FSDP and Automodel"),
-    ],
-)  # fmt: skip
+@tabled(__file__, "what_is_no_such_job")
 def test_what_is_no_such_job(kind: str, old: str, new: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         job(kind, old, new).cell()
 
 
-@pytest.mark.parametrize(
-    ("kind", "old", "new", "name", "said"),
-    [
-        ("veomni", "", "", "train.optimizer.type", "Adam stands for it: one moment of each matrix more"),
-        ("axolotl", "", "", "optimizer", "moments that wait on the host where the device is full"),
-        ("axolotl", "paged_adamw_32bit", "adamw_torch_4bit", "optimizer", "7 bytes a weight"),
-        ("axolotl", "fused_attn_kernel: true", "unfrozen_parameters: [a.*]", "unfrozen_parameters",
-         "all weights are trained"),
-        ("automodel", "global_batch_size: 64", "global_batch_size: 128",
-         "step_scheduler.global_batch_size", "lacks the bubbles of 3"),
-    ],
-)  # fmt: skip
+@tabled(__file__, "what_stands_for_it_and_what_that_moves")
 def test_what_stands_for_it_and_what_that_moves(kind: str, old: str, new: str, name: str, said: str) -> None:
     made = job(kind, old, new)
     made.cell()
@@ -150,14 +102,7 @@ def test_eight_bits_by_torchao_and_by_transformer_engine() -> None:
     assert settings(job("axolotl", text=dense))["model_options.fp8"] == "tensorwise"
 
 
-@pytest.mark.parametrize(
-    ("key", "attention"),
-    [
-        ("flash_attention", "flash_attention_2"),
-        ("eager_attention", "unfused"),
-        ("sdp_attention", "flash_attention_2"),
-    ],
-)
+@tabled(__file__, "attention_by_the_switch_of_an_older_file")
 def test_attention_by_the_switch_of_an_older_file(key: str, attention: str) -> None:
     made = job("axolotl", "fused_attn_kernel", key)
     assert settings(made)["model_options.attention"] == attention
@@ -178,14 +123,7 @@ def test_gradients_that_wait_for_the_last_micro_batch() -> None:
     assert not says(job("axolotl", text=several + each))
 
 
-@pytest.mark.parametrize(
-    ("further", "strategy", "placement"),
-    [
-        ("", "ring_attention", "contiguous"),
-        ("sample_packing: true\n", "all_gather_kv", "contiguous"),
-        ("sample_packing: true\nring_attn_func: batch_ring\n", "ring_attention", "contiguous"),
-    ],
-)
+@tabled(__file__, "the_ring_of_axolotl_follows_its_packing")
 def test_the_ring_of_axolotl_follows_its_packing(further: str, strategy: str, placement: str) -> None:
     text = TEXTS["axolotl"].replace("expert_parallel_size", "context_parallel_size") + further
     made = settings(job("axolotl", text=text))

@@ -15,11 +15,13 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import changed, load_scenario
 from spbench.bench.tools.jobs import to_megatron
 from spbench.bench.tools.jobs.argument_tables import argument_table
-from spbench.bench.tools.jobs.flags import Flags, differences, flag_changes, program_flags
+from spbench.bench.tools.jobs.flag_changes import flag_changes
+from spbench.bench.tools.jobs.flags import Flags, differences, program_flags
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.bench.tools.papers.megatron_cases import cases
 from spbench.impls.registries import model_preset
+from tests.tools.jobs.job_inputs import tabled
 
 #: a step of Llama-3-8B as Megatron-LM and torchtitan run it
 BOTH: dict[str, Any] = {
@@ -135,16 +137,7 @@ def test_flags_of_megatron_are_the_same_cell_again(cell: Cell) -> None:
     assert same(cell, read_back("megatron", cell, found).cell())
 
 
-@pytest.mark.parametrize(
-    ("layers", "virtual", "written"),
-    [
-        ([3, 4, 2, 5], 1, "--pipeline-model-parallel-layout 'Ettt|tttt|tt|tttttL'"),
-        ([1, 2, 2, 1, 2, 1, 2, 3], 2, "--pipeline-model-parallel-layout 'Et|tt|tt|t|tt|t|tt|tttL'"),
-        ([0, 4, 4, 4], 1, "--decoder-first-pipeline-num-layers 0"),
-        ([2, 4, 4, 3], 1, "--decoder-last-pipeline-num-layers 3"),
-        ([1, 2, 2, 2, 2, 2, 2, 1], 2, "--account-for-loss-in-pipeline-split"),
-    ],
-)
+@tabled(__file__, "stages_of_any_numbers_of_layers")
 def test_stages_of_any_numbers_of_layers(layers: list[int], virtual: int, written: str) -> None:
     training = {"micro_batches": 8, "stage_layers": layers, "virtual_stages": virtual}
     training |= {"schedule": "interleaved", "overlap_p2p_communication": True} if virtual > 1 else {}
@@ -197,43 +190,7 @@ def test_a_fault_of_the_way_back_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "missing"),
-    [
-        ({"strategy": "lasp", "sizes": {"dp": 2, "sp": 4}}, "strategy lasp (it has ring_attention)"),
-        (
-            {"strategy": "ring_self_attention", "sizes": {"dp": 2, "sp": 4}},
-            "strategy ring_self_attention (it has ring_attention)",
-        ),
-        (
-            {"strategy": "ring_attention", "sizes": {"dp": 2, "sp": 4}},
-            "strategy_options.placement contiguous (it has zigzag)",
-        ),
-        ({"strategy": "megatron_sp", "sizes": {"tp": 8}}, "strategy_options.vocabulary whole (it has split)"),
-        (
-            {"strategy": "tensor_parallel", "sizes": {"dp": 4, "tp": 2}, "mesh": ["tp", "dp"]},
-            'mesh ["tp", "dp"] (it has ["dp", "tp"])',
-        ),
-        ({"training": {"backend": "legacy_ddp"}}, "training.backend legacy_ddp (it has megatron)"),
-        ({"training": {"step": "inference"}}, "training.step inference (it has training)"),
-        ({"training": {"schedule": "gpipe"}}, "training.schedule gpipe (it has 1f1b)"),
-        ({"precision": "fp64"}, "precision fp64 (it has fp32)"),
-        ({"model_options": {"recompute": "operators"}}, "model_options.recompute operators (it has none)"),
-        ({"model_options": {"mlp": "geglu"}}, "model_options.mlp geglu (it has gelu)"),
-        ({"model": "bert-large", "model_options": {}}, "flags here for the model bert-large"),
-        (
-            {
-                "sizes": {"pp": 2, "dp": 4},
-                "training": {"schedule": "interleaved", "virtual_stages": 2, "micro_batches": 4},
-            },
-            "such job: --no-overlap-p2p-communication with virtual stages needs",
-        ),
-        (
-            {"model": "gpt3-7b", "model_options": {"max_positions": 8192}, "training": {"backend": "zero3"}},
-            "such job: --use-torch-fsdp2 needs --untie-embeddings-and-output-weights",
-        ),
-    ],
-)
+@tabled(__file__, "what_megatron_has_not_is_named")
 def test_what_megatron_has_not_is_named(changes: dict[str, Any], missing: str) -> None:
     found = program_flags(
         "megatron",
@@ -246,29 +203,7 @@ def test_what_megatron_has_not_is_named(changes: dict[str, Any], missing: str) -
         found.text()
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "flags"),
-    [
-        (
-            "megatron",
-            {"model_options.recompute": "full"},
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        ),
-        ("megatron", {"batch": 32}, "--micro-batch-size 4 --global-batch-size 32"),
-        ("megatron", {"training.accumulate_allreduce_grads_in_fp32": False}, "--grad-reduce-in-bf16"),
-        ("megatron", {"model_options.recompute": "operators"}, ""),
-        (
-            "bridge",
-            {"model_options.recompute": "full", "training.gradient_accumulation_fusion": False},
-            "model.gradient_accumulation_fusion=false model.recompute_granularity=full "
-            "model.recompute_method=uniform model.recompute_num_layers=1",
-        ),
-        ("bridge", {"training.backend": "zero3"}, ""),
-        ("primus", {"batch": 32}, "micro_batch_size=4 global_batch_size=32"),
-        ("primus", {"training.gradient_accumulation_fusion": False}, ""),
-        ("torchtitan", {"model_options.recompute": "full"}, 'activation_checkpoint.mode="full"'),
-    ],
-)
+@tabled(__file__, "a_changed_cell_in_the_words_of_the_program")
 def test_a_changed_cell_in_the_words_of_the_program(kind: str, changes: dict[str, Any], flags: str) -> None:
     before = cell(TORCHTITAN if kind == "torchtitan" else MEGATRON)
     found = flag_changes(before, changed(before, changes), kind)

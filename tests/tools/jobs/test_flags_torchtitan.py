@@ -17,7 +17,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.tools.jobs.flags import differences, program_flags
-from spbench.bench.tools.jobs.torchtitan_models import FLAVORS, stage_layers
+from spbench.bench.tools.jobs.torchtitan_models import models, stage_layers
 from tests.tools.jobs.job_inputs import read
 from tests.tools.jobs.test_flags import TORCHTITAN, cell, read_back, same
 
@@ -97,7 +97,7 @@ def test_a_toml_of_torchtitan_is_the_same_cell_again(cell: Cell) -> None:
 )  # fmt: skip
 def test_experts_of_torchtitan_are_the_same_cell_again(sizes: dict[str, int], routing: str) -> None:
     several = {"strategy": "megatron_sp", "strategy_options": {"vocabulary": "split", "loss": "parallel"}}
-    made = {**FLAVORS["qwen3"]["30B-A3B"].options, "routing": routing, "separate_projections": True}
+    made = {**models()["qwen3"]["30B-A3B"]["options"], "routing": routing, "separate_projections": True}
     one = cell(
         TORCHTITAN | {"model": "qwen3-30b-a3b", "model_options": {}},
         sizes=sizes,

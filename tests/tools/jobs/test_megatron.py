@@ -18,6 +18,7 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.bench.tools.papers.megatron_cases import cases
 from spbench.bench.yaml_files import parse_yaml
+from tests.tools.jobs.job_inputs import tabled
 
 ROOT = Path(__file__).parents[3]
 
@@ -82,101 +83,7 @@ _OFFLOADED = "--optimizer-cpu-offload --use-precision-aware-optimizer --use-dist
 _FLUSH, _COPIES, _LOSS = "autotune_flush_kib", "autotune_copies", "--cross-entropy-loss-fusion"
 
 
-@pytest.mark.parametrize(
-    ("cluster", "container", "arguments", "path", "value"),
-    [
-        (_A, "", "", "model_options.inner", 1024),
-        (_A, "", "--swiglu --disable-bias-linear", "model_options.inner", 640),  # 8/3 x 256 = 682, in 64s
-        (_A, "", "--swiglu --ffn-hidden-size 768", "model_options.inner", 768),
-        (_A, "", "", "model_options.vocabulary", 50257),
-        (_A, "", "--tokenizer-type NullTokenizer --vocab-size 1000", "model_options.vocabulary", 1000),
-        (_A, "", "", "batch", 16),
-        (_A, "", "--global-batch-size 64", "training.micro_batches", 4),
-        (_A, "", "", "precision", "bf16"),
-        (_A, "", "", "strategy", "tensor_parallel"),
-        (_A, "", "--sequence-parallel", "strategy", "tensor_parallel"),
-        (_A, "", "--sequence-parallel --tensor-model-parallel-size 2", "strategy", "megatron_sp"),
-        (
-            *(_A, "", "--context-parallel-size 2 --attention-dropout 0"),
-            *("strategy", "tensor_parallel+ring_attention"),
-        ),
-        (_A, "", "--context-parallel-size 2 --cp-comm-type a2a", "strategy", "tensor_parallel+ulysses"),
-        (_A, "", "--pipeline-model-parallel-size 2", "sizes.dp", 4),
-        (_A, "", "--use-tp-pp-dp-mapping", "mesh", ["dp", "pp", "sp", "tp"]),
-        (_A, "", "", "model_options.attention", "flash"),
-        (_A, "", "--attention-backend fused", "model_options.attention", "cudnn"),
-        (_A, "", "--transformer-impl local", "model_options.attention", "unfused"),
-        (_A, "", "", "model_options.cross_entropy", "fused"),
-        (_A, "", "--cross-entropy-loss-fusion", "model_options.cross_entropy", "native"),
-        (_H, "", "--bf16 --fp8-format hybrid --fp8-recipe tensorwise", "model_options.fp8", "tensorwise"),
-        (_H, "", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "model_options.fp8", "blockwise"),
-        (_A, "", "--fp8-recipe mxfp8 --fp8-param-gather", "model_options.fp8", None),
-        (_H, "", "--bf16 --fp8-format hybrid", "model_options.fp8", "delayed"),
-        (_H, "", "--fp8-format hybrid --fp8-amax-history-len 8", "model_options.fp8_history", None),
-        (
-            _H,
-            "",
-            "--fp8-format hybrid --fp8-amax-history-len 8 --fp8-amax-compute-algo max",
-            "model_options.fp8_history",
-            8,
-        ),
-        (_H, "", f"{_NATIVE} tensorwise", "training.fp8_param_gather", True),
-        (_H, "", f"{_NATIVE} mxfp8", "training.fp8_param_gather", None),
-        (_H, "", f"{_NATIVE} tensorwise", "model_options.fp8_transposes", None),
-        (_B, "", f"{_NATIVE} tensorwise", "model_options.fp8_transposes", False),
-        (_B, "", f"{_NATIVE} blockwise", "model_options.fp8_transposes", None),
-        (_H, "", "--tp-comm-overlap", "strategy_options.userbuffers", None),
-        (
-            _H,
-            "",
-            "--tp-comm-overlap --sequence-parallel --tensor-model-parallel-size 2",
-            "strategy_options.userbuffers",
-            True,
-        ),
-        (_A, "", "--squared-relu", "model_options.mlp", "squared_relu"),
-        (_A, "", "--qk-layernorm", "model_options.qk_norm", True),
-        (_A, "", "--no-bias-dropout-fusion", "model_options.unfused", ["bias_dropout"]),
-        (_A, "", "--deterministic-mode", "training.cublas_workspace", ":4096:8"),
-        (_A, "", "", "training.gradient_accumulation_fusion", True),
-        (_A, "", "--grad-reduce-in-bf16", "training.accumulate_allreduce_grads_in_fp32", False),
-        (_A, "", "--train-iters 1", "training.steps", 1),
-        (_A, "", _OFFLOADED, "training.optimizer", "host"),
-        (_A, "", _OFFLOADED, "training.optimizer_offload_fraction", None),
-        (_A, "", f"{_OFFLOADED} --optimizer-offload-fraction 0.5", "training.optimizer", "host"),
-        (
-            *(_A, "", f"{_OFFLOADED} --optimizer-offload-fraction 0.5"),
-            *("training.optimizer_offload_fraction", 0.5),
-        ),
-        (_A, "", f"{_OFFLOADED} --optimizer-offload-fraction 0", "training.optimizer", None),
-        (_A, "", "--optimizer-offload-fraction 0.5", "training.optimizer_offload_fraction", None),
-        # TransformerEngine chooses attention by the card
-        (_H, "", "", "model_options.attention", "cudnn"),
-        (_B, "", "", "model_options.attention", "cudnn"),
-        (_B, "", "--deterministic-mode", "model_options.attention", "flash"),
-        (_B, "", "--deterministic-mode --attention-dropout 0", "model_options.attention", "cudnn"),
-        ("v100-sxm-32gb", "", "", "model_options.attention", "unfused"),
-        # old containers have no FlashAttention that is deterministic
-        (_A, "24.01", "--deterministic-mode", "model_options.attention", "unfused"),
-        (_A, "24.01", "", "model_options.attention", "flash"),
-        (_A, "24.01", "--deterministic-mode --attention-backend flash", "model_options.attention", "flash"),
-        (_A, "25.09", "--deterministic-mode", "model_options.attention", "flash"),
-        # the workspace of cuBLAS
-        (_B, "26.02", "", "training.cublas_workspace", None),
-        (_B, "26.04", "", "training.cublas_workspace", ":4096:8"),
-        (_H, "26.04", "", "training.cublas_workspace", None),  # as its cluster says
-        # what the compiler takes in the first step
-        (_A, "24.01", _LOSS, f"model_options.{_FLUSH}", 250_000),
-        (_A, "24.01", _LOSS, f"model_options.{_COPIES}", 2),
-        (_H, "24.10", _LOSS, f"model_options.{_FLUSH}", 250_000),
-        (_H, "24.10", _LOSS, f"model_options.{_COPIES}", 1),
-        (_H, "24.12", _LOSS, f"model_options.{_FLUSH}", 250_000),
-        (_H, "24.12", _LOSS, f"model_options.{_COPIES}", None),
-        (_H, "25.09", _LOSS, f"model_options.{_FLUSH}", 50 * 2**10),
-        (_B, "25.09", _LOSS, f"model_options.{_FLUSH}", 126 * 2**10),
-        (_A, "24.01", f"{_LOSS} --deterministic-mode", f"model_options.{_FLUSH}", None),  # nothing is timed
-        ("piz-daint-p100", "25.09", _LOSS, f"model_options.{_FLUSH}", None),  # whose cache no file has
-    ],
-)
+@tabled(__file__, "a_setting_and_the_defaults_that_are_derived")
 def test_a_setting_and_the_defaults_that_are_derived(
     cluster: str, container: str, arguments: str, path: str, value: object
 ) -> None:
@@ -189,14 +96,7 @@ def test_a_container_that_is_no_release() -> None:
         job("", before="export NVIDIA_PYTORCH_VERSION=new").scenario_text()
 
 
-@pytest.mark.parametrize(
-    ("container", "arguments", "shape"),
-    [
-        ("24.01", "--attention-backend unfused", "square"),
-        ("25.03", "--attention-backend unfused", "by_layer"),
-        ("25.03", "--spec local", "square"),
-    ],
-)
+@tabled(__file__, "the_mask_of_a_bert")
 def test_the_mask_of_a_bert(container: str, arguments: str, shape: str) -> None:
     script = f"NVIDIA_PYTORCH_VERSION={container} python pretrain_bert.py {SIZES} {arguments}"
     bert = read_job("megatron", [JobFile(Path("train.sh"), script.encode())], gpus=8, cluster="dgx-a100")
@@ -204,72 +104,14 @@ def test_the_mask_of_a_bert(container: str, arguments: str, shape: str) -> None:
     assert {s.path: s.value for s in bert.settings}["model_options.mask_shape"] == shape
 
 
-@pytest.mark.parametrize(
-    ("arguments", "stages"),
-    [
-        ("--decoder-first-pipeline-num-layers 1", [1, 3, 3, 3]),
-        ("--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2", [2, 3, 3, 2]),
-        (
-            "--decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 4 "
-            "--num-virtual-stages-per-pipeline-rank 2",
-            [1, 1, 1, 2, 1, 1, 1, 2],
-        ),
-        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", [2, 3, 3, 2]),
-        ("--pipeline-model-parallel-layout 'Ett|(ttt|)*2tL'", [2, 3, 3, 1]),
-        ("--pipeline-model-parallel-layout 'E,t*2|(tt|)*5,t*3|L'", [2, 2, 2, 2, 2, 2, 3, 0]),
-    ],
-)
+@tabled(__file__, "stages_of_different_numbers_of_layers")
 def test_stages_of_different_numbers_of_layers(arguments: str, stages: list[int]) -> None:
     sizes = SIZES.replace("--num-layers 4", f"--num-layers {sum(stages)}")
     found = settings(f"--pipeline-model-parallel-size 4 {arguments}", sizes=sizes)
     assert found["training.stage_layers"] == stages
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ("--hidden-size 512", "--hidden-size 256 and --hidden-size 512 are both given; leave one"),
-        ("--rotary-base 4k", "--rotary-base: 4k is not a whole number"),
-        ("--normalization Layer", "--normalization: Layer is not one of LayerNorm, RMSNorm"),
-        ("--swiglu true", "'true' belongs to no argument"),
-        ("--squared-relu=true", "--squared-relu takes no value, but has 'true'"),
-        ("--seed --rotary-base", "--seed has no value; --rotary-base has no value"),
-        ("--kv-channels $SIZE", "--kv-channels $SIZE: $SIZE is not set in the script; --given SIZE=VALUE"),
-        ("$MORE", "what arguments $MORE adds is not known; --given MORE=VALUE"),
-        ("--tensor-model-parallel-size 3", "8 GPUs are no multiple of tensor x pipeline x context parallel "
-         "sizes, which are 3"),
-        ("--global-batch-size 9",
-         "--global-batch-size 9 is no multiple of --micro-batch-size 2 x 8 replicas"),
-        ("--use-torch-fsdp2 --untie-embeddings-and-output-weights",
-         "--use-torch-fsdp2 needs --no-gradient-accumulation-fusion"),
-        ("--fp8-format hybrid --fp8-recipe custom",
-         "--fp8-format hybrid, --fp8-recipe custom: matmuls in 8 bits with a recipe in Python: not modelled"),
-        ("--fp8-format hybrid --first-last-layers-bf16",
-         "--first-last-layers-bf16 does not go with --fp8-recipe delayed, in Megatron-LM too"),
-        ("--hiden-size 4", "Megatron-LM core 0.20.0 (d98e8a64) has no argument --hiden-size (did you mean "
-         "--hidden-size?); without --strict it is left out"),
-        ("--hidden 4", "Megatron-LM core 0.20.0 (d98e8a64) has no argument --hidden (did you mean "
-         "--hidden-size?); without --strict it is left out"),
-        ("--our-$NAME", "Megatron-LM core 0.20.0 (d98e8a64) has no argument --our-$NAME; without --strict "
-         "it is left out"),
-        ("--overlap-param-gather", "--overlap-param-gather needs --use-distributed-optimizer; "
-         "--overlap-param-gather needs --overlap-grad-reduce"),
-        ("--pipeline-model-parallel-layout 'Ett|tL|'", "--pipeline-model-parallel-layout 'Ett|tL|' is no E, "
-         "then t and | for layers and stages, then L"),
-        ("--pipeline-model-parallel-layout 'Ett|ttL'", "--pipeline-model-parallel-layout has 2 stages, which "
-         "--pipeline-model-parallel-size 1 cannot have"),
-        ("--pipeline-model-parallel-layout EttL",
-         "--pipeline-model-parallel-layout has 2 layers, not --num-layers 4"),
-        ("--overlap-param-gather-with-optimizer-step",
-         "--overlap-param-gather-with-optimizer-step needs --overlap-param-gather"),
-        ("--optimizer-cpu-offload", "--optimizer-cpu-offload needs --use-precision-aware-optimizer; "
-         "--optimizer-cpu-offload needs --use-distributed-optimizer"),
-        (f"{_OFFLOADED} --optimizer-offload-fraction 1.5",
-         "--optimizer-offload-fraction 1.5 is no share from 0 to 1"),
-        ("--tokenizer-type HuggingFaceTokenizer",
-         "how many words the HuggingFaceTokenizer has is not said; --given vocab-size=N"),
-    ],
-)  # fmt: skip
+@tabled(__file__, "what_a_job_cannot_be_is_told_in_a_line")
 def test_what_a_job_cannot_be_is_told_in_a_line(arguments: str, problem: str) -> None:
     with pytest.raises(UserError) as error:
         job(arguments, strict=True).scenario_text()
@@ -301,16 +143,7 @@ def test_an_unknown_argument_can_be_left_out() -> None:
     assert "# unknown to this version and left out: --our-own 3\n" in made.scenario_text()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "z\nvariants: {a: {batch: 4}}\n#",
-        "z\ngroups: []",
-        "z\r- model: bert-tiny",
-        "\u2028title: x",
-        "'\"# : &a *a",
-    ],
-)
+@tabled(__file__, "what_is_left_out_cannot_write_settings")
 def test_what_is_left_out_cannot_write_settings(text: str, tmp_path: Path) -> None:
     """In a script, as a name of a file and as a variable: what is read again is the job's cell alone."""
     script = f"python pretrain_gpt.py {SIZES} --weird {shlex.quote(text)}"

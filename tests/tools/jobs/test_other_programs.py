@@ -11,16 +11,15 @@ import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.choose.asked import kind_of
+from spbench.bench.tools.jobs.argument_tables import table_content
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import (
     JobFile,
-    keyed_program,
-    other_programs,
+    other_program,
     path_and_part,
     read_job,
-    started_program,
 )
-from tests.tools.jobs.job_inputs import INPUTS
+from tests.tools.jobs.job_inputs import INPUTS, tabled
 from tests.tools.jobs.test_configurations import IN_PYTHON
 
 FILES = {
@@ -50,8 +49,9 @@ def test_no_file_of_a_program_that_is_read_is_taken_for_anothers() -> None:
     scripts = [JobFile(Path("train.sh"), b"accelerate launch pretrain_gpt.py --num-layers 4\n")]
     files = [JobFile(path, path.read_bytes()) for path in INPUTS.iterdir()] + scripts
     assert len(files) > 10
-    assert not [f for f in files if keyed_program(f) or started_program(f, unread=False)]
-    assert all(program.keys() & {"keys", "text", "even_then"} for program in other_programs().values())
+    assert not [file for file in files if other_program(file, "even_then")]
+    programs = table_content("other_programs").values()
+    assert all(program.keys() & {"keys", "text", "even_then"} for program in programs)
 
 
 def test_one_of_several_configurations_is_named(tmp_path: Path) -> None:
@@ -105,15 +105,7 @@ def test_a_script_that_tunes_by_preferences_is_refused_by_name() -> None:
         job(f"NPROC_PER_NODE=2 \\\nswift rlhf --rlhf_type dpo {TUNED}")
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        ("moonshotai/Moonlight-16B-A3B", {"kv_lora_rank": 512, "experts": 64, "shared_inner": 2816}),
-        ("Qwen/Qwen1.5-MoE-A2.7B", {"experts": 60, "shared_gate": True, "qkv_bias": True}),
-        ("zai-org/GLM-4.5-Air", {"experts": 128, "router": "sigmoid", "rotary_share": 0.5}),
-        ("mistralai/Mistral-Nemo-Base-2407", {"layers": 40, "head_dim": 128}),
-    ],
-)
+@tabled(__file__, "models_of_megatron_core_have_their_sizes")
 def test_models_of_megatron_core_have_their_sizes(model: str, expected: dict[str, Any]) -> None:
     options = made(
         f"NPROC_PER_NODE=8 megatron sft --model {model} --max_length 4096 --micro_batch_size 1 "

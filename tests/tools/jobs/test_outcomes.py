@@ -20,7 +20,7 @@ from spbench.bench.setting_values import read_model_file
 from spbench.bench.tools.jobs.job import APPROXIMATED, Job
 from spbench.bench.tools.jobs.job_files import JobFile, imported, read_job
 from spbench.impls.models.huggingface.published import near_model
-from tests.tools.jobs.job_inputs import INPUTS, JOBS, job_of, read, settings
+from tests.tools.jobs.job_inputs import INPUTS, JOBS, job_of, read, settings, tabled
 from tests.tools.jobs.test_megatron import SIZES, job
 from tests.tools.jobs.test_programs import lenient
 
@@ -33,14 +33,7 @@ def outcomes(job: Job, name: str) -> set[str]:
     return {each.outcome for each in job.arguments if each.name == name}
 
 
-@pytest.mark.parametrize(
-    ("kind", "file", "before", "after", "switch"),
-    [
-        ("torchtitan", TITAN, "[compile]\nenable = false", "[compile]\nenable = true", "compile.enable"),
-        ("torchtitan", OLD, "compile = false", "compile = true", "training.compile"),
-        ("automodel", AUTOMODEL, "ci: {", "compile: {enabled: true}\nci: {", "compile.enabled"),
-    ],
-)
+@tabled(__file__, "what_is_compiled_fuses_layers")
 def test_what_is_compiled_fuses_layers(kind: str, file: str, before: str, after: str, switch: str) -> None:
     eager, compiled = read(kind, [file], gpus=8), read(kind, [file], {file: (before, after)}, gpus=8)
     assert FUSIONS not in settings(eager)
@@ -65,18 +58,7 @@ def test_a_loss_over_parts_of_the_vocabulary_is_torchs_until_it_is_compiled() ->
     assert settings(read("torchtitan", [OLD], {OLD: old}, gpus=64))[loss] == "loss_parallel"
 
 
-@pytest.mark.parametrize(
-    ("kind", "files", "changed", "text"),
-    [
-        ("deepspeed", DEEPSPEED, "trainer.yaml", ("bf16: true", "bf16: true\ntorch_compile: true")),
-        (
-            "accelerate",
-            ["accelerate.sh"],
-            "accelerate.sh",
-            ("--bf16 true", "--bf16 true --torch_compile true"),
-        ),
-    ],
-)
+@tabled(__file__, "the_trainer_compiles_what_transformers_has")
 def test_the_trainer_compiles_what_transformers_has(
     kind: str, files: list[str], changed: str, text: tuple[str, str]
 ) -> None:
@@ -100,17 +82,7 @@ def test_a_loss_that_is_compiled_alone_fuses_no_layer() -> None:
     assert FUSIONS not in settings(job)
 
 
-@pytest.mark.parametrize(
-    ("kind", "file", "change", "update"),
-    [
-        ("torchtitan", TITAN, None, None),
-        ("torchtitan", TITAN, ("lr = 3e-4", 'lr = 3e-4\nimplementation = "foreach"'), "foreach"),
-        ("torchtitan", TITAN, ("lr = 3e-4", 'lr = 3e-4\nimplementation = "for-loop"'), None),
-        ("torchtitan", OLD, None, "foreach"),  # without fused = true, torchtitan asks torch for it
-        ("torchtitan", OLD, ("lr = 3e-4", "lr = 3e-4\nfused = true"), None),
-        ("automodel", AUTOMODEL, None, "foreach"),
-    ],
-)
+@tabled(__file__, "an_update_is_torchs_default_where_a_job_has_it")
 def test_an_update_is_torchs_default_where_a_job_has_it(
     kind: str, file: str, change: tuple[str, str] | None, update: str | None
 ) -> None:
@@ -181,16 +153,7 @@ def test_weights_in_few_bits_say_how_much_too_many_bytes_are_counted() -> None:
     assert settings(replace(read_so, strict=False))["model_options.lora_rank"] == 8
 
 
-@pytest.mark.parametrize(
-    ("name", "known"),
-    [
-        ("Qwen/Qwen2.5-Math-7B-Instruct", "Qwen/Qwen2.5-7B"),
-        ("someone/Meta-Llama-3.1-8B-Instruct-AWQ", "meta-llama/Meta-Llama-3.1-8B"),
-        ("/data/models/Qwen3-30B-A3B-Instruct-2507-FP8/", "Qwen/Qwen3-30B-A3B"),
-        ("unsloth/gpt-oss-120b-BF16", "openai/gpt-oss-120b"),
-        ("Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
-    ],
-)
+@tabled(__file__, "words_that_change_no_size_are_passed_over")
 def test_words_that_change_no_size_are_passed_over(name: str, known: str) -> None:
     near = near_model(name)
     assert near is not None
@@ -223,23 +186,7 @@ def test_what_a_model_has_that_none_here_has_is_said(tmp_path: Path) -> None:
         read_model_file("nobody/nothing")
 
 
-@pytest.mark.parametrize(
-    ("name", "missing", "said"),
-    [
-        ("Qwen/Qwen3.5-9B", "samples of images and text", "a tower for images of 0.46 billion parameters is"),
-        ("google/gemma-3-4b-it", "samples of images and text", "of 0.42 billion parameters is left out"),
-        (
-            "google/gemma-2-9b-it",
-            "a cap on attention's scores in this model",
-            "none is counted: within a flash",
-        ),
-        (
-            "ByteDance-Seed/Seed-OSS-36B-Base",
-            "dropout, 0.1 in this model as published",
-            "masks of 1 byte an element",
-        ),
-    ],
-)
+@tabled(__file__, "what_is_left_out_of_a_model_is_said")
 def test_what_is_left_out_of_a_model_is_said(name: str, missing: str, said: str) -> None:
     job = lenient("axolotl", ("NousResearch/Meta-Llama-3-8B", name))
     assert job.cell().model == name

@@ -12,7 +12,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.cell_schedule import played_arguments
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile
-from tests.tools.jobs.job_inputs import INPUTS, JOBS, job_of, read
+from tests.tools.jobs.job_inputs import INPUTS, JOBS, job_of, read, tabled
 
 HERE = (
     "axolotl",
@@ -54,64 +54,19 @@ def made(name: str, change: tuple[str, str] = ("", "")) -> dict[str, Any]:
     return {setting.path: setting.value for setting in job.settings}
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("axolotl", {"strategy": "all_gather_kv", "sizes.sp": 4, "sizes.dp": 2, "batch": 4, "seq_len": 65536,
-                     "training.backend": "zero3", "model_options.mlp_tile": 4096}),
-        ("LLaMA-Factory", {"batch": 64, "training.micro_batches": 4, "model_options.loss_tile": "liger",
-                           "model_options.swiglu": "in_place", "model_options.recompute": "full"}),
-        ("LLaMA-Factory v1", {"strategy": "ulysses", "sizes.sp": 2,
-                              "training.micro_batches": 4, "training.reduce_dtype": "fp32",
-                              "model_options.recompute_early_stop": True}),
-        ("VeOmni", {"strategy": "ulysses", "batch": 16, "training.micro_batches": 4}),
-        ("ArcticTraining", {"strategy": "ulysses", "model_options.checkpoints": "pageable", "batch": 1,
-                            "model_options.loss_tile": "liger", "training.gradient_buffer_kib": 976563,
-                            "training.optimizer": "host", "model_options.recompute_reentrant": True}),
-        ("Automodel", {"strategy": "all_gather_kv", "sizes.sp": 2, "training.state_dtype": "weights",
-                       "training.cuda_alloc_conf": "expandable_segments:True", "training.micro_batches": 4}),
-        ("verl", {"strategy": "ulysses", "seq_len": 16384, "batch": 4}),
-        ("Primus", {"strategy": "megatron_sp", "sizes.tp": 2, "batch": 32, "model_options.layers": 32,
-                    "training.gradient_accumulation_fusion": False, "training.distributed_optimizer": True}),
-        ("ModelZoo", {"sizes.tp": 2, "sizes.pp": 2, "sizes.ep": 4, "model_options.vocabulary": 151936,
-                      "training.virtual_stages": 2, "model_options.dispatcher": "all_to_all"}),
-        ("ms-swift, Megatron", {"strategy": "megatron_sp", "sizes.tp": 4, "batch": 16, "seq_len": 8192,
-                                "model_options.recompute": "selective", "model_options.qk_norm": True,
-                                "training.cuda_alloc_conf": "expandable_segments:True"}),
-        ("ms-swift", {"strategy": "ulysses", "sizes.sp": 8, "batch": 2, "training.parameters": "host"}),
-        ("accelerate", {"strategy": "all_gather_kv", "sizes.sp": 4, "seq_len": 16384, "batch": 2}),
-    ],
-)  # fmt: skip
+@tabled(__file__, "what_a_programs_keys_are_here")
 def test_what_a_programs_keys_are_here(name: str, expected: dict[str, Any]) -> None:
     settings = made(name)
     assert settings | expected == settings
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "expected"),
-    [
-        # components/loss/masked_ce.py, te_parallel_ce.py and chunked_ce.py at 36044ad3
-        ("Automodel", ("tp_size: 1", "tp_size: 2"), ("gathered_float32", None, "as_made")),
-        ("Automodel", ("tp_size: 1", "tp_size: 2, sequence_parallel: true"),
-         ("gathered_float32", None, "as_made")),
-        ("Automodel", ("optimizer:", "loss_fn: {fp32_upcast: false}\noptimizer:"),
-         (None, "as_given", "as_made")),
-        ("Automodel", ("tp_size: 1", "tp_size: 2}\nloss_fn: {_target_: ce.TEParallelCrossEntropy"),
-         ("parallel", "in_place", None)),
-        ("Automodel", ("optimizer:", "loss_fn: {_target_: chunked_ce.ChunkedCrossEntropy}\noptimizer:"),
-         (None, "compiled", "as_made")),
-        # verl/utils/torch_functional.py at 1dda039b: flash-attn's
-        ("verl", ("", ""), (None, "compiled", None)),
-        # transformers' tp_plan: the head is colwise_gather_output
-        ("axolotl", ("context_parallel_size: 4", "tensor_parallel_size: 4"), ("gathered", None, None)),
-    ],
-)  # fmt: skip
+@tabled(__file__, "the_loss_is_that_of_the_program")
 def test_the_loss_is_that_of_the_program(
-    name: str, change: tuple[str, str], expected: tuple[str | None, ...]
+    name: str, change: tuple[str, str], expected: list[str | None]
 ) -> None:
     settings = made(name, change)
     options = "strategy_options.loss", "model_options.cross_entropy", "model_options.logits_held"
-    assert tuple(map(settings.get, options)) == expected
+    assert [*map(settings.get, options)] == expected
     assert settings["strategy"] != "megatron_sp" or settings["strategy_options.vocabulary"] == "split"
 
 
@@ -121,15 +76,7 @@ def test_adapters_of_a_dense_model_are_those_of_its_linear_layers() -> None:
     assert made("LLaMA-Factory", (dense, experts)).get("model_options.lora_targets") is None
 
 
-@pytest.mark.parametrize(
-    ("asked", "targets"),
-    [
-        ("[q_proj, self_attn.v_proj]", ["q_proj", "v_proj"]),
-        (r"'model\.layers\.\d+\.mlp\.(gate|up|down)_proj'", ["gate_proj", "up_proj", "down_proj"]),
-        ("[q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]", None),
-        ("[qkv_proj, lm_head]", ["q_proj", "k_proj", "v_proj"]),
-    ],
-)
+@tabled(__file__, "adapters_are_those_of_the_modules_that_a_job_names")
 def test_adapters_are_those_of_the_modules_that_a_job_names(asked: str, targets: list[str] | None) -> None:
     adapted = f"adapter: lora\nlora_r: 4\nlora_target_modules: {asked}\nsample_packing"
     peft = f"model: {{peft_config: {{r: 4, target_modules: {asked}}}, "
@@ -213,14 +160,7 @@ def test_adapters_of_experts_are_asked_for_by_name() -> None:
     assert targets == [None, ["all-linear", "experts"]]
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "missing"),
-    [
-        ("axolotl", "optimizer", "an optimizer in 8 bits"),
-        ("axolotl", "sample_packing", "attention within the samples of a row"),
-        ("ms-swift", "rope_scaling", "positions that are scaled"),
-    ],
-)
+@tabled(__file__, "what_something_close_stands_for")
 def test_what_something_close_stands_for(name: str, key: str, missing: str) -> None:
     job = lenient(name)
     (argument,) = [each for each in job.arguments if each.name == key]
@@ -231,58 +171,7 @@ def test_what_something_close_stands_for(name: str, key: str, missing: str) -> N
         replace(job, strict=True).cell()
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new", "problem"),
-    [
-        ("axolotl", "NousResearch/Meta-Llama-3-8B", "nobody/no-model", "base_model = nobody/no-model: "),
-        (
-            "axolotl",
-            "zero3_bf16.json",
-            "ours.json",
-            "deepspeed.*: give this configuration of DeepSpeed beside",
-        ),
-        ("axolotl", "context_parallel_size: 4", "context_parallel_size: 3", "8 GPUs are no multiple of 3"),
-        ("axolotl", "adamw_bnb_8bit", "lion_8bit", "optimizer = lion_8bit: another optimizer than Adam"),
-        ("LLaMA-Factory", "stage: sft", "stage: dpo", "stage = dpo: reinforcement learning, or preferences"),
-        (
-            "LLaMA-Factory v1",
-            "global_batch_size: 16",
-            "global_batch_size: 10",
-            "a batch of 10 is no multiple",
-        ),
-        ("VeOmni", "ulysses_size: 2", "ep_size: 2", "ep_size = 2: the model has no experts"),
-        ("ArcticTraining", "stage: 3", "stage: 0", "without ZeRO"),
-        (
-            "Automodel",
-            "seq_len: 8192, ",
-            "",
-            "how long sequences are is not said; --given dataset.seq_length=N",
-        ),
-        ("Automodel", "tp_size: 1", "pp_size: 3", "8 GPUs are no multiple of 6"),
-        ("Automodel", "tp_size: 1", "ep_size: 2", "distributed.ep_size = 2: the model has no experts"),
-        ("verl", "engine=fsdp", "engine=megatron", "engine = megatron: another engine than FSDP"),
-        ("verl", "=Qwen/Qwen3-8B", "=$MODEL", "MODEL is not set in the script; --given MODEL=VALUE"),
-        ("Primus", "llama3.1_8B", "ours", "model ours.yaml is none of Primus's .*; give its YAML"),
-        (
-            "Primus",
-            ":2}",
-            "}",
-            r"tensor_model_parallel_size: \$PRIMUS_TP is not set; --given PRIMUS_TP=VALUE",
-        ),
-        ("axolotl", "bf16: auto", "bf16: auto\nfp16: true", "bf16 and fp16 are both asked for; leave one"),
-        ("LLaMA-Factory", "bf16: true", "pure_bf16: true\nfp16: true", "bf16 and fp16 are both asked for"),
-        ("ms-swift", "--dataset", "--bf16 true --fp16 true --dataset", "bf16 and fp16 are both asked for"),
-        ("accelerate", "packing", "bf16=True, fp16=True, packing", "bf16 and fp16 are both asked for"),
-        ("axolotl", "bf16: auto", "load_in_4bit: true\nload_in_8bit: true", "one number of bits; leave one"),
-        ("LLaMA-Factory", "type: lora", "type: full\nquantization_bit: 4", "in 4 bits are not trained"),
-        ("Automodel", "dp_size: null", "dp_size: 8", "dp_size = 8: 8 GPUs / 2 leave 4 for data"),
-        ("LLaMA-Factory v1", "cp_size: 2", "dp_size: 8\ncp_size: 2", "8 GPUs / 2 leave 4 for data"),
-        ("axolotl", "bf16: auto", "dp_shard_size: 8", "dp_shard_size = 8: 8 GPUs / 4 leave 2 for data"),
-        ("VeOmni", "ulysses_size: 2", "ulysses_size: 2\n    dp_shard_size: 8", "8 GPUs / 2 leave 4 for data"),
-        ("ms-swift, Megatron", "--model ", "--expert_model_parallel_size 2 --model ", "has no experts"),
-        ("ms-swift", "--tuner_type full", "--tuner_type vera", "weights of which some are trained"),
-    ],
-)
+@tabled(__file__, "what_a_programs_job_cannot_be_here")
 def test_what_a_programs_job_cannot_be_here(name: str, old: str, new: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         lenient(name, (old, new)).cell()

@@ -5,8 +5,10 @@ move something that is not modelled, or nothing.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +16,14 @@ from spbench.bench.errors import UserError
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.tools.choose.anatomy import examine
 from spbench.bench.tools.choose.changed_figures import changed_cluster
+from spbench.bench.tools.jobs.argument_tables import program_table
 from spbench.bench.tools.jobs.job import Argument, Job
 from spbench.bench.tools.jobs.job_files import JobFile, read_job
 from spbench.bench.tools.jobs.launch import Launch, launched
 from spbench.bench.tools.jobs.shell_syntax import given_flag, shown_word, unknown_in, words_in
 from spbench.bench.tools.jobs.variables import _rules
 from spbench.bench.yaml_files import read_yaml
+from tests.tools.jobs.job_inputs import tabled
 from tests.tools.jobs.test_megatron import SIZES
 
 PROGRAM = re.compile(r"pretrain_\w+\.py")
@@ -35,67 +39,12 @@ def arguments(script: str, **environment: str) -> list[str]:
     return [shown_word(word) for word in launch(script, **environment).arguments]
 
 
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        ("python pretrain_gpt.py --a 1 --b='x y'", ["--a", "1", "--b=x y"]),
-        ("A=3\npython pretrain_gpt.py --a $A --b ${A} --c ${B:-4} --d \"${A}x\"", "--a 3 --b 3 --c 4 --d 3x"),
-        ("ARGS=(--a 1 # one\n  --b \"x y\"\n)\npython pretrain_gpt.py ${ARGS[@]}", "--a 1 --b x y"),
-        ("ARGS=(--a 1 --b \"x y\")\npython pretrain_gpt.py \"${ARGS[@]}\"", ["--a", "1", "--b", "x y"]),
-        ("ARGS=\"\n  --a 1\n  --b 2\n\"\npython pretrain_gpt.py $ARGS", "--a 1 --b 2"),
-        ("ARGS=\"--a 1\"\nARGS+=\" --b 2\"\npython pretrain_gpt.py $ARGS", "--a 1 --b 2"),
-        ("ARGS=(--a)\nARGS+=(--b)\npython pretrain_gpt.py \"${ARGS[@]}\" \\\n  --c", "--a --b --c"),
-        ("N=$((2 * 4))\nM=$(($N/2))\npython pretrain_gpt.py --a $N --b $M", "--a 8 --b 4"),
-        ("N=4\npython pretrain_gpt.py --a $(expr 32 / $N / 2) --b $(expr $N \\* 3)", "--a 4 --b 12"),
-        ("python pretrain_gpt.py --a 1 \\\n", "--a 1"),
-        ("S=8B\ncase \"${S}\" in\n\"1B\") A=1;;\n8B|9B) A=2\n;;\nesac\n./pretrain_gpt.py --a $A", "--a 2"),
-        ("S=2B\ncase $S in 1B) A=1;; *) A=3;; esac\n./pretrain_gpt.py --a $A", "--a 3"),
-        ("python pretrain_gpt.py --a '$A' 'b c'", ["--a", "$A", "b c"]),
-        ("RUN=\"pretrain_gpt.py --a 1\"\nsrun -N 2 sh -c \"python $RUN --b 2\"", "--a 1 --b 2"),
-        ("python pretrain_gpt.py --a 1 2>&1 | tee log", "--a 1"),
-        ("python pretrain_gpt.py --a 1 &> log --b 2", "--a 1 --b 2"),
-        ("A=1 B=2\npython pretrain_gpt.py --a $A --b $B", "--a 1 --b 2"),
-        ("python pretrain_gpt.py --a ${A:-\"1 2\"} \"${B:-3 4}\" ${C:+5}", ["--a", "1", "2", "3 4"]),
-        ("A=1\nif [ $A -eq 1 ]; then B=2; else B=3; fi\npython pretrain_gpt.py --b $B", "--b 2"),
-        ("if false; then B=2; elif [[ -n x && 2 -lt 1 ]]; then B=3; else B=4; fi\n./pretrain_gpt.py -b $B",
-         "-b 4"),
-        ("A=0\nif (( A + 1 > 1 )) || [ -z \"$A\" ]; then B=2; else B=3; fi\npython pretrain_gpt.py --b $B",
-         "--b 3"),
-        ("[ -z x ] && A=2\n[ \"y\" != x ] && B=3\npython pretrain_gpt.py --a ${A:-1} --b $B", "--a 1 --b 3"),
-        ("cat > x <<EOF\nit's $A\nEOF\npython pretrain_gpt.py --a 1", "--a 1"),
-        ("A=1\nsbatch <<EOF\n#!/bin/sh\ntorchrun pretrain_gpt.py --a $A \"b c\"\nEOF", ["--a", "1", "b c"]),
-        ("{ python pretrain_gpt.py --a 1; }", "--a 1"),
-        ("python pretrain_gpt.py --a $@", ["--a"]),
-        ("A=1\nwhile [[ $# -gt 0 ]]; do A=$1; shift; done\npython pretrain_gpt.py --a $A", "--a 1"),
-    ],
-)  # fmt: skip
+@tabled(__file__, "the_words_of_a_command")
 def test_the_words_of_a_command(script: str, expected: str | list[str]) -> None:
     assert arguments(script) == (expected.split() if isinstance(expected, str) else expected)
 
 
-@pytest.mark.parametrize(
-    ("script", "unknown"),
-    [
-        ("python pretrain_gpt.py --a $A", "$A"),
-        ("A=$(cat size)\npython pretrain_gpt.py --a $A", "$(cat size)"),
-        ("for A in 1 2; do echo; done\npython pretrain_gpt.py --a $A", "$A, of a loop"),
-        (
-            "if [ -d /data ]; then\n  A=2\nfi\npython pretrain_gpt.py --a $A",
-            "$A, which line 2 sets under a condition",
-        ),
-        (
-            "A=1\n[ $A = b -a -n c ] || A=2\npython pretrain_gpt.py --a $A",
-            "$A, which line 2 sets under a condition",
-        ),
-        (
-            "[ 0 ] || A=2\n[[ x == x* ]] || A=2\npython pretrain_gpt.py --a $A",
-            "$A, which line 2 sets under a condition",
-        ),
-        ("[ -f x ] && A=2\npython pretrain_gpt.py --a $A", "$A, which line 1 sets under a condition"),
-        ("python pretrain_gpt.py --a ${A%.*}", "${A%.*}"),
-        ("python pretrain_gpt.py --a $((N * 2))", "$((N * 2)), where $N is not known"),
-    ],
-)
+@tabled(__file__, "what_only_a_run_could_tell_is_a_mark")
 def test_what_only_a_run_could_tell_is_a_mark(script: str, unknown: str) -> None:
     assert unknown_in(launch(script).arguments[1]) == [unknown]
 
@@ -135,40 +84,12 @@ def test_exported_variables_and_those_before_a_command_are_its_environment() -> 
     assert launch(script, F="6").environment == {"B": "2", "C": "3", "D": "4", "E": "5", "F": "6"}
 
 
-@pytest.mark.parametrize(
-    ("script", "gpus"),
-    [
-        ("torchrun --nproc_per_node 8 --nnodes=4 pretrain_gpt.py", 32),
-        ("N=8\npython -m torch.distributed.run --nproc-per-node $N pretrain_gpt.py", 8),
-        ("#SBATCH --nodes=4 --exclusive\n#SBATCH --ntasks-per-node 8\nsrun python pretrain_gpt.py", 32),
-        ("mpirun -np 16 python pretrain_gpt.py", 16),
-        ("export WORLD_SIZE=$((2*8))\npython pretrain_gpt.py", 16),
-        ("python pretrain_gpt.py", None),
-        ("./pretrain_gpt.py --bf16", None),
-        ("torchrun --nproc_per_node 8 --nnodes $NODES pretrain_gpt.py", None),
-    ],
-)
+@tabled(__file__, "the_gpus_of_a_launcher")
 def test_the_gpus_of_a_launcher(script: str, gpus: int | None) -> None:
     assert launch(script).gpus == gpus
 
 
-@pytest.mark.parametrize(
-    ("script", "problem"),
-    [
-        ("python pretrain_gpt.py 'a", 'job.sh:1: no shell script from here on: "\'a"'),
-        ("\npython pretrain_gpt.py $(a", "job.sh:2: a ) is missing"),
-        ("A=(a\npython pretrain_gpt.py", "job.sh:2: a ) is missing"),
-        (
-            "python pretrain_gpt.py\npython pretrain_gpt.py",
-            "job.sh: several commands train, in lines 1 and 2; leave one, or --given line=N",
-        ),
-        (
-            "if grep x y\nthen python pretrain_gpt.py\nfi",
-            "job.sh:2: the command that trains is under a condition, in a loop or in a function, which are "
-            "not read; write it by itself",
-        ),
-    ],
-)
+@tabled(__file__, "what_cannot_be_read_is_told_in_a_line")
 def test_what_cannot_be_read_is_told_in_a_line(script: str, problem: str) -> None:
     with pytest.raises(UserError) as error:
         launch(script)
@@ -203,52 +124,13 @@ def test_what_is_modelled_of_the_allocator_is_a_setting(variable: str) -> None:
     assert job(f"{variable}=expandable_segments:False").cell().training.cuda_alloc_conf is None
 
 
-@pytest.mark.parametrize(
-    ("value", "problem"),
-    [
-        ("max_split_size_mb:20", "more than 20"),
-        ("expandable_segments", "is no list of NAME:VALUE"),
-        ("expandable_segments:True,expandable_segments:True", "is no list of NAME:VALUE, each given once"),
-        (
-            "expandible_segments:True",
-            "has no argument PYTORCH_CUDA_ALLOC_CONF expandible_segments, a setting",
-        ),
-        ("$CONF", "PYTORCH_CUDA_ALLOC_CONF: $CONF is not set in the script"),
-    ],
-)
+@tabled(__file__, "what_torch_would_not_read_of_the_allocator_is_refused")
 def test_what_torch_would_not_read_of_the_allocator_is_refused(value: str, problem: str) -> None:
     with pytest.raises(UserError, match=re.escape(problem)):
         replace(job(f"PYTORCH_CUDA_ALLOC_CONF={value}"), strict=True).cell()
 
 
-@pytest.mark.parametrize(
-    ("variable", "outcome", "detail"),
-    [
-        (
-            "PYTORCH_CUDA_ALLOC_CONF='roundup_power2_divisions:[256:1,512:2,>:8]'",
-            "approximated",
-            "move memory",
-        ),
-        ("PYTORCH_CUDA_ALLOC_CONF=garbage_collection_threshold:0.8", "approximated", "may move memory"),
-        ("PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync", "approximated", "may move time and memory"),
-        ("NCCL_BUFFSIZE=8388608", "approximated", "may move time and memory: NCCL's buffers"),
-        ("NCCL_BUFFSIZE=4194304", "no effect", "is so without it"),
-        ("NCCL_MAX_NCHANNELS=4", "approximated", "may move time and memory"),
-        ("NCCL_NVLS_ENABLE=0", "approximated", "may move time and memory"),
-        ("NCCL_ALGO=Tree", "approximated", "may move time"),
-        ("NCCL_DEBUG=INFO", "no effect", "logs"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS=1", "no effect", "in the order in which they are launched"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS=32", "approximated", "may move time"),
-        ("CUDA_LAUNCH_BLOCKING=1", "approximated", "may move time"),
-        ("TORCH_NCCL_AVOID_RECORD_STREAMS=0", "approximated", "may move memory"),
-        ("CUBLASLT_WORKSPACE_SIZE=65536", "approximated", "may move memory"),
-        ("CUBLAS_WORKSPACE_CONFIG=:4096:2", "mapped", "training.cublas_workspace"),
-        ("NVTE_FWD_LAYERNORM_SM_MARGIN=16", "approximated", "may move time"),
-        ("OMP_NUM_THREADS=8", "no effect", "of the host"),
-        ("NVTE_NEW_SWITCH=1", "unknown", "in the environment"),
-        ("DATA=/data", "no effect", "a variable of the script's own"),
-    ],
-)
+@tabled(__file__, "a_variable_that_may_move_something_is_never_without_effect")
 def test_a_variable_that_may_move_something_is_never_without_effect(
     variable: str, outcome: str, detail: str
 ) -> None:
@@ -287,7 +169,7 @@ def test_variables_of_attention_are_those_that_megatron_sets_itself() -> None:
 
 
 #: of another form
-OWN = ("other_programs", "model_zoo", "primus_models", "transformers")
+OWN = ("accelerate", "other_programs", "model_zoo", "primus_models", "transformers")
 
 
 def test_every_entry_of_the_tables_has_a_reason() -> None:
@@ -303,3 +185,38 @@ def test_every_entry_of_the_tables_has_a_reason() -> None:
             assert len(group["because"].split()) >= 3, group
     assert _rules(False)
     assert _rules(True)
+
+
+def _named(rules: Any) -> Iterator[str]:
+    """The arguments that rules of a table, or lines of a step, name in conditions and as keys."""
+    if isinstance(rules, list):
+        yield from (name for each in rules for name in _named(each))
+    elif isinstance(rules, dict):
+        conditions = rules.get("if", [])
+        for text in [conditions] if isinstance(conditions, str) else conditions:
+            yield from (re.split("[?=<>]", word.lstrip("!"))[0] for word in text.split())
+        for words in ("keys", "of", "from", "map", "map_given", "count", "any"):
+            text = rules.get(words, "")
+            yield from text.replace("|", " ").split() if isinstance(text, str) else ()
+        below = [each for key, each in rules.items() if key not in ("if", "keys")]
+        yield from (name for each in below for name in _named(each))
+
+
+def test_rules_name_arguments_that_there_are() -> None:
+    """Of another name nothing would ever be given, so that a rule would be silent."""
+    of_environment = re.compile(r"[A-Z][A-Z0-9_]+")
+    every = {path.stem: read_yaml(path) for path in TABLES.glob("*.yaml") if path.stem not in OWN}
+    tables = {kind: content for kind, content in every.items() if "rules" in content}
+    named = 0
+    for kind, content in tables.items():
+        versions = [program_table(kind, version) for version in content.get("versions", [""])]
+        arguments = {name for table in versions for name in table.arguments}
+        for section in ("rules", "step"):
+            rules = content.get(section, [])
+            for name in _named(
+                [*rules.values()] if section == "rules" and isinstance(rules, dict) else rules
+            ):
+                if name and name[0] not in "$%" and "*" not in name and not of_environment.fullmatch(name):
+                    named += 1
+                    assert name in arguments, f"{kind}.yaml: {name}"
+    assert named > 500

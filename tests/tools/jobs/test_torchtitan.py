@@ -11,7 +11,7 @@ from spbench.bench.measure.engines.plan import model_parameters
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile
 from spbench.bench.tools.jobs.torchtitan_models import first_stage_layers, split_layers, stage_layers
-from tests.tools.jobs.job_inputs import job_of, settings
+from tests.tools.jobs.job_inputs import job_of, settings, tabled
 
 REGISTRY = '''
 """Configurations of a registry."""
@@ -86,17 +86,7 @@ def test_one_function_of_a_registry_is_read_by_name() -> None:
     assert registry("qwen3_of_eight").cell().sizes.by_axis["ep"] == 8
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("", "6 functions make a configuration"),
-        ("qwen3_nine", "no function 'qwen3_nine' makes a configuration"),
-        ("qwen3_in_eight_bits", 'model.converters = \\["Float8LinearConverter"\\]'),
-        ("qwen3_of_itself", "qwen3_of_itself calls itself"),
-        ("qwen3_by_chance", "line 44: 'if random\\(\\) < 0.5:' sets no value plainly"),
-        ("qwen3_of_code", r"line \d+: length\(\) is no plain value; write it out"),
-    ],
-)
+@tabled(__file__, "what_a_registry_cannot_say_is_refused_in_a_line")
 def test_what_a_registry_cannot_say_is_refused_in_a_line(name: str, problem: str) -> None:
     with pytest.raises(UserError, match=problem) as refused:
         registry(name).cell()
@@ -124,20 +114,7 @@ def with_experts(name: str, flavor: str, ep: int = 4, etp: int = 1) -> Job:
     return job_of("torchtitan", [JobFile(Path("train.toml"), text.encode())], 16)
 
 
-@pytest.mark.parametrize(
-    ("name", "flavor", "elements"),
-    [
-        ("qwen3", "30B-A3B", 30.5e9),
-        ("qwen3", "235B-A22B", 235.1e9),
-        ("llama4", "17bx16e", 107.8e9),
-        ("llama4", "17bx128e", 400.7e9),
-        ("deepseek_v3", "16B", 15.7e9),
-        ("deepseek_v3", "236B", 235.7e9),
-        ("deepseek_v3", "671B", 671.0e9),
-        ("gpt_oss", "20b", 20.9e9),
-        ("gpt_oss", "120b", 116.8e9),
-    ],
-)
+@tabled(__file__, "models_with_experts_have_their_published_parameters")
 def test_models_with_experts_have_their_published_parameters(name: str, flavor: str, elements: float) -> None:
     made = settings(with_experts(name, flavor))
     assert made["sizes.ep"] == 4
@@ -190,20 +167,7 @@ def test_a_pipeline_keeps_weights_between_micro_batches() -> None:
     assert (again.mesh, again.sizes.dp, again.shape[0]) == (["pp", "dp", "sp", "tp"], 4, 64)
 
 
-@pytest.mark.parametrize(
-    ("more", "problem"),
-    [
-        (
-            'pipeline_parallel_schedule = "ZBVZeroBubble"',
-            "another schedule than 1F1B, GPipe, Interleaved1F1B",
-        ),
-        ('pipeline_parallel_schedule_csv = "a.csv"', "stages or a schedule that are written out"),
-        ("pipeline_parallel_layers_per_stage = 8", "makes 16 stages, which 1F1B cannot run on 8"),
-        ("pipeline_parallel_microbatch_size = 3", "training.local_batch_size 16 is no multiple of"),
-        ("pipeline_parallel_first_stage_less_layers = 40", "126 layers, 40 and 1 for the ends, are too few"),
-        ("[training]\nglobal_batch_size = 128", "a pipeline that runs several times a step"),
-    ],
-)
+@tabled(__file__, "other_pipelines_are_refused")
 def test_other_pipelines_are_refused(more: str, problem: str) -> None:
     start = TOML.replace("[training]\n", "") if more.startswith("[") else TOML
     text = start.replace("local_batch_size = 16\n", "") if more.startswith("[") else start
