@@ -80,6 +80,7 @@ class Candidate:
         saving: settings of the model that take less memory.
         training_text, saving_text: the same as text.
         estimated_s, estimated_bytes: of a step, and of the fullest rank.
+        activation_bytes: of the estimated ones, those that are no states of training.
         twin: ``training`` without the host, where that only makes room; None: it has nothing there.
     """
 
@@ -91,6 +92,7 @@ class Candidate:
     saving_text: str
     estimated_s: float
     estimated_bytes: float
+    activation_bytes: float
     twin: Mapping[str, Any] | None = None
 
     @property
@@ -181,13 +183,14 @@ def candidates(
     """
     choices = _Choices(question, estimates, savings, usable, bar or Bar())
     for way in ways(question):
-        if (figures_and_options := figures_of(estimates, way, question, refused)) is None:
-            continue
-        for unfolded_layout in layouts(question, way, estimates.layers, refused):
+        figures_and_options = figures_of(estimates, way, question, refused)
+        for unfolded_layout in (
+            layouts(question, way, estimates.layers, refused) if figures_and_options else ()
+        ):
             if every := folded(question, unfolded_layout):
                 yield from choices.of_layouts(every, *figures_and_options)
-    if left_out is not None:
-        left_out.update(choices.left_out)
+    for what, n in choices.left_out.items() if left_out is not None else ():
+        left_out[what] += n
 
 
 class _Choices:
@@ -230,15 +233,16 @@ class _Choices:
         self.left_out[TOO_SLOW] += (len(every) - len(near)) * of_each
         if not near:
             return
+        activations = estimates.activations(near, figures)
         times = estimates.times(near, figures, computing[passing])
-        memories = estimates.states(near, figures)[..., None] + estimates.activations(near, figures)[:, None]
+        memories = estimates.states(near, figures)[..., None] + activations[:, None]
         kept = self.kept(near, times, memories)
         texts = [*estimates.backends], [*estimates.references]
         for at, row, place in np.argwhere(kept).tolist():
             twin = None if (other := self._twins[row]) is None else self._backends[other]
             chosen = self._backends[row], self._savings[place], texts[0][row], texts[1][place]
-            seconds, nbytes = (float(each[at, row, place]) for each in (times, memories))
-            yield Candidate(near[at], options, *chosen, seconds, nbytes, twin)
+            estimated = (float(of[at, row, place]) for of in (times, memories))
+            yield Candidate(near[at], options, *chosen, *estimated, float(activations[at, place]), twin)
 
     def kept(self, near: Sequence[Layout], times: np.ndarray, memories: np.ndarray) -> np.ndarray:
         """Which of these layouts become candidates, bool [layouts, backends, savings]; the others are

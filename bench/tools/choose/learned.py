@@ -25,9 +25,9 @@ _DOUBTED = 4
 UNKNOWN, _OF_PARTS = 1.35, 1.1
 #: by so much, in logarithms, is a strategy that was not traced looked at before others as fast
 _BENEFIT = 0.1
-#: by so much may bytes be off beside those of the traced candidate, and by so much more for each other
-#: setting, and for each doubling of ranks; until one was traced, estimated bytes may be too many by so much
-_MARGIN, _OF_DIFFERENCE, _OF_HALF, _MARGIN_OF_UNKNOWN = 1.03, 0.04, 0.1, 1.25
+#: by so much may bytes be off beside those of the traced candidate, and by so much more for each difference;
+#: until one was traced, estimated bytes may be too many by so much
+_MARGIN, _OF_DIFFERENCE, _MARGIN_OF_UNKNOWN = 1.03, 0.04, 1.25
 
 
 class Bounds(NamedTuple):
@@ -93,7 +93,7 @@ class Learned:
         of_kind = np.array([False] * (len(MESH_AXES) + 1) + [True] * len(others))
         in_time = [_OF_DOUBLING] * len(MESH_AXES) + [0] + [_OF_OTHER] * 3 + [0]
         self._in_time = _Nearest(features, np.array(in_time), of_kind)
-        self._in_memory = _Nearest(features, np.where(of_kind, _OF_DIFFERENCE, _OF_HALF), of_kind)
+        self._in_memory = _Nearest(features, np.full(len(of_kind), _OF_DIFFERENCE), of_kind)
         #: [candidates, 2]: seconds and bytes of those that were traced
         self._traced = np.zeros((len(candidates), 2))
         #: how far traced seconds were from expected ones, in margins, squared; as if some were by one before
