@@ -105,7 +105,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """How many strategies and memory switches it has, and axes of several ranks."""
+        """How many strategies and memory switches the candidate has, and how many axes of several ranks."""
         things = things_to_set(self.strategy, self.saving, self.training)
         return things, sum(n > 1 for n in self.layout.sizes.values())
 
@@ -152,7 +152,7 @@ class Bar:
             self.most_s = _FAR * shortest[-1] if len(shortest) == _NAMED else math.inf
 
     def passes(self, layout: Layout, seconds: float) -> bool:
-        """Whether a layout that takes so long at the least may be a candidate."""
+        """Whether a layout that takes at least that many seconds may be a candidate; else notes its kind."""
         if seconds <= self.most_s:
             return True
         kind = (layout.way, layout.dp, layout.pp)
@@ -220,7 +220,7 @@ class _Choices:
     def of_layouts(
         self, every: Sequence[Layout], figures: WayFigures, options: Mapping[str, Any]
     ) -> Iterator[Candidate]:
-        """The candidates of layouts that differ in the ranks of their experts alone."""
+        """The candidates of layouts that differ only in the ranks of their experts."""
         estimates, computing = self.estimates, self.estimates.computing(every, figures)
         passing = [
             self.bar.passes(each, least) for each, least in zip(every, computing.min(axis=1), strict=True)

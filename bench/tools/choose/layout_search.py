@@ -172,8 +172,8 @@ class Search(LookedAt):
                 )
 
     def _next(self) -> dict[int, Candidate]:
-        """Take the most promising that could be among the best, one of each way and of each new strategy; by
-        their places."""
+        """Choose, by place, the candidates to trace next: the most promising that may be among the best, at
+        most one for each way and each new strategy."""
         best, learned = self.best_layouts(), self.learned
         bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
         of_kind = {(seen.cell.strategy, mesh_alone(seen.cell)): seen.step_s for seen in best}

@@ -116,13 +116,13 @@ class Learned:
         self._off[name] = min(off, self._off.get(name, math.inf))
 
     def _off_of(self, places: Any) -> Any:
-        """The logarithm of traced over estimated seconds of those that are most like candidates."""
+        """log(traced / estimated seconds) of the traced layouts that are most like those at ``places``."""
         like = self._in_time.at[places]
         return np.log(self._traced[like, 0] / self._estimated[like, 0])
 
     def _slope(self) -> float:
-        """By how much the logarithm of traced over estimated seconds grows as micro-batches double, by least
-        squares: of layouts of one way that were traced, and with one pair of which it does not grow."""
+        """By how much log(traced / estimated seconds) grows as micro-batches double: least squares over the
+        traced layouts of each way, with one more pair, whose log does not grow, to hold the slope down."""
         traced = np.flatnonzero(self._traced[:, 0]).tolist()
         traced.sort(key=lambda at: str(self.candidates[at].layout.way))
         both, squares = 0.0, 1.0
@@ -137,17 +137,17 @@ class Learned:
     # -- strategies ------------------------------------------------------------------------------------
 
     def knows(self, strategy: str) -> bool:
-        """Whether a layout of it was traced."""
+        """Whether a layout of the strategy was traced."""
         return strategy in self._off
 
     def knows_parts(self, strategy: str) -> bool:
-        """Whether a layout of each of its parts was traced."""
+        """Whether a layout of each part of the strategy was traced."""
         traced = {part for name in self._off for part in name.split(PLUS)}
         return {*strategy.split(PLUS)} <= traced
 
     def unsettled_parts(self, strategy: str) -> set[str]:
-        """The parts of a strategy that were traced neither alone nor in several others, so that nothing says
-        how much of a step is theirs."""
+        """The parts of a strategy whose share of the excess is unknown, because they were traced neither
+        alone nor within several other strategies."""
         return {part for part in strategy.split(PLUS) if self._of_part(part) is None}
 
     def _of_part(self, part: str) -> float | None:
