@@ -217,7 +217,7 @@ class Learning(StrictModel):
 
 
 def _with_sizes(content: Any) -> Any:
-    """The settings of a cell in which options that are written as sizes are numbers."""
+    """The settings of a cell; options that are written as sizes, such as "128K", become numbers."""
     if not isinstance(content, Mapping):
         return content
     options = {name: content[name] for name in _OF_OPTIONS if isinstance(content.get(name), Mapping)}

@@ -67,7 +67,7 @@ class Row(Record):
         cell: its settings as JSON, those of :class:`Cell` at the time.
         elapsed_s: how long it ran.
         time: when it ended, in UTC.
-        digest: of what made it (:mod:`measure.sweep.provenance`); None: of a version without digests.
+        digest: of what made the row (:mod:`measure.sweep.provenance`); None in rows of older versions.
         provenance: code, libraries and machine (:func:`measure.sweep.provenance.provenance`).
         traceback, log: see :class:`Outcome`.
         final: whether another run would have the same outcome.

@@ -49,8 +49,8 @@ def size(text: str) -> int | None:
 
 
 def with_suffix(value: Any) -> Any:
-    """The number that a text such as 128K stands for, in files, where the text "128" is no number; else the
-    value itself."""
+    """The number that a text with a suffix, such as "128K", stands for in a file; any other value (also the
+    text "128") as it is."""
     if not isinstance(value, str) or not value.endswith((*"kKmMgG",)):
         return value
     number = size(value)
@@ -283,11 +283,11 @@ class StandIn(NamedTuple):
 
     @property
     def price(self) -> dict[str, Any]:
-        """As an entry of :attr:`Measurement.priced_by`."""
+        """An entry of :attr:`Measurement.priced_by` for this work."""
         return {"work": self.work, "by": self.by, "grade": STAND_IN, "share": 1.0}
 
     def __str__(self) -> str:
-        """The class of the times in which it stands in (:attr:`Measurement.rates`)."""
+        """The class, in :attr:`Measurement.rates`, of times in which this work is priced by its stand-in."""
         return f"{self.work} priced as {self.by}" if self.by else f"{self.work}, measured slower"
 
 

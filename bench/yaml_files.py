@@ -107,7 +107,7 @@ def dotted(path: Path_) -> str:
 
 
 def validate(model: type[ModelT], content: Mapping[str, Any], where: str) -> ModelT:
-    """The content as that model, with no conversions (the text "4" is not the number 4); else
+    """The content as an instance of that model; nothing is converted (the text "4" is not the number 4).
     UserError with ``where``, the key path, what is wrong and how to mend it."""
     try:
         return model.model_validate(content, strict=True)
@@ -232,7 +232,7 @@ class InferredSetting(StrictModel):
     reason: str
 
     def covers(self, answer: str, number: PublishedNumber, variant: str) -> bool:
-        """Whether this number of this answer was looked at to choose the setting that the variant has."""
+        """Whether this number of this answer was looked at when the setting of the variant was chosen."""
         return (
             answer in self.answers
             and (not self.quantities or number.quantity in self.quantities)

@@ -141,11 +141,11 @@ def load(text: str) -> Any:
 
 
 def _check_expanded(node: yaml.Node, counted: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """How many nodes and levels there are with those that aliases repeat; a problem where they are too many,
-    or endless. What an alias stands for begins before it, so that it is counted by then, or being counted.
+    """How many nodes and levels a node has once its aliases are expanded; YAMLProblem if too many, or
+    endless. What an alias repeats begins before the alias, so it is counted by then, or is being counted.
 
     Args:
-        counted: of nodes, by their identity; (0, 0) of those that are being counted.
+        counted: nodes and levels by the identity of a node; (0, 0) while the node is being counted.
     """
     if isinstance(node, yaml.ScalarNode):
         return 1, 1

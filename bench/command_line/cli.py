@@ -191,7 +191,7 @@ def exit_code(arguments: Sequence[str] | None) -> int:
 
 
 def _without_long_words(text: str, arguments: Sequence[str] | None) -> str:
-    """A message with the long ones of the words of the command line cut, which click and others repeat."""
+    """A message, in which click and others repeat words of the command line, with the long words cut."""
     for word in sys.argv[1:] if arguments is None else arguments:
         for part in (word, word.partition("=")[2], " ".join(word.split())):
             if len(part) > MOST_SHOWN:

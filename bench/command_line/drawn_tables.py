@@ -90,7 +90,7 @@ def layout(table: Table, width: int, view: View) -> TableLayout:
 
 
 def _kept(table: Table, view: View) -> tuple[list[Mapping[str, Any]], dict[str, int]]:
-    """The lines that have rows of their own, and the counts of the others by what is said of them."""
+    """The lines that are shown as rows, and how many lines each text of a fold stands for."""
     if view.details:
         return list(table.lines), {}
     folded: dict[str, int] = {}

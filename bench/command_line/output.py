@@ -197,8 +197,8 @@ _IMPORTANT = ("rank", "stage", "step", "fits", "peak GiB", "reserved GiB", "in")
 
 
 def memory_table(measured: Mapping[str, Mapping[str, Any]]) -> Table | str:
-    """A line for the set-up (step 0) and each traced step of each class of ranks that run the same program,
-    of cells whose measurement has them; a sentence if none has.
+    """A table of memory: for each class of ranks that run the same program, a line for the set-up (step 0)
+    and for each traced step; a sentence if no cell has classes.
 
     Args:
         measured: measurements as rows have them, by the key of their cell.

@@ -90,7 +90,7 @@ class Progress:
             self._bar.console.print(for_stream(text, sys.stderr), soft_wrap=True, markup=False)
 
     def at(self, text: str, share: float) -> None:
-        """Say what is being done, and the share of the task that is behind, of 1."""
+        """Show what is being done, and the share of the task that is done, from 0 to 1."""
         self.now(text)
         self._advance(f"[{share:.0%}] {text}", share)
 

@@ -53,8 +53,8 @@ def _on_a_terminal(output: Output, out: TextIO) -> Iterator[str]:
 
 
 def _name_of(section: Table | str) -> str:
-    """What a section is called where it is not shown: the first words of its title or text, without what
-    stands after a colon or in brackets."""
+    """The name of a section that is not shown: the first line of its title or text, up to a colon or a
+    bracket."""
     title = section.title if isinstance(section, Table) else section.split("\n")[0]
     return title.split(": ")[0].split(" (")[0].rstrip(":")
 

@@ -75,9 +75,9 @@ def cannot_run(device: Device, kernel: str) -> tuple[str, str] | None:
 def rate_of_call(
     device: Device, kernel: str, head_size: int, direction: Direction, mask: Mask
 ) -> AttentionRate | None:
-    """The rate of calls of an attention kernel on a card: its own, or one that is carried over; None: there
-    is neither, or the card has a share for calls of its default kernel. Arguments as of
-    :meth:`AttentionRates.rate_of`."""
+    """The rate of an attention kernel's calls on a card: its own, or carried over from another card. None:
+    there is neither; the default kernel's is not carried over, as the card has a share for it. Arguments as
+    of :meth:`AttentionRates.rate_of`."""
     if device.attention is None:
         return None
     own = device.attention.rate_of(kernel, head_size, direction, mask)
@@ -93,7 +93,7 @@ def rate_of_call(
 def _carried(
     device: Device, card: Cluster, kernel: str, other: str, head_size: int, direction: Direction, mask: Mask
 ) -> AttentionRate | None:
-    """The rate of ``kernel`` by its ratio to ``other`` on another card; None where a rate is missing."""
+    """The rate of ``other`` times the ratio of ``kernel`` to it on ``card``; None where a rate is missing."""
     assert device.attention is not None
     assert card.device.attention is not None
     there = card.device.attention.rate_of(kernel, head_size, direction, mask)

@@ -143,8 +143,8 @@ def figures(part: Any, at: str = "", units: Sequence[Any] = ()) -> Iterator[tupl
 
 
 def implausible(cluster: Any) -> Iterator[str]:
-    """What of a cluster cannot be: numbers out of the range of their unit, and rates of attention above the
-    card's peak in half precision; each with its key path and what is wrong."""
+    """The figures of a cluster that cannot be, each with its key path and what is wrong: numbers out of the
+    range of their unit, and rates of attention above the card's peak in half precision."""
     halves = cluster.device.peak_flops_per_s.items()
     peak = max((of.value or 0.0 for name, of in halves if name in ("bf16", "fp16")), default=0.0)
     for at, part, units in figures(cluster):

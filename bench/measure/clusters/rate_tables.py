@@ -135,7 +135,7 @@ class RateTable:
 
 
 def _filled(axes: Sequence[np.ndarray], grid: np.ndarray) -> np.ndarray:
-    """The grid, where nothing was measured with the value of the nearest place that was."""
+    """The grid; places without a measurement (NaN) get the value of the nearest place with one."""
     holes = np.isnan(grid)
     places = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
     for hole in np.argwhere(holes):

@@ -190,9 +190,9 @@ class AttentionRates(StrictModel):
         return self
 
     def rate_of(self, kernel: str, head_size: int, direction: Direction, mask: Mask) -> AttentionRate | None:
-        """The rate that was measured of the most similar calls of a kernel ("flash" is the default): of the
-        same direction or else of both, then of the same mask, then of the nearest head size. None: the kernel
-        has none. ``head_size`` is as :meth:`AttentionRate.counts_as`."""
+        """The measured rate of the most similar calls of a kernel ("flash": the default kernel): the same
+        direction or else both directions, then the same mask, then the nearest head size, which is as
+        :meth:`AttentionRate.counts_as` has it. None: the kernel has no rate."""
         of_kernel = named(self.kernels, self.default if kernel == "flash" else kernel) or []
         rates = [r for r in of_kernel if r.value_head_size is None or r.counts_as(direction) == head_size]
 

@@ -128,9 +128,9 @@ def with_mends(check: Callable[[Cell], Checked], cell: Cell) -> Checked:
 
 
 def played_arguments(cell: Cell) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
-    """The arguments of the model that a cell's ranks run: where FlashAttention-2 is played, which has one
-    head size, values get zeros up to that of keys (``_pad_qkv_head_dim`` of TransformerEngine's
-    dot_product_attention.py since 8a5af978; transformers' latent attention)."""
+    """The model's arguments as a cell's ranks run it. FlashAttention-2 has one head size, so where it is
+    played, values are padded with zeros to the head size of keys (``_pad_qkv_head_dim`` of
+    TransformerEngine's dot_product_attention.py since 8a5af978; transformers' latent attention)."""
     name, options, config = cell.model_arguments
     if cell.precision in ("fp16", "bf16") and attention_kernel(cell) == "flash_attention_2":
         options = {**options, **model_preset(name, options, config).of_one_head_size}

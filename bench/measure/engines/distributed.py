@@ -88,7 +88,7 @@ class DistributedEngine(Engine):
 
 
 def learned(cell: Cell, losses_of_run: Callable[[], list[dict[str, float]]]) -> Measurement:
-    """The measurement of a training run; it is not begun where the cell cannot be trained.
+    """The losses of a training run as a measurement. The run starts only if the cell can be trained.
 
     Raises:
         Unsupported: the strategy cannot run these sizes, or there is no data for the model.

@@ -87,7 +87,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
 
 class _EmulatedGroupOfOld(EmulatedGroup):
-    """The same by the names of torch before 2.12, whose fake group writes no result of these."""
+    """An emulated group with the names of torch before 2.12, whose fake group writes no result of these."""
 
     def alltoall_base(self, output: Tensor, *rest: Any) -> dist.Work:
         work: dist.Work = super().alltoall_base(output, *rest)
@@ -167,7 +167,7 @@ class EmulatedEngine(Engine):
 
 @contextmanager
 def _player(cell: Cell) -> Iterator[Callable[..., Measurement]]:
-    """Plays ranks, one after another, in one new process."""
+    """Inside, a function that plays a rank; all are played one after another in one new process."""
     check_gpus(1, cell.device)
     with RankPool(1) as process:
 
@@ -248,7 +248,7 @@ def played(cell: Cell, rank: int, timed: bool) -> Measurement:
 
 
 def _metered(cell: Cell, mesh: DeviceMesh, events: bool = False) -> tuple[Recorder, Any, dict[str, Tensor]]:
-    """A step under the meters; the recorder, and what further steps need."""
+    """Run a step under the meters; returns the recorder, and the training and inputs for further steps."""
     import torch._dynamo  # the optimizer's import of it would keep frames, and what they hold
 
     recorder = Recorder(mesh, events=events, further=meter_classes(cell.meters))

@@ -115,7 +115,7 @@ def _error(squares: list[Squares]) -> float:
 def _summed_up(
     errors: Mapping[str, float], squares: Mapping[str, list[Squares]]
 ) -> Iterator[tuple[str, float]]:
-    """The errors of the loss, of all gradients as one vector, and of the worst gradient."""
+    """By name, the error of the loss, of all gradients as one vector, and of the worst gradient."""
     yield "loss", errors["loss"]
     gradients = [name for name in errors if name != "loss"]
     yield "gradients", _error([each for name in gradients for each in squares[name]])

@@ -94,8 +94,8 @@ class Turns:
         return self.count > 2 * self.ahead + _APART
 
     def like(self, turn: int, other: Turns) -> int:
-        """The turn of a short step that does what this stage does in a turn; or of one as far ahead with one
-        micro-batch more: then its second turn of both phases has no like."""
+        """The turn of a short step, ``other``, in which the same is done as in this stage's ``turn``. Of a
+        step as far ahead with one micro-batch more, the second turn of both phases is like none."""
         back = turn - self.ahead
         if (self.count + 1, self.ahead) == (other.count, other.ahead):
             return turn + (back > 0)
@@ -113,7 +113,7 @@ class Turns:
         return other.count + self._like_in_tail(turn - self.count, other)
 
     def _like_in_tail(self, turn: int, other: Turns) -> int:
-        """As :meth:`like`, of turns after the last forward, counted from it."""
+        """As :meth:`like`, for turns after the last forward; both turns count from there."""
         if turn < self._warm_tail:
             return min(turn, _APART if other.both else other._warm_tail - 2)
         return other._warm_tail + min(turn - self._warm_tail, _APART)

@@ -74,7 +74,7 @@ class RankClass:
 
     @property
     def first(self) -> int:
-        """The rank that is traced."""
+        """The rank of the class that is traced."""
         return self.ranks[0]
 
 
@@ -113,7 +113,7 @@ def shares_whole_weights(cell: Cell) -> bool:
 
 
 def _heaviest(cell: Cell, ranks: Sequence[int]) -> int:
-    """Which of the ranks of a class updates most weights."""
+    """The index, among the ranks of a class, of the rank that updates most weights."""
     step = planned_step(cell, ranks[0], [])
     places = [Place.of_rank(cell.mesh_sizes, rank) for rank in ranks]
     held = backend_class(cell.training.backend).updated_elements(step, places)
@@ -228,7 +228,7 @@ def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -
 
 
 def composition(cell: Cell, place: Place) -> Composition:
-    """Data and pipeline parallelism of a cell at that place."""
+    """How data and pipeline parallelism divide the cell at that place of the mesh."""
     return Composition(place, cell.training.virtual_stages, cell.training.stage_layers or ())
 
 
@@ -281,7 +281,7 @@ def _sites(cell: Cell, strategy: Strategy, stage: Stage) -> list[Site]:
 
 
 def closed_form(cell: Cell, rank: int) -> list[Traffic]:
-    """What a global rank of a cell that has been checked sends in a step, but for what sends nothing."""
+    """What a global rank of a checked cell sends in a step; entries that send nothing are left out."""
     precision, training, sizes = PRECISIONS[cell.precision], cell.training, cell.mesh_sizes
     strategy, backend = planned_strategy(cell), backend_class(training.backend)
     around = composition(cell, Place.of_rank(sizes, rank))

@@ -57,7 +57,7 @@ def host_peaks(log: MemoryLog) -> list[int]:
 
 
 def _rounded(nbytes: int) -> int:
-    """The least power of two that is not smaller; of nothing, nothing."""
+    """The least power of two that is not smaller than ``nbytes``; 0 of 0."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 

@@ -77,8 +77,8 @@ def runs_of(shallow: np.ndarray, deeper: np.ndarray) -> list[Run]:
 
 
 def _inserted(shallow: np.ndarray, deeper: np.ndarray) -> int:
-    """The length of the block with which a deeper list begins twice, and after which it has most in common
-    with the shallower one.
+    """The length of the block with which ``deeper`` begins twice, and after which ``deeper`` has most in
+    common with ``shallow``.
 
     Raises:
         NotAlike: there is none.

@@ -99,7 +99,7 @@ class Guesses:
         return True
 
     def need(self, size: int) -> float:
-        """The need as a part of what there is, of the card or of the host, whichever is larger."""
+        """The share of the card's or the host's memory that a size needs, whichever is larger."""
         return self._need(*self.memories(size))
 
     def _need(self, card: MemoryLog, host: MemoryLog) -> float:
@@ -215,7 +215,7 @@ class Boundary:
                 return min(guess, max(self.low + 1, self.high - 2**self.disappointed // 4))
 
     def probe(self, value: int) -> bool:
-        """Trace the whole step at that value; returns whether it fits."""
+        """Trace the whole step at a value of the searched quantity; returns whether the step fits."""
         traces = virtual.trace_classes(self.candidates.at(value), events=self.timed)
         self.newest = probe = Probe(value, traces, traces.memory_measurement())
         self.proof.append(proof_of(value, probe.measurement))

@@ -36,7 +36,7 @@ Named = TypeVar("Named", str, Substitute)
 
 
 def counts_on_line(cell: Cell) -> tuple[int, int, int] | None:
-    """The numbers of micro-batches whose steps say what the cell's is; None: all of it is run as quickly."""
+    """Three numbers of micro-batches whose steps give the cell's; None: running all takes no longer."""
     training, pp = cell.training, cell.sizes.pp
     # warm-up and end of a pipeline of one run of layers a rank take a group each, and one micro-batch between
     first = max(2 * pp + 1, SHORT)

@@ -167,7 +167,7 @@ def _keys(turns: AnyTurns, steps: int) -> list[_Key]:
 
 @lru_cache(maxsize=16)
 def _likes(turns: AnyTurns, held: AnyTurns) -> list[int]:
-    """The like of each turn, and of the end; the same for all lists of a trace."""
+    """The like turn of ``held`` for each turn and for the end; it is the same for all lists of a trace."""
     return [turns.like(turn, held) for turn in range(len(turns) + 1)]
 
 

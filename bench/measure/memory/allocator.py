@@ -100,7 +100,7 @@ class CachingAllocator:
         return self.take(nbytes, stream).address
 
     def take(self, nbytes: int, stream: int = 0) -> Block:
-        """As :meth:`malloc`, but returns the block, which is the same object until it is given back."""
+        """As :meth:`malloc`, but returns the block; it stays the same object until it is freed."""
         size = -(-nbytes // GRANULE) * GRANULE or GRANULE
         pool = stream, size <= SMALL_LIMIT
         block = self._take(size, pool)
@@ -188,7 +188,7 @@ class CachingAllocator:
                 self._release(entry)
 
     def _release(self, entry: tuple[int, int]) -> None:
-        """Return a segment, which has been taken out of its pool."""
+        """Give a segment back to the card; the caller has taken it out of its pool."""
         nbytes, address = entry
         self.reserved -= nbytes
         self.returned += nbytes

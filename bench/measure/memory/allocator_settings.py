@@ -139,7 +139,7 @@ class ExpandableSegments(CachingAllocator):
         return block
 
     def _lowest_room(self, size: int, pool: tuple[int, bool]) -> Block:
-        """The first of neighbours, free or without pages, that have room."""
+        """The first of the lowest neighbours, free or without pages, that together have room for ``size``."""
         if pool not in self._holes:
             begin = len(self._holes) * _ADDRESSES
             self._blocks[begin] = Block(begin, _ADDRESSES, pool)

@@ -100,7 +100,7 @@ class Child:
                 os.kill(self.process.pid, number)
 
     def stop(self) -> None:
-        """Tell it to end. Call end next."""
+        """Ask the process to end. Call :meth:`end` next."""
         self.connection.close()
         self.signal(signal.SIGTERM)
 

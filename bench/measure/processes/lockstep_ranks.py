@@ -76,7 +76,7 @@ class _Board:
             raise RuntimeError(self.over)
 
     def tell(self, *ranks: int) -> None:
-        """Let these ranks look again whether they need to wait."""
+        """Wake these ranks: each looks again whether it has to wait."""
         for rank in ranks:
             self.changed[rank].notify()
 

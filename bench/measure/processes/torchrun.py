@@ -60,7 +60,7 @@ def run_launched(command: Callable[[], int]) -> int:
 
 @contextmanager
 def coordinating(launched: Launched) -> Iterator[None]:
-    """Inside, this process is the coordinator of all agents, and starts that of rank 0. They end with it.
+    """Inside, this process coordinates all agents and starts rank 0's; at the end the agents end too.
 
     Raises:
         KeyboardInterrupt: the launcher is gone.

@@ -82,7 +82,7 @@ LISTED = {
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
-    """What is wrong with a name that nothing of a kind has, and what to write instead."""
+    """The message on a name that nothing of this ``kind`` has, and on what to write instead."""
     if kind == "model":
         allowed = [*allowed, *(each.name for each in published_models())]
     here = ELSEWHERE.get(kind, {}).get(name.lower())
@@ -169,8 +169,8 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
 
 
 def strategy_problem(name: str) -> str:
-    """What is wrong with the name of a strategy, or of several around each other; empty if nothing. A peer
-    whose package is not installed cannot be named."""
+    """The message on a wrong name of a strategy, or of several joined by "+"; "" if the name is right. It is
+    wrong, too, where the package of a peer is not installed."""
     listed = [*names("strategy"), *names("peer")]
     for part in name.split(PLUS):
         if part not in listed and part not in names("as-published"):
@@ -184,8 +184,8 @@ def strategy_problem(name: str) -> str:
 
 
 def refusal(cell: Cell) -> str:
-    """Why a cell cannot run, as far as its sizes and closed forms tell; "" if they do not. A search cannot
-    where neither the smallest nor the largest value can that it may try."""
+    """Why a cell cannot run, as far as its sizes and closed forms tell; "" if they do not. A search is
+    refused if neither the smallest nor the largest value that it may try can run."""
     reason = ""
     try:
         engine_class(cell.engine)().check(cell)

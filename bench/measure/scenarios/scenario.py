@@ -113,9 +113,9 @@ class Document(BaseModel):
     Attributes:
         paper: what it reproduces, by its name or source in results/papers/papers.csv, or "measured": what
             real machines measured, or "field": step times that others published.
-        published_in: the paper that the numbers are from, where it is another one, which stands on the pages
-            of ``paper`` and is judged by itself there; such as "LASP-2, arXiv 2502.07563".
-        inferred_from: settings chosen by looking at published numbers, and which these are.
+        published_in: the paper that the numbers are from, if it is not ``paper``; it stands on the pages of
+            ``paper`` and is judged by itself there; such as "LASP-2, arXiv 2502.07563".
+        inferred_from: settings chosen by looking at published numbers, each with the numbers.
         not_reproduced: at most 25 words for REPRODUCE.md: which published numbers are not met, and why.
         unsaid_attention: the kernel of cells that name none: "usual", which programs run on the card
             (:func:`with_usual_attention`), or "file", the default of the cluster's file.

@@ -43,11 +43,11 @@ class Narrowing:
 
     Attributes:
         variant: a variant's name, "all", or None for the first.
-        device: where the tensors of engines are that use devices of this machine.
+        device: of this machine, where engines that use its devices put tensors.
         rank: the rank that is played where an engine plays one alone.
-        where: pairs of a setting's name and its value, as in :func:`settings_of`; of each name that is
-            given, a cell has one of its values.
-        changes: likewise pairs, which the chosen cells are given instead of their own; see :func:`changed`.
+        where: pairs of a setting's name and a value, as in :func:`settings_of`; a cell must have, for each
+            name, one of the values that stand with it.
+        changes: pairs of the same form, which replace settings of the chosen cells; see :func:`changed`.
     """
 
     strategies: Sequence[str] = ()
@@ -177,8 +177,8 @@ def _named_kernels(scenario: Scenario, cells: Iterable[Cell]) -> Iterator[Cell]:
 
 
 def with_usual_attention(cell: Cell) -> tuple[Cell, str]:
-    """The cell with its card's usual attention kernel, where neither its model nor its options say one, and a
-    remark on that; the cell as it is, and "", where they do, it has none, or nothing is known of the card."""
+    """The cell with its card's usual attention kernel, and a remark on that, if neither model nor options
+    choose one. Else, and where the model or the card has no such kernel, the cell as it is, and ""."""
     model, device = model_preset(*cell.model_arguments), load_cluster(cell.cluster).device
     has_kernel = is_dataclass(model) and "attention" in {each.name for each in fields(model)}
     kernel, half = usual_kernel(device), cell.precision in ("fp16", "bf16")

@@ -80,7 +80,7 @@ def pairwise_seconds(piece: float, group: GroupLinks) -> float:
 
 
 def measured_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
-    """Seconds of a collective; see :func:`ring_seconds`."""
+    """Seconds of a collective by the rates measured on its links; arguments as of :func:`ring_seconds`."""
     if kind not in WIRE_SHARE:
         raise NotImplementedError(f"there is no cost for collective {kind!r}")
     if kind == "all_to_all" and group.nodes > 1:

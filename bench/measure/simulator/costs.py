@@ -145,8 +145,8 @@ class Costs:
         return np.where(program.kind == KERNEL, np.maximum(seconds, self._floors(program)), 0.0)
 
     def _set_matmuls(self, program: Program, seconds: np.ndarray) -> None:
-        """Put what matmuls take into ``seconds``, where the card has a table of them, and lengthen those
-        whose rows are not aligned, where it has a rate of such."""
+        """Put into ``seconds`` what matmuls take by the card's table, if it has one; lengthen matmuls whose
+        rows are not aligned, if it has a rate for them."""
         for number, matmuls in self._matmuls():
             of_kind = (program.category == MATMUL) & (program.precision == number)
             if matmuls.table.value is not None:
@@ -203,7 +203,7 @@ class Costs:
         return figure
 
     def _set_host_updates(self, program: Program, seconds: np.ndarray) -> None:
-        """Put what the host's cores take for updates into ``seconds``; the ranks of a node update at once."""
+        """Put into ``seconds`` the weight updates on the host's cores, which a node's ranks share at once."""
         updates, rate = program.category == HOST_UPDATE, self.cluster.host_memory.update_bytes_per_s.value
         if updates.any():
             rate = self._known(rate, "update_bytes_per_s", "at which the host's cores update weights")

@@ -75,8 +75,8 @@ class GroupLinks(NamedTuple):
 def links_of(
     groups: Sequence[Sequence[int]], cluster: Cluster, within: LinkRate, between: LinkRate, efficiency: float
 ) -> list[GroupLinks]:
-    """The links of groups that all run the same collective at once. Groups with as many devices, and as many
-    users beside, on each of their nodes have the same object."""
+    """The links of groups that all run the same collective at once. Two groups share one object if their
+    nodes have equally many members and are left by equally many groups."""
     of_node, known = cluster.devices_per_node, dict[tuple[tuple[int, int], ...], GroupLinks]()
     on_nodes = [Counter([rank // of_node for rank in members]) for members in groups]
     users = Counter([node for each in on_nodes if len(each) > 1 for node in each])
@@ -102,8 +102,8 @@ def crossed(cluster: Cluster, one: int, other: int) -> list[Crossing]:
 
 
 def seconds_a_byte(cluster: Cluster, sends: Sequence[tuple[int, int]]) -> list[float]:
-    """The least seconds a byte of sends within nodes, as (source, destination), that go on at once, by the
-    ways out that they share."""
+    """The least seconds a byte of each send, as (source, destination), within nodes; all go on at once, so
+    sends share the links by which they leave a part of a node."""
     ways = [[(each, one // each.devices) for each in crossed(cluster, one, other)] for one, other in sends]
     leaving = Counter((each.devices, part) for way in ways for each, part in way)
     return [
@@ -136,7 +136,7 @@ def shared_seconds(
 def _leaving(
     cluster: Cluster, crossing: Crossing, kind: str, nbytes: float, members: Sequence[int]
 ) -> dict[int, int]:
-    """Bytes of a group that leave each part for another part of the same node."""
+    """By part of a node, the bytes of a group that leave it for other parts of the same node."""
     in_part = Counter(rank // crossing.devices for rank in members)
     a_node = cluster.devices_per_node // crossing.devices
     on_node: Counter[int] = Counter()

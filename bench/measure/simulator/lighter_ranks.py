@@ -60,12 +60,12 @@ class Alike:
 
 
 class UnlikeWork:
-    """What each rank has of a program's work.
+    """Which part of a program's work each rank does.
 
     Args:
         steps: of the program.
         axis: of the mesh, along which ranks have unlike work.
-        last: the coordinate of the rank whose program it is.
+        last: the coordinate of the rank that was traced, which does all of the work.
     """
 
     def __init__(self, steps: Steps, axis: int, last: int):
@@ -84,7 +84,7 @@ class UnlikeWork:
         self._back = np.where(whose[self.marked] == ALL_LOWER, 0, number % blocks + 1)
 
     def share(self, coordinate: int) -> np.ndarray:
-        """How much of each of :attr:`marked` the rank at a coordinate does, from 0 to 1."""
+        """The share, from 0 to 1, that the rank at a coordinate does of each :attr:`marked` kernel."""
         joint = coordinate / self.last if self.last else 1.0
         return np.where(self._back == 0, joint, (self._back <= coordinate).astype(float))
 
@@ -158,7 +158,7 @@ class UnlikeWork:
 
 
 def unlike_work(steps: Sequence[Steps], axis: int | None) -> list[UnlikeWork | None]:
-    """The shares of work of each program's ranks; None: all have the same."""
+    """For each program, which part of its work each rank does; None: all ranks do all of it."""
     if axis is None:
         return [None] * len(steps)
     works: list[UnlikeWork | None] = []

@@ -126,8 +126,8 @@ def _in_stage(ranks: np.ndarray, mesh: Mesh, pipeline: int) -> tuple[np.ndarray,
 
 
 def _distance(ranks: Sequence[int], mesh: Mesh, pipeline: int) -> int:
-    """The distance of ranks in the numbers of their pipeline stage, if groups of that distance make up the
-    stage; else 0."""
+    """By how much the ranks' numbers in their pipeline stage differ, one to the next, if groups of that
+    distance make up the stage; else 0."""
     numbers, stages = _in_stage(np.array(ranks), mesh, pipeline)
     distance = int(numbers[1] - numbers[0])
     block = len(ranks) * distance

@@ -72,7 +72,7 @@ class ProgramBuilder:
         self.marks.append((name, len(self.rows)))
 
     def on_stream(self, stream: int) -> None:
-        """Further events are issued on that stream."""
+        """Issue the events that follow on that stream."""
         self.switches.append((stream, len(self.rows)))
 
     def work_of(self, whose: int) -> None:
@@ -110,7 +110,7 @@ class ProgramBuilder:
         return self._communicate(COLLECTIVE, name, nbytes, partner)
 
     def send(self, nbytes: float, to: tuple[int, ...]) -> int:
-        """A send begins, to the rank that far away (see :func:`offset`)."""
+        """Begin a send to the rank at that offset (see :func:`offset`)."""
         return self._communicate(SEND, "send", nbytes, self._peer(to))
 
     def recv(self, nbytes: float, source: tuple[int, ...]) -> int:
@@ -118,11 +118,11 @@ class ProgramBuilder:
         return self._communicate(RECV, "recv", nbytes, self._peer(source))
 
     def wait(self, event: int) -> int:
-        """The current stream waits until that communication has ended, or that record is reached."""
+        """Let the current stream wait until that communication has ended, or that record is reached."""
         return self._communicate(WAIT, "wait", 0, event)
 
     def record(self) -> int:
-        """A point of the current stream, for which another may wait."""
+        """Mark a point of the current stream for which another stream may wait."""
         return self._communicate(RECORD, "record", 0, -1)
 
     def _peer(self, by: tuple[int, ...]) -> int:

@@ -103,9 +103,9 @@ def is_symmetric(
     """Whether a shift of all ranks along an axis of the mesh maps programs, nodes and groups onto themselves.
 
     Args:
-        program_of: of each rank of the world.
-        nodes: of each rank of the world, its node, and each part of that which it is in.
-        image: of each rank of the world, the one that it takes the place of.
+        program_of: the number of its program, of each rank of the world.
+        nodes: of each rank of the world, its node; further arrays: each part of the node that it is in.
+        image: of each rank of the world, the rank whose place it takes.
     """
     same = np.array_equal(program_of[image], program_of)
     return (

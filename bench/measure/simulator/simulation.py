@@ -136,7 +136,7 @@ class Simulation(SimulationState):
         return here
 
     def _post(self, number: int, at: int, who: np.ndarray, here: np.ndarray) -> None:
-        """Begin what some ranks reach at the times ``here``: a kernel of a further stream, a record or
+        """Begin what ranks ``who`` reach at the times ``here``: a kernel of a further stream, a record or a
         communication."""
         steps = self.steps[number]
         everyone, kind = len(who) == len(steps.ranks), steps.kinds[at]
@@ -155,7 +155,7 @@ class Simulation(SimulationState):
             self._meet(number, at, who, everyone)
 
     def _part(self, number: int, at: int, who: np.ndarray, late: np.ndarray) -> None:
-        """Note when ranks that wait go on: some from here later, the others when what they wait for has
+        """Let ranks at a wait go on, but for the ``late`` ones, which go on when what they wait for has
         ended."""
         if not late.all():
             self._resume(number, at, who[~late])
@@ -165,7 +165,7 @@ class Simulation(SimulationState):
         waiting[at][who[late]] = True
 
     def _ended(self, number: int, step: int, who: np.ndarray) -> None:
-        """Wake those that wait for communication whose end is known now."""
+        """Wake the ranks that wait for communication whose end is known now."""
         self.ended[number][step] += len(who)
         if (number, step) not in self._parked:
             return
@@ -226,7 +226,7 @@ class Simulation(SimulationState):
     # -- collectives -------------------------------------------------------------------------------------
 
     def _gather(self, number: int, step: int, who: np.ndarray) -> None:
-        """Start the collectives of some ranks whose members have all posted them."""
+        """Start the collectives of ranks ``who`` that all members of their groups have posted."""
         steps = self.steps[number]
         key = (number, steps.partners[step], steps.names[step], steps.nbytes[step])
         if key not in self._collectives:

@@ -58,8 +58,8 @@ class Steps:
         return len(self.kinds)
 
     def index(self, who: np.ndarray) -> Any:
-        """The index of some simulated ranks in an array that has an entry of each. Of a single one it is its
-        place: arithmetic on numbers takes less time than on arrays of one."""
+        """The index of some simulated ranks in an array with one entry a rank. For a single rank it is a
+        number, because arithmetic on numbers takes less time than on arrays of one."""
         if len(self.ranks) == 1:
             return 0
         return slice(None) if len(who) == len(self.ranks) else who

@@ -112,7 +112,7 @@ def _attention(costs: Costs, program: Program, all_calls: np.ndarray) -> _Found:
 
 
 def _unlike(rate: AttentionRate, call: AttentionCall) -> str:
-    """How the calls differ from those that a rate was measured of: as the rate's; "" where they do not."""
+    """How the calls that a rate was measured of differ from this call, in words; "" where they do not."""
     words = []
     if rate.direction not in (None, call.direction):
         words.append(f"{rate.direction}")

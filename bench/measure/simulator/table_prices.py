@@ -145,7 +145,7 @@ def _latency(table: RateTable, ranks: float) -> float:
 
 
 def latency_and_bandwidth(link: Link, kind: str, nbytes: float, ranks: int) -> tuple[float, float] | None:
-    """The same as the seconds of the smallest message, and the bus bandwidth of the rest (bytes a second)."""
+    """:func:`collective_seconds` as the smallest message's seconds and the rest's bus bandwidth (bytes/s)."""
     seconds = collective_seconds(link, kind, nbytes, ranks)
     latency = collective_seconds(link, kind, 0.0, ranks)
     if seconds is None or latency is None:

@@ -241,7 +241,7 @@ class Timeline:
 
     @property
     def serial_s(self) -> float:
-        """Seconds if nothing ran beside anything else anywhere: no step can take longer."""
+        """Seconds if no two things ran at the same time on any ranks: no step can take longer."""
         total = self._costs.step_overhead_s
         for number, steps in enumerate(self._world.steps):
             program = steps.program

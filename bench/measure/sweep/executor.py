@@ -69,7 +69,7 @@ def opened(address: str) -> Executor:
 
 
 def executor_at(address: str | None) -> AbstractContextManager[Executor | None]:
-    """As :func:`opened`; None, in a context that does nothing, for None."""
+    """Inside, the executor of an address, as :func:`opened` has it; None for no address."""
     return nullcontext() if address is None else opened(address)
 
 

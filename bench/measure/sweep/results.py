@@ -120,7 +120,7 @@ def read_rows(path: Path) -> tuple[list[Row], list[str]]:
 
 
 def read_all_rows(path: Path) -> list[Row]:
-    """The same of a file in which every line must be a row.
+    """The rows of a file in which every line must be a row.
 
     Raises:
         UserError: the file cannot be read, or a line is not a row; with the field that is wrong.

@@ -235,7 +235,7 @@ run_sweep = sweep
 
 
 def marked(outcome: Outcome, refused: Outcome | None) -> Outcome:
-    """The outcome of a cell that was run although it is refused as not proven: a mismatch that says so."""
+    """The outcome of a cell that ran; a "mismatch", with the reason, if it is ``refused`` as not verified."""
     if refused is None or outcome is refused or outcome.status not in ("ok", "oom"):
         return outcome
     return replace(outcome, status="mismatch", reason=f"unverified: {refused.reason}")

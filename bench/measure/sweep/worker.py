@@ -54,14 +54,14 @@ class Worker(Child):
     """A process that runs cells.
 
     Args:
-        environment: of the process; None: that of this one.
+        environment: variables of the process; None: those of this process.
 
     Attributes:
         cell: what it runs; None: it is idle.
         deadline: when its cell runs out of time, by time.monotonic; None: never.
         begun: whether it has taken its cell.
         hung: whether a cell has run out of time.
-        folder: of its files, removed at its end.
+        folder: holds the files of the process; removed when it ends.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None):
@@ -77,10 +77,10 @@ class Worker(Child):
         self.begun = self.hung = False
 
     def give(self, cell: Cell, run: Run | bytes) -> None:
-        """Start a cell. The connection becomes ready as the cell begins, and as it ends.
+        """Start a cell. The connection becomes ready when the cell begins, and again when it ends.
 
         Args:
-            run: measures it; a function of a module, or that pickled, where only the worker is to import it.
+            run: measures the cell; a function of a module, or pickled where only the worker is to import it.
         """
         self.cell, self.begun = cell, False
         self.deadline = time.monotonic() + START_LIMIT_S if cell.timeout_s else None
@@ -134,7 +134,7 @@ class Worker(Child):
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _with_log(self, outcome: Outcome) -> Outcome:
-        """The outcome; if it is no success, with the end of what was printed meanwhile."""
+        """The outcome; if the cell failed or ran out of time, with the end of what it printed."""
         printed = self._pass_on_output()
         if outcome.status not in ("failed", "timeout") and not outcome.log:
             return outcome
@@ -145,7 +145,7 @@ class Worker(Child):
         return replace(outcome, reason=reason, log=printed[-LOG_LENGTH:] + outcome.log)
 
     def _pass_on_output(self) -> str:
-        """What was printed since the last call, which also goes to standard error."""
+        """Write to standard error what the process has printed since the last call; returns it."""
         try:
             with (self.folder / _PRINTED).open("rb") as file:
                 file.seek(self._printed)

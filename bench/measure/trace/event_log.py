@@ -53,15 +53,15 @@ class Streams:
         self.current = RecordedStream(self)
 
     def watch(self, event: RecordedEvent) -> None:
-        """Know an event for as long as a library holds it."""
+        """Keep a weak reference to an event, which lasts as long as a library holds the event."""
         self._events.add(event)
 
     def holds_points(self, first: int) -> bool:
-        """Whether something may yet wait for a point of the program, from event ``first`` on."""
+        """Whether a library may yet wait for an event recorded at ``first`` of the program or later."""
         return any(event.number >= first for event in self._events)
 
     def close(self) -> None:
-        """Forget the program: a library may keep its streams for longer."""
+        """Forget the program, because a library may keep these streams for longer."""
         self._builder, self.open = None, False
 
     @contextmanager
@@ -238,7 +238,7 @@ class EventLog(Meter):
         self.builder.phase(name)
 
     def program(self) -> Program:
-        """What was seen so far; what was posted is forgotten, so that nothing keeps the meter alive."""
+        """The program of all events so far; works in flight are forgotten, as they keep the meter alive."""
         self._works.clear()
         self.streams.close()
         return self.builder.program()

@@ -73,7 +73,7 @@ class MemoryLog:
         return replace(self, events=events[np.lexsort((-events, run))].tolist())
 
     def signed_bytes(self) -> np.ndarray:
-        """The change of allocated bytes at each event, in whole granules."""
+        """[events]: by how many bytes, in whole granules, each event changes what is allocated."""
         events = np.asarray(self.events, dtype=np.int64)
         return np.sign(events) * rounded(np.asarray(self.sizes, dtype=np.int64))[np.abs(events) - 1]
 
@@ -128,7 +128,7 @@ class MemoryLog:
         """The bytes that are live, and their peaks.
 
         Args:
-            nbytes: of each storage, by its number, as an allocator counts it.
+            nbytes: the size of each storage, by its number, as an allocator counts it.
 
         Raises:
             Unsupported: a sum does not fit in 64 bits.

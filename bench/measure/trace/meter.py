@@ -80,7 +80,7 @@ class Meter:
         made."""
 
     def found(self) -> Mapping[str, Any]:
-        """What goes into the result row: plain data, units in the names."""
+        """What the meter adds to the result row: plain data, units in the names."""
         return {}
 
 
@@ -91,10 +91,10 @@ def meters() -> Mapping[str, type[Meter]]:
 
 
 def meter_classes(names: Sequence[str]) -> list[type[Meter]]:
-    """The meters of these names.
+    """The classes of the meters with these names.
 
     Raises:
-        KeyError: one is unknown; with the known names.
+        KeyError: a name is unknown; the message lists the names that exist.
     """
     classes = meters()
     if missing := [name for name in names if name not in classes]:

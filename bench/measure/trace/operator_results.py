@@ -78,7 +78,7 @@ class Views:
     """Several results that are views of one argument, alike in all but where they lie.
 
     Attributes:
-        of: the argument.
+        of: the path of the argument.
         places: shape, stride and offset of each.
     """
 
@@ -240,7 +240,7 @@ def _is_of_metadata_alone(func: Any) -> bool:
 
 
 def _on_meta(value: Any) -> Any:
-    """An argument with a tensor of the meta device for each fake one, in the same storage."""
+    """An argument with each fake tensor replaced by one of the meta device in the same storage."""
     if isinstance(value, Tensor):
         x = torch.empty(0, dtype=value.dtype, device="meta")
         return x.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())

@@ -313,7 +313,7 @@ class FastRecorder(Recorder):
     def _build(
         self, remembered: Remembered, args: Sequence[Any], kwargs: Mapping[str, Any], meter: MemoryMeter
     ) -> Any:
-        """The results again, new storages noted by that meter."""
+        """Make the remembered results again for these arguments; ``meter`` notes new storages."""
         if remembered.results is None:
             return None
         results: Sequence[Tensor]

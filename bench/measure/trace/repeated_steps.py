@@ -75,7 +75,7 @@ class RepeatedSteps:
         self._loops: list[_Loop] = []
 
     def __call__(self, size: int, key: Key, backward_within: bool, kept: list[Tensor]) -> Iterator[int]:
-        """The steps to be run of a loop of ``size`` steps, in order; see :func:`keyed_steps`."""
+        """Yield, in order, which of a loop's ``size`` steps must be run; see :func:`keyed_steps`."""
         loop = _Loop(backward_within)
         loop.check_graph()
         self._loops.append(loop)

@@ -50,22 +50,22 @@ class _Column(Generic[Item]):
         self.ends.append(len(self.items))
 
     def of_step(self, number: int) -> list[Item]:
-        """What the step with that number has appended; -1 is the last."""
+        """The items that the step with that number has appended; -1 is the last step."""
         first, end = self.ends[number - 1 : number + 1 or None]
         return self.items[first:end]
 
     @property
     def grown(self) -> int:
-        """How many the last step has appended."""
+        """How many items the last step has appended."""
         return self.ends[-1] - self.ends[-2]
 
     def repeats(self, by: int = 0) -> bool:
-        """Whether the last step appended what the one before did, with numbers larger by ``by``."""
+        """Whether the last step appended the same items as the step before, with numbers larger by ``by``."""
         before = self.of_step(-2)
         return self.of_step(-1) == (before if self.later is None else self.later(before, by))
 
     def repeat(self, times: int, by: int = 0) -> None:
-        """Append what the last step did that many times more, each with numbers larger by ``by``."""
+        """Append the items of the last step that many times more, each time with numbers larger by ``by``."""
         last = self.of_step(-1)
         for number in range(1, times + 1):
             self.items += last if self.later is None else self.later(last, number * by)
@@ -77,36 +77,36 @@ def _later_changes(changes: Sequence[int], by: int) -> list[int]:
 
 
 def _later_marks(marks: Sequence[tuple[Any, int]], by: int) -> list[tuple[Any, int]]:
-    """What begins, ``by`` events later."""
+    """The same pairs of a mark and the event at which it begins, ``by`` events later."""
     return [(what, first + by) for what, first in marks]
 
 
 def _later_rows(rows: Sequence[EventRow], by: int) -> list[EventRow]:
-    """The same events, ``by`` later in the program: only what is waited for has another number."""
+    """The same events, ``by`` later in the program: only numbers of events that are waited for change."""
     return [(*row[:-1], row[-1] + by) if row[0] == WAIT else row for row in rows]
 
 
 class _Unfinished:
-    """What began during the steps of a key and has not ended, as numbers."""
+    """The numbers of what began during the steps with one key and has not ended."""
 
     def __init__(self) -> None:
         self.numbers: set[int] = set()
         self._before: set[int] = set()
 
     def end_step(self, began_or_ended: Iterable[tuple[int, bool]]) -> None:
-        """Take in what a step did, in order: a number, and whether that began or ended."""
+        """Note what a step did, in order: pairs of a number, and whether the thing with it began or ended."""
         self._before = set(self.numbers)
         for number, began in began_or_ended:
             (self.numbers.add if began else self.numbers.discard)(number)
 
     def is_that_of_the_step_before(self, by: int) -> bool:
-        """Whether the last step left behind what the one before did, with numbers larger by ``by``."""
+        """Whether the last step left the same unfinished as the one before, with numbers larger by ``by``."""
         same_number = len(self._before) == len(self.numbers)
         return same_number and self.numbers == {number + by for number in self._before}
 
 
 class KeptTensors:
-    """What the steps of one key append to a list; see ``kept`` of :func:`keyed_steps`.
+    """The tensors that the steps with one key append to a list; see ``kept`` of :func:`keyed_steps`.
 
     Attributes:
         tensors: the list, which belongs to the loop.

@@ -99,8 +99,8 @@ def in_backward() -> bool:
 
 
 def backward_node() -> int | None:
-    """A number of the node of autograd that runs in this thread, which the next node has not; gradients'
-    accumulations have one number. None: none runs."""
+    """The number of the autograd node that runs in this thread; None: none runs. The next node has another
+    number, but all accumulations of gradients have the same one."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
@@ -129,11 +129,11 @@ def fake_tensor(
     storage: torch.UntypedStorage | None = None,
     offset: int = 0,
 ) -> FakeTensor:
-    """What ``FakeTensor.__new__`` makes, without what it checks.
+    """The tensor that ``FakeTensor.__new__`` makes, without its checks.
 
     Args:
         attributes: of the tensor, without ``fake_mode``.
-        storage: in which it lies from ``offset`` on; None: it has one of its own.
+        storage: holds the tensor from element ``offset`` on; None: the tensor has a storage of its own.
     """
     with torch._C._DisableTorchDispatch():
         if storage is None:

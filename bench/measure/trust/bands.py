@@ -175,11 +175,11 @@ class PastErrors:
     """Errors of predictions of one quantity.
 
     Attributes:
-        of: whose they are: a backend, or "all backends".
-        rows: how many measured numbers, of which those of one run's ranks count once.
-        median, worst: of their absolute values.
+        of: whose predictions they are: those of a backend, or of "all backends".
+        rows: how many measured numbers there are; the numbers of one run's ranks count once.
+        median, worst: of the absolute values of the errors.
         under: how many predictions were below what was measured, by more than rounding (0.01%).
-        furthest_under: by how much at the most.
+        furthest_under: by how much a prediction was below at the most.
     """
 
     of: str

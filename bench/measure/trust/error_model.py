@@ -81,7 +81,7 @@ class Pairs:
 
     @staticmethod
     def distance(apart: float) -> int:
-        """The class of a ratio - 1 of two times, by its place among :data:`EDGES`."""
+        """The class of two times' ratio minus 1: its place among :data:`EDGES`."""
         return sum(apart >= edge for edge in EDGES[1:])
 
 
@@ -125,11 +125,11 @@ class ErrorModel:
     def band(
         self, rates: str, bound: str, strategy: str, unknown: float = 0.0, stood_in: Sequence[str] = ()
     ) -> tuple[float, float, str]:
-        """The factors of a time's interval, and what it rests on in words; wider for a strategy of which no
-        step was measured, and narrower where a small share of the step is ``unknown``.
+        """The lowest and highest factor of a time's interval, and in words what they rest on; wider for a
+        strategy without a measured step, and narrower if only a small part of the step is ``unknown``.
 
         Args:
-            stood_in: of :data:`STOOD_IN`, beside ``rates``: the interval is no narrower than any of theirs.
+            stood_in: further names of :data:`STOOD_IN`: the interval is at least as wide as each of theirs.
         """
         if rates in STOOD_IN:
             rates, stood_in = "sourced", (rates, *stood_in)

@@ -82,7 +82,7 @@ def explain_failure(pool: Ranks, case: Case, sizes: Mapping[str, int], device: s
 
 
 def observed(mesh: DeviceMesh, case: Case) -> list[Finding]:
-    """What is compared on this rank of the mesh, and what goes through its sites of attention."""
+    """A finding for each tensor compared on this rank of the mesh, and each at its attention sites."""
     runs = both_runs(mesh, case, watch=True)
     at_sites, tensors = runs.sites(), runs.tensors()
     expected, got = {**at_sites.expected, **tensors.expected}, {**at_sites.got, **tensors.got}
@@ -96,7 +96,7 @@ def observed(mesh: DeviceMesh, case: Case) -> list[Finding]:
 
 
 def _sequence_dim(part: ModelPart, name: str) -> int | None:
-    """The sequence dim of an output, an input's gradient; None of all else, and of grids."""
+    """The sequence dim of an output or an input's gradient; None for other tensors and for grids."""
     kind, _, key = name.rpartition(" ")
     dims = {"output": part.output_dims, "gradient of input": part.sequence_dims}.get(kind, {})
     dim = dims.get(key)
@@ -188,7 +188,7 @@ def _caller() -> str:
 
 
 def unequal_calls(folder: Path) -> str:
-    """The first collectives in which ranks of one group differ, by rank; "" where they call the same."""
+    """A sentence on the first collectives in which ranks of one group differ; "" where all call the same."""
     calls = {int(file.name): _read(file) for file in folder.iterdir()}
     by_group: dict[tuple[int, ...], dict[int, list[Mapping[str, Any]]]] = defaultdict(
         lambda: defaultdict(list)

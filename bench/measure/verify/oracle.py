@@ -182,8 +182,8 @@ def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
 
 
 def _apart(x: Tensor, y: Tensor, places: int | tuple[int, ...] | None) -> tuple[int, int]:
-    """At how many positions of this rank two tensors differ, and how many there are; (0, 0) where they have
-    none."""
+    """At how many positions of this rank two tensors differ, and how many positions there are; (0, 0) for
+    tensors without positions (``places`` None)."""
     if places is None:
         return 0, 0
     dims = places if isinstance(places, tuple) else (places,)

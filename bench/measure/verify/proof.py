@@ -130,7 +130,7 @@ def _cases(cell: Cell) -> list[_Small]:
 
 
 def _key(cases: Sequence[_Small]) -> str:
-    """A name for what is verified and for its code: where either changes, it is verified again."""
+    """A digest of the cases, their code and packages: where one changes, the cases are verified again."""
     packages = versions(["torch", *cases[0].case.strategy.requires])
     return _digest([tuple(each) for each in cases], packages, verified_code())
 

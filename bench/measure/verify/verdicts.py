@@ -59,11 +59,10 @@ class VerifyRow:
             model asks for.
         error, limit: relative error of the worst tensor over all ranks, and what it may be; the worst is
             the one with the largest error for its limit.
-        tensor, rank: which tensor that is, and where.
-        factor: the number that this tensor is the reference times, where a RED one is that
-            (:class:`Discrepancy`).
-        verdict: whether forward or backward is wrong, in which way the tensor is, and which others are too;
-            of a baseline as published, in which way it departs from the model.
+        tensor, rank: the worst tensor, and the rank on which it is.
+        factor: a RED tensor over its reference, where that is one number (:class:`Discrepancy`).
+        verdict: whether forward or backward is wrong, how the tensor is wrong, and which other tensors are;
+            of a baseline as published, how it departs from the model.
         reason: why it is unsupported, or what a rank raised, in a line.
         bytes: how what ranks send differs from the closed forms of strategy and backend; "equal"; or "" where
             there is none to compare with, as of a part of a model.
@@ -155,11 +154,11 @@ def _read(path: Path, number: int, line: str) -> Verdict:
 
 @contextmanager
 def kept_verdicts(folder: Path | None, run: Mapping[str, Any]) -> Iterator[list[Verdict]]:
-    """A list for the verdicts of a run, which are written to a folder beside earlier ones when it ends, also
-    by an error; None: nothing is written.
+    """Inside, a list for the verdicts of a run; at the end, also after an error, they are written to a folder
+    beside earlier verdicts. None: nothing is written.
 
     Args:
-        run: further fields of each of them.
+        run: fields that are added to each verdict.
 
     Raises:
         UserError: the file cannot be read or written; an earlier one is as it was.
@@ -174,7 +173,7 @@ def kept_verdicts(folder: Path | None, run: Mapping[str, Any]) -> Iterator[list[
 
 
 def _text(verdicts: Iterable[Verdict]) -> str:
-    """Runs in the order of their heads, each with its cases in theirs: a diff shows what has changed."""
+    """Verdicts as JSON lines: runs in order, each with its cases in order, so that a diff shows changes."""
     by_case = {tuple(row[name] for name in CASE): row for row in verdicts}
     runs: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
     for case in sorted(by_case):

@@ -301,7 +301,8 @@ class Sites:
 
 @contextmanager
 def watched(strategy: Strategy, module: nn.Module) -> Iterator[Sites]:
-    """The sites that the module's forward comes to inside; not those of a part that backward runs again."""
+    """Inside, the sites that the module's forward reaches, but for those of parts that backward runs
+    again."""
     sites, clock, calls = Sites(), itertools.count(), itertools.count()
     inside = False
 

@@ -80,7 +80,7 @@ _COLUMNS = (
 
 
 def figures(cluster: Cluster) -> dict[str, Any]:
-    """The figures that do not depend on size."""
+    """A cluster's figures that do not depend on size, by name."""
     device, network = cluster.device, cluster.network
     return {
         "flops_per_s": device.peak_flops_per_s["fp32"].value,
@@ -134,12 +134,12 @@ def compared(cell: Cell, samples: Sequence[float], found: Mapping[str, float]) -
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well the predicted order and times are the measured ones.
+    """How well the predicted times, and their order, agree with the measured ones.
 
     Attributes:
         tau: Kendall's, over all cells.
-        clear_pairs: pairs of cells of one shape whose measured samples do not overlap; clear_pairs_alike:
-            those of them that both put in the same order.
+        clear_pairs: pairs of cells of one shape whose measured samples do not overlap; clear_pairs_alike: how
+            many of these pairs have the same order in both.
         median_error, worst_error: of the times, without sign.
     """
 

@@ -81,11 +81,11 @@ class RatePoint:
         size: in words, as "[512, 512] x [512, 512]" or "1048576 B".
         extent: what the size is plotted over: the side, the length, or bytes.
         precision: of the operands.
-        ranks: that took part.
+        ranks: how many took part.
         flops: of one call on one rank.
-        nbytes: that one call reads and writes on one rank; S of a collective.
+        nbytes: what one call reads and writes on one rank; of a collective its message, S.
         bus_factor: of a collective: bus bandwidth over algorithm bandwidth.
-        wrong: of a collective: elements of the result that were not what they have to be, on all ranks.
+        wrong: of a collective: how many elements of the results of all ranks were wrong.
         samples_s: seconds of one call on the slowest rank.
     """
 

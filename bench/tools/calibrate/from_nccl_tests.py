@@ -58,7 +58,7 @@ def read(log: LogFile) -> Findings | None:
 
 
 def _tables(log: LogFile, program: str) -> Iterator[_Table]:
-    """The runs of a file; ``program`` is that of a run that names none."""
+    """The tables of a log file, one a run; ``program`` is the program of a run that names none."""
     table, named = _Table(program), program
     for number, line in enumerate(log.text.splitlines(), 1):
         if match := _LOG.program.search(line):

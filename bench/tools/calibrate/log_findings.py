@@ -37,7 +37,7 @@ _GZIP = b"\x1f\x8b"
 
 @dataclass(frozen=True)
 class LogFile:
-    """A file to be read, and its content, unpacked."""
+    """A log file to be read, with its content unpacked."""
 
     path: Path
     content: bytes
@@ -185,11 +185,11 @@ _GIGABYTES = re.compile(r"\b(\d+) ?GB\b")
 
 @dataclass(frozen=True)
 class _Datasheet:
-    """The most that a card can do; None: not known.
+    """The rates on a card's datasheet, which measured rates cannot exceed; None: not known.
 
     Attributes:
-        name: of the cluster that has it.
-        flops_per_s: by precision.
+        name: of the cluster that has the card.
+        flops_per_s: the peak, by precision.
         node_link: bytes a second that a card sends within a node.
     """
 

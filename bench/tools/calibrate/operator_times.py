@@ -137,7 +137,7 @@ def _made(args: Sequence[Any], result: Any) -> tuple[int, ...]:
 
 
 def _freeing(sweep: RateSweep) -> _Freeing:
-    """What freeing a tensor takes whose pages were written, by size, in the mean of all ranks."""
+    """Seconds to free a tensor whose pages were written, by bytes of the tensor, in the mean of all ranks."""
     times = []
     for nbytes in _FREED_BYTES:
         samples = []

@@ -64,7 +64,7 @@ class _Tested:
     least: float
 
     def difference(self, p: float) -> Difference:
-        """With the corrected p-value."""
+        """The difference of the key's values, with its interval and the corrected p-value ``p``."""
         sign = 1 if self.base.metric.better == "smaller" else -1
         low, high = sorted(sign * math.expm1(bound) for bound in self.interval)
         effect = sign * math.expm1(self.effect)

@@ -73,13 +73,13 @@ def integral(value: float) -> float:
 
 @dataclass(frozen=True)
 class Suite:
-    """Results under a name.
+    """Results with a name, and what they are compared with.
 
     Attributes:
         name: the name of their folder, or of their file without its ending: the same from run to run.
-        base: what they are compared with; None for nothing.
+        base: results to compare them with; None: there are none.
         previous_base: the base before the change that made the results; None if it is not known.
-        commit: of all rows, in place of what they say; "" for what they say.
+        commit: the commit of all rows, whatever they say; "": each row says its own.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Suite:
 
     @cached_property
     def meant(self) -> Judgement | None:
-        """How the base differs from what it was before; None if that is not known."""
+        """How the base differs from the base before the change; None if one of them is not known."""
         return judge(self.previous_base, self.base) if self.previous_base and self.base else None
 
     @property
@@ -170,8 +170,8 @@ class Exported:
     """An export as text.
 
     Attributes:
-        content: of the one file; or, by path within the folder of the output, of several, in the order in
-            which they take their names.
+        content: of the one file; or of several, by path within the output's folder, in the order in which
+            they are put in place.
         notes: what was left out and why, one a line.
     """
 
@@ -189,7 +189,7 @@ def read_suites(
 
     Args:
         base: the base of the results; or a folder with a base for each, under the names of the results.
-        previous_base: likewise; results that it has no base for are new to it.
+        previous_base: the base before the change, in the same form; results that have none there are new.
 
     Raises:
         UserError: something cannot be read, results have no base, two results have one name, or the gate
@@ -221,7 +221,7 @@ def not_run(paths: Sequence[Path], base: Path | None) -> list[str]:
 
 
 def _base_of(name: str, base: Path, *, alone: bool) -> Path:
-    """The place of the base of the results called ``name``."""
+    """Where the base of the results called ``name`` is: ``base``, or what has that name in it."""
     return base / name if _is_results(base / name) or not alone else base
 
 

@@ -33,7 +33,7 @@ Entry = TypeVar("Entry", "Target", "Acceptance")
 
 
 class _SeriesSelector(StrictModel):
-    """Names series; what is left out may be anything.
+    """Selects series of metrics; a field that is left out allows any value.
 
     Attributes:
         cell: a part of the cell's key.
@@ -45,11 +45,11 @@ class _SeriesSelector(StrictModel):
     machine: str | None = None
 
     def selects(self, series: Series) -> bool:
-        """Whether the series is one of those named; ``machine`` names no series of exact metrics."""
+        """Whether this selects the series; with a ``machine``, it selects no series of exact metrics."""
         return self.names(series.suite, series.cell, series.metric.name, series.machine)
 
     def names(self, suite: str, cell: str, metric: str, machine: str) -> bool:
-        """Whether a metric of a cell is one of those named.
+        """Whether this selects a metric of a cell in a suite.
 
         Args:
             cell: its key.
@@ -97,10 +97,10 @@ class Acceptance(_SeriesSelector):
 
 
 def read_entries(path: Path, kind: type[Entry]) -> tuple[Entry, ...]:
-    """The targets, or the steps that were meant, of a file, whose one key is its name; none without a file.
+    """The entries of a file, targets or intended steps; its one key is the file's name. Without a file, none.
 
     Raises:
-        UserError: it cannot be read or is wrong.
+        UserError: the file cannot be read or is wrong.
     """
     if not path.exists() and not path.is_symlink():  # a link to nothing was meant to be a file
         return ()

@@ -268,7 +268,7 @@ def _points(series: Series) -> list[dict[str, Any]]:
 
 
 def _point_records(assessment: Assessment) -> Iterator[dict[str, Any]]:
-    """A line for each point, with the step that it is the first after."""
+    """A line for each point of a series; a point that begins a step also has the step's verdict."""
     by_commit = {step.first_after.commit.hash: step for step in assessment.steps}
     for line in _points(assessment.series):
         step = by_commit.get(line["commit"])

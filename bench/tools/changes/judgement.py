@@ -62,8 +62,8 @@ class Judgement:
         return "worse" if self.fails else "not judged" if self.judged_nothing else "not worse"
 
     def counted(self, equal: str) -> str:
-        """How many differences there are of each verdict, how much is as it was, in the word ``equal``, and
-        what was not judged."""
+        """In words: how many differences there are by verdict, how many values are as before (called
+        ``equal``), and how many could not be judged."""
         counts = Counter[str](difference.verdict for difference in self.differences)
         words = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]]
         words += [f"{count} {kind} {equal}" for kind, count in self.equal.items()]
@@ -163,7 +163,7 @@ def _explained(difference: Difference, base: Row | None, new: Row | None) -> Dif
 def _explained_claim(
     difference: Difference, base: Mapping[str, Any] | None, new: Mapping[str, Any] | None
 ) -> Difference:
-    """With the strategy of its cell, and the numbers that its errors are of."""
+    """The difference with its cell's strategy added, and the published and our numbers behind the errors."""
     strategy = str((new or base or {}).get("strategy") or "")
     if base is None or new is None or new["published"] is None:
         return replace(difference, strategy=strategy)
@@ -246,8 +246,8 @@ def _claim(
 
 
 def check_gate(base: Results, new: Results) -> None:
-    """Refuse a verdict on rows of other code, where the base is a committed baseline of the checkout of
-    spbench around the working folder. Rows that do not say which code made them are let pass.
+    """Refuse to judge rows of other code, if the base is a committed baseline of the checkout of spbench
+    around the working folder. Rows that do not say which code made them are let pass.
 
     Raises:
         UserError: another tree than the checkout is imported, or rows name another code.

@@ -105,10 +105,10 @@ class RunRecord:
 
 
 def utc(date: str) -> str:
-    """A date in ISO 8601 as :attr:`Commit.date` has it; one without a zone is in UTC.
+    """A date in ISO 8601, as :attr:`Commit.date` has it, in UTC; a date without a zone is taken as UTC.
 
     Raises:
-        ValueError: it is no such date.
+        ValueError: the text is no such date.
     """
     parsed = datetime.fromisoformat(date)
     zoned = parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)

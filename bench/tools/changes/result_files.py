@@ -117,7 +117,7 @@ def origin_of(row: Row, results: Path | None = None, commit: str = "") -> Origin
     Args:
         results: the file or folder that it was read from; None: git is not asked. Rows of baselines do not
             say their commit: it is the one in which their file last changed.
-        commit: in place of the one in the row.
+        commit: replaces the commit in the row, if given.
     """
     provenance = row.get("provenance") or {}
     name = commit or commit_of(row)

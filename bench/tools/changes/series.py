@@ -60,8 +60,8 @@ class Series:
     Attributes:
         machine: :attr:`RunRecord.machine_name`; empty if the metric is exact, as all machines have the same
             values then.
-        unit: of the values; empty of a status, whose values are places in :data:`SHOWN_STATUSES`.
-        points: one a commit; commits without a value are left out. At least one.
+        unit: of the values; empty for a status, whose values are places in :data:`SHOWN_STATUSES`.
+        points: one for each commit that has a value; at least one.
     """
 
     suite: str
@@ -83,8 +83,8 @@ class Series:
         return SHOWN_STATUSES[int(value)] if self.metric is STATUS else six_digits(value)
 
     def difference(self, before: float, after: float) -> str:
-        """A change as people read it: in percent; in units where that would be next to nothing; both
-        statuses; "" where there is none."""
+        """A change in words: in percent, or in units where the percentage is next to nothing; for a status,
+        both statuses; "" where nothing changed."""
         if before == after:
             return ""
         if self.metric is STATUS:
@@ -184,7 +184,7 @@ class Step:
 
     @property
     def commit_range(self) -> str:
-        """What git takes for the commits of which one made the step, such as ``git log A..B``."""
+        """The commits of which one made the step, as a range for ``git log``: ``A..B``."""
         return f"{self.last_before.commit.short}..{self.first_after.commit.short}"
 
     @property

@@ -156,7 +156,7 @@ def _columns(cells: Sequence[_Entry]) -> list[Any]:
 
 
 def _value(entry: _Entry) -> float | None:
-    """A number; None of a cell that failed, and not-a-number of one that cannot be, as asv has them."""
+    """The value as asv has it: None for a cell that failed, and not-a-number for one that cannot run."""
     if entry.reading is not None:
         return integral(entry.reading.value)
     return None if entry.row["status"] in FAULTS else math.nan

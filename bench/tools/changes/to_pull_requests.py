@@ -163,7 +163,7 @@ def _percent(errors: Sequence[float] | None) -> str:
 
 
 def _alone(suite: Suite) -> Iterator[str | Listing]:
-    """Results that are held against nothing, worst first."""
+    """The section on results that have no base, worst status first."""
     rows = sorted(suite.rows, key=lambda row: -STATUSES.index(row["status"]))
     values = {
         (row["key"], name): _shown(row, reading) for row in rows for name, reading in readings(row).items()

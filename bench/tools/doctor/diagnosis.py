@@ -70,18 +70,18 @@ class Observation:
         otherwise: Literal["warning", "missing"] = "warning",
         is_needed: bool = False,
     ) -> Observation:
-        """Something that works, or else has a remedy."""
+        """The observation "ok" if the subject works, else ``otherwise``, with the remedy."""
         return cls(subject, "ok", found) if works else cls(subject, otherwise, found, remedy, is_needed)
 
 
 @dataclass(frozen=True)
 class Check:
-    """Something that is looked at.
+    """A check of one thing on this machine.
 
     Attributes:
-        look: a function of a module; takes no arguments.
-        is_needed: of the observation if ``look`` crashes, raises or does not end.
-        limit_s: after which it is ended.
+        look: makes the observations; a function of a module, without arguments.
+        is_needed: that of the observation that is made if ``look`` crashes, raises or does not end.
+        limit_s: seconds after which ``look`` is ended.
     """
 
     look: Callable[[], Iterable[Observation]]
@@ -90,10 +90,10 @@ class Check:
 
 
 def diagnose(chosen: Mapping[str, Check]) -> list[Observation]:
-    """What the checks find, in their order; each runs in a process of its own, all at once.
+    """The observations of the checks, in their order; each check runs in a process of its own, all at once.
 
-    For one whose process dies, raises or does not end in time, an observation that says so. No process is
-    left when this returns or is interrupted.
+    If a check's process dies, raises or does not end in time, an observation says so. No process is left when
+    this returns or is interrupted.
     """
     running: list[_Running] = []
     with ThreadPoolExecutor(max(1, len(chosen))) as threads:

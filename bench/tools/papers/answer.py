@@ -162,7 +162,7 @@ class Answer(StrictModel, ABC):
 
     @abstractmethod
     def selected(self, declared: Sequence[Cell]) -> list[Cell]:
-        """The cells among ``declared`` that it speaks of."""
+        """The cells among ``declared`` that this answer compares."""
 
     @abstractmethod
     def check(self, declared: Sequence[Cell], folder: Path) -> Iterator[Mistake]:
@@ -179,14 +179,14 @@ class Answer(StrictModel, ABC):
 
     @classmethod
     def compare_all(cls, entries: Sequence[Self], results: ScenarioResults) -> Iterator[Comparison]:
-        """The comparisons of a scenario's entries of this kind in each variant, cluster and engine."""
+        """The comparisons of all of a scenario's entries of this kind, by variant, cluster and engine."""
         for part in results.split():
             for entry in entries:
                 yield from entry.compare(part)
 
 
 def answer_kinds() -> Mapping[str, type[Answer]]:
-    """The kinds of answers by the sections of a scenario file: those in the modules of the package."""
+    """The classes of answers in the modules of the package, by their sections of a scenario file."""
     return named_classes(KINDS_PACKAGE, Answer)
 
 

@@ -181,7 +181,7 @@ def frame_of(entries: Iterable[Comparison | Mapping[str, Any]]) -> DataFrame:
 
 
 def joined(frames: Iterable[DataFrame]) -> DataFrame:
-    """The lines of frames of :func:`frame_of`, numbered anew; an empty frame of none."""
+    """The lines of frames of :func:`frame_of` in one frame, numbered anew; empty if there are no frames."""
     from pandas import concat
 
     return concat([frame_of([]), *frames], ignore_index=True)

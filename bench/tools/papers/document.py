@@ -112,8 +112,8 @@ def rendered_documents(findings: PaperFindings) -> dict[Path, str]:
 
 
 def write_documents(findings: PaperFindings) -> list[Path]:
-    """Write the documents, each whole or not at all, once the text of all is known; returns the paths.
-    UserError as of :func:`rendered_documents`, or if one cannot be written, which is then as it was."""
+    """Write the documents, each whole or not at all, once the text of all is made; returns the paths.
+    UserError as of :func:`rendered_documents`, or if one cannot be written, which then stays the same."""
     written = [write_whole(path, text) for path, text in rendered_documents(findings).items()]
     return [*written, *write_shared()]
 
@@ -165,7 +165,7 @@ def _once(lines: Sequence[Line]) -> list[Line]:
 
 
 def _titled(findings: PaperFindings) -> list[Line]:
-    """All that was compared, with a link from each scenario's title to its part, once for its lines."""
+    """All comparisons; a scenario's title, with a link to its part, stands in the first of its lines only."""
     lines: list[Line] = []
     for line in findings.verdict():
         scenario = line.pop("scenario")
@@ -226,7 +226,7 @@ def _lines(scenario: str, findings: PaperFindings) -> Iterator[Line]:
 
 
 def _reproduces(kind: str, verdict: PaperVerdict) -> str:
-    """The verdict on a kind of number, how many are met, and the median and the worst error, if any."""
+    """A kind of number in a line: its verdict, how many are met, the median and worst error, if any."""
     errors = verdict.formula_errors if kind == "bytes" else verdict.errors
     worst = map(error_percent, (median(errors), max(errors)) if errors else ())
     return ", ".join([f"{kind}: **{verdict.word}**", f"{verdict.met}/{verdict.judged}", *worst])

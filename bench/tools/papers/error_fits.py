@@ -119,7 +119,7 @@ def _errors(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
 
 
 def _of_strategies(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
-    """By source with several strategies, how far the mean error of each is from the source's."""
+    """By source with several strategies: the mean error of each strategy, less the mean over them all."""
     by_source = {}
     for source, some in _by_source(observations).items():
         means = [fmean(o.log_error for o in of) for of in grouped(some, lambda o: o.strategy).values()]

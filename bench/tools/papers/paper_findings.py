@@ -98,7 +98,7 @@ class PaperFindings:
         return [*lines, _verdict_line("all", "", "", self.records[counted])]
 
     def part(self, name: str) -> str:
-        """What was found of a scenario, in Markdown; UserError if there is no such scenario."""
+        """A scenario's results in Markdown: cells, time and tables. UserError for an unknown scenario."""
         if name not in self.scenarios:
             raise UserError(f"nothing was reproduced under {name!r}{suggestion(name, self.scenarios)}")
         run = next(run for run in self.runs if run["scenario"] == name)
@@ -115,8 +115,8 @@ class PaperFindings:
 
 
 def distinct(records: DataFrame) -> DataFrame:
-    """The records of published numbers, each number once: the first of those that have the same source, or
-    that are of the same quantity of the same run (and of the same rank, step and measurement of it)."""
+    """The records of published numbers, each number once. Two are the same number if they have one source or,
+    in a table, one cell, quantity and label (which tells the rank, the step and the measurement)."""
     numbers = records[records["published"].notna()]
     places = zip(*(numbers[name] for name in ("cell", "quantity", "label")), strict=True)
     seen, is_first = set[object](), list[bool]()

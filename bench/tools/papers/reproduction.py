@@ -203,7 +203,7 @@ def records_of(scenario: Scenario, ran: RanScenario, comparisons: Sequence[Compa
 
 
 def _in_order(scenarios: Sequence[str], mine: DataFrame, others: DataFrame) -> DataFrame:
-    """The lines of some scenarios, and the others' of the paper's further ones, in the order of scenarios."""
+    """The lines ``mine``, and ``others`` of scenarios that ``mine`` lacks, ordered by ``scenarios``."""
     lines = concat([mine, others[~others["scenario"].isin(mine["scenario"])]], ignore_index=True)
     lines = lines[lines["scenario"].isin(scenarios)]
     return lines.sort_values("scenario", key=lambda of: of.map(scenarios.index), kind="stable")

@@ -92,7 +92,7 @@ class Selector(StrictModel):
         return wanted | self.sizes | options
 
     def select(self, cells: Sequence[Cell]) -> list[Cell]:
-        """The cells that it names."""
+        """Those of ``cells`` that this selector names, in their order."""
         wanted = self.fields()
         return [cell for cell in cells if has_fields(cell, wanted) and self._has_order(cell)]
 

@@ -208,11 +208,11 @@ def varies_by(cell: Cell) -> str:
 
 
 def departures(varying: Mapping[str, str]) -> dict[tuple[str, str], str]:
-    """Why golden values may not be those of a case's arguments in this release, by case and golden value, as
-    the values themselves show: "as CASE GOLDEN" where those of lts are all those of another case or of dev,
-    "machine" where an A100's step takes as long as an H100's and leaves as much allocated, "release" where
-    the first peak of lts is further than 5% from each of dev, "checkpoint" where a run that went on from one
-    has its largest peak before its first step ends, and else what the case is ``varying`` by."""
+    """For each (case, golden value) that may not be of the case's arguments in this release, the reason that
+    the values show. "as CASE GOLDEN": all values of lts are those of another case or of dev. "machine": an
+    A100's step takes as long as an H100's and leaves as much allocated. "release": the first peak of lts is
+    over 5% from each of dev. "checkpoint": a run that went on from one has its largest peak before its first
+    step ends. Else: what the case is ``varying`` by."""
     found: dict[tuple[str, str], str] = {}
     before: dict[tuple[str, ...], tuple[str, str]] = {}
     rows = [row for file in GOLDEN_FILES for row in published_file(file).rows]

@@ -57,7 +57,7 @@ class PaperResults:
         return sorted(self.scenarios.values(), key=lambda scenario: scenario.document.published_in)
 
     def records_of(self, source: str) -> DataFrame:
-        """The records of the numbers that were published there."""
+        """The records of numbers that were published in ``source``."""
         return self.findings.of(*(s.name for s in self.in_order if s.document.published_in == source))
 
     def run_of(self, scenario: str) -> Mapping[str, str]:
@@ -79,7 +79,7 @@ class CellResult:
 
     @cached_property
     def flat(self) -> dict[str, Any]:
-        """The row as one level of plain values, after the scenario and the origin."""
+        """The row as one level of plain values, between the scenario's name and the origin."""
         return {"scenario": self.scenario, **flat(self.row), "origin": self.origin}
 
 

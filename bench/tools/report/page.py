@@ -85,7 +85,7 @@ def codes(texts: Iterable[Any]) -> str:
 
 
 def link(text: str, target: str) -> str:
-    """A link to a page, or to a place on one; ``text`` may be of results."""
+    """A Markdown link to a page or a place on one; ``text`` is escaped, as it may come from results."""
     return f"[{plain(text)}]({target.replace(' ', '%20')})"
 
 
@@ -222,7 +222,7 @@ class DataTable:
 
     @property
     def heads(self) -> list[str]:
-        """The columns in order."""
+        """The names of the columns, in order."""
         return list(self.columns or (self.rows[0] if self.rows else ()))
 
 
@@ -293,7 +293,7 @@ class Page:
     def rendered(
         self, navigation: Sequence[tuple[str, Sequence[Page]]] = (), documentation: str = ""
     ) -> dict[str, str | bytes]:
-        """The page, with links to all pages, and the files that come with it, by path.
+        """The content by path: of the page, with links to all pages, and of the files that come with it.
 
         Raises:
             ValueError: two tables have one name.

@@ -150,12 +150,12 @@ def _attention(cluster: Cluster) -> Iterator[KindOfWork]:
 
 
 def _kept(part: Sourced[Any]) -> str:
-    """What of rates of calls alone a step keeps."""
+    """The share of a single call's rate that remains through a step, in words; "" without one."""
     return "" if part.value is None else f"; {part.value:.3g} of it through a step"
 
 
 def _attention_words(rate: AttentionRate) -> str:
-    """As "195 TFLOP/s / (1 + 530 / length), head 128, causal"."""
+    """The rate in words, such as "195 TFLOP/s / (1 + 530 / length), head 128, causal"."""
     curve = f" / (1 + {rate.half_length.value:g} / length)" if rate.half_length.value else ""
     limit = (rate.limit_flops_per_s.value or 0.0) / 1e12
     values = f" (values {rate.value_head_size})" if rate.value_head_size else ""
@@ -192,7 +192,7 @@ _HOST = {
 
 
 def _host(cluster: Cluster) -> Iterator[KindOfWork]:
-    """The figures as they are on the measured host, then what this one takes beside it."""
+    """The times of the measured host's work, then how far this host launches ahead and its scale of times."""
     host = cluster.host
     if host is None:
         yield KindOfWork("host", f"{GAP}: it launches in no time")

@@ -209,7 +209,7 @@ def entries(kind: str) -> dict[str, str]:
 
 
 def _lacking(name: str) -> str:
-    """What a cluster has no rate of, in words; "" where it has all, or its file is wrong."""
+    """The rates of a cluster that are not its own, in words; "" if all are, or its file is wrong."""
     try:
         lacking = without_own_rates(load_cluster(name))
     except UserError:

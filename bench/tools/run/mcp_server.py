@@ -189,7 +189,7 @@ class Calls:
 
 
 def _in_words(text: str) -> str:
-    """An error of a command, in which an option is called as the argument of a tool is."""
+    """An error of a command, in which an option has the name of the tool's argument."""
     text = text.removeprefix("spbench: ")
     if at := re.match(r"Invalid value for '(?:--)?([\w-]+)[^']*': ", text):
         return f"{at[1].replace('-', '_')} {text[at.end() :]}"

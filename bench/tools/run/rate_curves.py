@@ -52,7 +52,7 @@ class RateCurve:
 
 
 def product_curves(cluster: Cluster) -> Iterator[RateCurve]:
-    """FLOPs a second of square matmuls, a line a precision that the card has."""
+    """FLOP/s of square matmuls by size, a curve for each precision that the card has."""
     device, costs = cluster.device, Costs(cluster, Calibration())
     for precision in get_args(Precision):
         peak, own = device.peak_flops_per_s.get(precision), (device.matmul or {}).get(precision)

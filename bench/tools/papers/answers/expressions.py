@@ -169,9 +169,9 @@ class FormulaClaim(Answer):
     Attributes:
         published: where the formula stands; see :func:`evaluate`.
         cells: any number of cells, none of which searches.
-        less: model options of the cell, otherwise the same, whose elements are subtracted, so that what
-            is left is one layer's.
-        phases: of the step.
+        less: model options; the elements of the same cell with these options are subtracted, so that those of
+            one layer are left.
+        phases: the phases of the step whose elements count.
     """
 
     name = "formulas"

@@ -160,7 +160,7 @@ class PublishedTable(Answer):
         yield from self._wrong_matches(rows, declared)
 
     def _wrong_words(self, columns: Sequence[str]) -> Iterator[Mistake]:
-        """Names of columns that the file lacks, and unknown fields."""
+        """A mistake for each name of a column that the file lacks, and each unknown field."""
         keys = ("match", "where", "names", "settings", "quantities")
         named = [([key, column], column) for key in keys for column in getattr(self, key)]
         named += [(["named_by"], column) for column in self.named_by]

@@ -167,7 +167,7 @@ def changes(gathered: Gathered) -> Iterator[Change]:
 
 
 def assessed(folder: Path | None) -> tuple[History | None, str, list[Assessment]]:
-    """The history in a folder with its series; without one, why."""
+    """The history in a folder, "", and its assessed series; or None, why there is none, and no series."""
     if folder is None:
         return None, "There is no history here.", []
     try:
