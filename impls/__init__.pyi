@@ -98,7 +98,6 @@ from spbench.impls.loose_files import raised as raised
 from spbench.impls.loose_files import share_files as share_files
 from spbench.impls.loose_files import told as told
 from spbench.impls.models.blocks.adapter_options import ALL as ALL
-from spbench.impls.models.blocks.adapter_options import CLOSING as CLOSING
 from spbench.impls.models.blocks.adapter_options import LATENT as LATENT
 from spbench.impls.models.blocks.adapter_options import MLP_CLOSING as MLP_CLOSING
 from spbench.impls.models.blocks.adapter_options import OPENING as OPENING

@@ -84,7 +84,7 @@ class Advice:
         return rates
 
     def is_tie(self, seen: Seen) -> bool:
-        """Whether it fits, and its time ties with the shortest; see :func:`.ranking.is_tie`."""
+        """Whether the layout fits, and its time ties with the shortest; see :func:`.ranking.is_tie`."""
         return seen.fits and is_tie(seen, self.result.best)
 
     def hidden_ties(self) -> list[Seen]:
@@ -109,7 +109,7 @@ class Advice:
         }
 
     def table(self) -> list[dict[str, Any]]:
-        """One mapping a layout, with the question."""
+        """A mapping for each layout: the question's fields, then the layout's."""
         return [{**self.asked, **record} for record in self.records()]
 
     def records(self) -> list[dict[str, Any]]:
@@ -267,7 +267,7 @@ def beside_in_words(seen: Seen, other: Seen, named: str = "") -> str:
 
 
 def causes_in_words(other: Seen, winner: Seen) -> str:
-    """The two parts of a step that explain most of why one takes longer than another, or less."""
+    """The two parts of a step that explain most of why ``other`` takes longer than ``winner``, or less."""
     mine, theirs = (_parts(seen) for seen in (winner, other))
     differences = {name: theirs[name] - mine[name] for name in _PARTS}
     sign = 1 if other.step_s >= winner.step_s else -1

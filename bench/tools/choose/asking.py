@@ -58,7 +58,7 @@ class Behind:
         self._span, self._ended, self._left = (0.0, 0.0), 0, 0
 
     def begin(self, text: str, low: float, high: float) -> None:
-        """Begin a part, which is from one share of the search to another."""
+        """Begin a part of the search, which spans the shares ``low`` to ``high`` of it."""
         self.text, self._span, self._ended = text, (low, high), 0
         self.say(text, low)
 

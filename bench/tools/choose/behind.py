@@ -89,8 +89,8 @@ def _differing(own: Seen, seen: Seen) -> list[tuple[str, Any, Any]]:
 
 
 def _changes(answer: Advice) -> Iterator[tuple[Seen, FlagChanges | None]]:
-    """The fastest layouts that take less time than the job's own, or that fit where that does not, with the
-    arguments that make the job one of them; None: such of its program are not known."""
+    """The fastest layouts that are faster than the job's own, or that fit where the job's own does not, each
+    with the changes of arguments that lead to it; None: the program's arguments are not known."""
     own, asked = answer.result.own, answer.question.own
     if own is None or asked is None:
         return

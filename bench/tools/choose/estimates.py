@@ -273,7 +273,7 @@ class Estimates:
 
     @cached_property
     def _of_states(self) -> np.ndarray:
-        """[2, backends]: bytes of an element that every replica has, and that are shared out."""
+        """[2, backends]: bytes an element of states that each replica holds, and that replicas share out."""
         return np.array([(e.whole_bytes, e.shared_bytes) for e in self.backends.values()], dtype=float).T
 
     def activations(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:

@@ -185,7 +185,7 @@ def _first_change(answer: Fitting) -> str:
 
 
 def _plan_line(answer: Fitting, plan: BudgetPlan) -> str:
-    """The third line of an answer where a budget is given."""
+    """The third line of an answer for a budget: the cheapest switches, or that none fit or are needed."""
     chosen, within = plan.chosen, f"{card_gib(plan.budget_bytes)} GiB"
     if chosen is None:
         return f"no switches need at most {within}: {plan.traced} cells traced; --suggest tries other layouts"
@@ -271,7 +271,7 @@ def _change_columns(answer: Fitting, before: Verdict, fits: Callable[[Verdict], 
 
 
 def _suggestions(answer: Fitting, proofs: Proofs) -> dict[str, Any]:
-    """The changes for programs."""
+    """The changes that make the fullest cell fit, and how many were tried, as a record for programs."""
     of_change = [
         *_change_columns(answer, answer.fullest, lambda verdict: verdict.measurement["status"] == "ok"),
         *columns(other_job="change.other_job"),

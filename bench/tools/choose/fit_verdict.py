@@ -139,13 +139,13 @@ class Verdict:
         return f"{ranks_text(self.anatomy.ranks)} ({at}{self.moment_in(program)})"
 
     def moment_in(self, program: str = "") -> str:
-        """When the memory is largest, the module as a program calls it."""
+        """The moment at which memory is largest; its module has the name that the program gives it."""
         moment = self.anatomy.moment
         return str(replace(moment, module=moment.module and in_program_words(moment.module, program)))
 
     @cached_property
     def certainty(self) -> Certainty:
-        """Whether it fits, and how sure that is."""
+        """Whether the cell fits, and how sure that is."""
         return (self.fits and certainty(self.cell, self.measurement)) or Certainty(FITS if self.fits else NO)
 
     def __str__(self) -> str:
@@ -232,7 +232,7 @@ def settings_of(verdict: Verdict) -> str:
 
 
 def step_of(verdict: Verdict) -> str:
-    """The step time with its interval, in words."""
+    """The step time of a verdict with its interval, in words; "not timed" without one."""
     row = {"cell": verdict.cell.model_dump(), "measurement": verdict.measurement}
     return shown_band(with_band(row)["measurement"]) or "not timed"
 

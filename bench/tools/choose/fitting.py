@@ -112,12 +112,12 @@ def fitting(
 
     Args:
         words, asked: as of :func:`subject`.
-        say: takes what is done, and the share that is behind.
-        jobs: workers; None: one a usable core.
-        suggest: try changes also where the fullest fits, and more of them.
+        say: takes what is being done, and the share that is done.
+        jobs: how many workers; None: one for each usable core.
+        suggest: try more changes, and also where the fullest rank fits.
         longest: search for the largest sizes.
-        budget_bytes: that the fullest rank may need; switches for it are chosen, in place of changes.
-        examined_first: takes the verdicts, before what would help is looked for, if it is.
+        budget_bytes: what the fullest rank may need; if given, switches for it are chosen instead of changes.
+        examined_first: takes the verdicts before a search for what would help begins.
 
     Raises:
         UserError: the words stand for nothing, or no cell can run.

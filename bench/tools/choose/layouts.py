@@ -102,8 +102,8 @@ class Layout:
 
 
 def folds_anew(sizes: Mapping[str, int]) -> bool:
-    """Whether experts have other groups of ranks than tensor parallelism and parts of the replicas: ``etp``
-    is not the ranks along tp, or ``ep`` does not divide the replicas."""
+    """Whether experts are divided over other groups of ranks than the rest of the model: ``etp`` is not the
+    number of ranks along tp, or ``ep`` does not divide the replicas."""
     ep, etp, tp, dp = (sizes.get(axis, 1) for axis in ("ep", "etp", "tp", "dp"))
     return etp != tp or dp % ep != 0
 

@@ -226,8 +226,8 @@ def _grown(steps: Mapping[int, StepNumbers], micro_batches: int) -> StepNumbers:
 
 
 def _memory(by_depth: Sequence[ClassTraces], more: float, cell: Cell) -> Measurement:
-    """The peak of the rank class with the largest, and whether that fits the card, and what ranks hold on
-    hosts these, by traces of all layers or of two depths; ``more`` as for :func:`deep_peak`."""
+    """The peak of the rank class that has the largest, whether it fits the card, and what ranks hold on
+    hosts, by traces of all layers or of two depths; ``more`` as for :func:`deep_peak`."""
     usable = usable_memory_bytes(cell, by_depth[-1].planned)
     shallow, deeper = by_depth[0].traces, by_depth[-1].traces
     hosts = (

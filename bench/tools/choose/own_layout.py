@@ -56,8 +56,8 @@ class OwnLayout:
 
     @property
     def looked_at(self) -> Cell:
-        """The cell as a search looks at all of them: at one step, with Adam's moments, and without a strategy
-        that divides nothing."""
+        """The cell in the form that a search gives to all: one step, with Adam's moments, and the strategy
+        "single" if its strategy divides nothing."""
         content = self.cell.training.model_dump(exclude_defaults=True, exclude=_OF_MEASUREMENT)
         update: dict[str, Any] = {"training": TrainingOptions.model_validate(content), "variant": ""}
         if several_ranks(self.cell)[0].name == "single":

@@ -77,10 +77,10 @@ class Question:
                 raise UserError(f"{flag} {name}={n}: an inference has no micro-batches")
 
     def runs(self, cell: Cell, what: str = "") -> bool:
-        """Whether the program has arguments for a cell; of what of it that matters alone, if that is said.
+        """Whether the program has arguments for a cell, or for one part of the cell if ``what`` names it.
 
         Args:
-            what: "strategy", "training" or "model_options"; a strategy's options, ranks and mesh are with it.
+            what: "strategy" (with its options, ranks and mesh), "training" or "model_options"; "": all of it.
         """
         if not self.program:
             return True
@@ -115,7 +115,7 @@ class Question:
 
     @property
     def cluster(self) -> str:
-        """Its name, with the figures that were changed."""
+        """The name of the cluster, with the figures that were changed."""
         name = self.cell.cluster
         return load_cluster(name).about if self.figures else name
 
@@ -131,7 +131,7 @@ class Question:
 
     @cached_property
     def heeded(self) -> frozenset[str]:
-        """What the model's attention heeds beside a causal mask, keys of HEEDED."""
+        """What the model's attention heeds besides a causal mask, such as a window: keys of HEEDED."""
         _, length = self.cell.shape
         sites = self.model.sites(1, length, 1)
         return frozenset(word for site in sites for word in HEEDED if word in site.dims)
@@ -293,8 +293,8 @@ def _of_every_layout(cell: Cell) -> Cell:
 
 
 def _with_stacked_experts(cell: Cell) -> Cell:
-    """The cell with one parameter for the experts of a rank, as programs without TransformerEngine have them,
-    where nothing is said of that."""
+    """The cell with one parameter for all experts of a rank, as in programs without TransformerEngine, unless
+    the cell says otherwise."""
     model = model_preset(*cell.model_arguments)
     if not getattr(model, "experts", 0) or "stacked_experts" in cell.model_options:
         return cell

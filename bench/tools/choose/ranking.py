@@ -219,15 +219,15 @@ _FULL = 0.95
 
 
 class LookedAt:
-    """What a search for one question has looked at.
+    """The cells that a search for one question has looked at.
 
     Args:
         asking: traces layouts.
-        say: takes what is done.
+        say: takes what is being done.
 
     Attributes:
-        seen: by key, the closest look at each cell of the search.
-        same: strategies whose steps are those of others.
+        seen: the closest look at each cell of the search, by the cell's key.
+        same: strategies whose steps are the same as those of other strategies.
     """
 
     def __init__(self, question: Question, asking: Asking, say: Say = unheard):
@@ -256,8 +256,8 @@ class LookedAt:
         return seen
 
     def fitting(self) -> list[Seen]:
-        """The cells that fit and that the program has, if one is given; the fastest first. Of a model with
-        experts, those that hardly fit by few layers count only where no others do; see :data:`_FULL`."""
+        """The cells that fit and for which the program has arguments, the fastest first. With experts, a cell
+        that hardly fits by a trace of few layers counts only if there are no others; see :data:`_FULL`."""
         seen = [s for s in self.seen.values() if s.fits and self.question.runs(s.cell)]
         if has_experts(self.question.cell):
             seen = [s for s in seen if s.exact or s.peak <= _FULL * self.usable] or seen
@@ -309,7 +309,7 @@ class SameSteps:
 
     @property
     def replaced(self) -> Mapping[str, str]:
-        """By strategy that another one stands for, that one: the first of both in the alphabet."""
+        """For a strategy whose steps are those of another, the other, which is first in the alphabet."""
         #: by two strategies, whether their steps were the same on each of the axes
         alike = defaultdict[tuple[str, str], dict[Hashable, bool]](dict)
         for (axes, *_), traced in self._traced.items():

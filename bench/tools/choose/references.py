@@ -109,7 +109,7 @@ def savings_of(question: Question) -> dict[str, dict[str, Any]]:
 
 
 def _apart(settings: Sequence[Mapping[str, Any]], n: int) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """So many settings together that have no option in common."""
+    """Each choice of ``n`` of the settings in which no two set the same option."""
     for chosen in itertools.combinations(settings, n):
         if len({name for each in chosen for name in each}) == sum(map(len, chosen)):
             yield chosen
@@ -127,8 +127,8 @@ def _most(settings: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[st
 
 
 def at_depth(cell: Cell, layers: int) -> Cell:
-    """The cell with that many layers, or periods of them, where its model has a number of layers; all of the
-    kinds that repeat."""
+    """The cell with that many layers, or periods of unlike layers, and none of them dense; the cell as it is
+    if its model has no number of layers."""
     model = model_preset(*cell.model_arguments)
     if not hasattr(model, "layers"):
         return cell
@@ -188,7 +188,7 @@ def references(
 
 
 def _short(cell: Cell) -> Cell:
-    """The cell with few positions, where its model takes so few: states are then what its peak is made of."""
+    """The cell with few positions, so that its peak is mostly states; as it is if it cannot run with few."""
     short = cell.model_copy(update={"seq_len": min(cell.shape[1], _FEW_POSITIONS)})
     try:
         plan(short)
@@ -222,7 +222,7 @@ def _updating_s(outcomes: _Outcomes, layers: int) -> float:
 
 
 def _held(measurement: Mapping[str, Any]) -> float:
-    """Bytes of the states of training at the peak."""
+    """Bytes of the training states (weights, gradients, moments) at the peak."""
     return float(sum(measurement["peak_held"].get(name, 0) for name in STATES))
 
 
@@ -279,8 +279,8 @@ def has_stages(question: Question, settings: Mapping[str, Any]) -> bool:
 
 
 def twins_of(backends: Sequence[Mapping[str, Any]], on_host: Sequence[bool]) -> list[int | None]:
-    """For the settings of each backend, the place of those with the same settings but states on cards; None:
-    they have no states on the host, or there are no such others."""
+    """For each backend's settings, the place of the closest settings that keep the same states on cards; None
+    if the backend has no states on the host, or if there are no such settings."""
 
     def twin(at: int) -> int | None:
         own = backends[at].items()

@@ -325,7 +325,7 @@ def experts_line(cell: Cell) -> str:
 
 
 def taken_line(cell: Cell, said: Collection[str]) -> str:
-    """The line of an answer on what was taken."""
+    """The line of an answer that lists the settings taken because nothing was said."""
     parts = ", ".join(map(str, taken(cell, said)))
     left = f"taken where nothing was said: {parts}" if parts else "every setting was said"
     return f"{left}; tokens of a micro-batch on a rank: {tokens_of_rank(cell)}"

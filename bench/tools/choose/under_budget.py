@@ -47,14 +47,14 @@ _LEAST_COST = 1e-6
 
 @dataclass(frozen=True)
 class BudgetPlan:
-    """The switches for a budget.
+    """The switches that bring a cell within a budget.
 
     Attributes:
-        budget_bytes: that the fullest rank may need.
-        before: the cell as it is.
-        chosen: with the switches that cost least; None: no switches that were tried fit.
-        alone: each switch by itself, the cheapest first, without those of a share of the layers that would
-            cost more than what is chosen.
+        budget_bytes: what the fullest rank may need.
+        before: the cell without further switches.
+        chosen: the cell with the switches that cost least; None: no switches that were tried fit.
+        alone: the cell with each switch by itself, the cheapest first; switches for a part of the layers are
+            left out if they would cost more than what is chosen.
         traced: how many cells were traced.
     """
 
@@ -65,7 +65,7 @@ class BudgetPlan:
     traced: int
 
     def fits(self, verdict: Verdict) -> bool:
-        """Whether it needs no more than the budget, and its hosts have the memory."""
+        """Whether the cell needs no more than the budget, and its hosts have the memory."""
         return verdict.within(self.budget_bytes)
 
 
@@ -212,7 +212,7 @@ class _Program:
         ]
 
     def solutions(self) -> Iterator[Sequence[Change]]:
-        """The switches that fit if savings add up, the cheapest first."""
+        """Sets of switches that fit if their savings add up, the cheapest set first."""
         count = len(self.changes)
         if not count:
             return
@@ -257,7 +257,7 @@ class _Program:
                 yield seconds, [self.changes[at] for at in taken]
 
     def _least_cost(self, taken: Sequence[int]) -> float:
-        """What switches cost together; the largest of them where two share a setting."""
+        """The summed cost of the switches ``taken``; the largest cost alone if two share a setting."""
         _, costs = self._beside_each_other(taken)
         settings = [{*self.changes[at].settings} - {MODULES, RECOMPUTE} for at in taken]
         shared = sum(map(len, settings)) > len(set[str]().union(*settings))

@@ -63,8 +63,8 @@ class Account:
         unasked: what is missing for an argument of which nothing was made, unless there are problems.
         made_of: what was made of each argument or variable.
         idle: arguments that could have had an effect, and why they have none here.
-        approximated: arguments that something close stands for, or nothing, and what they may move.
-        strictly: those of them that ``--strict`` refuses, and what is missing for them.
+        approximated: arguments that are modelled only closely, or not at all, and what that may move.
+        strictly: approximated arguments that ``--strict`` refuses, and what is missing for them.
         missing: arguments that are refused here, and what is missing.
         problems, remarks: as of :class:`Job`.
         facts: what the reader has worked out itself, by names that rules have with a ``$`` before them.
@@ -107,9 +107,8 @@ class Account:
         return self.program_arguments[name].default if given is None or given.wrong else given.value
 
     def known(self, name: str) -> Any:
-        """The value of an argument, in whose name a ``*`` stands for any characters, of a variable of the
-        environment (a number where it is a whole one), or of a ``$FACT``; None where there is none of that
-        name."""
+        """The value of that name: of an argument (``*`` in it stands for any characters), of a ``$FACT``, or
+        of a variable of the environment (a number if it is a whole one); None where nothing has the name."""
         if name.startswith("$"):
             return self.facts.get(name[1:])
         if "*" in name:
@@ -171,7 +170,7 @@ class Account:
         self.refuse_given(f"{missing}: not modelled", *names)
 
     def refuse_given(self, missing: str, *names: str) -> None:
-        """Say what is missing for arguments, if they are given."""
+        """Refuse arguments that are given, and say what is missing for them."""
         for name in names:
             self.missing.setdefault(name, missing)
 
@@ -200,7 +199,7 @@ class Account:
         self.map(*filter(self.has, names))
 
     def first_steps(self, *, one: bool = False) -> None:
-        """Set that a job begins without Adam's moments, and runs two steps or one."""
+        """Set that the job begins without Adam's moments, and runs two steps (one, if ``one``)."""
         self.set("training.moments", "later", note="a first step, before Adam has its moments,")
         self.set("training.steps", 1 if one else 2, note="and the only one" if one else "and one after it")
 

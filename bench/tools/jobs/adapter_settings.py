@@ -42,16 +42,16 @@ def set_adapters(
     separate: bool = True,
     experts: str = "frozen",
 ) -> None:
-    """Set the adapters of a job: their rank, the linear layers that have one, but for those of linear
-    attention, which are frozen alone, and what is trained whole beside them.
+    """Set the adapters of a job: their rank, which linear layers have one (layers of linear attention have
+    none, and are frozen), and which layers are trained whole.
 
     Args:
         lora: the rank; 0: there are no adapters.
         fields: of the model's config.json.
         separate: queries, keys and values, and the inputs of an MLP, are layers of their own, with adapters
             each.
-        experts: "frozen": routed experts have none, as they are no linear layers in transformers 5; "each"
-            has its own; "shared": those of a rank share one, which is not modelled.
+        experts: "frozen": routed experts have no adapter, as they are no linear layers in transformers 5;
+            "each": each expert has one; "shared": a rank's experts share one, which is not modelled.
     """
     others = [name for each in (adapted.targets, adapted.whole, adapted.by_direction) for name in each.names]
     if not lora.value:
@@ -158,7 +158,7 @@ def _fits(pattern: str, path: str) -> bool:
 
 
 def _whole(k: Account, whole: Said, *, tied: bool) -> None:
-    """Set what is trained whole beside adapters; ``tied``: the head is the embedding until then."""
+    """Set which layers are trained whole, besides adapters. ``tied``: the head is the embedding's copy."""
     names = [name.rpartition(".")[2] for name in _names(whole.value)]
     vocabularies = table_content("transformers")["vocabularies"]
     words = [word for word in ("embedding", "head") if word in map(vocabularies.get, names)]

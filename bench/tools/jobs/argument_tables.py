@@ -94,7 +94,7 @@ class ProgramArgument:
             return word
 
     def is_default(self, value: Any) -> bool:
-        """Whether a value is the default: 1e9 is 1000000000, but 1 is not true."""
+        """Whether a value equals the default: 1e9 equals 1000000000, but 1 does not equal true."""
         value = None if self.count and value == "" else value
         return bool(value == self.default) and isinstance(value, bool) == isinstance(self.default, bool)
 
@@ -150,7 +150,7 @@ class ArgumentTable:
         return stand_ins
 
     def values_of(self, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-        """The arguments that ask for settings: (name, value, path of the setting)."""
+        """The arguments that express these settings, each as (name, value, path of the setting)."""
         for name, conversion in self.settings.items():
             if conversion.path in settings:
                 yield name, conversion.argument(settings[conversion.path]), conversion.path
@@ -217,7 +217,7 @@ def _groups(content: Mapping[str, Any]) -> Iterator[tuple[str, Outcome, str, str
 def arguments_of(
     words: str, version: str, outcome: Outcome, detail: str = "", beside: tuple[str, ...] = ()
 ) -> Iterator[ProgramArgument]:
-    """The arguments that words of a table are, those of a version alone."""
+    """The arguments that the words of a table describe; words for other versions are left out."""
     for word in words.split():
         match = _WORD.fullmatch(word)
         assert match, word

@@ -209,9 +209,9 @@ def _mixed(account: Account, line: Rule) -> Said:
 
 
 def _messages(account: Account, line: Rule) -> Said:
-    """``messages``: the key of the type in which gradients are summed over ranks, else that of the weights;
-    but for parts of sequences, whose gradients DeepSpeed sums in float32 unless ``of_parts`` says another, or
-    accelerate's key ``beside``."""
+    """``messages``: the key for the type in which gradients are summed over ranks; without one, the weights'
+    type. Where sequences are cut, DeepSpeed sums in float32, unless the key ``of_parts`` or accelerate's key
+    ``beside`` says otherwise."""
     of_wholes, of_parts, beside = line["messages"], line["of_parts"], line["beside"]
     precision, cut = account.facts["precision"], account.facts["sequence"] > 1
     if cut and account.has(beside) and not account.has(of_parts):

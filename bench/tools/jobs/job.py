@@ -33,7 +33,7 @@ class Argument:
         name: as its program calls it: ``--hidden-size``, ``optimizer.name``.
         value: as the job gives it; "" for a switch.
         detail: the settings that it sets, why it has no effect, what it may move, or what is missing for it.
-        missing: of an approximated one, what ``--strict`` refuses it for; "": it accepts it.
+        missing: what ``--strict`` refuses an approximated argument for; "": it accepts the argument.
     """
 
     name: str

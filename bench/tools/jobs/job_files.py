@@ -207,7 +207,7 @@ def _jobs(given: JobFiles, kinds: Sequence[str], asked: str | None) -> dict[str,
 
 
 def path_and_part(word: Path | str) -> tuple[Path, str]:
-    """The path of a file, and of FILE.py:NAME, unless that is a file, the name of a configuration in it."""
+    """The path of a file and ""; of FILE.py:NAME, the path of FILE.py and NAME, a configuration in it."""
     path, colon, part = str(word).rpartition(":")
     if not colon or not path.endswith(".py") or Path(word).is_file():
         return Path(word), ""

@@ -229,7 +229,7 @@ def options_of(words: Sequence[str], table: ArgumentTable, problems: list[str]) 
 
 
 def _stray(word: str, problems: list[str]) -> None:
-    """Only what a script hands on (``"$@"``) may be left out: nothing is there unless it is given."""
+    """Note as a problem a word that belongs to no argument; ``"$@"``, handed on by a script, may be empty."""
     unknown = unknown_in(word)
     if not unknown:
         problems.append(f"{shown_word(word)!r} belongs to no argument")

@@ -106,12 +106,12 @@ def _argument(name: str) -> ProgramArgument | None:
 
 
 def parse(words: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
-    """The arguments among the words of a command line, as argparse takes them: no abbreviations, the last of
-    a name counts.
+    """The arguments in the words of a command line, as argparse takes them: without abbreviations; where a
+    name comes twice, the last counts.
 
     Returns:
-        The last of each by its first spelling; and what Megatron-LM's parser would refuse, or is not known
-        before the job runs.
+        The arguments by their first spelling; and what Megatron-LM's parser would refuse, or what is not
+            known before the job runs.
     """
     arguments: dict[str, Given] = {}
     problems: list[str] = []
@@ -210,7 +210,7 @@ def _test(file: JobFile, environment: Mapping[str, str]) -> Launch | None:
 
 
 def _words(shell: Shell, name: str, value: Any) -> Iterator[str]:
-    """The words of one argument of a functional test: `true` is a switch, of which `false` leaves it out."""
+    """The words for one argument of a functional test: `true` gives a switch alone, `false` no word."""
     if value is False or value is None:
         return
     yield name if name.startswith("--") else f"--{name}"

@@ -59,8 +59,8 @@ def _device(cluster: str | None) -> Device | None:
 
 
 def choose_attention(a: Account) -> None:
-    """Set the kernel that TransformerEngine takes where it may (:func:`engines_choice`, and
-    nvte_get_fused_attn_backend)."""
+    """Set the attention kernel that TransformerEngine chooses if the job allows several
+    (:func:`engines_choice`, and nvte_get_fused_attn_backend)."""
     generation, release = a.facts["generation"], a.facts["release"]
     fixed = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
     off = {name for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN") if a.environment.get(name) == "0"}
@@ -88,8 +88,8 @@ def check_switches(a: Account) -> None:
 
 
 def ignore_absent_fusions(a: Account) -> None:
-    """Say which fusions there are none of, that could be left out; the fact ``left_out`` is those that are
-    left out, and ``unfused`` what they fuse."""
+    """Ignore switches of fusions that the job has no use for. Sets the facts ``left_out``, switches that
+    leave out other fusions, and ``unfused``, the names of those fusions."""
     call(a, "absence_of_fusions")
     left_out = [name for name in _FUSIONS if a.has(name) and name not in a.idle]
     stems = [name.removeprefix("--no-").removesuffix("-fusion").replace("-", "_") for name in left_out]

@@ -157,7 +157,7 @@ def expert_sizes(a: Account, tensor: int, gpus: int | None, stages: int) -> None
 
 
 def windows_of(a: Account, layers: int | None) -> str:
-    """The pattern of layers in a window (W) and without one (S); "" where all layers are alike."""
+    """Layer by layer, W for attention in a window and S for attention without; "" where all are alike."""
     if not a.has(_WINDOW) or not a.has(_EACH):
         return ""
     text = str(a.value(_EACH)).strip()

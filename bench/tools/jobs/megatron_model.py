@@ -39,7 +39,7 @@ _LARGE_MASK = 2**30
 
 
 def set_model(a: Account, *, bert: bool, cluster: str | None) -> None:
-    """Set the model and its options."""
+    """Set the model and its options from the job's arguments."""
     a.calls = {
         "layers_with_experts": set_layers_with_experts,
         "absent_fusions": ignore_absent_fusions,

@@ -57,7 +57,7 @@ def read(files: JobFiles) -> Job | None:
 
 @cache
 def _table() -> Mapping[str, Any]:
-    """What the zoo's scripts have: variables of its models, and arguments that variables add."""
+    """The table of the zoo's scripts: variables of its models, and arguments that variables add."""
     return read_yaml(Path(__file__).with_suffix(".yaml"))
 
 

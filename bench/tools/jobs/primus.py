@@ -92,12 +92,12 @@ def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles, 
 
 
 def _typed(table: ArgumentTable, name: str, value: Any) -> Any:
-    """A value as its key takes it: 0 is false, as Python has it."""
+    """A value in the type of its key: 0 and 1 become false and true for a key that takes a bool."""
     return bool(value) if table.arguments[name].takes == "bool" and value in (0, 1) else value
 
 
 def _resolved(value: Any, environment: Mapping[str, str], problems: list[str], name: str) -> Any:
-    """A value with its variables ``${NAME:DEFAULT}`` in place."""
+    """A value with its variables ``${NAME:DEFAULT}`` replaced."""
     if isinstance(value, dict):
         return {n: _resolved(v, environment, problems, f"{name}.{n}") for n, v in value.items()}
     if not isinstance(value, str) or "${" not in value:

@@ -27,7 +27,7 @@ from spbench.bench.tools.jobs.variables import variables
 
 
 def __getattr__(kind: str) -> Callable[[JobFiles], Job | None]:
-    """What reads the jobs of a program, by the name of its table."""
+    """The function that reads the jobs of a program, whose table has the name ``kind``."""
     if kind.startswith("_"):
         raise AttributeError(kind)
     return partial(read_by_table, kind)

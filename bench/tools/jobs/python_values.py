@@ -57,11 +57,11 @@ def syntax_of(file: JobFile) -> ast.Module:
 
 
 def training_script(file: JobFile) -> dict[str, dict[str, Any]]:
-    """The content of a script as files of accelerate ("accelerate") and of the Trainer ("trainer"), and the
-    configurations of TRL that it names ("classes"). What only a run could tell of an argument is ``$(...)``.
+    """What a script says, as the files of accelerate ("accelerate") and of the Trainer ("trainer") would, and
+    which configurations of TRL it names ("classes"). A value that only a run could tell is ``$(...)``.
 
     Raises:
-        UserError: it is no Python.
+        UserError: the script is no Python.
     """
     tree = syntax_of(file)
     names = dict(_constants(tree))
@@ -113,8 +113,8 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
 
 
 def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """A plain value, whole numbers multiplied, that of a name that has one, or a type of torch by its name;
-    ``$(...)`` where only a run could tell."""
+    """The value of an expression: a literal, a product of whole numbers, a name's value, or a type of torch
+    by its name; ``$(...)`` where only a run could tell."""
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
@@ -238,7 +238,7 @@ class MakingFunctions:
         keys[path] = value
 
     def _pass_over(self, statement: ast.stmt) -> None:
-        """Say of a statement that sets a value otherwise than plainly that it does."""
+        """Refuse, or note as unclear, a statement that may set a value in another way than plainly."""
         if self.begun_with is not None:
             if isinstance(statement, _BRANCHES) and "cfg." in ast.unparse(statement):
                 self.unclear.append(f"line {statement.lineno}: what a branch or loop sets is not known")

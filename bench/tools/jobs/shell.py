@@ -103,8 +103,8 @@ class Shell:
             self._branch = before
 
     def _run(self, node: Node) -> bool | None:
-        """Note the commands of a statement and do its assignments. Returns whether it succeeds; None: not
-        known."""
+        """Run a statement: note its commands, do its assignments. Returns whether it succeeds; None: nobody
+        can tell."""
         children = node.named_children
         match node.type:
             case "command":

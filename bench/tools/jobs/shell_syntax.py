@@ -77,7 +77,7 @@ def mark_for(what: str, unknown: str) -> str:
 
 
 def unknown_in(text: str) -> list[str]:
-    """What of a word only a run could tell, as it stands in the script: ``$DATA_PATH``."""
+    """The parts of a word that only a run could tell, as they stand in the script, such as ``$DATA_PATH``."""
     return [texts[0] for texts in _marked(text)]
 
 

@@ -120,7 +120,7 @@ def precision_of(account: Account, bf16: Sequence[str], fp16: Sequence[str]) -> 
 
 
 def _replicas(account: Account, line: Rule) -> Said:
-    """``times``: ranks that share weights, times groups of these, which are the replicas; None: not said."""
+    """``times``: keys of the ranks that share weights and of groups of these: multiplied, the replicas."""
     shards, *groups = line["times"].split()
     value, others = account.value(shards), [account.value(name) or 1 for name in groups]
     replicas = value * math.prod(others) if isinstance(value, int) and value > 0 else None

@@ -145,7 +145,7 @@ def _stages(layers: list[int], virtual: int) -> Iterator[_Row]:
 
 
 def _layers_with_experts(model: CausalTransformerModel) -> str:
-    """Each N-th layer from the first, as N; else a list of 0 and 1 for all layers, shortened."""
+    """N, if each N-th layer from the first has experts; else a list of 0 and 1 for all layers, shortened."""
     have = [int(model.has_experts(layer)) for layer in range(model.layers)]
     for each in range(1, len(have) + 1):
         if have == [int(layer % each == 0) for layer in range(len(have))]:

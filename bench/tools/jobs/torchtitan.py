@@ -34,7 +34,7 @@ _SECTIONS = {"model", "training", "parallelism", "activation_checkpoint", "exper
 
 @cache
 def versions() -> Mapping[str, ArgumentTable]:
-    """The keys of each version: those of TOML from the newest on, then those of registries in Python."""
+    """The table of keys of each version: versions in TOML from the newest on, then registries in Python."""
     content = read_yaml(Path(__file__).with_suffix(".yaml"))
     return {version: argument_table("torchtitan", version) for version in content["versions"]}
 

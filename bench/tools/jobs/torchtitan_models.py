@@ -101,7 +101,7 @@ class TorchtitanModel:
         return int(getattr(self.preset, "experts", 0))
 
     def set_experts(self, tensor: int, tensor_key: str) -> None:
-        """Set over how many ranks experts are spread, and each of them split."""
+        """Set over how many ranks experts are spread, and over how many each expert is split."""
         parts = self.value("parallelism.expert_tensor_parallel_degree", 1)
         self.keys.facts |= {"parts": parts, "unlike_parts": parts not in (1, tensor)}
         self.keys.facts |= {"tensor": tensor, "tensor_key": tensor_key}

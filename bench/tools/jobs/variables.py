@@ -37,7 +37,7 @@ class _Rule(NamedTuple):
 
 @cache
 def _rules(of_allocator: bool) -> Sequence[_Rule]:
-    """The rules for one value first, then the others in the order of the table."""
+    """The table's rules in its order, those for one value of a variable before the others."""
     content = read_yaml(Path(__file__).with_name("variables.yaml"))
     rules = [
         _Rule(pattern, value, outcome, detail)
