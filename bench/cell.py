@@ -98,12 +98,12 @@ class Sizes(_UsualSizes):
 
 
 def strategy_axes(strategy: str) -> list[str]:
-    """The axes of the strategies of that name; see :func:`nesting`."""
+    """The axes of a strategy, or of several around each other; see :func:`nesting`."""
     return list(nesting(strategy).axes)
 
 
 def requirements(strategy: str) -> list[str]:
-    """The distributions that the strategies of a name require; none unless one of them is a peer."""
+    """The distributions that strategies require; none unless one of the strategies is a peer."""
     return list(nesting(strategy).requires)
 
 
@@ -271,8 +271,8 @@ class Cell(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _read_files(cls, content: Any) -> Any:
-        """Read the model's file and that of its documents, from the working directory, where that is not
-        done, and the sizes among the options, as ``max_positions: 8K``."""
+        """Read the model's file and the file of its documents, from the working directory, unless that is
+        done; turn sizes among the options, such as ``max_positions: 8K``, into numbers."""
         content = _with_sizes(with_documents(content))
         if isinstance(content, Mapping) and content.get("model_config_json") is None:
             model = content.get("model")

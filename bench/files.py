@@ -81,8 +81,8 @@ def reason(error: Exception) -> str:
 
 
 def parse_json(path: Path, content: bytes) -> Any:
-    """What the content of a JSON file is; UserError, which names ``path``, if it is not JSON in UTF-8, or a
-    key is given twice."""
+    """The value in the content of a JSON file. UserError, which names ``path``, if the content is not JSON in
+    UTF-8, or a key comes twice."""
     text = decoded(path, content)
     try:
         return json.loads(text, object_pairs_hook=_once)
@@ -172,8 +172,8 @@ _NUMBER = re.compile(r"[+-]?[\d.,]+(e[+-]?\d+)?%?", re.IGNORECASE)
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """A line of column names and one for each row: numbers as they are, nothing for what is None or absent,
-    and an apostrophe before text that a spreadsheet would run as a formula."""
+    """A line of column names and a line for each row: numbers as they are, nothing for None or an absent
+    value, and an apostrophe before text that a spreadsheet would run as a formula."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(columns)
@@ -196,8 +196,8 @@ _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path | None:
-    """The folder of what is kept between runs, which may be deleted at any time; None: nothing is to be kept,
-    as :data:`CACHE_FOLDER` is "off", or the user has no home."""
+    """The folder of values that are kept between runs, which anyone may delete at any time. None: nothing is
+    kept, because :data:`CACHE_FOLDER` is "off", or the user has no home."""
     folder = os.environ.get(CACHE_FOLDER)
     if folder:
         return None if folder == "off" else Path(folder)
@@ -225,7 +225,7 @@ class DiskCache:
         self._complained = False
 
     def read(self, key: str) -> bytes | None:
-        """The value; None if there is none."""
+        """The value kept under the key; None if there is none."""
         path = self.path(key)
         try:
             value = path.read_bytes()

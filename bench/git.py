@@ -23,7 +23,7 @@ _LIMIT_S = 60
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What a command of git prints, run in a folder, without white space at the ends.
+    """The output of a git command that is run in a folder, without white space at the ends.
 
     Raises:
         UserError: git is not installed, takes too long, or fails; with what it said.
@@ -140,7 +140,7 @@ def commit_of_ref(repository: Path, ref: str) -> str:
     """The hash of the commit that a ref names.
 
     Raises:
-        UserError: there is none.
+        UserError: the repository has no such commit.
     """
     git(repository, "--version")  # where git is missing, it says so
     name = f"{ref}^{{commit}}"

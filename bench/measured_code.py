@@ -56,7 +56,7 @@ def measuring_files(root: Path) -> Iterator[Path]:
 
 
 def digest_of_files(root: Path, paths: Iterable[Path]) -> str:
-    """A digest of the files' names below ``root`` and of what they mean."""
+    """A digest of the files' names below ``root`` and of their content; Python's without docstrings."""
     content = hashlib.sha256()
     for name, digest in _digests(root, paths):
         content.update(f"{name} {digest}\n".encode())
@@ -169,8 +169,8 @@ def _measured_files(root: Path) -> set[Path]:
 
 @cache
 def unmeasured_checkout(folder: Path) -> str:
-    """What there is to say where a folder lies in a checkout of spbench whose files are not those that are
-    measured; "" where they mean the same, and where the folder lies in none."""
+    """The message for a folder in a checkout of spbench whose files are not the ones that are measured; "" if
+    the files mean the same, or the folder lies in no checkout."""
     checkout, tree = checkout_of(folder), imported_tree()
     if checkout is None or checkout == tree or not (names := differing_files(tree, checkout)):
         return ""

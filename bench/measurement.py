@@ -45,7 +45,7 @@ class Record(BaseModel, Mapping[str, Any]):
 
     @classmethod
     def read(cls, content: Any) -> Self:
-        """The record in the content of a file; ValidationError if it is none."""
+        """The record in the content of a file; ValidationError if the content is no record."""
         return cls.model_validate(content, context=_FROM_FILE)
 
     @field_validator("*", mode="wrap")
@@ -58,7 +58,7 @@ class Record(BaseModel, Mapping[str, Any]):
 
     @classmethod
     def _nested(cls) -> tuple[str, ...]:
-        """The fields that are records, or lists of these."""
+        """The names of fields that hold records, or lists of records."""
         return ()
 
     def __getitem__(self, name: str) -> Any:
@@ -244,11 +244,11 @@ class Measurement(Record):
 
 
 class Measured(Measurement):
-    """A measurement in a results file: that of a cell, of one round of several, or of a benchmark of pytest.
+    """A measurement in a results file: of a cell, of one of its rounds, or of a benchmark of pytest.
 
     Attributes:
         time: when a round was measured.
-        time_s, time_samples_s: of a benchmark, the median of its samples, and these.
+        time_s, time_samples_s: of a benchmark, the median of its samples, and the samples.
     """
 
     time: Text = ""

@@ -114,7 +114,7 @@ def parse_row(line: bytes) -> Row:
     """The row in a line of JSON.
 
     Raises:
-        WrongRow: it is none, or a number in it is not finite.
+        WrongRow: the line is no row, or a number in it is not finite.
     """
     row, not_finite = parse_any_row(line)
     if not_finite:
@@ -123,10 +123,10 @@ def parse_row(line: bytes) -> Row:
 
 
 def parse_any_row(line: bytes) -> tuple[Row, list[str]]:
-    """The row in a line of JSON, with NaN for every number that is not finite, and the names of these fields.
+    """The row in a line of JSON, with NaN for numbers that are not finite, and the names of their fields.
 
     Raises:
-        WrongRow: it is none.
+        WrongRow: the line is no row.
     """
     constants: list[str] = []
 

@@ -66,7 +66,7 @@ def no_size(text: str) -> str:
 
 
 def _sized(value: Any) -> Any:
-    """As :func:`with_suffix`, but a text that is no size is refused with the ways to write one."""
+    """As :func:`with_suffix`, but ValueError for a text that is no size, with the ways to write one."""
     number = with_suffix(value)
     if isinstance(number, str):
         raise ValueError(no_size(number))
@@ -135,7 +135,7 @@ def names_a_file(model: str) -> bool:
 
 
 def remote_name(model: str) -> str:
-    """What to do about a name of a model on Hugging Face, for the end of a message; "" for other texts."""
+    """The end of a message on a model's name on Hugging Face: what to do about it; "" for other texts."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model) or Path(model).suffix in _OF_FILES:
         return ""
     near, *_ = suggestion(model, [each.name for each in published_models()]).split(" (")
@@ -197,8 +197,8 @@ def with_documents(content: Any, folder: Path = Path()) -> Any:
 
 
 def bins_of(lengths: np.ndarray[Any, Any]) -> list[list[int]]:
-    """[shortest, longest, how many documents] of each bin: a length each, or MOST_BINS with as many documents
-    each."""
+    """[shortest, longest, how many documents] of each bin: one bin for each length, or MOST_BINS bins of
+    equally many documents."""
     values, counts = np.unique(lengths, return_counts=True)
     if len(values) <= MOST_BINS:
         return [[int(n), int(n), int(count)] for n, count in zip(values, counts, strict=True)]
@@ -267,11 +267,11 @@ class StandIn(NamedTuple):
     """Work of programs, and what stands in for it.
 
     Attributes:
-        by: "" where it is not known what of the work takes longer than it is simulated to.
-        programs: that have it; empty: each that a cell names.
-        backends: with which it is so; empty: with any.
-        axis: of which there are several ranks; "nodes": ranks of several nodes; "": any cell.
-        network: what the cluster's file says that its network is priced by; "": any, of a named program.
+        by: what stands in; "": it is not known which part of the work takes longer than simulated.
+        programs: that do the work; empty: every program that a cell names.
+        backends: with which they do it; empty: with any.
+        axis: only cells with several ranks along it; "nodes": cells of several nodes; "": any cell.
+        network: only clusters whose file prices the network by it; "": any, if a program is named.
     """
 
     work: str

@@ -49,7 +49,7 @@ def shown_time(seconds: float) -> str:
 
 
 def shown_bytes(nbytes: float) -> str:
-    """An amount of memory or of what is sent: "4.61 GiB", "236 KiB"; below a KiB in bytes."""
+    """Bytes as people read them: "4.61 GiB", "236 KiB"; below a KiB in bytes."""
     unit, name = next((each for each in _BYTES if nbytes >= each[0]), (1, "bytes"))
     if unit == 1:
         return f"{nbytes:,.0f} byte{'' if round(nbytes) == 1 else 's'}"
@@ -94,7 +94,7 @@ WAYS_OF_BYTES = "as 78GiB, 80GB or 512MiB"
 
 
 def nbytes_of(text: str) -> int | None:
-    """The bytes that a text such as 78GiB, 80 GB or 512MiB stands for; None if it is none."""
+    """The number of bytes in a text such as 78GiB, 80 GB or 512MiB; None if the text is no such size."""
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?) ?([KMG]i?B)", text.strip())
     if match is None or match[2] not in _BYTES_OF:
         return None
@@ -165,8 +165,8 @@ def shown_value(value: object, unit: str) -> str:
 
 
 def _with_digits(value: float, scale: float, digits: int) -> str:
-    """A number in a unit that is so many of the value's own, with at least so many digits, thousands
-    separated, and no exponent; a whole one of the value's own unit as it is."""
+    """A value in a unit of ``scale`` of its own units, with at least that many ``digits``, thousands
+    separated and no exponent; a whole number in its own unit as it is."""
     if value == 0 or (scale == 1 and float(value).is_integer()):
         return f"{value:,.0f}"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value / scale))))

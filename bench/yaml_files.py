@@ -74,7 +74,7 @@ def packaged(package: str) -> Mapping[str, Path]:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of both, nested mappings merged likewise; where both give a value, that of ``above``."""
+    """The keys of both mappings; where both have a value, mappings are merged too, else ``above`` wins."""
     merged = dict(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -171,7 +171,7 @@ class PublishedNumber:
 
     Attributes:
         source: its identity, FILE:ROW:COLUMN, the same in every scenario that compares it.
-        quantity: what it is a number of, in the words of its answer (a column of a table, "ratio", ...).
+        quantity: what was counted or measured, in the words of its answer (a table's column, "ratio", ...).
         value: None where no number was published.
         text: the columns of its row, as they stand in the file.
     """
@@ -201,10 +201,10 @@ def stands_for(text: str, value: Any) -> bool:
 
 
 def finite(text: str) -> float:
-    """The number that a text is.
+    """The finite number that a text stands for.
 
     Raises:
-        ValueError: it is none, or NaN or infinite.
+        ValueError: the text is no number, or NaN or infinite.
     """
     number = float(text)
     if not math.isfinite(number):
@@ -213,13 +213,13 @@ def finite(text: str) -> float:
 
 
 class InferredSetting(StrictModel):
-    """A setting that a paper leaves out, and the published numbers that decided it: no predictions any more.
+    """A setting that a paper leaves out, and the published numbers that decided it, which are no predictions.
 
     Attributes:
         setting: what was chosen.
         answers: the names of the claims and tables that were looked at.
-        quantities: of these, the quantities; empty: all.
-        rows: of these, the rows, by column and value (any of them); empty: all.
+        quantities: the quantities of the answers that were looked at; empty: all.
+        rows: the rows of the answers that were looked at, by column and value (any of them); empty: all.
         variants: the scenario's variants that have the setting; empty: all.
         reason: one line: why this value.
     """

@@ -180,7 +180,7 @@ def _value(node: yaml.Node) -> Any:
 
 
 def _mapping(node: yaml.MappingNode) -> dict[Any, Any]:
-    """The keys of a mapping, before them those of the mappings that it merges (``<<``)."""
+    """The keys of a mapping; keys of mappings that it merges (``<<``) come before its own."""
     merged: dict[Any, Any] = {}
     own: dict[Any, Any] = {}
     for key_node, value_node in node.value:
@@ -271,7 +271,7 @@ def scalar(value: Any) -> str:
 
 
 def comment(text: str) -> str:
-    """A text as a comment of one line: what cannot be printed is escaped, what is long is cut."""
+    """A text as a comment of one line; what cannot be printed is escaped, and a long text is cut."""
     cut = text if len(text) <= _LONGEST_COMMENT else f"{text[: _LONGEST_COMMENT - 3]}..."
     return "# " + "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in cut

@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def launched_exit_code(arguments: Sequence[str] | None) -> int:
-    """As :func:`run_launched`, of a command line."""
+    """The exit code of a command line whose process a launcher has started; see :func:`run_launched`."""
     from spbench.bench.measure import run_launched
 
     try:

@@ -24,7 +24,7 @@ _NARROW = 28
 
 
 def text_of(value: Any) -> str:
-    """A value as it is shown: None is a blank, and what would steer a terminal a question mark."""
+    """A value as a table shows it: blank for None, a question mark for a sign that would steer a terminal."""
     text = "" if value is None else str(value)
     return text if text.isprintable() else "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
@@ -44,11 +44,11 @@ def is_number(lines: Sequence[Mapping[str, Any]], name: str) -> bool:
 
 @dataclass(frozen=True)
 class TableLayout:
-    """What of a table has room.
+    """The parts of a table that have room.
 
     Attributes:
-        lines: those that are shown.
-        same: the columns that have one value in all of them, which is said once.
+        lines: the lines that are shown.
+        same: the columns with one value in all of these lines, which is said once.
         beside: the columns of the rows, in order, with their widths in characters; a value that is longer is
             broken between words.
         below: the sentences that stand below each row, a line each.

@@ -101,7 +101,7 @@ class Progress:
         self._advance(f"[{self.done}/{self.total}] {text}", self.done / self.total, is_fault=is_fault)
 
     def _advance(self, line: str, share: float, *, is_fault: bool = False) -> None:
-        """A share that is less than it was, as an estimate may be, counts as what it was."""
+        """Show a line and a share; a share less than before, as an estimate may be, counts as before."""
         share = self._share = max(share, self._share)
         tenth = int(share * _TENTHS + 1e-9)
         if self._bar and self._task is not None:

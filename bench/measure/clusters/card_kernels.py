@@ -127,7 +127,7 @@ def _carried(
 
 @cache
 def _cards_with(kernel: str, generation: int) -> list[Cluster]:
-    """A cluster of each card that the kernel was measured on, those of the nearest generation first."""
+    """A cluster of each card that the kernel was measured on, the nearest generation first."""
     by_card = {}
     for cluster in reversed([*map(load_cluster, cluster_names())]):
         attention = cluster.device.attention

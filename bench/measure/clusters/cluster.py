@@ -238,13 +238,13 @@ class Cluster(StrictModel):
         return None if total is None else total - (self.device.memory_context_bytes.value or 0)
 
     def calibration_of(self, precision: str) -> Calibration:
-        """The calibration of a precision; where there is none, what datasheets promise."""
+        """The calibration of a precision; without one, that of datasheets, in which nothing is corrected."""
         return named(self.calibration, precision) or Calibration()
 
     def rates_of(self, precision: str) -> Rates:
-        """What the times of a precision rest on. "fitted": a scalar or rate was fitted to published step
-        times; "sourced": benchmarks of kernels, with what these reach of the datasheet; "datasheet": no more
-        than that."""
+        """The class of a precision's rates. "fitted": a scalar or rate was fitted to published step times;
+        "sourced": benchmarks of kernels tell which share of the datasheet they reach; "datasheet": there is
+        nothing but the datasheet."""
         fitted = any(each.fitted_on for _, each in self.sourced)
         if fitted or self.calibration_of(precision).scalars:
             return "fitted"
@@ -254,8 +254,8 @@ class Cluster(StrictModel):
 
     @property
     def content(self) -> dict[str, Any]:
-        """What a file of this cluster holds, without ``extends``; whole numbers as keys stay such, which JSON
-        has not."""
+        """The content of a file of this cluster, without ``extends``; whole numbers stay keys, unlike in
+        JSON."""
         return self.model_dump(exclude={"name"})
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -276,7 +276,7 @@ class Cluster(StrictModel):
 
     @property
     def inferences(self) -> list[InferredSetting]:
-        """What of the cluster was chosen by looking at published numbers."""
+        """The settings of the cluster that were chosen by looking at published numbers."""
         return [*self.network.inferred_from, *(i for _, each in self.sourced for i in each.inferred_from)]
 
 
@@ -294,7 +294,7 @@ def load_cluster(name: str) -> Cluster:
 
 @cache
 def cluster_of_content(path: Path, content: bytes) -> Cluster:
-    """The cluster that a file at that path with that content is; errors are those of :func:`load_cluster`."""
+    """The cluster of a file at that path with that content; errors as of :func:`load_cluster`."""
     declared = _resolved(path, content)
     if "name" in declared:
         raise UserError(f"{path}: name: leave it out; a cluster has the name of its file, {path.stem!r}")
@@ -325,8 +325,8 @@ def _resolved(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def _packaged_below(path: Path, base: Any, where: str) -> dict[str, Any]:
-    """What the packaged cluster says that a file extends; UserError, with ``where`` it says so, if there is
-    none but itself."""
+    """The content of the packaged cluster that a file extends; UserError, with ``where`` the file names it,
+    if there is none of that name but the file's own."""
     names = packaged(PACKAGE)
     others = [name for name, file in names.items() if file != path]
     if base not in others:

@@ -26,10 +26,10 @@ class Unit:
     """A unit of figures, and the range outside of which a number is taken for a slip.
 
     Attributes:
-        name: "" of a share.
-        low, high: the least and the most that is plausible. 0 is, where a key takes it.
-        typical: of several slips that could be meant, that is named which comes nearest to it.
-        slips: the factor to this unit by the name of one that a number may be meant in.
+        name: of the unit; "" for a share.
+        low, high: the least and the most that is plausible; 0 always is, if a key takes it.
+        typical: if several slips could be meant, the one that comes nearest to this value is named.
+        slips: the factor to this unit, by the name of a unit that a number may be meant in.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Unit:
     slips: Mapping[str, float] = field(default_factory=dict)
 
     def problem(self, value: float) -> str:
-        """Why a number is no plausible one of this unit, and what it may have been meant as; "": it is."""
+        """Why a number is not plausible in this unit, and what it may have been meant as; "" if it is."""
         if value == 0 or self.low <= value <= self.high:
             return ""
         side = f"below {self.low:g}" if value < self.low else f"above {self.high:g}"
@@ -97,10 +97,10 @@ class Sourced(StrictModel, Generic[Number]):
     """A number, where it comes from, and, where it is not simply read there, how it follows from that.
 
     Attributes:
-        substitute: what was measured in the place of what the number stands for, as "an RTX 4090's"; "": the
-            thing itself. Times that rest on it say so (:mod:`measure.simulator.substitutes`).
+        substitute: what was measured in place of the thing itself, as "an RTX 4090's"; "": the thing itself.
+            Times that rest on a substitute say so (:mod:`measure.simulator.substitutes`).
         fitted_on: for a calibrated number, the published cells that it was fitted on.
-        inferred_from: for one that was chosen by looking at published numbers, these.
+        inferred_from: the published numbers that decided a number which was chosen by looking at them.
     """
 
     value: Number | None

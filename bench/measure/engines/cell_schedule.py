@@ -98,11 +98,11 @@ Checked = TypeVar("Checked")
 
 
 def with_mends(check: Callable[[Cell], Checked], cell: Cell) -> Checked:
-    """What a check of a cell returns.
+    """The result of a check of a cell.
 
     Raises:
-        Unsupported: it refuses the cell; where options of :meth:`Model.mending` mend that, with what each of
-            them mends and how it is set.
+        Unsupported: the check refuses the cell; names the options of :meth:`Model.mending` that would help,
+            what each mends and how to set it.
     """
     try:
         return check(cell)

@@ -53,12 +53,12 @@ LEAST: dict[Effort, int] = {"proved": 20, "guess": 9, "few": 9}
 
 
 class FewLayers(NamedTuple):
-    """Cells of few layers by whose traces that of a cell is put together.
+    """Cells of few layers, from whose traces the trace of a deep cell is put together.
 
     Attributes:
-        sources: two, of which the second has two layers, or runs of layers that repeat, more.
-        proof: of one more than the first; None: nothing is proved.
-        more: by how many layers, or runs, the cell has more than the first.
+        sources: two cells; the second has two layers, or runs of layers that repeat, more.
+        proof: a cell with one layer more than the first; None: nothing is proved.
+        more: by how many layers, or runs, the deep cell has more than the first.
         grows: whether buffers and messages of all layers may grow, outside forward and backward.
     """
 
@@ -93,7 +93,7 @@ def with_layers(cell: Cell, layers: int) -> Cell:
 
 
 def few_layers(cell: Cell, rank: int, effort: Effort) -> FewLayers | None:
-    """The cells that the trace of a rank is put together from; None where all layers are traced as quickly.
+    """The cells of few layers whose traces give that of a rank; None where tracing all layers is as quick.
 
     Raises:
         NotAlike: the backend cuts buffers of all layers otherwise than those of few.
@@ -142,7 +142,7 @@ def _outside(marks: Sequence[tuple[str, int]], length: int) -> np.ndarray:
 
 
 def _without_what_grows(columns: Sequence[np.ndarray], may: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Two columns with _GROWS for the numbers of one that the other has not, where entries ``may`` grow."""
+    """Two columns, where numbers that only one column has become _GROWS, if the entry ``may`` grow."""
     return [
         np.where(here & ~np.isin(column, other[there]), _GROWS, column)
         for column, other, here, there in zip(columns, columns[::-1], may, may[::-1], strict=True)
@@ -246,14 +246,14 @@ class _DeepCounts:
 
 
 class DeepTrace:
-    """What the traces of two models say of that of a deeper one.
+    """The trace of a deeper model, worked out from the traces of two shallow models.
 
     Args:
         shallow, deeper: of models of n and n + 2 layers, or runs of layers that repeat.
         grows: whether buffers and messages of all layers may grow, outside forward and backward.
 
     Raises:
-        NotAlike: they do not say it.
+        NotAlike: the two traces do not determine the deeper one's.
     """
 
     def __init__(self, shallow: Trace, deeper: Trace, *, grows: bool):

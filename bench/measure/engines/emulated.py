@@ -188,7 +188,7 @@ def _gpu_memory_bytes(mesh: DeviceMesh) -> int:
 
 
 def _played_alone(mesh: DeviceMesh, cell: Cell, rank: int, timed: bool, memory: float) -> Measurement:
-    """:func:`played` in the place of the process's own rank, which is that of a world of one.
+    """:func:`played` on a process whose own group has one rank; a fake mesh takes its place.
 
     Args:
         memory: the part of the GPU's memory that the allocator may take.
@@ -284,7 +284,7 @@ def in_plain_torch(program: Program | None, device: str) -> str:
 
 
 def _add_time(measurement: Measurement, traces: ClassTraces, rank: int) -> None:
-    """Set the step time and what it is made of, where the cluster's links are known."""
+    """Set the step time and its breakdown, if the cluster's links are known."""
     if not traces.timed:
         return
     timeline = traces.simulator()()

@@ -86,7 +86,7 @@ class Engine(ABC):
 
 
 def engine_classes() -> dict[str, type[Engine]]:
-    """Every engine by name: those of this package, then the entry points ``spbench.engines``."""
+    """Every engine by name: the engines of this package, then the entry points ``spbench.engines``."""
     return dict(named_classes("spbench.bench.measure.engines", Engine, "spbench.engines"))
 
 
@@ -94,7 +94,7 @@ def engine_class(name: str) -> type[Engine]:
     """The engine of that name.
 
     Raises:
-        KeyError: there is none; with the known names.
+        KeyError: no engine has that name; the message lists the names.
     """
     classes = engine_classes()
     if name not in classes:
@@ -108,7 +108,7 @@ def heeded(engine: str) -> list[str]:
 
 
 def engine_property(engine: str, name: str) -> bool:
-    """What the class of an engine says of it, as ``on_devices``; see :class:`Engine`."""
+    """A property of an engine's class, such as ``on_devices``; see :class:`Engine`."""
     return bool(getattr(engine_class(engine), name))
 
 
@@ -129,7 +129,7 @@ class Quantity:
         return 1
 
     def smallest_sample(self, unit: int) -> int:
-        """In units, the smallest value whose step is like that of large ones, to predict these from."""
+        """The smallest value, in units, whose step is enough like large ones to predict them from it."""
         return 1
 
     def at(self, cell: Cell, value: int) -> Cell:

@@ -105,7 +105,7 @@ class InterleavedTurns:
 
     @cached_property
     def actions(self) -> list[Action]:
-        """Those that begin phases, in order."""
+        """The actions that begin a phase, in order."""
         alternating = self.of.alternating(range(self.ahead, len(self.of)))
         every = chain(self.of.warm_up(), alternating, self.of.cool_down())
         return [_BEGINS, *(action for action in every if action[0] != "free")]
@@ -156,7 +156,7 @@ class InterleavedTurns:
         return (self.of.forwards if name in _FORWARD else self.of.backwards)[number]
 
     def _kind(self, action: Action) -> Hashable:
-        """What an action has in common with one that is a copy of it."""
+        """What an action must have in common with another one to be a copy of it."""
         (name, number), of = action, self.of
         if number < 0:
             return action, of.received(*action) if name != "begins" else None
@@ -168,7 +168,7 @@ class InterleavedTurns:
         return name, chunk, outside, ends, by, of.gathered(number) if name == "forward" else None
 
     def _where(self, action: Action) -> tuple[Hashable, ...]:
-        """What it has in common with the best of those, the most important first."""
+        """What an action has in common with its best copies, the most important first."""
         if action[1] < 0:
             return ()
         of, micro_batch = self.of, self._turn(action).micro_batch
@@ -187,10 +187,10 @@ class InterleavedTurns:
         return alike
 
     def like(self, place: int, other: InterleavedTurns) -> int:
-        """The place of the action of a short step that does what this step does at a place.
+        """The place of the action of a short step that does what this step does at ``place``.
 
         Raises:
-            NotAlike: there is none.
+            NotAlike: the short step has no such action.
         """
         if place == len(self):
             return len(other)

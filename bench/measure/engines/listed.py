@@ -46,11 +46,11 @@ class Listed:
     """A list whose marks are entries of their own.
 
     Attributes:
-        tokens: [entries]: what each is, all but what it refers to; alike ones have the same.
+        tokens: [entries]: a number for all that an entry is, but for its reference; alike entries have one.
         references: [entries]: the entry that each refers to; -1: none.
-        source: [entries]: the number of each in the list; -1: it is a mark.
-        words: [entries]: of a mark the number of its word.
-        targets: [entries]: whether something may refer to it.
+        source: [entries]: the place of each entry in the list; -1: it is a mark.
+        words: [entries]: for a mark, the number of its word.
+        targets: [entries]: whether another entry may refer to it.
     """
 
     tokens: np.ndarray
@@ -101,11 +101,11 @@ class Listed:
         return [by_number[number] for number in self.words[entries].tolist()]
 
     def order(self, like: np.ndarray, references: np.ndarray) -> Order:
-        """The list whose entries are copies of those of this one.
+        """The order of a list whose entries are copies of this list's entries.
 
         Args:
-            like: of each, the entry that it is a copy of.
-            references: what each refers to, among themselves; -1: nothing.
+            like: [entries]: the entry of this list of which each is a copy.
+            references: [entries]: the entry of the new list that each refers to; -1: none.
         """
         is_mark = self.is_mark[like]
         number = np.cumsum(~is_mark) - ~is_mark
@@ -119,7 +119,7 @@ def _numbered(words: Iterable[str | None]) -> np.ndarray:
 
 
 def _tokens(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """[rows]: numbers of 64 bits, which are equal where the rows of these columns are."""
+    """[rows]: numbers of 64 bits; two are equal if the rows of the columns are."""
     tokens = np.zeros(len(columns[0]), dtype=np.uint64)
     for column in columns:
         wide = column if column.dtype == np.float64 else column.astype(np.int64)
@@ -157,10 +157,10 @@ def listed_log(log: MemoryLog, sizes: np.ndarray, ends: Sequence[int]) -> Listed
 
 
 def log_in_order(log: MemoryLog, order: Order, sizes: np.ndarray | None = None) -> MemoryLog:
-    """A log in another order.
+    """A memory log in another order.
 
     Args:
-        sizes: [storages]: bytes of those of ``log``, where they are others.
+        sizes: [storages]: bytes of the storages of ``log``, if they have changed.
     """
     events = np.asarray(log.events, dtype=np.int64)[order.source]
     born = events > 0
@@ -190,7 +190,7 @@ def log_in_order(log: MemoryLog, order: Order, sizes: np.ndarray | None = None) 
 
 
 def columns_of(program: Program) -> dict[str, np.ndarray]:
-    """What a program has of each event, by name."""
+    """The columns of a program, each with one entry an event, by name."""
     named = ((each.name, getattr(program, each.name)) for each in fields(Program))
     return {name: column for name, column in named if isinstance(column, np.ndarray)}
 

@@ -123,7 +123,7 @@ def _summed_up(
 
 
 def single(cell: Cell) -> Cell:
-    """The cell of one device in float64 that computes the same, without casts to eight bits."""
+    """The reference cell: the same computation on one device in float64, without casts to eight bits."""
     training, rounding = (
         TrainingOptions(step=cell.training.step),
         model_preset(*cell.model_arguments).rounding,
@@ -138,8 +138,8 @@ class Values:
     """Whole tensors that a cell and its reference begin with.
 
     Attributes:
-        weights, inputs: by name; of values that the cell's precision has.
-        reference: what one device made of them in float64, by name; nothing yet where that is what runs.
+        weights, inputs: by name; their values can be written in the cell's precision.
+        reference: by name, what one device computes from them in float64; empty while that runs.
     """
 
     weights: Mapping[str, Tensor]
@@ -166,7 +166,7 @@ def on_one_device(mesh: DeviceMesh, cell: Cell, values: Values) -> dict[str, Ten
 
 
 def squares_of_rank(mesh: DeviceMesh, cell: Cell, values: Values) -> dict[str, Squares]:
-    """What this rank has of each tensor beside the reference."""
+    """By name, the sums of squares of this rank's part of each tensor against the reference."""
     return {
         name: _squares(x.double(), mine(values.reference[name]).reshape(x.shape))
         for name, (x, mine) in _computed(mesh, cell, values)

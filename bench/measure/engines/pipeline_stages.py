@@ -143,11 +143,11 @@ class Turns:
 
 
 def without_one(cell: Cell, classes: Sequence[RankClass], traces: Sequence[Trace]) -> list[Trace]:
-    """The traces of rank classes with programs of one micro-batch less than the cell has: one that is neither
-    the first nor the last in any of a step's stretches. Memory stays that of the cell.
+    """The traces of rank classes with programs of one micro-batch less, which is neither the first nor the
+    last in any stretch of a step. Memory stays as it is in the cell.
 
     Raises:
-        NotAlike: the traces do not say it, as of the interleaved schedule, or of hardly any micro-batches.
+        NotAlike: the traces do not show it: the schedule is interleaved, or there are few micro-batches.
     """
     count, schedule, fewer = cell.training.micro_batches, cell.training.schedule, []
     if schedule != "1f1b" or count < cell.sizes.pp + 2:
@@ -220,8 +220,8 @@ def _turns(cell: Cell, each: RankClass, micro_batches: int | None = None) -> Any
 def _from_short_step(
     turns: AnyTurns, whole: AnyTurns, traced: dict[AnyTurns, Trace], cell: Cell, rank: int
 ) -> Trace | None:
-    """The trace of a rank with these turns, and events, from a step that is shorter than its whole one; None:
-    there is none that says it.
+    """The trace of a rank with these turns, and events, from a shorter step than its whole one; None: no
+    shorter step tells it.
 
     Args:
         traced: short steps, to which further ones are added.

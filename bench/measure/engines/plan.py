@@ -63,8 +63,8 @@ class RankClass:
     """Global ranks of a cell that run the same program, so that a trace of one stands for all.
 
     Attributes:
-        stage: their pipeline stage.
-        coordinates: along the strategy's axes, of the first of the ranks.
+        stage: the pipeline stage of these ranks.
+        coordinates: of the first rank, along the strategy's axes.
         ranks: the first stands for all.
     """
 
@@ -132,11 +132,11 @@ class Plan:
     """A cell whose sizes have been checked.
 
     Attributes:
-        classes: of its ranks.
+        classes: the classes of the cell's ranks.
         traffic: for each class, the closed form of what a rank sends in a step.
         sizes: ranks along each axis, in the order of the mesh.
-        uneven: the cell, where ranks of a class send unlike amounts, and the closed form of each class is
-            that of its first rank.
+        uneven: the cell, if ranks of a class send unlike amounts, so that ``traffic`` holds for the first
+            rank of each class alone.
     """
 
     classes: list[RankClass]
@@ -155,7 +155,7 @@ class Plan:
         return next(sent for each, sent in zip(self.classes, self.traffic, strict=True) if rank in each.ranks)
 
     def formula(self, rank: int) -> list[dict[str, Any]]:
-        """What a global rank sends by the closed form, in rows: phase, purpose, collective, axis (the axes of
+        """Rows of what a global rank sends by the closed form: phase, purpose, collective, axis (the axes of
         its group, as "dp_sp"), count, payload_bytes (of one call) and sent_bytes (of all calls)."""
         return sent_rows(self.traffic_of(rank), self.sizes)
 
@@ -233,7 +233,7 @@ def composition(cell: Cell, place: Place) -> Composition:
 
 
 def plan(cell: Cell) -> Plan:
-    """Check a cell and write down what it should send.
+    """Check a cell, and write down its rank classes and what they should send.
 
     Raises:
         Unsupported: see :func:`check_sizes`.
@@ -275,7 +275,7 @@ def check_sizes(cell: Cell) -> list[RankClass]:
 
 
 def _sites(cell: Cell, strategy: Strategy, stage: Stage) -> list[Site]:
-    """What a micro-batch of a replica asks of a stage."""
+    """The sites at which a micro-batch of a replica uses the strategy in a stage."""
     (batch, seq_len), model = cell.shape, played_model(cell)
     return list(model.sites(batch // batch_parts(cell), seq_len, strategy.vocabulary_parts, stage))
 
@@ -301,10 +301,10 @@ def closed_form(cell: Cell, rank: int) -> list[Traffic]:
 
 
 def planned_step(cell: Cell, rank: int, asked: Sequence[Site]) -> PlannedStep:
-    """What closed forms of a cell's backend depend on, for a global rank.
+    """The facts about a global rank that the closed forms of its backend depend on.
 
     Args:
-        asked: what its stages ask of its strategy.
+        asked: the sites of its stages at which its strategy is used.
     """
     place, training = Place.of_rank(cell.mesh_sizes, rank), cell.training
     role, around = planned_strategy(cell, place.coordinates), composition(cell, place)

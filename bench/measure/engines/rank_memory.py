@@ -218,7 +218,7 @@ class RankMemory:
 
     @property
     def peak(self) -> Peak:
-        """That of the step with the largest."""
+        """The largest peak of a step."""
         return max(self.peaks, key=lambda peak: peak.nbytes)
 
     def _fits(self, step: int) -> bool:
@@ -226,7 +226,7 @@ class RankMemory:
         return failure is None or step < failure.step or (step > 0 and failure.steps_fit)
 
     def rows(self, ranks: RankClass) -> list[dict[str, Any]]:
-        """As :attr:`Measurement.by_class`, of the class of the rank."""
+        """The entries of :attr:`Measurement.by_class` for the class of the rank."""
         returned = self.returned or [0] * (1 + len(self.peaks))
         return [
             {
@@ -250,7 +250,7 @@ class RankMemory:
 
 
 def needs(memory: RankMemory, cell: Cell) -> str:
-    """What a rank of the cell that does not fit would need, and what would need less."""
+    """How much a rank of the cell that does not fit would need, and which settings would need less."""
     peak = memory.peak
     if memory.failure is not None and memory.failure.steps_fit:
         steps, setup = (each.nbytes / 2**30 for each in (peak, memory.setup))

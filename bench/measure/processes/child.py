@@ -41,7 +41,7 @@ class Child:
     Args:
         main: called in the process with its end of the pipe and ``args``; it ends when the pipe does
             (:func:`requests`).
-        environment: of the process; None: that of this one.
+        environment: variables of the process; None: those of this process.
         leads_group: whether it leads a process group, which all signals then go to.
 
     Raises:

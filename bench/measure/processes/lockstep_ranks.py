@@ -133,8 +133,8 @@ class LockstepGroup(dist.ProcessGroup):
     def _meet(
         self, brought: Any, make: Callable[[list[Any]], Any], take: Callable[[Any], object]
     ) -> dist.Work:
-        """A collective to which this rank brings something: ``make`` is called once, with what all bring, by
-        rank, and ``take`` on each rank with what it returns."""
+        """A collective to which this rank brings ``brought``. ``make`` is called once, with what all ranks
+        bring, by rank; then each rank calls ``take`` with its result."""
         key, size = (self._key, self._number), self.size()
         self._number += 1
         meeting = self._board.meetings[key]

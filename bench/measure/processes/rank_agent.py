@@ -45,10 +45,10 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Launched:
-    """What a launcher says of this process.
+    """A launcher's facts about this process.
 
     Attributes:
-        rank, local_rank: its number among all, and on its machine.
+        rank, local_rank: its number among all processes, and on its machine.
         agents: how many processes there are.
     """
 
@@ -59,11 +59,11 @@ class Launched:
 
     @classmethod
     def here(cls) -> Launched:
-        """From the environment of this process.
+        """The launch of this process, read from its environment.
 
         Raises:
             KeyError: no launcher has started it.
-            UserError: a variable is none that a launcher sets.
+            UserError: a variable has a value that no launcher sets.
         """
         env = os.environ
         number = {name: _number(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")}

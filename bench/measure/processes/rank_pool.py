@@ -104,7 +104,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what is held; another job gets it again."""
+        """Let go of processes and connections; a further job starts them again."""
 
     def __enter__(self) -> Self:
         return self
@@ -143,7 +143,7 @@ class RankProcess(Child):
         self.busy, self.rank = False, local_rank
 
     def give(self, job: RankJob, rank: int) -> None:
-        """Start a job, as that rank of it."""
+        """Start a job, in which this process is that rank."""
         self.busy, self.rank = True, rank
         self.send((job, rank))
 

@@ -96,11 +96,11 @@ def stacks_of(folder: Path, pids: Iterable[int | None]) -> str:
 
 
 def written_stacks(folder: Path, files: int | None = None) -> str:
-    """What signalled processes write into files of a folder, each under its name.
+    """The stacks that signalled processes write into files of a folder, each under its file's name.
 
     Args:
-        files: how many have something; None: all that there are. They are waited for, and until nothing more
-            is written, for up to :data:`STACKS_S` seconds.
+        files: how many files have something; None: all that there are. They are waited for, and until nothing
+            more is written, for up to :data:`STACKS_S` seconds.
     """
     deadline, before, sizes = time.monotonic() + STACKS_S, [-1], [0]
     while time.monotonic() < deadline:

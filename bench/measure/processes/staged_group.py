@@ -60,7 +60,7 @@ class StagedGroup(dist.ProcessGroup):
         return self._name
 
     def _on_copies(self, run: Callable[..., Any], filled: Any, *given: Any) -> dist.Work:
-        """``run`` with copies of tensors, or of nested lists of them; ``filled`` are copied back."""
+        """Call ``run`` with copies of tensors, or of nested lists; those of ``filled`` are copied back."""
         back: list[tuple[Tensor, Tensor]] = []
         into = _copied(filled, back)
         return _Staged(run(into, *(_copied(each, []) for each in given)), back)

@@ -155,7 +155,7 @@ class _Answers:
         self.beats: dict[int, tuple[bytes, float]] = {}
 
     def next(self, waiting: Collection[int], timeout_s: float) -> RankAnswer | None:
-        """As :func:`collect` asks for it."""
+        """The next answer of a rank, in the form that :func:`collect` asks for."""
         deadline = time.monotonic() + timeout_s
         while True:
             key, left = f"answer/{self.number}/{self.read}", deadline - time.monotonic()
@@ -170,7 +170,7 @@ class _Answers:
                 return None
 
     def logs(self, silent: set[int]) -> str:
-        """What the agents of these ranks answer when the job is over, in the order of ranks."""
+        """The logs that the agents of ``silent`` ranks send once the job is over, in the order of ranks."""
         logs: dict[int, str] = {}
         deadline = time.monotonic() + 3 * STACKS_S + GRACE_S
         while silent and (answer := self.next(silent, deadline - time.monotonic())) is not None:

@@ -205,12 +205,12 @@ def refusal(cell: Cell) -> str:
 def option_mistakes(
     section: str, name: str, given: Mapping[str, Any], config: Mapping[str, Any] | None = None
 ) -> list[tuple[list[str], str]]:
-    """What is wrong with options, as (path below ``section``, message).
+    """Mistakes in options, as (path below ``section``, message).
 
     Args:
         section: the key under which they stand in a cell: model_options, strategy_options or training.
         name: of the model, strategy or backend whose options they are.
-        config: of a model, the config.json that it is made of.
+        config: the config.json from which a model is made.
     """
     others: list[str] = []
     defaults: Any

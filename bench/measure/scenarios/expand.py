@@ -48,7 +48,7 @@ _DEFAULTS = Cell(model="", strategy="", batch=1, seq_len=1)
 
 
 def _unheeded(cell: Cell, name: str) -> str:
-    """What keeps a cell from heeding one of these settings; "" where it heeds it."""
+    """Why a cell does not heed a setting; "" if it does."""
     if name in _OF_PIPELINES:
         return "" if cell.sizes.pp > 1 else "there are no pipeline stages to schedule"
     if name not in engine_class(cell.engine).heeds:
@@ -60,7 +60,7 @@ def _unheeded(cell: Cell, name: str) -> str:
 
 
 def ignored(cells: Sequence[Cell]) -> Iterator[tuple[Path_, str]]:
-    """The settings that some of the cells have and none of them heeds, each with why and what to do."""
+    """The settings that some of the cells have and no cell heeds, each with the reason and what to do."""
     for name in _PARTLY_HEEDED:
         of = attrgetter(name)
         reasons = [_unheeded(cell, name) for cell in cells if of(cell) != of(_DEFAULTS)]
@@ -77,7 +77,7 @@ Asked = Literal["cpu", "cuda", "available"]
 
 
 def on_device(cells: Sequence[Cell], asked: Asked) -> list[Cell]:
-    """The cells on the device that is asked for; those of engines that use no device of this machine stay on
+    """The cells on the device that is asked for; cells of engines that use no device of this machine stay on
     the CPU. UserError if CUDA is asked for, and there is none, or no cell could use it."""
     real = [engine_class(cell.engine).on_devices for cell in cells]
     if asked == "cuda" and cells and not any(real):
@@ -200,7 +200,7 @@ def _lists(merged: Mapping[str, Any], layers: _Layers) -> dict[tuple[str, ...], 
 def _content(
     merged: Mapping[str, Any], chosen: Mapping[tuple[str, ...], Any], variant: str
 ) -> dict[str, Any]:
-    """The settings of a cell: those of its group, with one value of each list."""
+    """The settings of a cell: its group's, in which the ``chosen`` value replaces each list."""
     content = {**merged, "variant": variant}
     for path, value in chosen.items():
         if len(path) == 1:
@@ -242,7 +242,7 @@ def _cell(content: Mapping[str, Any], layers: _Layers, folder: Path) -> Cell:
 
 
 def checked(content: Mapping[str, Any], problem: Callable[[Sequence[str | int], str], Exception]) -> Cell:
-    """The cell of some settings; raises ``problem`` of the path and the message of what is wrong first."""
+    """The cell with these settings. At the first mistake, raises ``problem(path, message)``."""
     try:
         cell = Cell.model_validate(content, strict=True)
     except ValidationError as error:
@@ -262,8 +262,8 @@ def _sweep(content: Mapping[str, Any], path: Sequence[str | int]) -> str:
 def _with_file(
     content: Mapping[str, Any], key: Literal["strategy", "model"], folder: Path
 ) -> Mapping[str, Any]:
-    """The settings with the name of what a Python file defines, or with what counts of a config.json, where
-    the strategy or model is the path of one."""
+    """The settings; if the strategy or model is the path of a Python file, with the name of what the file
+    defines, if it is the path of a config.json, with the fields that count."""
     value = content.get(key)
     if not isinstance(value, str):
         return content

@@ -53,7 +53,7 @@ def option_values(flag: str, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]
 
 
 def given_once(flag: str, pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """What a flag gives, by name; UserError for a name given twice, of which the last would win unsaid."""
+    """The values that a flag gives, by name; UserError for a name given twice, where only one would count."""
     by_name: dict[str, T] = {}
     for name, value in pairs:
         if name in by_name:
@@ -159,7 +159,7 @@ class Scenario:
 
 
 def load_scenario(name: str | PathLike[str]) -> Scenario:
-    """The packaged scenario of that name, or the one in the YAML file at that path.
+    """The packaged scenario of that name, or the scenario in the YAML file at that path.
 
     Raises:
         UserError: there is none, or something in it cannot be; names file, key and mend.

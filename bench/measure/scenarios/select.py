@@ -192,7 +192,7 @@ def with_usual_attention(cell: Cell) -> tuple[Cell, str]:
 
 
 def _has_sizes(name: str) -> bool:
-    """Whether a name is that of a file, or of a model on Hugging Face whose sizes are known."""
+    """Whether a name is the path of a file, or names a model on Hugging Face whose sizes are known."""
     return published_model(name) is not None or (names_a_file(name) and lexists(Path(name).expanduser()))
 
 
@@ -207,8 +207,8 @@ def _with_other(cells: Sequence[Cell], field: str, name: str) -> Iterator[Cell]:
 
 
 def settings_of(cell: Cell) -> dict[str, str]:
-    """What defines a cell, as text by dotted name (``batch``, ``sizes.tp``, ``training.backend``,
-    ``model_options.layers``, ``mesh`` as "sp dp"); without what is None or an empty list."""
+    """The settings that define a cell, as text by dotted name (``batch``, ``sizes.tp``, ``training.backend``,
+    ``model_options.layers``, ``mesh`` as "sp dp"), without settings that are None or an empty list."""
     return dict(_flattened(cell.model_dump(), ""))
 
 
@@ -246,7 +246,7 @@ def _with_settings(cells: list[Cell], where: Sequence[tuple[str, str]]) -> list[
 
 
 def _of_size(cells: Sequence[Cell], size: int) -> list[Cell]:
-    """The cells of that world size; where there is none, the cells remade with that size."""
+    """The cells of that world size; if there are none, all cells with their ranks changed to that size."""
     if size < 1:
         raise UserError(f"--world-size {size}: must be at least 1")
     declared = [cell for cell in cells if cell.sizes.world == size]

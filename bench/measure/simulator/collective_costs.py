@@ -37,11 +37,11 @@ ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 def ring_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
-    """Seconds of a collective.
+    """Seconds of a collective in rings over all members of the group.
 
     Args:
         kind: a key of :data:`WIRE_SHARE`.
-        nbytes: the payload, as it is defined there.
+        nbytes: the payload, as :data:`WIRE_SHARE` defines it.
         group: of two ranks or more.
 
     Raises:
@@ -63,8 +63,8 @@ def ring_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
 
 
 def pairwise_seconds(piece: float, group: GroupLinks) -> float:
-    """Seconds of N - 1 exchanges of a piece of that many bytes; those within a node and those between nodes
-    go on side by side."""
+    """Seconds of N - 1 exchanges of a piece of that many bytes; exchanges within a node and between nodes go
+    on at the same time."""
     worst = 0.0
     for node, devices in group.on_node.items():
         inside = (

@@ -71,7 +71,7 @@ Groups = Sequence[Sequence[int]]
 
 
 def node_of(ranks: Ranks, cluster: Cluster) -> Ranks:
-    """The node of a rank, or of each of an array of them."""
+    """The node of a rank, or the nodes of an array of ranks."""
     return ranks // cluster.devices_per_node
 
 
@@ -173,7 +173,7 @@ class Costs:
             seconds[calls] = alone / (rate.sustained.value or 1.0)
 
     def _set_operators(self, program: Program, seconds: np.ndarray) -> None:
-        """Put what calls of operators that move memory take into ``seconds``, of those that were measured."""
+        """Put into ``seconds`` the measured times of operators that move memory."""
         for name, times in self.cluster.device.operators.items():
             if name in program.names:
                 calls = program.calls_of([name])
@@ -300,14 +300,14 @@ class Costs:
         return latency, per_byte
 
     def links(self, groups: Groups) -> list[GroupLinks]:
-        """What one collective on each of the groups goes over, while all run it at once."""
+        """The links of each group, while all groups run one collective at once."""
         return links_of(groups, self.cluster, self.within, self.between, self.calibration.link_efficiency)
 
     def collectives(
         self, kind: str, nbytes: float, groups: Groups, links: Sequence[GroupLinks] = ()
     ) -> list[float]:
-        """Seconds of one collective on each of the groups, which all run it at once; ``links``: of
-        :meth:`links`, where they are there."""
+        """Seconds of one collective on each of the groups, which all run it at once; ``links``: the result of
+        :meth:`links`, if it is there already."""
         seconds, links = _COLLECTIVES[self.cluster.collective_model], links or self.links(groups)
         least = shared_seconds(self.cluster, kind, nbytes, groups)
         distinct = {id(each): each for each in links if each.size > 1}

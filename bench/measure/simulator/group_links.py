@@ -50,7 +50,7 @@ class GroupLinks(NamedTuple):
 
     @property
     def most_on_a_node(self) -> int:
-        """The group's devices on the node that has most of them."""
+        """How many devices the group has on the node with most of them."""
         return max(self.on_node.values())
 
     @property
@@ -92,7 +92,7 @@ _IN_CHAINS = ("broadcast", "reduce")
 
 
 def crossings_of(cluster: Cluster) -> list[Crossing]:
-    """What devices of a node share; none where it is not known."""
+    """The ways between parts of a node that its devices share; none if they are not known."""
     return list((cluster.node_link and cluster.node_link.crossings) or ())
 
 
@@ -115,8 +115,8 @@ def seconds_a_byte(cluster: Cluster, sends: Sequence[tuple[int, int]]) -> list[f
 def shared_seconds(
     cluster: Cluster, kind: str, nbytes: float, groups: Sequence[Sequence[int]]
 ) -> list[float]:
-    """The least seconds of one collective on each of the groups, which all run it at once, by what leaves the
-    parts of a node.
+    """The least seconds of one collective on each of the groups, which all run it at once, by the bytes that
+    leave the parts of a node.
 
     Args:
         nbytes: the payload, as :data:`WIRE_SHARE` defines it.

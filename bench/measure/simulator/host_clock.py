@@ -36,7 +36,7 @@ _NO_KERNEL = float("-inf")
 
 
 def host_seconds(host: Host, program: Program) -> np.ndarray:
-    """What the host takes for each event, with what it did since the one before."""
+    """[events]: seconds that the host takes for each event, with its work since the event before."""
     kinds = program.kind
     dispatch = np.where(kinds == KERNEL, host.seconds("operator_s"), host.seconds("collective_s"))
     dispatch[(kinds == WAIT) | (kinds == RECORD)] = 0.0

@@ -31,9 +31,9 @@ _FEWEST_SETS = 3
 
 
 def odd_sets(count: int, most: int) -> list[list[int]]:
-    """0 to ``count`` - 1, of which the first is a set of its own, and the others are in ``most`` - 1
-    consecutive ones or one fewer, each of an odd number if there are enough, its middle one first. Where
-    something grows evenly, the middle one has the mean of its set, so that weighted means are exact."""
+    """The numbers 0 to ``count`` - 1 in at most ``most`` sets: the first number by itself, the others in
+    consecutive sets, each of an odd size if there are enough sets, its middle number first. Where something
+    grows evenly, the middle number has the mean of its set, so that weighted means are exact."""
     sets = [[0]]
     if count <= most:
         return [[i] for i in range(count)]
@@ -126,8 +126,8 @@ class UnlikeWork:
 
         Args:
             taken: seconds of each event's kernel, with the gap after it.
-            times: of the rank that has all of the work, or of several of these.
-            computed: when its compute stream ends.
+            times: of a rank that does all of the work, or of several such ranks.
+            computed: when the compute stream of that rank ends.
         """
         steps, program = self.steps, self.steps.program
         kinds, streams, partners = steps.columns

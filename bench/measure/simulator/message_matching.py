@@ -149,7 +149,7 @@ class World:
 
 
 class Channel(NamedTuple):
-    """What a send finds; each an array by position of the program's simulated ranks.
+    """The state of a link when a send comes; arrays by position of the program's simulated ranks.
 
     Attributes:
         latency: in seconds.
@@ -171,7 +171,7 @@ class Channels:
         self._free: dict[tuple[int, int], np.ndarray] = {}
 
     def of(self, number: int, step: int) -> Channel:
-        """What the send finds that is this step of that program."""
+        """The channel of the send at this step of that program."""
         steps = self._world.steps[number]
         peer, at_once, nbytes = steps.partners[step], steps.at_once[step], steps.nbytes[step]
         key = (number, peer, at_once, nbytes)

@@ -118,7 +118,7 @@ class Group:
 
 
 def _in_stage(ranks: np.ndarray, mesh: Mesh, pipeline: int) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of ranks among those of their pipeline stage, and their stages."""
+    """The ranks' numbers within their pipeline stage, and the numbers of their stages."""
     coords = list(np.unravel_index(ranks, mesh))
     stages = coords.pop(pipeline)
     of_stage = tuple(n for axis, n in enumerate(mesh) if axis != pipeline)
@@ -159,12 +159,12 @@ def offset(rank: int, peer: int, mesh: Mesh) -> tuple[int, ...]:
 
 
 def shifted(rank: int, by: Sequence[int], mesh: Mesh) -> int:
-    """The rank at that distance, see :func:`offset`."""
+    """The rank at the distance ``by`` from a rank; see :func:`offset`."""
     return int(shifted_ranks(np.array(rank), by, mesh))
 
 
 def shifted_ranks(ranks: np.ndarray, by: Sequence[int], mesh: Mesh) -> np.ndarray:
-    """For each of the ranks, the one at that distance, see :func:`offset`."""
+    """For each rank, the rank at the distance ``by`` from it; see :func:`offset`."""
     coords = np.unravel_index(ranks, mesh)
     return np.asarray(
         np.ravel_multi_index(tuple((c + d) % n for c, d, n in zip(coords, by, mesh, strict=True)), mesh)
@@ -231,7 +231,7 @@ class Program:
         return prod(self.mesh)
 
     def calls_of(self, names: Collection[str]) -> np.ndarray:
-        """[events]: whether each is a call of one of some operators."""
+        """[events]: whether an event is a call of one of the named operators."""
         return np.isin(self.name, [number for number, name in enumerate(self.names) if name in names])
 
     def unpriced_calls(self) -> dict[str, int]:
@@ -281,7 +281,7 @@ class AttentionCall(NamedTuple):
 
 
 def attention_calls(program: Program) -> Iterator[tuple[AttentionCall, np.ndarray]]:
-    """The calls in half precisions that make no scores, each kind of them with the program's events."""
+    """The calls of attention in half precision that make no scores: each kind of call, with its events."""
     attends = (program.category == ATTENTION) & (program.precision < _HALVES) & program.shape.any(axis=1)
     calls = np.column_stack([program.name[attends], program.shape[attends], program.flops[attends]])
     # the calls of a ring are the same one after another
@@ -321,7 +321,7 @@ class Flops(NamedTuple):
     all: float
 
     def times(self, number: float) -> Flops:
-        """Those of that many ranks."""
+        """The FLOPs of ``number`` such ranks."""
         return Flops(*(number * each for each in self))
 
     def plus(self, other: Flops) -> Flops:

@@ -76,7 +76,7 @@ class ProgramBuilder:
         self.switches.append((stream, len(self.rows)))
 
     def work_of(self, whose: int) -> None:
-        """Further events are of those ranks, see :attr:`Program.whose`."""
+        """Events that follow belong to those ranks; see :attr:`Program.whose`."""
         self.works.append((whose, len(self.rows)))
 
     def kernel(
@@ -173,7 +173,7 @@ class ProgramBuilder:
         )
 
     def _noted(self, changes: Sequence[tuple[int, int]], dtype: type) -> np.ndarray:
-        """What holds for each row, of (what begins, its first row)."""
+        """[rows]: the value that holds for each row, from changes as (value, its first row)."""
         what, first = zip(*changes, strict=True)
         lengths = np.diff(first, append=len(self.rows))
         return np.repeat(np.array(what, dtype=dtype), lengths)

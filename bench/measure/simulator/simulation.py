@@ -120,8 +120,8 @@ class Simulation(SimulationState):
         clocks[COMPUTE_STREAM, index] = now
 
     def _wait(self, number: int, at: int, who: np.ndarray, here: np.ndarray) -> np.ndarray | None:
-        """When some ranks leave a wait that they reach at the times ``here``; None: not all of them can yet,
-        and they are set apart."""
+        """When ranks leave a wait that they reach at the times ``here``; None: some cannot leave yet, and are
+        set apart."""
         steps, end = self.steps[number], self.end[number]
         index = steps.index(who)
         partner = steps.partners[at]

@@ -28,8 +28,8 @@ class Steps:
 
     Attributes:
         all_ranks: global ranks that run it, in ascending order.
-        simulated: which of these are simulated, in ascending order.
-        ranks: those.
+        simulated: the places of those that are simulated, in ascending order.
+        ranks: the global ranks that are simulated.
         at: the program's event of each step; steps are what is not a kernel of the compute stream.
         kinds, streams, partners: of each step; a wait's partner is the step that it waits for.
         names: of each step, the index of its name in the program's.
@@ -92,12 +92,12 @@ class Steps:
         return at_once.tolist()
 
     def peers(self, peer: int) -> np.ndarray:
-        """The global rank that a peer, by the program's index of it, is for each of ``all_ranks``."""
+        """For each of ``all_ranks``, the global rank of a peer; ``peer``: its index in the program."""
         return shifted_ranks(self.all_ranks, self.program.peers[peer], self.program.mesh)
 
     def beside_computing(self, asked: bool) -> list[list[int]]:
-        """For each step, if it is a wait of the compute stream, the collectives and sends that it waits for
-        and no wait before it did; those of another stream by the record of its point. An exchange, whose two
+        """For each step, if it is a wait of the compute stream, the collectives and sends that it is the
+        first to wait for; if another stream waited, by the record of its point. An exchange, whose two
         directions are one kernel, counts once, by its send, which is waited for first. Empty lists if not
         ``asked``."""
         awaited: list[list[int]] = [[]] * len(self)  # one list, which nothing is added to
@@ -133,8 +133,8 @@ class Meeting:
     """Where the sends to a peer, or the receives from it, of some ranks of a program meet their other halves.
 
     Attributes:
-        program: the one of the other halves.
-        halves: by each of the steps, the other half's.
+        program: the program of the other halves.
+        halves: the step of the other half, by each step.
         theirs: for each position of my program, that of the other half's rank in the other program, or -1;
             ``everyone``: all of both programs meet.
         back: where everyone meets, for each position of the other program the one of mine.

@@ -44,7 +44,7 @@ AS_MATMULS = "matmuls"
 
 
 class Substitute(NamedTuple):
-    """Work of a step, and what it is priced by; without a rate of its own.
+    """Work of a step without a rate of its own, and what it is priced by.
 
     Attributes:
         work: as "forward attention by triton".
@@ -214,7 +214,7 @@ def _of_crossings(costs: Costs, name: str, members: Sequence[int]) -> Iterator[S
 
 
 def _of_link(costs: Costs, name: str, within: bool, parts: int | None) -> Iterator[Substitute]:
-    """What a part of some communication is priced by.
+    """The substitutes by which a part of some communication is priced.
 
     Args:
         parts: of a collective, the devices on a node, or the nodes; None: a send.

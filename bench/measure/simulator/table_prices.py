@@ -81,8 +81,8 @@ def in_attention_table(rate: AttentionRate, call: AttentionCall) -> bool:
 
 
 def attention_rate(rate: AttentionRate, call: AttentionCall, groups: int) -> float:
-    """FLOPs a second of calls that :func:`in_attention_table` holds for. Heads and groups of several samples
-    count as those of one."""
+    """FLOP/s of calls for which :func:`in_attention_table` holds. Heads and groups of several samples count
+    as if they were of one sample."""
     table = rate_table(rate.table.value or "")
     sizes = np.array([[call.length, call.heads, groups]], dtype=float)
     length = int(table.cut(sizes)[0, 0])
@@ -154,8 +154,8 @@ def latency_and_bandwidth(link: Link, kind: str, nbytes: float, ranks: int) -> t
 
 
 def groups_of(program: Program, event: int) -> int:
-    """Heads of keys and values, all sequences together, of a forward call of attention in half precision: by
-    what it moves beside its queries, its outputs and their sums in float32."""
+    """How many heads of keys and values a forward call of attention in half precision has, over all
+    sequences: by its bytes beyond queries, outputs and their sums in float32."""
     heads, queries, keys, size = (int(each) for each in program.shape[event])
     rest = float(program.nbytes[event]) - heads * queries * (2 * _HALF * size + 4)
     return int(np.clip(round(rest / (2 * _HALF * keys * size)), 1, heads))
@@ -180,11 +180,11 @@ def head_share(head_size: int, measured: int) -> float:
 
 
 def backward_share(heads: int, keys: int, head_size: int, multiprocessors: int) -> float:
-    """The rate that a backward reaches over that of a full card.
+    """The rate of a backward pass over the rate on a card that is full.
 
     Args:
         heads: of all samples together, B x Z.
-        keys: of each.
+        keys: of each head.
         multiprocessors: of the card.
     """
     block = BLOCK_KEYS if run_as(head_size) <= WIDE else BLOCK_KEYS_OF_WIDE

@@ -78,8 +78,7 @@ class SimulationState:
 
 @dataclass(frozen=True)
 class _Set:
-    """Ranks that do the same work of a program, and what they do; arrays are of the simulated ranks that do
-    what these do.
+    """Ranks that do the same share of a program's work; arrays are of the simulated ranks.
 
     Attributes:
         ranks: global ones.
@@ -211,8 +210,8 @@ class Timeline:
 
     @property
     def priced_by(self) -> dict[Substitute, float]:
-        """Seconds of what is priced by something else than a rate of its own, the mean over ranks: of
-        kernels, and of communication that moves bytes, hidden or not, on the first rank of each program."""
+        """Seconds by substitute, in the mean over ranks: of kernels, and of communication that moves bytes,
+        hidden or not, on the first rank of each program."""
         moving = (end[:, 0] - start[:, 0] for start, end in zip(self._start, self._end, strict=True))
         kernels = (
             seconds if work is None else seconds * work.mean_weights
@@ -236,7 +235,7 @@ class Timeline:
         return {f"{name}_s": float(values.mean()) for name, values in self.by_rank.items()}
 
     def breakdown_of(self, rank: int) -> dict[str, float]:
-        """What one rank's step is made of, in seconds; see :attr:`by_rank`."""
+        """The parts of one rank's step in seconds; see :attr:`by_rank`."""
         return {f"{name}_s": float(values[rank]) for name, values in self.by_rank.items()}
 
     @property
@@ -311,9 +310,8 @@ def trace_events(timeline: Timeline, ranks: Iterable[int]) -> Iterator[dict[str,
 
 
 def in_rows(events: Iterable[Event]) -> Iterator[tuple[Event, int]]:
-    """The events of a rank by their start, each with a row in which no two overlap: 0 is that of the
-    compute stream, 1 and on are those of communication and of further streams, as many of each as its events
-    overlap."""
+    """The events of a rank by their start, each with a row in which no two overlap: row 0 for the compute
+    stream, then rows for communication and for further streams, as many as their events overlap."""
     #: of each row but the first: its stream, and when it is free again
     rows: list[tuple[str, float]] = []
     for event in sorted(events, key=lambda e: e.start_s):

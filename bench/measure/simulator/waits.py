@@ -41,7 +41,7 @@ class Times(NamedTuple):
 
     Attributes:
         reached: when its stream reaches a step.
-        left: and leaves it, of waits.
+        left: when its stream leaves a step that is a wait.
         start, end: of what moves bytes, and of kernels of further streams.
     """
 
@@ -55,12 +55,12 @@ class Waits(NamedTuple):
     """Seconds that each simulated rank of a program waits or communicates.
 
     Attributes:
-        waited: of the compute stream, for anything.
-        exposed: of these, while bytes move or another stream copies them.
-        across: of ``exposed``, those of communication that leaves the rank's node.
-        busy: in which the rank communicates, whatever number of transfers at once.
-        late: of ``waited``, for communication that the rank's own host has not posted yet; 0 where hosts take
-            no time.
+        waited: the compute stream waits, for anything.
+        exposed: the part of ``waited`` while bytes move or another stream copies them.
+        across: the part of ``exposed`` for communication that leaves the rank's node.
+        busy: the rank communicates, however many transfers go on at once.
+        late: the part of ``waited`` for communication that the rank's own host has not posted yet; 0 where
+            hosts take no time.
     """
 
     waited: np.ndarray
@@ -71,7 +71,7 @@ class Waits(NamedTuple):
 
 
 def waits_of(steps: Steps, costs: Costs, times: Times, hosted: bool, places: np.ndarray) -> Waits:
-    """The waits of simulated ranks of a program.
+    """The waits of some simulated ranks of a program.
 
     Args:
         times: of these ranks.
@@ -93,7 +93,7 @@ def waits_of(steps: Steps, costs: Costs, times: Times, hosted: bool, places: np.
 def _waits(
     steps: Steps, costs: Costs, crossing: _Crossing, places: np.ndarray, times: Times
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """What :class:`Waits` begins with, of the ranks at those places, of which the times are."""
+    """The first four fields of :class:`Waits`, for the ranks at ``places``, whose ``times`` these are."""
     kinds, streams, partners = steps.columns
     of_compute = streams == COMPUTE_STREAM
     waits = np.flatnonzero((kinds == WAIT) & of_compute)

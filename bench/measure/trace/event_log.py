@@ -129,7 +129,7 @@ class RecordedEvent(torch.cpu.Event):
     """An event, with the methods of ``torch.cuda.Event`` that ``torch.cpu.Event`` has.
 
     Attributes:
-        number: of the point in the program; -1: there is none, and nothing waits for it.
+        number: of its point in the program; -1: it has no point, and nothing waits for it.
     """
 
     def __init__(self, streams: Streams, *_: Any, **__: Any):
@@ -145,7 +145,7 @@ class RecordedEvent(torch.cpu.Event):
 
 @contextmanager
 def recorded_streams(streams: Streams) -> Iterator[None]:
-    """Inside, the streams and events of ``torch.cpu`` are those of ``streams``."""
+    """Inside, ``streams`` supplies the streams and events of ``torch.cpu``."""
     assert streams.current.number == COMPUTE_STREAM
     ours = {
         "Stream": partial(RecordedStream, streams),

@@ -57,7 +57,7 @@ class ModuleCalls:
         self._nodes, self._places_of_nodes = [0], [0]
 
     def place(self) -> int:
-        """The place of what runs now: that of the innermost module whose forward runs, or whose forward made
+        """The number of the module that runs now: the innermost one whose forward runs, or whose forward made
         the node of autograd that runs; 0: none."""
         if len(self._running) > 1:
             return self._running[-1]
@@ -241,7 +241,7 @@ class MemoryMeter(Meter):
         self._watches[key] = weakref.ref(storage, dies)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Note that a known storage has been given another size: what it was dies, what it is is born."""
+        """Note that a storage has been given another size: the old one dies, and a new one is born."""
         log, old = self.log, self.number(storage)
         if old is None or log.sizes[old] == storage.nbytes():
             return

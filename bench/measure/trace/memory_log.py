@@ -54,16 +54,16 @@ class MemoryLog:
     place_names: list[str] = field(default_factory=list, compare=False)
 
     def with_workspaces(self, nbytes: Mapping[str, int]) -> MemoryLog:
-        """The same log with workspaces of these sizes by name; one that is not named has none."""
+        """The same log, in which each workspace has the size given for its name; one without a size has 0."""
         sizes = [*self.sizes]
         for number, name in self.workspaces.items():
             sizes[number] = nbytes.get(name, 0)
         return replace(self, sizes=sizes)
 
     def with_ordered_deaths(self) -> MemoryLog:
-        """The same log, of storages that die one after another the first-born first. What is released at
-        once, as autograd's graph, dies in an order that depends on addresses and on how much it is. It makes
-        no difference to what is there afterwards."""
+        """The same log, in which storages that die one after another die in the order of their births.
+        Storages that are released at once, as autograd's graph, die in an order that depends on addresses and
+        on how many they are. The order makes no difference to what is alive afterwards."""
         events = np.asarray(self.events, dtype=np.int64)
         dies = events < 0
         follows = np.zeros(len(events) + 1, dtype=bool)
@@ -101,7 +101,7 @@ class MemoryLog:
         return self.ends or [len(self.events)]
 
     def without_setup(self) -> list[int]:
-        """The events as if set-up had made at once what it leaves, and nothing else."""
+        """The events as if set-up had made only the storages that it leaves alive, all at once."""
         dead = {-event for event in self.events[: self.step_start] if event < 0}
         left = [event for event in self.events[: self.step_start] if event > 0 and event not in dead]
         return [*left, *self.events[self.step_start :]]
@@ -180,8 +180,8 @@ class Peak:
 
     Attributes:
         nbytes: the largest sum of live bytes.
-        phase: in which it falls; SET_UP of what comes before.
-        held: bytes of each category then.
+        phase: the phase in which the peak falls; SET_UP: before the first phase.
+        held: bytes of each category at the peak.
         at_end: live bytes at the end of the step.
     """
 

@@ -146,12 +146,12 @@ _SILENT = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_t
 
 
 def communicates(operator: OpOverload) -> bool:
-    """Whether an operator communicates, or waits for that."""
+    """Whether an operator communicates, or waits for communication."""
     return operator.namespace in _NAMESPACES
 
 
 def communication_of(operator: OpOverload, args: Sequence[Any]) -> Communication | None:
-    """What a call of an operator communicates; None for one that does not.
+    """The communication of an operator's call; None for a call that does not communicate.
 
     Raises:
         NotImplementedError: an operator whose bytes are not known, so that nothing is passed over.
@@ -187,7 +187,7 @@ class Operation:
 
     @property
     def sent_bytes(self) -> Fraction:
-        """Bytes that a rank sends for one of them, by the ring algorithms."""
+        """Bytes that a rank sends for one such operation, by the ring algorithms."""
         return wire_bytes(self.collective, self.payload_bytes, self.group_size)
 
 

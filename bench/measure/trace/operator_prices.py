@@ -120,8 +120,8 @@ def _softmax_shape(arguments: Sequence[Any], name: str) -> tuple[int, int, int, 
 
 
 def _grouped_flops(args: Sequence[Any]) -> int:
-    """FLOPs of the matmuls of all experts, from rows [R, k] and weights of [k, n], stacked or in a list, or
-    from d_y [R, n] and rows [R, k]: as many as one matmul of all rows has."""
+    """FLOPs of the matmuls of all experts, as many as of one matmul of all rows: from rows [R, k] and weights
+    [k, n], stacked or in a list, or from d_y [R, n] and rows [R, k]."""
     rows, other = args[0], args[1]
     columns = (other if isinstance(other, Tensor) else other[0]).shape[-1]
     return 2 * rows.numel() * int(columns)
@@ -131,8 +131,8 @@ class Price:
     """How to price calls of one operator, from its schema.
 
     Attributes:
-        free: it costs nothing.
-        known: it is in a table of this module, or of a kind that is known to stream.
+        free: whether calls cost nothing.
+        known: whether the operator is in a table of this module, or of a kind that is known to stream.
     """
 
     def __init__(self, func: Any):

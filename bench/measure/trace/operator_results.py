@@ -119,7 +119,7 @@ def key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> 
 
 
 def _describe(value: Any, key: list[Any]) -> bool:
-    """Append what a call depends on of one argument; returns whether that is known."""
+    """Append to ``key`` all of an argument that a call depends on; returns whether that is all known."""
     kind = type(value)
     if kind is FakeTensor:
         if value.constant is not None or value.dtype.is_complex:
@@ -158,7 +158,7 @@ def _by_places(func: Any, args: Sequence[Any]) -> bool:
 def _remembered(
     args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, attributes: Mapping[str, Any] | None = None
 ) -> Remembered | None:
-    """What is to be built for the results of a call; None where it cannot be said.
+    """What to build again as the results of a call; None where that cannot be said.
 
     Args:
         attributes: of fake tensors in place of the results, with their device; None: the results' own.
@@ -204,8 +204,8 @@ def _several_views(results: Sequence[Made | OperatorArgument]) -> Views | None:
 def worked_out(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], attributes: Mapping[str, Any]
 ) -> Remembered | None:
-    """What an operator returns, by running it on tensors of the meta device, which takes a tenth of the time
-    that FakeTensorMode does; None: it is to be asked.
+    """The results of an operator, by running it on tensors of the meta device, which takes a tenth of the
+    time of FakeTensorMode; None: the mode has to be asked.
 
     Args:
         args, kwargs: for which there is a key.

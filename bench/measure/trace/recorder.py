@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """What happens inside belongs to that phase of the step."""
+        """Inside, all that happens belongs to that phase of the step."""
         for meter in self.meters:
             meter.phase(name)
         yield
@@ -296,7 +296,7 @@ class FastRecorder(Recorder):
         kwargs: Mapping[str, Any],
         result: Any,
     ) -> None:
-        """Write down in the event log what it wrote for the first such call of this trace."""
+        """Write into the event log the same row as for the first such call of this trace."""
         assert self.events is not None
         builder = self.events.builder
         if remembered in self._rows:

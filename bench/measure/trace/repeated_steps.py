@@ -150,7 +150,7 @@ class _TorchThatCutsNothing:
 
 
 class _Cut(torch.autograd.Function):
-    """The whole in place of the pieces that :func:`torch.split` makes of it."""
+    """Hands on the whole tensor in place of the pieces that :func:`torch.split` makes of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -162,8 +162,8 @@ class _Cut(torch.autograd.Function):
 
 
 class _PutTogether(torch.autograd.Function):
-    """Those pieces in any order put together; ``views`` is called with their number, as backward takes a view
-    of each."""
+    """Puts the pieces of :class:`_Cut` together in any order; ``views`` is called with their number, as
+    backward takes a view of each piece."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, views: Callable[[int], None], pieces: int) -> Tensor:

@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 class StepRecord(Protocol):
-    """What a meter has written during consecutive steps of one key."""
+    """The record of what a meter has written during consecutive steps with one key."""
 
     def end_step(self) -> None:
         """Note that a step has ended."""
@@ -131,12 +131,12 @@ class KeptTensors:
         return set(self._ends[-1][len(self._ends[0]) :])
 
     def repeats(self, born: int, births: int) -> bool:
-        """Whether the last two steps appended the same, each what it made itself, and nothing else refers to
-        what was appended before the last step.
+        """Whether the last two steps appended the same number of tensors, each made by its step, and nothing
+        else refers to tensors that were appended before the last step.
 
         Args:
             born: the number of the first storage that the last step made.
-            births: how many it made, as did the step before.
+            births: how many storages it made, as many as the step before.
         """
         taken_out = any(after[: len(before)] != before for before, after in pairwise(self._ends))
         if taken_out or -1 in self._ends[-1]:

@@ -235,7 +235,7 @@ def check_internals() -> None:
 
 
 def _fakes_are_equal() -> bool:
-    """Whether :func:`fake_tensor` makes what torch does, for a tensor and a view of it."""
+    """Whether :func:`fake_tensor` makes a tensor, and a view of it, as torch does."""
     mode = FakeTensorMode()
     with mode:
         tensor = torch.empty_strided((4, 6), (8, 1), dtype=torch.bfloat16)

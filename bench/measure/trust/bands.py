@@ -54,12 +54,12 @@ def packaged_model() -> ErrorModel:
 
 
 def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
-    """A row, with ``step_time_low_s``, ``step_time_high_s``, ``band``, what these rest on in words, and
-    ``lacks``, the work that has no rate and makes the class of the time, in its measurement where that has a
-    simulated step time; measured times have none.
+    """A row whose measurement, if it has a simulated step time, also has ``step_time_low_s``,
+    ``step_time_high_s``, ``band`` (what the interval rests on, in words) and ``lacks`` (the work without a
+    rate that makes the class of the time). Measured times get none of these.
 
     Args:
-        model: that of the package if left out.
+        model: the error model; None: the package's.
     """
     measured = row["measurement"]
     step_time_s, rates, bound = (measured.get(name) for name in ("step_time_s", "rates", "bound"))
@@ -93,8 +93,8 @@ def unknown_share(measured: Mapping[str, Any]) -> float:
 
 
 def _lacking(rates: str, priced_by: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """What makes the class of a time that has no rate of its own: of its grade, the price with the largest
-    share of the step; None of other times."""
+    """The price that makes the class of a time without rates of its own: the price of that grade with the
+    largest share of the step; None for other times."""
     return next((each for each in priced_by if each["grade"] == rates), None) if rates in NO_RATE else None
 
 
@@ -206,10 +206,10 @@ def packaged_errors() -> Errors:
 
 
 def past_errors(backend: str, quantity: str, errors: Errors | None = None) -> PastErrors | None:
-    """The errors of a backend; of all where nothing of it was measured; None: nothing at all was.
+    """The errors of a backend; of all backends if it was never measured; None: nothing was measured.
 
     Args:
-        errors: those of the package if left out.
+        errors: by backend and quantity; None: the package's.
     """
     by_backend = packaged_errors() if errors is None else errors
     own = by_backend.get(backend, {}).get(quantity, ())

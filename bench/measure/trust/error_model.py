@@ -41,7 +41,7 @@ class Interval:
 
     Attributes:
         centre, half_width: of log(simulated / measured).
-        sources, rows: how many of its own it rests on; where none, it is that of a larger class.
+        sources, rows: how many it rests on; 0: the interval is that of a larger class.
     """
 
     centre: float
@@ -51,13 +51,13 @@ class Interval:
 
     @property
     def evidence(self) -> str:
-        """What it rests on, as "1 source, 4 rows"."""
+        """The sources and rows that the interval rests on, as "1 source, 4 rows"."""
         sources = "1 source" if self.sources == 1 else f"{self.sources} sources"
         return f"{sources}, {self.rows} row{'s' if self.rows > 1 else ''}"
 
     def factors(self, more: float = 0.0) -> tuple[float, float]:
-        """What the simulated time is multiplied by for the ends of the interval, which the simulated time
-        itself is always in.
+        """By what the simulated time is multiplied for the two ends of the interval, which always holds the
+        simulated time itself.
 
         Args:
             more: a further half width, of an error that is independent of the others.
@@ -71,8 +71,8 @@ class Pairs:
     """Pairs of layouts of a run that were simulated about as far apart, and measured.
 
     Attributes:
-        right: those of which the one whose simulated time is shorter was measured to be the shorter.
-        pairs, sources: how many, of how many groups of people.
+        right: how many pairs have the same order by simulated and by measured times.
+        pairs, sources: how many pairs there are, of how many groups of people.
     """
 
     right: int
@@ -91,14 +91,14 @@ class ErrorModel:
 
     Attributes:
         intervals: by rates, and by bound; ANY: of all bounds, and of all rates.
-        strategies: those of which a step was measured, alone or around each other.
-        of_strategies: half width of what strategies of a source err differently.
-        of_ties: by rates, and ANY: half width of the difference of the errors of two rows that are alike but
-            for their layout.
-        of_unknown: by rates of :data:`NO_RATE`, half width of the price of what has no rate.
-        of_orders: by rates, and ANY: of such pairs how many were in the simulated order, by how far they are
-            apart.
-        of_stand_ins: by class of :data:`STOOD_IN`, that of its steps, which no other interval rests on.
+        strategies: the strategies of which a step was measured, alone or around each other.
+        of_strategies: half width by which errors differ between strategies of a source.
+        of_ties: by rates, and ANY: half width by which errors differ of two rows alike but for their layout.
+        of_unknown: by rates of :data:`NO_RATE`, half width of the price of work that has no rate.
+        of_orders: by rates, and ANY: how many pairs of such rows were in the simulated order, by how far
+            their times are apart.
+        of_stand_ins: by class of :data:`STOOD_IN`, the interval of its steps, on which no other interval
+            rests.
     """
 
     intervals: Mapping[str, Mapping[str, Interval]]
@@ -110,7 +110,7 @@ class ErrorModel:
     of_stand_ins: Mapping[str, Interval] = field(default_factory=dict)
 
     def interval(self, rates: str, bound: str) -> tuple[Interval, str]:
-        """The interval of a kind of time, and what it rests on in words."""
+        """The interval of times with these rates and this bound, and in words what it rests on."""
         of_class = self.intervals.get(rates)
         if of_class is None:
             every = [each for bounds in self.intervals.values() for each in bounds.values()]
@@ -161,8 +161,8 @@ class ErrorModel:
         return math.exp(self.of_ties.get(rates, self.of_ties.get(ANY, 0.0)))
 
     def order(self, rates: str, ratio: float) -> str:
-        """What was measured of pairs of layouts as far apart as two times of this ratio, as "of 91 measured
-        pairs 10 to 20% apart, 87% were in the simulated order"; "" if there are none."""
+        """How often measured pairs of layouts as far apart as ``ratio`` were in the simulated order, as "of
+        91 measured pairs 10 to 20% apart, 87% were in the simulated order"; "" if there are none."""
         by_distance = self.of_orders.get(rates, self.of_orders.get(ANY, ()))
         at = Pairs.distance(max(ratio, 1 / ratio) - 1)
         if not by_distance or not by_distance[at].pairs:
@@ -186,9 +186,9 @@ class ErrorModel:
 
 
 def of_missing_bound(by_rates: Mapping[str, Mapping[str, Interval]], rates: str, bound: str) -> Interval:
-    """The interval of a class in which no step with that bound was measured: that of the bound in the next
-    worse class, or of the nearest better one, no narrower than any of its own class; without such a class,
-    the widest of all."""
+    """The interval of a class in which no step with that bound was measured: the bound's interval in the next
+    worse class, or in the nearest better one, at least as wide as each of the class's own; without such a
+    class, the widest of all."""
     order = next((order for order in (EVER_WORSE, FITTED) if rates in order), ())
     at = order.index(rates) if order else 0
     for other in (*order[at + 1 :], *reversed(order[:at])):

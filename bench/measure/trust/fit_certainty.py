@@ -58,11 +58,11 @@ class Filled(NamedTuple):
 
 
 class Evidence(NamedTuple):
-    """What published runs say of verdicts.
+    """The evidence of published runs on whether cells fit.
 
     Attributes:
-        border: the least part of its card that a run reserves here which was published as out of memory, of
-            those of kinds that were measured; 1 where there is none.
+        border: the smallest share of its card that a run reserves here though it was published as out of
+            memory, among kinds that were measured; 1 if there is none.
         kinds: of programs whose memory was measured, as :func:`kinds_of` names them.
     """
 
