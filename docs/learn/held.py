@@ -18,8 +18,10 @@ from spbench.impls.dispatchers.dispatcher import Counts
 from spbench.impls.kernels.decay import DecayMask
 from spbench.impls.place import Place
 from spbench.impls.routing import RoutingPlan
+from spbench.impls.strategies.all_gather_kv import AllGatherKV, gathered
 from spbench.impls.strategies.dsp import DynamicSequenceParallel
 from spbench.impls.strategies.lasp import Lasp
+from spbench.impls.strategies.nesting import nesting
 from spbench.impls.strategies.ring_attention import RingAttention
 from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
@@ -111,6 +113,50 @@ def of_ring_attention(mesh: DeviceMesh, placement: str) -> Iterator[Held]:
             strength=seen.expand(HEAD_COUNT, -1),
             note=f"{pairs} pairs" if pairs else "nothing to do",
         )
+
+
+def of_all_gather_kv(mesh: DeviceMesh) -> Iterator[Held]:
+    strategy = AllGatherKV.configured(Place.on(mesh), {"placement": "zigzag"})
+    whole, homes = torch.arange(POSITIONS), {}
+    for rank in range(RANKS):
+        other = AllGatherKV.planned(RANKS, rank, {"placement": "zigzag"})
+        homes |= dict.fromkeys(other.shard(whole, 0).tolist(), rank)
+    own = strategy.shard(whole, 0)
+    assert strategy.group is not None
+    rows = own.view(1, 1, -1, 1).float()
+    keys = gathered(rows, rows, strategy.group)[..., 0].flatten().int()
+    seen = [int((keys <= query).sum()) for query in own]
+    for moment, positions, note in (
+        ("Queries: they stay", own, ""),
+        ("Keys after the all-gather", keys, f"{sum(seen)} pairs"),
+    ):
+        yield _of_positions(moment, positions, lambda _, position: homes[position], note=note or " ")
+
+
+def of_usp(mesh: DeviceMesh) -> Iterator[Held]:
+    usp = nesting("ulysses+ring_attention")
+    options, numbers = {"placement": "zigzag"}, torch.arange(POSITIONS)
+    places = [Place.of_rank({"cp": 2, "sp": 2}, rank) for rank in range(RANKS)]
+    chunks = [usp.configured(place, options).shard(numbers, 0) for place in places]
+    homes = {int(position): rank for rank, chunk in enumerate(chunks) for position in chunk}
+
+    def held(moment: str, heads: range, positions: Tensor) -> Held:
+        mine = set(positions.tolist())
+        cells = _cells(lambda head, position: head in heads and position in mine)
+        return Held(moment, cells, lambda _, position: homes[position])
+
+    strategy = usp.configured(Place.on(mesh), options)
+    assert isinstance(strategy, Ulysses)
+    assert isinstance(strategy.within, RingAttention)
+    assert strategy.within.group is not None
+    own = strategy.shard(numbers, 0)
+    rows = own.view(1, 1, -1, 1).expand(1, HEAD_COUNT, -1, 1).contiguous()
+    swapped = strategy.to_heads(rows)
+    yield held("Q, K and V after the projections", range(HEAD_COUNT), own)
+    half = range(HEAD_COUNT // 2 * strategy.rank, HEAD_COUNT // 2 * (strategy.rank + 1))
+    yield held("Q during attention: it stays", half, swapped[0, 0, :, 0])
+    for step, (_, (keys,)) in enumerate(Ring(strategy.within.group).round(swapped[0, 0, :, 0].contiguous())):
+        yield held(f"Keys at step {step} of the ring", half, keys)
 
 
 def of_ulysses(mesh: DeviceMesh) -> Iterator[Held]:

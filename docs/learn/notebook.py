@@ -45,7 +45,7 @@ def chapters() -> list[Path]:
     index = HERE / "index.md"
     return [
         index,
-        *(HERE / name for name in re.findall(r"^\d\. \[.+?\]\((\w+\.md)\)", index.read_text(), re.M)),
+        *(HERE / name for name in re.findall(r"^\d+\. \[.+?\]\((\w+\.md)\)", index.read_text(), re.M)),
     ]
 
 

@@ -24,6 +24,7 @@ import matplotlib as mpl
 from held import (
     RANKS,
     Held,
+    of_all_gather_kv,
     of_dsp,
     of_experts,
     of_lasp,
@@ -31,6 +32,7 @@ from held import (
     of_ring_self_attention,
     of_tensor_parallel,
     of_ulysses,
+    of_usp,
 )
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -38,6 +40,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 from torch.distributed.device_mesh import DeviceMesh
 
+import spbench
 from spbench.bench.measure.engines import tracing  # noqa: F401  registers the fake groups of single ranks
 from spbench.bench.measure.processes.lockstep_ranks import LockstepRanks
 
@@ -52,12 +55,18 @@ BARS: dict[str, dict[str, Any]] = {
     "waiting": {"fc": "white", "hatch": "....", "ec": "#999999"},
     "sending": {"fc": "#2f8a5b", "hatch": "//////", "ec": "#d5e8dd"},
 }
+#: what a bar of a pipeline's timeline is
+PHASES: dict[str, dict[str, Any]] = {
+    "forward": {"fc": "#30437e"},
+    "backward": {"fc": "#e59a3c"},
+    "optimizer": {"fc": "#c4c4c4"},
+}
 WIDTH_INCHES, DPI = 5.0, 150
 
 
-def draw_held(of_rank: Callable[[DeviceMesh], Iterator[Held]], axis: str) -> Figure:
-    """A row of panels for each moment, a panel for each rank."""
-    by_rank = LockstepRanks().run({axis: RANKS}, _listed, of_rank)
+def draw_held(of_rank: Callable[[DeviceMesh], Iterator[Held]], sizes: dict[str, int]) -> Figure:
+    """A row of panels for each moment, a panel for each rank of a mesh of these sizes."""
+    by_rank = LockstepRanks().run(sizes, _listed, of_rank)
     moments, heights = len(by_rank[0]), [len(held.text) for held in by_rank[0]]
     around = 0.68 if by_rank[0][0].note else 0.48
     size = WIDTH_INCHES, sum(0.13 * height + around for height in heights) + 0.25
@@ -105,39 +114,47 @@ class Chapter:
     """What is drawn of a page.
 
     Attributes:
-        axis: of the mesh, along which its ranks lie.
+        sizes: of the mesh on which its ranks lie.
         held: by the name of the picture, what a rank holds.
         traced: by the name of the picture, the options that choose a cell of the page's scenario.
+        stages: whether the timeline is that of a pipeline: the whole step, by phase.
     """
 
-    axis: str
+    sizes: dict[str, int]
     held: dict[str, Callable[[DeviceMesh], Iterator[Held]]] = field(default_factory=dict)
     traced: dict[str, list[str]] = field(default_factory=dict)
+    stages: bool = False
 
 
+_SP = {"sp": RANKS}
 _PLACED = "strategy_options.placement="
 CHAPTERS = {
     "tensor_parallelism": Chapter(
-        "tp", {"tensor_parallelism": of_tensor_parallel}, {"tensor_parallelism": []}
+        {"tp": RANKS}, {"tensor_parallelism": of_tensor_parallel}, {"tensor_parallelism": []}
     ),
-    "ring_self_attention": Chapter("sp", {"rsa": of_ring_self_attention}, {"rsa": []}),
+    "ring_self_attention": Chapter(_SP, {"rsa": of_ring_self_attention}, {"rsa": []}),
     "ring_attention": Chapter(
-        "sp",
+        _SP,
         {name: partial(of_ring_attention, placement=name) for name in ("contiguous", "zigzag")},
         {name: ["--where", _PLACED + name] for name in ("contiguous", "zigzag")},
     ),
-    "ulysses": Chapter("sp", {"ulysses": of_ulysses}, {"ulysses": []}),
+    "all_gather_kv": Chapter(_SP, {"all_gather_kv": of_all_gather_kv}, {"all_gather_kv": []}),
+    "ulysses": Chapter(_SP, {"ulysses": of_ulysses}, {"ulysses": []}),
+    "usp": Chapter({"cp": 2, "sp": 2}, {"usp": of_usp}, {"usp": []}),
     "lasp": Chapter(
-        "sp", {"lasp": of_lasp}, {"lasp": ["--strategy", "lasp"], "lasp2": ["--strategy", "lasp2"]}
+        _SP, {"lasp": of_lasp}, {"lasp": ["--strategy", "lasp"], "lasp2": ["--strategy", "lasp2"]}
     ),
-    "dsp": Chapter("sp", {"dsp": of_dsp}, {"dsp": ["--strategy", "dsp"]}),
-    "experts": Chapter("sp", {"experts": of_experts}, {"experts": ["--variant", "skewed"]}),
+    "dsp": Chapter(_SP, {"dsp": of_dsp}, {"dsp": ["--strategy", "dsp"]}),
+    "fsdp_and_pipelines": Chapter(
+        {"pp": RANKS}, traced={"pipeline": ["--where", "training.micro_batches=8"]}, stages=True
+    ),
+    "experts": Chapter(_SP, {"experts": of_experts}, {"experts": ["--variant", "skewed"]}),
 }
 
 
 def traced(page: Path, options: list[str]) -> list[dict[str, Any]]:
-    """The events of all ranks in the simulated step of a cell of the page's scenario."""
-    (scenario,) = re.findall(r'```yaml title="[\w.]+"\n(.+?)```', page.read_text(), re.DOTALL)
+    """The events of all ranks in the simulated step of a cell of the page's last scenario."""
+    *_, scenario = re.findall(r'```yaml title="[\w.]+"\n(.+?)```', page.read_text(), re.DOTALL)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "page.yaml").write_text(scenario)
         command = [sys.executable, "-m", "spbench", "trace", "page.yaml", "--quiet", "--ranks", "0,1,2,3"]
@@ -176,16 +193,73 @@ def draw_timeline(events: list[dict[str, Any]]) -> Figure:
         ax.tick_params(labelsize=9, length=0)
         ax.set_title(f"{phase.capitalize()} (milliseconds)", fontsize=10, loc="left")
         ax.spines[["top", "right", "left"]].set_visible(False)
-    legend = [Patch(label=kind, lw=0.3, **{"ec": "white", **look}) for kind, look in BARS.items()]
+    return _with_legend(figure, BARS)
+
+
+def draw_stages(events: list[dict[str, Any]]) -> Figure:
+    """A step of a pipeline on all ranks: which micro-batch goes forward or backward when."""
+    figure, ax = plt.subplots(figsize=(WIDTH_INCHES, 2.4), layout="constrained")
+    worked = [e for e in events if e["ph"] == "X" and e["cat"] == "compute" and _kind(e) != "waiting"]
+    start = min(event["ts"] for event in worked)
+    for event in worked:
+        left, width = (event["ts"] - start) / 1e3, event["dur"] / 1e3
+        look = PHASES.get(event["args"]["phase"], PHASES["optimizer"])
+        ax.add_patch(Rectangle((left, event["pid"] + 0.1), width, 0.8, lw=0, **look))
+    ax.set(xlim=(0, max(e["ts"] + e["dur"] - start for e in worked) / 1e3), ylim=(RANKS, 0))
+    ax.set_yticks([rank + 0.5 for rank in range(RANKS)], [f"stage {rank}" for rank in range(RANKS)])
+    ax.tick_params(labelsize=9, length=0)
+    ax.set_title("One step (milliseconds)", fontsize=10, loc="left")
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    return _with_legend(figure, PHASES)
+
+
+def _with_legend(figure: Figure, looks: dict[str, dict[str, Any]]) -> Figure:
     figure.legend(
-        handles=legend,
+        handles=[Patch(label=kind, lw=0.3, **{"ec": "white", **look}) for kind, look in looks.items()],
         loc="outside lower center",
-        ncols=5,
+        ncols=len(looks),
         fontsize=8,
         frameon=False,
         columnspacing=1,
         handlelength=1.5,
     )
+    return figure
+
+
+#: of the picture of memory: strategies with their axis, and lengths
+KEPT = {"tensor_parallel": "tp", "megatron_sp": "tp", "ring_attention": "sp"}
+LENGTHS = (8192, 16384, 32768, 65536)
+
+
+def draw_memory() -> Figure:
+    """What a rank holds at its peak, by length and strategy."""
+    cells = [
+        spbench.Cell(
+            model="causal-transformer-1b", strategy=strategy, sizes={axis: RANKS}, batch=1, seq_len=length,
+            precision="bf16", cluster="dgx-a100",
+        )
+        for length in LENGTHS
+        for strategy, axis in KEPT.items()
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        spbench.run(cells, output=folder, jobs=0)
+        rows = [json.loads(line) for line in (Path(folder) / "cells.jsonl").read_text().splitlines()]
+    of_cell = {(row["cell"]["seq_len"], row["cell"]["strategy"]): row["measurement"] for row in rows}
+    figure, ax = plt.subplots(figsize=(WIDTH_INCHES, 2.6), layout="constrained")
+    for number, (strategy, color) in enumerate(zip(KEPT, COLORS, strict=False)):
+        for group, length in enumerate(LENGTHS):
+            held = of_cell[length, strategy]["peak_held"]
+            states = sum(held[name] for name in ("parameters", "gradients", "optimizer_state")) / 2**30
+            at = {"x": group + 0.27 * number - 0.4, "width": 0.25, "align": "edge", "color": color}
+            ax.bar(height=sum(held.values()) / 2**30, label=None if group else strategy, **at)
+            ax.bar(height=states, hatch="////", ec="white", lw=0, **at)
+    ax.set_xticks(range(len(LENGTHS)), [f"{length:,}" for length in LENGTHS])
+    ax.set_xlabel("positions", fontsize=9)
+    ax.set_ylabel("GiB on a rank", fontsize=9)
+    ax.tick_params(labelsize=9, length=0)
+    ax.spines[["top", "right"]].set_visible(False)
+    states = Patch(fc="#c4c4c4", ec="white", hatch="////", lw=0, label="weights, gradients, optimizer")
+    ax.legend(handles=[*ax.get_legend_handles_labels()[0], states], fontsize=8, frameon=False)
     return figure
 
 
@@ -197,12 +271,15 @@ def save(figure: Figure, name: str) -> None:
 def main(chapters: list[str]) -> None:
     mpl.use("agg")
     mpl.rcParams |= {"font.family": "DejaVu Sans", "hatch.linewidth": 0.7}
+    if not chapters:
+        save(draw_memory(), "memory_by_length")
     for name in chapters or CHAPTERS:
         chapter = CHAPTERS[name]
         for picture, held in chapter.held.items():
-            save(draw_held(held, chapter.axis), f"{picture}_held")
+            save(draw_held(held, chapter.sizes), f"{picture}_held")
         for picture, options in chapter.traced.items():
-            save(draw_timeline(traced(HERE / f"{name}.md", options)), f"{picture}_timeline")
+            draw = draw_stages if chapter.stages else draw_timeline
+            save(draw(traced(HERE / f"{name}.md", options)), f"{picture}_timeline")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from spbench.impls import MESH_AXES, Unsupported, spelled
 SURELY = 2.0
 #: a layout whose estimated bytes are so much less than a card has probably fits, and so much more, may fit
 _MAY_FIT = 1.25
-#: each setting that saves memory must make a step faster by so much, or is left out where there is memory
+#: settings that save memory which is there must be faster than simpler ones by so much, by the estimate
 _SAME = 1.005
 #: what became of layouts that take longer than another that surely fits
 SLOWER = "slower than with other settings that surely fit"
@@ -70,6 +71,10 @@ def kind_of_layout(layout: Layout) -> tuple[str, str]:
     return layout.way.strategy, _mesh_alone(layout.sizes)
 
 
+#: a choice and its value
+Variant = tuple[str, str]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A layout with a backend and settings of the model.
@@ -80,6 +85,7 @@ class Candidate:
         saving: settings of the model that take less memory.
         training_text, saving_text: the same as text.
         estimated_s, estimated_bytes: of a step, and of the fullest rank.
+        activation_bytes: of the estimated ones, those that are no states of training.
         twin: ``training`` without the host, where that only makes room; None: it has nothing there.
     """
 
@@ -91,6 +97,7 @@ class Candidate:
     saving_text: str
     estimated_s: float
     estimated_bytes: float
+    activation_bytes: float
     twin: Mapping[str, Any] | None = None
 
     @property
@@ -105,9 +112,16 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """How many strategies and memory switches the candidate has, and how many axes of several ranks."""
+        """How many strategies and memory switches it has, and axes of several ranks."""
         things = things_to_set(self.strategy, self.saving, self.training)
         return things, sum(n > 1 for n in self.layout.sizes.values())
+
+    @cached_property
+    def variants(self) -> tuple[Variant, ...]:
+        """What another layout of the same way may have other than this one."""
+        of_all = ("backend", self.training_text), ("micro-batch", str(self.layout.micro_batch))
+        fold = self.layout.fold
+        return of_all if fold is None else (*of_all, ("fold", str(fold)))
 
     def cell(self, asked: Cell) -> Cell:
         """The cell that it makes of the one that was asked about."""
@@ -152,7 +166,7 @@ class Bar:
             self.most_s = _FAR * shortest[-1] if len(shortest) == _NAMED else math.inf
 
     def passes(self, layout: Layout, seconds: float) -> bool:
-        """Whether a layout that takes at least that many seconds may be a candidate; else notes its kind."""
+        """Whether a layout that takes so long at the least may be a candidate."""
         if seconds <= self.most_s:
             return True
         kind = (layout.way, layout.dp, layout.pp)
@@ -169,114 +183,145 @@ def candidates(
     left_out: Counter[str] | None = None,
     bar: Bar | None = None,
 ) -> Iterator[Candidate]:
-    """All layouts of a question, with every backend and saving that there is a figure of; but none that
-    another one outdoes by the estimate; see :meth:`_Choices.kept`.
+    """All layouts of a question, with every backend and saving that there is a figure of; of a layout and
+    backend none that takes longer by the estimate than another that surely fits, also with its states on the
+    cards where these are on the host; nor one with more settings that is no faster.
 
     Args:
         savings: settings of the model by their text.
         refused: takes what cannot be.
         usable: bytes of a card that tensors can have; 0: nothing surely fits.
-        left_out: counts those that are outdone, as :data:`SLOWER`, and as :data:`TOO_SLOW`.
+        left_out: counts those that take longer, as :data:`SLOWER`, and as :data:`TOO_SLOW`.
         bar: leaves out what takes far longer than others; None: nothing is far.
     """
-    choices = _Choices(question, estimates, savings, usable, bar or Bar())
+    forward_only = question.cell.training.step == "inference"
+    settings_by_text = (
+        {"": {}} if forward_only else {as_text(each): each for each in backend_settings(question)}
+    )
+    backends = [settings_by_text[text] for text in estimates.backends]
+    pipelined = [bool(each) and has_stages(question, each) for each in backends]
+    settings = [savings[text] for text in estimates.references]
+    twins = twins_of(backends, [each.host_bytes > 0 for each in estimates.backends.values()])
+    texts = [*estimates.backends], [*estimates.references]
+    left_out = Counter() if left_out is None else left_out
+    choices = _Choices(backends, pipelined, twins, settings, texts, usable, bar or Bar())
     for way in ways(question):
-        if (figures_and_options := figures_of(estimates, way, question, refused)) is None:
+        figures_and_options = figures_of(estimates, way, question, refused)
+        if figures_and_options is None:
             continue
+        figures, options = figures_and_options
         for unfolded_layout in layouts(question, way, estimates.layers, refused):
-            if every := folded(question, unfolded_layout):
-                yield from choices.of_layouts(every, *figures_and_options)
-    if left_out is not None:
-        left_out.update(choices.left_out)
+            every = folded(question, unfolded_layout)
+            if every:
+                yield from _of_layouts(every, figures, options, estimates, choices, left_out)
 
 
+@dataclass(frozen=True)
 class _Choices:
-    """The backends and settings of the model that each layout can have.
+    """What each layout can have: settings of backends, whether these have stages, the places of their twins,
+    settings of the model, and both settings as text; the bytes that it can have, and the seconds."""
 
-    Attributes:
-        left_out: how many layouts became no candidates, by why.
-    """
+    backends: Sequence[Mapping[str, Any]]
+    pipelined: Sequence[bool]
+    twins: Sequence[int | None]
+    settings: Sequence[Mapping[str, Any]]
+    texts: tuple[Sequence[str], Sequence[str]]
+    usable: float
+    bar: Bar
 
-    def __init__(
-        self,
-        question: Question,
-        estimates: Estimates,
-        savings: Mapping[str, Mapping[str, Any]],
-        usable: float,
-        bar: Bar,
+
+def _of_layouts(
+    every: Sequence[Layout],
+    figures: WayFigures,
+    options: Mapping[str, Any],
+    estimates: Estimates,
+    choices: _Choices,
+    left_out: Counter[str],
+) -> Iterator[Candidate]:
+    """The candidates of layouts that differ in the ranks of their experts alone."""
+    backends, settings, usable, bar = choices.backends, choices.settings, choices.usable, choices.bar
+    computing = estimates.computing(every, figures)
+    passing = [bar.passes(each, least) for each, least in zip(every, computing.min(axis=1), strict=True)]
+    near = [each for each, passes in zip(every, passing, strict=True) if passes]
+    far, yielded = (len(every) - len(near)) * len(backends) * len(settings), 0
+    if not near:
+        left_out[TOO_SLOW] += far
+        return
+    times_of = estimates.times(near, figures, computing[passing])
+    activations = estimates.activations(near, figures)
+    memories_of = estimates.states(near, figures)[..., None] + activations[:, None]
+    folds, pipelined = best_folds(times_of, memories_of, usable), np.array(choices.pipelined)[:, None]
+    may = pipelined if near[0].pp > 1 else np.ones_like(pipelined)
+    bar.add(near[0], np.where(may & (memories_of * _MAY_FIT <= usable), times_of, np.inf).min(initial=np.inf))
+    within = times_of <= bar.most_s
+    asked = may & within & folds
+    large = asked & (memories_of > FAR_TOO_LARGE * (usable or np.inf))
+    if large.any() and (large == asked).all():  # the smallest says what would fit
+        large &= memories_of > memories_of[large].min()
+    left = undominated(times_of, memories_of, asked & ~large)
+    for layout, times, memories, own, kept_of in zip(
+        near, times_of, memories_of, activations, left, strict=True
     ):
-        forward_only = question.cell.training.step == "inference"
-        by_text = {"": {}} if forward_only else {as_text(each): each for each in backend_settings(question)}
-        self.estimates, self.usable, self.bar, self.left_out = estimates, usable, bar, Counter[str]()
-        self._backends = [by_text[text] for text in estimates.backends]
-        on_host = [each.host_bytes > 0 for each in estimates.backends.values()]
-        self._twins = twins_of(self._backends, on_host)
-        self._rivals = [at if other is None else other for at, other in enumerate(self._twins)]
-        pipelined = [bool(each) and has_stages(question, each) for each in self._backends]
-        self._pipelined = np.array(pipelined, dtype=bool)[:, None]
-        self._savings = [savings[text] for text in estimates.references]
-        self._penalties = np.array([_SAME ** len(each) for each in self._savings])
-
-    def of_layouts(
-        self, every: Sequence[Layout], figures: WayFigures, options: Mapping[str, Any]
-    ) -> Iterator[Candidate]:
-        """The candidates of layouts that differ only in the ranks of their experts."""
-        estimates, computing = self.estimates, self.estimates.computing(every, figures)
-        passing = [
-            self.bar.passes(each, least) for each, least in zip(every, computing.min(axis=1), strict=True)
-        ]
-        near = [each for each, passes in zip(every, passing, strict=True) if passes]
-        of_each = len(self._backends) * len(self._savings)
-        self.left_out[TOO_SLOW] += (len(every) - len(near)) * of_each
-        if not near:
-            return
-        times = estimates.times(near, figures, computing[passing])
-        memories = estimates.states(near, figures)[..., None] + estimates.activations(near, figures)[:, None]
-        kept = self.kept(near, times, memories)
-        texts = [*estimates.backends], [*estimates.references]
-        for at, row, place in np.argwhere(kept).tolist():
-            twin = None if (other := self._twins[row]) is None else self._backends[other]
-            chosen = self._backends[row], self._savings[place], texts[0][row], texts[1][place]
-            seconds, nbytes = (float(each[at, row, place]) for each in (times, memories))
-            yield Candidate(near[at], options, *chosen, seconds, nbytes, twin)
-
-    def kept(self, near: Sequence[Layout], times: np.ndarray, memories: np.ndarray) -> np.ndarray:
-        """Which of these layouts become candidates, bool [layouts, backends, savings]; the others are
-        counted. None does that takes longer than another of its backend that surely fits, nor that takes much
-        longer than any that needs no more bytes.
-
-        Args:
-            times, memories: [layouts, backends, savings].
-        """
-        usable, may = self.usable, np.ones(times.shape, dtype=bool)
-        if near[0].pp > 1:
-            may &= self._pipelined
-        fitting = np.where(may & (memories * _MAY_FIT <= usable), times, np.inf)
-        self.bar.add(near[0], fitting.min(initial=np.inf))
-        asked = may & (times <= self.bar.most_s)
-        large = asked & (memories > FAR_TOO_LARGE * (usable or np.inf))
-        if large.any() and (large == asked).all():  # the smallest says what would fit
-            large &= memories > memories[large].min()
-        longer, needed = times * self._penalties, np.maximum(memories, usable / SURELY)
-        longer[~asked | large] = np.inf
-        # of each backend the shortest that surely fits; with states on the host, also where they are on cards
-        surely = np.where(memories * SURELY <= usable, longer, np.inf).min(axis=(0, 2), initial=np.inf)
-        kept: np.ndarray = longer <= np.minimum(surely, surely[self._rivals])[:, None]
-        kept &= undominated(longer.ravel(), needed.ravel(), _DOMINATED).reshape(times.shape)
-        self.left_out[TOO_SLOW] += int((may & (times > self.bar.most_s)).sum())
-        self.left_out[TOO_LARGE] += int(large.sum())
-        self.left_out[SLOWER] += int((asked & ~large & ~kept).sum())
-        return kept
+        fitting = np.where(memories * SURELY <= usable, times, np.inf)
+        shortest = fitting.min(axis=1, initial=np.inf)
+        for row in np.flatnonzero(kept_of.any(axis=1)).tolist():
+            twin = None if (other := choices.twins[row]) is None else backends[other]
+            of_twin = np.inf if other is None else shortest[other]
+            kept = np.flatnonzero(promising(times[row], fitting[row], of_twin) & kept_of[row])
+            for at in kept.tolist():
+                seconds, nbytes = float(times[row, at]), float(memories[row, at])
+                chosen = backends[row], settings[at], choices.texts[0][row], choices.texts[1][at]
+                yield Candidate(layout, options, *chosen, seconds, nbytes, float(own[at]), twin)
+            yielded += len(kept)
+    left_out[TOO_SLOW] += far + int((may & ~within).sum())
+    left_out[TOO_LARGE] += int(large.sum())
+    left_out[SLOWER] += int((may & within & ~large).sum()) - yielded
 
 
-def undominated(times: np.ndarray, memories: np.ndarray, slack: float) -> np.ndarray:
-    """Which take at most ``slack`` times as long as each other one along the last axis that needs no more
-    bytes; times of infinity are of none."""
-    order = np.lexsort((times, memories), axis=-1)
-    in_order = np.take_along_axis(times, order, axis=-1)
-    near = (in_order <= slack * np.minimum.accumulate(in_order, axis=-1)) & np.isfinite(in_order)
+def undominated(times: np.ndarray, memories: np.ndarray, asked: np.ndarray) -> np.ndarray:
+    """Which of those ``asked`` about takes hardly longer than any of these that needs no more bytes; all are
+    of one shape."""
+    places = np.flatnonzero(asked)
+    taken, nbytes = times.ravel()[places], memories.ravel()[places]
+    order = np.lexsort((taken, nbytes))
+    near = taken[order] <= _DOMINATED * np.minimum.accumulate(taken[order])
+    kept = np.zeros(asked.size, dtype=bool)
+    kept[places[order[near]]] = True
+    return kept.reshape(asked.shape)
+
+
+def best_folds(times: np.ndarray, memories: np.ndarray, usable: float) -> np.ndarray:
+    """Which of the folds may be the best, bool [folds, backends, settings]: with each backend and settings
+    the fastest of those that probably fit and of those that may fit, else the smallest.
+
+    Args:
+        times, memories: [folds, backends, settings].
+        usable: bytes of a card; 0: anything fits.
+    """
     kept = np.zeros(times.shape, dtype=bool)
-    np.put_along_axis(kept, order, near, axis=-1)
+    if len(kept) == 1:
+        return ~kept
+    smallest = memories.min(axis=0)
+    for most in (usable / _MAY_FIT, usable * _MAY_FIT) if usable else (np.inf,):
+        within = np.where(memories <= np.maximum(most, smallest), times, np.inf)
+        np.put_along_axis(kept, within.argmin(axis=0)[None], True, axis=0)
+    return kept
+
+
+def promising(times: np.ndarray, fitting: np.ndarray, of_twin: float) -> np.ndarray:
+    """Which of the settings, the simplest first, may be the best: none that takes longer than another that
+    surely fits, and of those that take as long as the shortest of these the simplest, alone.
+
+    Args:
+        fitting: the times of those that surely fit; infinite for others.
+        of_twin: the shortest time of the twin with settings with which it surely fits.
+    """
+    shortest = fitting.min(initial=np.inf)
+    kept: np.ndarray = times <= min(shortest, of_twin)
+    if shortest <= of_twin and shortest < np.inf:
+        simplest = int(np.argmax(fitting <= shortest * _SAME))
+        kept[simplest + 1 :] &= times[simplest + 1 :] * _SAME < fitting[simplest]
+        kept[simplest] = True
     return kept
 
 

@@ -3,14 +3,14 @@ of these with all.
 
 What a trace of few layers finds also says how far the estimates of its strategy on these axes, of its backend
 and of its micro-batches are off, and the order is mended by it. The search ends where no layout is left that
-would be faster than the fifth best even if it took as little time as :meth:`Learned.bounds` says, or where
+would be faster than the fifth best even if it took as little time as :meth:`Learned.least_s` says, or where
 many traces in a row have gained the best nothing.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
@@ -30,7 +30,7 @@ from spbench.bench.tools.choose.candidates import (
 )
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layouts import Way, things_to_set
-from spbench.bench.tools.choose.learned import UNKNOWN, Learned
+from spbench.bench.tools.choose.learned import UNKNOWN, Learned, Waiting
 from spbench.bench.tools.choose.possible import why_impossible
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import (
@@ -53,7 +53,7 @@ _AT_ONCE = 3
 BEST = NAMED
 #: after so many traces of few layers, of strategies that were traced before, by which the best together were
 #: not faster by so much, none is awaited
-_PATIENCE, _GAIN = 9, 1.02
+_PATIENCE, _GAIN = 12, 1.02
 #: of so many stages a trace takes several times as long, and counts as so many
 _DEEP, _COUNTS = 8, 3
 #: from which share of a search's time to which its parts are, roughly: small traces, traces of few layers,
@@ -81,9 +81,9 @@ class Search(LookedAt):
         super().__init__(question, asking, say)
         #: a layout that takes more than :attr:`most_bytes` is not traced; above these estimated bytes none is
         self.too_large = FAR_TOO_LARGE * self.usable
-        self.every, self.bar, self.learned = list[Candidate](), Bar(), Learned(())
-        #: by layout, the places of its candidates, the fastest by the estimate first
-        self._of_layouts: dict[int, list[int]] = defaultdict(list)
+        self.every, self.bar, self.learned = list[Candidate](), Bar(), Learned()
+        #: by layout, its candidates, the fastest by the estimate first
+        self._of_layouts: dict[int, list[Candidate]] = defaultdict(list)
         self._roomy = set[str]()  # strategies of which a layout will probably fit
         self.whole = WholeLooks(self)
 
@@ -105,15 +105,15 @@ class Search(LookedAt):
         if own := self.question.own:  # it may be the best too
             self.result.own = next(iter(self.looked_at([own.looked_at], "all_layers")), None)
         self._roomy = {c.strategy for c in waiting if c.estimated_bytes * _ROOM <= self.most_bytes}
-        for at in sorted(range(len(waiting)), key=lambda at: waiting[at].estimated_s):
-            self._of_layouts[id(waiting[at].layout)].append(at)
-        self.learned = Learned(waiting)
-        self._few_layers()
+        for candidate in sorted(waiting, key=lambda each: each.estimated_s):
+            self._of_layouts[id(candidate.layout)].append(candidate)
+        left = Waiting(waiting)
+        self._few_layers(left)
         if self.most_bytes < self.usable and not self.fitting():  # also those that hardly do
             self.most_bytes = self.usable
-            self._few_layers()
-        self._simpler()
-        counts[TOO_SLOW] += len(self.learned)
+            self._few_layers(left)
+        self._simpler(left)
+        counts[TOO_SLOW] += len(left)
         self._polish()
         self.behind.begin("the best with all layers", *_BEHIND["all"])
         self.whole.run()
@@ -147,18 +147,16 @@ class Search(LookedAt):
 
     # -- few layers ------------------------------------------------------------------------------------
 
-    def _few_layers(self) -> None:
+    def _few_layers(self, waiting: Waiting) -> None:
         """Trace candidates with few layers until none is left that could be among the best."""
         best_s, patience = float("inf"), _PATIENCE
         # layouts with experts take long to trace: traces of all parts of a strategy tell of it too
         told = self.learned.knows_parts if has_experts(self.question.cell) else self.learned.knows
-        while patience > 0 and (batch := self._next()):
-            again = sum(
-                _COUNTS if each.layout.pp >= _DEEP else 1 for each in batch.values() if told(each.strategy)
-            )
+        while patience > 0 and (batch := self._next(waiting)):
+            again = sum(_COUNTS if each.layout.pp >= _DEEP else 1 for each in batch if told(each.strategy))
             self._look(batch)
             if self.same.replaced:  # leave out candidates whose steps are those of another strategy
-                others = self.learned.leave_out(lambda strategy: self.same.instead(strategy) != strategy)
+                others = waiting.leave_out(lambda strategy: self.same.instead(strategy) != strategy)
                 self.result.counts[SAME_STEP] += others
             if best := self.best_layouts():
                 patience -= again
@@ -171,75 +169,72 @@ class Search(LookedAt):
                     max(patience, 0) + _BESIDE,
                 )
 
-    def _next(self) -> dict[int, Candidate]:
-        """Choose, by place, the candidates to trace next: the most promising that may be among the best, at
-        most one for each way and each new strategy."""
-        best, learned = self.best_layouts(), self.learned
+    def _next(self, waiting: Waiting) -> list[Candidate]:
+        """Take the most promising that could be among the best, one of each way and of each new strategy."""
+        best = self.best_layouts()
         bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
         of_kind = {(seen.cell.strategy, mesh_alone(seen.cell)): seen.step_s for seen in best}
-        bounds = learned.bounds()
-        expected_s, least_s = bounds.expected_s, bounds.least_s
-        places = np.flatnonzero(learned.left & (least_s <= bar) & (bounds.least_bytes <= self.most_bytes))
+        expected_s, least_s = self.learned.bounds(waiting)
+        places = np.flatnonzero(waiting.left & (least_s <= bar))
         chosen: dict[int, Candidate] = {}
         begun: set[str | Way] = set()
         for at in places[np.argsort(expected_s[places], kind="stable")].tolist():
-            candidate = learned.candidates[at]
+            candidate = waiting.candidates[at]
             name, way = candidate.strategy, candidate.layout.way
             soonest_s = min(expected_s[[*chosen]], default=float("inf"))
             if len(chosen) >= _AT_ONCE * max(2, self.asking.jobs) or expected_s[at] > UNKNOWN * soonest_s:
                 break  # what takes so much longer has time until these are traced
             if name in begun or way in begun or least_s[at] > of_kind.get(candidate.kind, bar):
                 continue
-            if self._outdone(at, bounds.most_bytes):
+            if not self._may_fit(candidate) or self._outdone(candidate):
                 continue
-            if not learned.knows(name):
+            if not self.learned.knows(name):
                 # the first of a strategy tells how long its steps are only where one like it may fit
                 if name in self._roomy and candidate.estimated_bytes * _ROOM > self.most_bytes:
                     continue
-                if begun & (parts := learned.unsettled_parts(name)):
+                if begun & (parts := self.learned.unsettled_parts(name)):
                     continue  # what one of them shows of the part tells of the others
                 begun |= {name, *parts}
             begun.add(way)
             chosen[at] = candidate
-        learned.take(chosen)
-        return chosen
+        waiting.take(chosen)
+        return [*chosen.values()]
 
-    def _simpler(self) -> None:
+    def _simpler(self, waiting: Waiting) -> None:
         """Look at layouts that by their estimates tie with the fastest, and are simpler than the one that
         would be named first, or as simple and of a strategy that was not traced."""
-        learned = self.learned
         for _ in range(_SIMPLER if self.fitting() else 0):
             best = self.best_layouts()
             (things, *axes), most_s = complexity(ranked(best)[0].cell)[:2], tie_limit(best) * best[0].step_s
             named = things - things_to_set("single", self.question.cell.model_options, {}), *axes
-            places = learned.simpler(named, learned.bounds(), most_s, self.most_bytes)
-            chosen = {at: learned.candidates[at] for at in islice(places, self.asking.jobs)}
-            learned.take(chosen)
-            self._look(chosen)
+            expected_s = self.learned.bounds(waiting).expected_s
+            places = waiting.simpler(named, expected_s, most_s, self.learned.knows, self._may_fit)
+            chosen = {at: waiting.candidates[at] for at in islice(places, self.asking.jobs)}
+            waiting.take(chosen)
+            self._look([*chosen.values()])
 
-    def _outdone(self, at: int, most_bytes: np.ndarray) -> bool:
+    def _may_fit(self, candidate: Candidate) -> bool:
+        return self.learned.least_bytes(candidate) <= self.most_bytes
+
+    def _outdone(self, candidate: Candidate) -> bool:
         """Whether the same layout, with other settings of the model or with its states on the cards, takes
-        no longer by the estimate and surely fits.
-
-        Args:
-            most_bytes: of each candidate.
-        """
-        candidate = self.learned.candidates[at]
-        for other in self._of_layouts[id(candidate.layout)]:
-            if other == at:
+        no longer by the estimate and surely fits."""
+        for rival in self._of_layouts[id(candidate.layout)]:
+            if rival is candidate:
                 return False  # the next ones take longer
-            alike = self.learned.candidates[other].training in (candidate.training, candidate.twin)
-            if alike and most_bytes[other] <= self.usable:
+            alike = rival.training in (candidate.training, candidate.twin)
+            if alike and self.learned.most_bytes(rival) <= self.usable:
                 return True
         return False
 
-    def _look(self, chosen: Mapping[int, Candidate]) -> None:
-        cells = {at: candidate.cell(self.question.cell) for at, candidate in chosen.items()}
-        place_of = {cell.key: at for at, cell in cells.items()}
-        for seen in self.looked_at([*cells.values()], "few_layers"):
-            at = place_of[seen.cell.key]
-            self.learned.add(at, seen.step_s, seen.peak)
-            self.same.add(chosen[at], seen.step_s, seen.peak)
+    def _look(self, chosen: Sequence[Candidate]) -> None:
+        cells = [candidate.cell(self.question.cell) for candidate in chosen]
+        candidate_of = {cell.key: candidate for cell, candidate in zip(cells, chosen, strict=True)}
+        for seen in self.looked_at(cells, "few_layers"):
+            found = candidate_of[seen.cell.key], seen.step_s, seen.peak
+            self.learned.add(*found)
+            self.same.add(*found)
+        self.learned.fit()
 
     # -- beside the best -----------------------------------------------------------------------------
 

@@ -1,210 +1,87 @@
-"""What traces have taught about the candidates that wait for one. Each candidate is taken for the traced one
-of its strategy that is most like it: its estimate is off by as much, and by more or less the more they
-differ."""
+"""What traces have taught about the estimates of candidates."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from spbench.bench.tools.choose.candidates import SURELY, Candidate
-from spbench.impls import MESH_AXES, PLUS
+from spbench.bench.tools.choose.candidates import SURELY, Candidate, Variant
+from spbench.bench.tools.choose.layouts import Way
+from spbench.impls import PLUS
 
-#: by so much, of logarithms, may seconds be off beside those of the traced candidate: whatever it is, more
-#: for each doubling of ranks along an axis, and for another backend, size of micro-batches or division of
-#: experts
-_NOISE, _OF_DOUBLING, _OF_OTHER = 0.03, 0.077, 0.1
-#: so many traces count before the margins shrink by what these were really off
-_DOUBTED = 4
+#: standard deviations, of logarithms: of what was traced from its factors, and of the factor of a way, and of
+#: a backend or a size of micro-batches, before anything was traced
+_NOISE, _SD_OF_WAY, _SD = 0.03, 1.0, 0.1
+#: seconds may be off by this much more for each doubling of ranks along an axis from what was traced
+_MARGIN_OF_STEP = 1.08
 #: until a layout of a strategy was traced, its estimated seconds may be too high, or too low, by so much; and
 #: by so much beside those of its slowest part, where one was traced alone or in several others
 UNKNOWN, _OF_PARTS = 1.35, 1.1
+#: until one was traced, estimated bytes may be too many by so much
+_MARGIN_OF_UNKNOWN = 1.25
+#: an excess of bytes is no more than so many times as large where there are more activations
+_MOST_SHARE = 2.0
 #: by so much, in logarithms, is a strategy that was not traced looked at before others as fast
 _BENEFIT = 0.1
-#: by so much may bytes be off beside those of the traced candidate, and by so much more for each other
-#: setting, and for each doubling of ranks; until one was traced, estimated bytes may be too many by so much
-_MARGIN, _OF_DIFFERENCE, _OF_HALF, _MARGIN_OF_UNKNOWN = 1.03, 0.04, 0.1, 1.25
 
 
-class Bounds(NamedTuple):
-    """What candidates take, each [candidates]: seconds probably and at the least, bytes at the least and at
-    the most."""
-
-    expected_s: np.ndarray
-    least_s: np.ndarray
-    least_bytes: np.ndarray
-    most_bytes: np.ndarray
-
-
-class _Nearest:
-    """By candidate, the traced one that is most like it, and how far that is: inf where none of its strategy
-    was traced.
-
-    Args:
-        features: [candidates, features]: numbers by which candidates differ.
-        weights: of a difference by one, and of any difference of what is only the same or not: [features].
-        of_kind: whether a feature is only the same or not: [features].
-    """
-
-    def __init__(self, features: np.ndarray, weights: np.ndarray, of_kind: np.ndarray):
-        self._features, self._weights, self._of_kind = features, weights, of_kind
-        self.far = np.full(len(features), np.inf)
-        self.at = np.zeros(len(features), dtype=int)
-
-    def add(self, at: int, alike: np.ndarray) -> None:
-        """A trace of the candidate at a place; ``alike``: the places of all of its strategy."""
-        apart = np.abs(self._features[alike] - self._features[at])
-        apart = np.where(self._of_kind, apart > 0, apart) @ self._weights
-        nearer = apart < self.far[alike]
-        self.far[alike[nearer]], self.at[alike[nearer]] = apart[nearer], at
-
-
-class Learned:
-    """The candidates of a search, as arrays, and what traces of some say of the others.
+class Waiting:
+    """Candidates that wait for a trace, as arrays: of many GPUs there are a million.
 
     Attributes:
         candidates: all, also those that were taken.
-        left: [candidates]: whether each still waits for a trace.
+        estimated_s: of each.
+        ways, variants: that they have.
+        alike: the candidates of one way with the same variants are alike; of each such group the place of its
+            way, and those of its variants.
+        alike_at: of each candidate, the place of its group.
+        left: whether each still waits.
     """
 
     def __init__(self, candidates: Sequence[Candidate]):
         self.candidates = candidates
+        self.estimated_s = np.array([each.estimated_s for each in candidates], dtype=float)
+        ways: dict[Way, int] = {}
+        variants: dict[Variant, int] = {}
+        alike: dict[tuple[int, ...], int] = {}
+        places = [
+            (
+                ways.setdefault(each.layout.way, len(ways)),
+                *(variants.setdefault(variant, len(variants)) for variant in each.variants),
+            )
+            for each in candidates
+        ]
+        self.alike_at = np.array([alike.setdefault(each, len(alike)) for each in places], dtype=int)
+        self.alike = np.array([*alike], dtype=int).reshape(len(alike), -1)
+        self.ways, self.variants = [*ways], [*variants]
+        #: of each group, the samples of a micro-batch
+        self.micro_batches = np.ones(len(alike))
+        self.micro_batches[self.alike_at] = [each.layout.micro_batch for each in candidates]
         self.left = np.ones(len(candidates), dtype=bool)
-        self._estimated = np.array([(c.estimated_s, c.estimated_bytes) for c in candidates], dtype=float)
-        self._estimated = self._estimated.reshape(-1, 2)
-        self._names, self._strategy = _numbered(c.strategy for c in candidates)
-        layouts = [each.layout for each in candidates]
-        ranks = [[each.way.axes.get(axis, 1) for axis in MESH_AXES] + [each.pp] for each in layouts]
-        self._micro_batches = np.array([each.micro_batch for each in layouts], dtype=float)
-        others = (
-            (c.training_text for c in candidates),
-            (each.micro_batch for each in layouts),
-            (each.fold for each in layouts),
-            (c.saving_text for c in candidates),
-        )
-        numbered = [_numbered(each)[1] for each in others]
-        features = np.column_stack(
-            [np.log2(np.array(ranks, float).reshape(-1, len(MESH_AXES) + 1)), *numbered]
-        )
-        of_kind = np.array([False] * (len(MESH_AXES) + 1) + [True] * len(others))
-        in_time = [_OF_DOUBLING] * len(MESH_AXES) + [0] + [_OF_OTHER] * 3 + [0]
-        self._in_time = _Nearest(features, np.array(in_time), of_kind)
-        self._in_memory = _Nearest(features, np.where(of_kind, _OF_DIFFERENCE, _OF_HALF), of_kind)
-        #: [candidates, 2]: seconds and bytes of those that were traced
-        self._traced = np.zeros((len(candidates), 2))
-        #: how far traced seconds were from expected ones, in margins, squared; as if some were by one before
-        self._surprises = [1.0] * _DOUBTED
-        #: by strategy that was traced, the least logarithm of traced over estimated seconds
-        self._off: dict[str, float] = {}
 
     def __len__(self) -> int:
         return int(self.left.sum())
 
-    def add(self, at: int, seconds: float, nbytes: float) -> None:
-        """What a trace of the candidate at a place found."""
-        name, off = self.candidates[at].strategy, math.log(seconds / self._estimated[at, 0])
-        if np.isfinite(far := self._in_time.far[at]):
-            self._surprises.append(((off - self._off_of(at)) / (_NOISE + far)) ** 2)
-        self._traced[at] = seconds, nbytes
-        alike = np.flatnonzero(self._strategy == self._strategy[at])
-        self._in_time.add(at, alike)
-        self._in_memory.add(at, alike)
-        self._off[name] = min(off, self._off.get(name, math.inf))
-
-    def _off_of(self, places: Any) -> Any:
-        """log(traced / estimated seconds) of the traced layouts that are most like those at ``places``."""
-        like = self._in_time.at[places]
-        return np.log(self._traced[like, 0] / self._estimated[like, 0])
-
-    def _slope(self) -> float:
-        """By how much log(traced / estimated seconds) grows as micro-batches double: least squares over the
-        traced layouts of each way, with one more pair, whose log does not grow, to hold the slope down."""
-        traced = np.flatnonzero(self._traced[:, 0]).tolist()
-        traced.sort(key=lambda at: str(self.candidates[at].layout.way))
-        both, squares = 0.0, 1.0
-        for _, of_way in itertools.groupby(traced, lambda at: str(self.candidates[at].layout.way)):
-            places = [*of_way]
-            doublings = np.log2(self._micro_batches[places])
-            off = np.log(self._traced[places, 0] / self._estimated[places, 0])
-            both += float((doublings - doublings.mean()) @ off)
-            squares += float(((doublings - doublings.mean()) ** 2).sum())
-        return both / squares
-
-    # -- strategies ------------------------------------------------------------------------------------
-
-    def knows(self, strategy: str) -> bool:
-        """Whether a layout of the strategy was traced."""
-        return strategy in self._off
-
-    def knows_parts(self, strategy: str) -> bool:
-        """Whether a layout of each part of the strategy was traced."""
-        traced = {part for name in self._off for part in name.split(PLUS)}
-        return {*strategy.split(PLUS)} <= traced
-
-    def unsettled_parts(self, strategy: str) -> set[str]:
-        """The parts of a strategy whose share of the excess is unknown, because they were traced neither
-        alone nor within several other strategies."""
-        return {part for part in strategy.split(PLUS) if self._of_part(part) is None}
-
-    def _of_part(self, part: str) -> float | None:
-        """The least that a part was off by; None: it is not settled."""
-        offs = {name: off for name, off in self._off.items() if part in name.split(PLUS)}
-        return min(offs.values()) if part in offs or len(offs) > 1 else None
-
-    def _unknown(self, strategy: str) -> tuple[float, float]:
-        """The logarithms of seconds over estimated ones of a strategy that was not traced, probably and at
-        the least. None of its parts takes less than in any strategy that has it."""
-        parts = {*strategy.split(PLUS)}
-        slowest = max((off for each in parts if (off := self._of_part(each)) is not None), default=-math.inf)
-        akin = [off for name, off in self._off.items() if parts & {*name.split(PLUS)}] or [
-            *self._off.values()
-        ]
-        mean = sum(akin) / max(1, len(akin))
-        least = max(slowest - math.log(_OF_PARTS), -math.log(UNKNOWN))
-        return max(slowest, min(0.0, mean) - _BENEFIT), least
-
-    # -- candidates ------------------------------------------------------------------------------------
-
-    def bounds(self) -> Bounds:
-        """What candidates take. Where micro-batches are larger than the traced candidate's, what its step
-        took beside the estimate may be of each micro-batch, as where the host is slower than the card."""
-        (seconds, nbytes), near = self._estimated.T, self._in_time
-        margins = (_NOISE + near.far) * math.sqrt(sum(self._surprises) / len(self._surprises))
-        larger = np.log2(self._micro_batches / self._micro_batches[near.at])
-        with np.errstate(divide="ignore", invalid="ignore"):  # of those that are like none
-            off = self._off_of(slice(None))
-            fewer = np.log1p(np.expm1(off) * np.minimum(1.0, np.exp2(-larger)))
-        off = off + self._slope() * larger
-        least = np.minimum(off, np.where(off > 0, fewer, off)) - margins
-        unknown = np.array([self._unknown(name) for name in self._names]).reshape(-1, 2)[self._strategy]
-        known = np.isfinite(near.far)
-        off, least = (np.where(known, a, b) for a, b in zip((off, least), unknown.T, strict=True))
-        like, margin = self._in_memory.at, _MARGIN + np.where(known, self._in_memory.far, 0.0)
-        # what a trace took more may be the same for all, or a share
-        more = self._traced[like, 1] - nbytes[like]
-        both = nbytes + more, nbytes * self._traced[like, 1] / nbytes[like]
-        return Bounds(
-            seconds * np.exp(off),
-            seconds * np.exp(least),
-            np.where(known, np.minimum(*both) / margin, nbytes / _MARGIN_OF_UNKNOWN),
-            np.where(known, np.maximum(*both) * margin, nbytes * SURELY),
-        )
-
     def simpler(
-        self, than: tuple[int, ...], bounds: Bounds, most_s: float, most_bytes: float
+        self,
+        than: tuple[int, ...],
+        expected_s: np.ndarray,
+        most_s: float,
+        known: Callable[[str], bool],
+        may_fit: Callable[[Candidate], bool],
     ) -> Iterator[int]:
         """The places of those with less complexity, or as much where their strategy is not known, that
         probably take no longer and may fit, the simplest first; of each strategy and mesh one."""
-        near = self.left & (bounds.expected_s <= most_s) & (bounds.least_bytes <= most_bytes)
-        every, kinds = self.candidates, set()
-        places = [at for at in np.flatnonzero(near).tolist() if every[at].complexity <= than]
-        for at in sorted(places, key=lambda at: (every[at].complexity, bounds.expected_s[at])):
+        every, near = self.candidates, np.flatnonzero(self.left & (expected_s <= most_s)).tolist()
+        places, kinds = [at for at in near if every[at].complexity <= than], set()
+        for at in sorted(places, key=lambda at: (every[at].complexity, expected_s[at])):
             each = every[at]
-            if each.kind not in kinds and (each.complexity < than or not self.knows(each.strategy)):
+            new = each.kind not in kinds and (each.complexity < than or not known(each.strategy))
+            if new and may_fit(each):
                 kinds.add(each.kind)
                 yield at
 
@@ -214,13 +91,224 @@ class Learned:
 
     def leave_out(self, of_strategy: Callable[[str], bool]) -> int:
         """Leave out the candidates of these strategies; returns how many still waited."""
-        gone = self.left & np.array([of_strategy(name) for name in self._names], dtype=bool)[self._strategy]
+        of_ways = np.array([of_strategy(way.strategy) for way in self.ways], dtype=bool)
+        gone = self.left & of_ways[self.alike[:, 0]][self.alike_at]
         self.left &= ~gone
         return int(gone.sum())
 
 
-def _numbered(values: Iterable[Hashable]) -> tuple[list[Any], np.ndarray]:
-    """The different values, and of each of all its place among these."""
-    places: dict[Hashable, int] = {}
-    numbers = [places.setdefault(each, len(places)) for each in values]
-    return [*places], np.array(numbers, dtype=int)
+class Excess(NamedTuple):
+    """How many bytes more a traced candidate took than was estimated: what is the same whatever a rank
+    computes, a share of all, buffers of its part of the samples, activations, or those of them that each rank
+    along an axis has whole."""
+
+    more: float
+    of: Candidate
+
+    def least(self, candidate: Candidate) -> float:
+        """Bytes that a candidate like it takes at the least, whatever of these it is."""
+        shares = (min(share, _MOST_SHARE) for share in self._shares(candidate))
+        return candidate.estimated_bytes + min(self.more * share for share in shares)
+
+    def most(self, candidate: Candidate) -> float:
+        """Bytes at the most."""
+        return candidate.estimated_bytes + max(self.more * share for share in self._shares(candidate))
+
+    def _shares(self, candidate: Candidate) -> tuple[float, ...]:
+        """For each of these kinds, how many times as large the excess of another candidate is, if that of
+        the traced one is of this kind."""
+        here, there = candidate.layout, self.of.layout
+        ranks = here.way.ranks / there.way.ranks
+        activations = max(1.0, candidate.activation_bytes) / max(1.0, self.of.activation_bytes)
+        of_axes = ((1 - 1 / n) / (1 - 1 / there.way.axes[axis]) for axis, n in here.way.axes.items())
+        return (
+            1.0,
+            candidate.estimated_bytes / self.of.estimated_bytes,
+            here.micro_batch / there.micro_batch / ranks,
+            activations,
+            activations * ranks * math.prod(of_axes),
+        )
+
+
+class Bounds(NamedTuple):
+    """Seconds that candidates probably take, and that they take at the least, each [candidates]."""
+
+    expected_s: np.ndarray
+    least_s: np.ndarray
+
+
+class Nearest(NamedTuple):
+    """The traced way that is most like another one of its strategy, and how many doublings of ranks along an
+    axis lie between; ``factor`` is the logarithm of its own. None, and nan doublings, if none was traced."""
+
+    factor: float
+    doublings: float
+    way: Way | None
+
+
+class Learned:
+    """Corrections to the estimates, from traced candidates.
+
+    Seconds: one factor per way, per backend and per size of micro-batches, fitted to traced over estimated
+    seconds by Bayesian least squares of their logarithms. A size that was traced only with ways that were
+    traced with no other size is as good as unknown: its factor cannot be separated from theirs. Bytes: the
+    traced excess over the estimate of the candidates that are most alike.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[Candidate, float]] = []
+        self._parts: dict[str, list[Way]] = {}
+        self._of_ways: dict[Way, float] = {}
+        self._of_variants: dict[Variant, float] = {}
+        #: of each way, the largest micro-batch that was traced
+        self._largest: dict[Way | None, int] = {}
+        self._columns: dict[Hashable, int] = {}
+        self._covariance: np.ndarray = np.zeros((0, 0))
+        self._nearest: dict[Way, Nearest] = {}
+        self._of_relatives: dict[str, float] = {}
+        self._excess: dict[Hashable, list[Excess]] = {}
+
+    def knows(self, strategy: str) -> bool:
+        """Whether a layout of it was traced."""
+        return strategy in self._excess
+
+    def unsettled_parts(self, strategy: str) -> set[str]:
+        """The parts of a strategy that were traced neither alone nor in several others, so that nothing says
+        how much of a step is theirs."""
+        return {part for part in strategy.split(PLUS) if not self._ways_of_part(part)}
+
+    def _ways_of_part(self, part: str) -> Sequence[Way]:
+        """The traced ways that say how long a part takes."""
+        ways = self._parts.get(part, ())
+        strategies = {way.strategy for way in ways}
+        return ways if part in strategies or len(strategies) > 1 else ()
+
+    def knows_parts(self, strategy: str) -> bool:
+        """Whether a layout of it was traced, or of each of its parts one."""
+        return all(part in self._parts for part in strategy.split(PLUS))
+
+    def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
+        """What a trace of a candidate found."""
+        self._seen.append((candidate, math.log(seconds / candidate.estimated_s)))
+        excess = Excess(nbytes - candidate.estimated_bytes, candidate)
+        for _, key in _likenesses(candidate):
+            self._excess.setdefault(key, []).append(excess)
+        if candidate.layout.way not in self._of_ways:
+            for part in candidate.strategy.split(PLUS):
+                self._parts.setdefault(part, []).append(candidate.layout.way)
+        self._of_ways[candidate.layout.way] = 0.0
+        layout = candidate.layout
+        self._largest[layout.way] = max(layout.micro_batch, self._largest.get(layout.way, 0))
+
+    def fit(self) -> None:
+        """Work out the factors, once something was traced."""
+        self._nearest.clear()
+        self._of_relatives.clear()
+        if not self._seen:
+            return
+        ways = list(self._of_ways)
+        variants = list(dict.fromkeys(each for c, _ in self._seen for each in c.variants))
+        self._columns = columns = {name: at for at, name in enumerate([*ways, *variants])}
+        matrix = np.zeros((len(self._seen), len(columns)))
+        for row, (candidate, _) in enumerate(self._seen):
+            for name in (candidate.layout.way, *candidate.variants):
+                matrix[row, columns[name]] = 1.0
+        off = np.array([each for _, each in self._seen])
+        before = np.array([_SD_OF_WAY] * len(ways) + [_SD] * len(variants))
+        self._covariance = np.linalg.inv(matrix.T @ matrix / _NOISE**2 + np.diag(before**-2.0))
+        factors = self._covariance @ matrix.T @ off / _NOISE**2
+        self._of_ways = {way: float(factors[columns[way]]) for way in ways}
+        self._of_variants = {name: float(factors[columns[name]]) for name in variants}
+
+    def bounds(self, waiting: Waiting) -> Bounds:
+        """The seconds that candidates take. Those that are alike have one factor, as a logarithm; where their
+        micro-batches are larger than were traced, it is at the least as small as it may be: what a step took
+        beside its estimate may be of each micro-batch, as where the host is slower than the card."""
+        nearest = [self._of_way(way) for way in waiting.ways]
+        variants = np.array([self._of_variants.get(each, 0.0) for each in waiting.variants], dtype=float)
+        way_at, *variants_at = waiting.alike.T
+        off = np.array([each.factor for each in nearest], dtype=float)[way_at]
+        off = off + sum(variants[at] for at in variants_at)
+        largest = np.array([self._largest.get(each.way, math.inf) for each in nearest], dtype=float)[way_at]
+        fewer = np.minimum(1.0, largest / waiting.micro_batches)
+        at_least = np.where(off > 0, np.log1p(np.expm1(off) * fewer), off)
+        doublings = np.array([each.doublings for each in nearest], dtype=float)[way_at]
+        margins = self._deviations(waiting, nearest) + doublings * math.log(_MARGIN_OF_STEP)
+        of_parts = np.array([self._least_of_parts(way.strategy) for way in waiting.ways], dtype=float)[way_at]
+        least = np.where(np.isnan(doublings), of_parts, at_least - margins)
+        return Bounds(*(waiting.estimated_s * np.exp(each)[waiting.alike_at] for each in (off, least)))
+
+    def _deviations(self, waiting: Waiting, nearest: Sequence[Nearest]) -> np.ndarray:
+        """Standard deviations of the factors, each way taken for the one that is nearest to it."""
+        unknown = len(self._columns)  # has the variance that it had before, and depends on nothing
+        ways = np.array([self._columns.get(each.way, unknown) for each in nearest], dtype=int)
+        variants = np.array([self._columns.get(each, unknown) for each in waiting.variants], dtype=int)
+        way_at, *variants_at = waiting.alike.T
+        columns = [ways[way_at], *(variants[at] for at in variants_at)]
+        own = np.append(np.diag(self._covariance), _SD**2)
+        others = np.pad(self._covariance - np.diag(np.diag(self._covariance)), (0, 1))
+        variance = sum(own[at] for at in columns) + 2 * sum(
+            others[a, b] for a, b in itertools.combinations(columns, 2)
+        )
+        deviations: np.ndarray = np.sqrt(variance)
+        return deviations
+
+    def least_bytes(self, candidate: Candidate) -> float:
+        """Bytes that a candidate takes at the least: the closest of the bounds by candidates that are like it
+        in some way."""
+        like = ((margin, self._excess.get(key)) for margin, key in _likenesses(candidate))
+        bounds = (min(each.least(candidate) for each in known) / margin for margin, known in like if known)
+        return max(bounds, default=candidate.estimated_bytes / _MARGIN_OF_UNKNOWN)
+
+    def most_bytes(self, candidate: Candidate) -> float:
+        """Bytes that a candidate takes at the most, likewise."""
+        like = ((margin, self._excess.get(key)) for margin, key in _likenesses(candidate))
+        bounds = (max(each.most(candidate) for each in known) * margin for margin, known in like if known)
+        return min(bounds, default=candidate.estimated_bytes * SURELY)
+
+    def _of_way(self, way: Way) -> Nearest:
+        if way not in self._nearest:
+            alike = [traced for traced in self._of_ways if traced.strategy == way.strategy]
+            nearest = min(alike, key=lambda traced: _doublings(way, traced), default=None)
+            self._nearest[way] = (
+                Nearest(self._relatives(way.strategy), math.nan, None)
+                if nearest is None
+                else Nearest(self._of_ways[nearest], float(_doublings(way, nearest)), nearest)
+            )
+        return self._nearest[way]
+
+    def _least_of_parts(self, strategy: str) -> float:
+        """The factor of a strategy that was not traced, at the least."""
+        return max(self._slowest_part(strategy) - math.log(_OF_PARTS), -math.log(UNKNOWN))
+
+    def _slowest_part(self, strategy: str) -> float:
+        """The largest factor of the parts of a strategy that were traced alone, or in several others: none of
+        them takes less than in any of these. Where no part was, -inf."""
+        of_parts = [ways for part in strategy.split(PLUS) if (ways := self._ways_of_part(part))]
+        return max((min(self._of_ways[way] for way in ways) for ways in of_parts), default=-math.inf)
+
+    def _relatives(self, strategy: str) -> float:
+        """The factor of a strategy that was not traced: that of its slowest traced part, and else the mean of
+        those that share a part with it, or of all, and no more than 1, with the benefit of the doubt, so that
+        none is left to the end."""
+        if strategy not in self._of_relatives:
+            ways = [way for part in strategy.split(PLUS) for way in self._parts.get(part, ())]
+            factors = [self._of_ways[way] for way in ways or self._of_ways]
+            mean = sum(factors) / len(factors) if factors else 0.0
+            doubted = min(0.0, mean) - _BENEFIT
+            self._of_relatives[strategy] = max(doubted, self._slowest_part(strategy))
+        return self._of_relatives[strategy]
+
+
+def _likenesses(candidate: Candidate) -> Iterator[tuple[float, Hashable]]:
+    """What candidates have in common whose memory is alike, each with the margin of bytes for these."""
+    way, saving, pp = candidate.layout.way, candidate.saving_text, candidate.layout.pp
+    yield 1.03, (way, pp, saving, candidate.layout.fold)
+    yield 1.05, (candidate.strategy, pp, saving, candidate.training_text)
+    yield 1.05, (way, pp, candidate.training_text, candidate.layout.fold)
+    yield 1.05, way
+    yield 1.06, candidate.strategy
+
+
+def _doublings(way: Way, other: Way) -> int:
+    return round(sum(abs(math.log2(n / other.axes[axis])) for axis, n in way.axes.items()))

@@ -8,12 +8,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.choose import layouts as module
 from spbench.bench.tools.choose.asked import Asked
-from spbench.bench.tools.choose.candidates import Bar
+from spbench.bench.tools.choose.candidates import Bar, undominated
 from spbench.bench.tools.choose.layouts import (
     Layout,
     Refused,
@@ -255,6 +256,15 @@ def test_an_option_of_the_model_that_is_fixed_is_not_searched() -> None:
 def test_options_that_cannot_be_fixed(pair: tuple[str, str], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         backend_settings(asked(8, fixed=[pair]))
+
+
+def test_what_takes_longer_and_needs_no_fewer_bytes_is_left_out() -> None:
+    times = np.array([[10.0, 10.5, 12.0, 20.0], [10.9, 11.2, 9.0, 30.0]])
+    nbytes = np.array([[50.0, 50.0, 50.0, 20.0], [60.0, 60.0, 70.0, 10.0]])
+    kept = undominated(times, nbytes, np.ones(times.shape, dtype=bool))
+    assert kept.tolist() == [[True, True, False, True], [True, False, True, True]]
+    others = undominated(times, nbytes, times > 10.0)  # the fastest is not among them
+    assert others.tolist() == [[False, True, False, True], [True, True, False, True]]
 
 
 def test_what_takes_far_longer_than_five_that_probably_fit_is_no_candidate() -> None:

@@ -106,7 +106,9 @@ def test_what_was_not_traced_is_too_large_or_slow_by_the_estimate(
     tp: int, too_large: float, words: str
 ) -> None:
     candidates = [
-        Candidate(Layout(Way("tensor_parallel", {"tp": n}), dp, pp, 1), {}, {}, {}, "", "", seconds, nbytes)
+        Candidate(
+            Layout(Way("tensor_parallel", {"tp": n}), dp, pp, 1), {}, {}, {}, "", "", seconds, nbytes, 0.0
+        )
         for n, dp, pp, seconds, nbytes in (
             (2, 4, 1, 3.0, 10.0),
             (2, 4, 1, 1.0, 50.0),
