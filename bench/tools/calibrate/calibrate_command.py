@@ -26,7 +26,7 @@ from spbench.bench.yaml_text import comment, dump
 
 
 def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -> Output:
-    """Read the logs and write the cluster's file ``output``; nothing is written if one of them is wrong.
+    """Read the logs and write the cluster's file ``output``; nothing is written if a log is wrong.
 
     Raises:
         UserError: a log is of no known kind, damaged, or not of the card; there is no cluster ``extends``.

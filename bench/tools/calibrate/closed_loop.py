@@ -105,7 +105,7 @@ def measured_samples(cells: Sequence[Cell]) -> list[list[float]]:
 
 
 def predicted(cell: Cell, cluster: Cluster) -> dict[str, float]:
-    """The step time of a cell on virtual ranks, and what it is made of, in seconds."""
+    """The predicted step time of a cell on virtual ranks, and the parts of that time, in seconds."""
     timeline = trace_classes(cell, events=True).simulator(cluster)()
     return {"step_time_s": timeline.step_time_s, **timeline.breakdown}
 

@@ -29,11 +29,11 @@ _TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 @dataclass
 class LogCluster:
-    """What a cluster's file is to say.
+    """The content of a cluster's file that is to be written.
 
     Attributes:
         content: of the file.
-        fitted: a line for each figure of a log: where it stands, its value, how it was found, its source.
+        fitted: a line for each figure of a log: its key, its value, how it was fitted, its source.
         remarks: what was left out and why.
     """
 
@@ -65,7 +65,7 @@ def unknown() -> dict[str, Any]:
 
 
 def without_scalar(base: Cluster | None, scalar: str, precision: str | None = None) -> dict[str, Any]:
-    """The part that takes back what the base's calibration makes of a rate; {} if it makes nothing of it."""
+    """The part of a file that sets a scalar of the base's calibration back to 1; {} if the base has none."""
     back = {
         str(name): {scalar: 1.0, **({} if len(each.scalars) > 1 else {"fitted_on": []})}
         for name, each in (base.calibration.items() if base else ())
@@ -86,10 +86,10 @@ SEND = "send"
 
 
 def put_collectives(cluster: LogCluster, findings: Mapping[str, Findings], base: Cluster | None) -> None:
-    """Put the rates into the file.
+    """Put the rates of collectives into the file.
 
-    A rate measured on several nodes is divided among the network cards of a node, and
-    the latency is less that of the part within a node, since a group's time is made of both parts.
+    A rate measured on several nodes is divided among the network cards of a node. The latency of the part
+    within a node is subtracted, because a group's time is the sum of both parts.
     """
     rates = collective_rates(findings)
     if not rates:
@@ -142,7 +142,7 @@ def _of_a_card(rate: Rate, cards: int, latency_within: float) -> Rate:
 
 
 def _put_rates(cluster: LogCluster, link: str, kind: str, by_size: Mapping[int, Rate]) -> None:
-    """The rates of a collective, by ranks of a node or by nodes; or that of a send, of the largest size."""
+    """Put a collective's rates, by ranks of a node or by nodes; of a send, only the largest size's rate."""
     if kind == SEND:
         cluster.put({link: _figures(cluster, link, by_size[max(by_size)])})
         return

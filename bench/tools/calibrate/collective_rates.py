@@ -135,7 +135,7 @@ def collective_rates(device: str, sweep: RateSweep) -> Iterator[RatePoint]:
 
 def _messages(group: dist.ProcessGroup) -> dict[str, _Maker]:
     """Messages round the ring of all ranks and, where there are nodes of as many ranks each, within and
-    between nodes: each rank to the next of its node, and to the one in its place of the next node."""
+    between nodes: each rank sends to the next of its node, and to the one in its place on the next node."""
     n, rank, local = group.size(), group.rank(), ranks_per_node(group)
     peers = {SEND: ((rank + 1) % n, (rank - 1) % n)}
     if local < n:
@@ -147,7 +147,7 @@ def _messages(group: dist.ProcessGroup) -> dict[str, _Maker]:
 
 
 def ranks_per_node(group: dist.ProcessGroup) -> int:
-    """Ranks on each host; all of them where hosts have different numbers of ranks."""
+    """How many ranks each host has; all ranks of the group if hosts have different numbers."""
     hosts: list[str] = [""] * group.size()
     dist.all_gather_object(hosts, platform.node(), group=group)
     counts = set(Counter(hosts).values())

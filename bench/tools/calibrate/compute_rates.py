@@ -165,8 +165,8 @@ def compute_rates(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[RatePo
 
 
 def _series(trials: Iterable[_Trial], device: str, sweep: RateSweep) -> Iterator[RatePoint]:
-    """Time trials of one operation, by size, up to one that would take too long or for which there is no
-    memory on some rank."""
+    """Time trials of one operation, by size, until a trial would take too long or some rank has no memory for
+    it."""
     expected_s = 0.0  # for a FLOP or a byte
     for point, make in trials:
         work = point.flops or point.nbytes
@@ -227,7 +227,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _sums(device: str, ranks: int, sweep: RateSweep) -> Iterator[_Trial]:
-    """Two tensors into new memory, as an activation is made; the bytes are those of all three."""
+    """Trials that add two tensors into new memory, as an activation is; all three tensors count as bytes."""
     for nbytes in sweep.summed_bytes:
 
         def make(count: int = nbytes // 4) -> Callable[[], Any]:

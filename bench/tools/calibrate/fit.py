@@ -93,7 +93,7 @@ def known_cells(scenario: Scenario, table: PublishedTable, quantity: str) -> lis
 
 
 def _published_seconds(cell: Cell, quantity: QuantityColumn, published: float) -> float:
-    """A cell's step time by what was published of it."""
+    """A cell's step time in seconds, from the number that was published of it."""
     if quantity.field == "step_time_s":
         return published * (quantity.published_unit or quantity.unit)
     if quantity.field == "samples_per_s":
@@ -102,7 +102,7 @@ def _published_seconds(cell: Cell, quantity: QuantityColumn, published: float) -
 
 
 def chosen(fit: Fit, known: Sequence[Known]) -> list[Known]:
-    """The cells of a fit's rows; UserError if there are none, or no such column."""
+    """The cells of a fit's rows; UserError if there are none, or the rows name an unknown column."""
     for column in fit.rows:
         if known and column not in known[0].row.text:
             hint = suggestion(column, known[0].row.text)

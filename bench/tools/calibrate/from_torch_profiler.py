@@ -196,13 +196,13 @@ def _pass(each: _Launched) -> TimedPass | None:
 
 
 def _same_rank(shapes: list[list[int]]) -> list[list[int]]:
-    """The shapes with ones before them, so that all have as many axes."""
+    """The shapes, each with ones put before it, so that all have the same number of axes."""
     axes = max(map(len, shapes))
     return [[1] * (axes - len(shape)) + shape for shape in shapes]
 
 
 def _gaps(on_card: list[dict[str, Any]]) -> list[float]:
-    """Seconds from the end of what a stream does to the start of what it does next; of the stream with most
+    """Seconds from the end of each event of a stream to the start of its next; for the stream with most
     kernels."""
     streams = grouped(on_card, lambda e: (e.get("pid"), (e.get("args") or {}).get("stream", e.get("tid"))))
     busiest = max(streams.values(), key=len)

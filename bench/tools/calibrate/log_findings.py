@@ -44,7 +44,7 @@ class LogFile:
 
     @cached_property
     def text(self) -> str:
-        """The content as UTF-8; bytes that are none become a mark."""
+        """The content as UTF-8; bytes that are not UTF-8 become a mark."""
         return self.content.decode(errors="replace")
 
     def damaged(self, problem: str) -> UserError:
@@ -53,8 +53,8 @@ class LogFile:
 
 
 def log_table(module: str) -> Any:
-    """What the YAML file beside a reader has of its kind of log, as attributes: names, and under ``patterns``
-    regular expressions, in which <NAME> stands for that entry of ``parts``. ``module``: the reader's file."""
+    """The YAML file beside a reader, on its kind of log, as attributes: names, and under ``patterns`` regular
+    expressions, in which <NAME> stands for that entry of ``parts``. ``module``: the reader's file."""
     table = read_yaml(Path(module).with_suffix(".yaml"))
     patterns = table.pop("patterns")
     for name, part in table.pop("parts", {}).items():
@@ -88,8 +88,8 @@ class TimedMatmul:
 
 @dataclass(frozen=True)
 class AttentionSpeed:
-    """What an attention kernel reached at one length; the fields are those of :class:`AttentionRate`, whose
-    FLOPs are those that the mask leaves."""
+    """The FLOP/s of an attention kernel at one length; fields as of :class:`AttentionRate`, which counts only
+    FLOPs that the mask leaves."""
 
     kernel: AttentionKernel
     head_size: int
@@ -113,7 +113,7 @@ class TimedCollective:
 
     Attributes:
         collective: as :data:`RatedCollective` calls it, or "send" for a message round the ring of all ranks.
-        nodes: that the ranks are on, each with as many.
+        nodes: how many nodes the ranks are on, each with equally many.
         nbytes: the payload, as ``WIRE_SHARE`` counts it.
     """
 
@@ -126,11 +126,11 @@ class TimedCollective:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a log says.
+    """The figures that a log has.
 
     Attributes:
-        about: what wrote it, for the sources of the figures: "all_reduce_perf of nccl-tests".
-        card: the device as the log calls it; "" where it does not.
+        about: the program that wrote it, for the sources of the figures: "all_reduce_perf of nccl-tests".
+        card: the device as the log calls it; "" if the log names none.
         memory_total_bytes: of the card.
         launch_gaps_s: from the end of a kernel to the start of the next of its stream.
         remarks: what was passed over and why, one a line.
@@ -148,10 +148,10 @@ class Findings:
 
 
 def findings_of(path: Path) -> Findings:
-    """What the file says, by the kind of log that knows its content.
+    """The figures of a log, read by the kind of log that recognizes the file's content.
 
     Raises:
-        UserError: it cannot be read, is empty or damaged, or is of no kind or several.
+        UserError: the file cannot be read, is empty or damaged, or is of no kind or several.
     """
     content = read_file(path)
     if content.startswith(_GZIP):
@@ -200,14 +200,14 @@ class _Datasheet:
 
 
 def check_plausible(findings: Mapping[str, Findings], base: Cluster | None) -> None:
-    """Refuse logs, by the names of their files, that cannot be of one card, or not of the base's.
+    """Refuse logs, by the names of their files, that cannot be of one card, or of the base's card.
 
     Args:
         base: the cluster into which they are put; None: where the logs name a card that a packaged cluster
             has, its datasheet is taken.
 
     Raises:
-        UserError: names the file, what it says, and the limit.
+        UserError: names the file, the figure in it, and the limit.
     """
     card = one_card(findings)
     if base and card and not is_same_card(card, base.device.name):
@@ -267,8 +267,8 @@ def _of_cluster(cluster: Cluster) -> _Datasheet:
 
 @cache
 def _of_card(card: str) -> _Datasheet:
-    """That of the first packaged cluster of a card, without its links, which are the cluster's; nothing is
-    known of a card that none has."""
+    """The datasheet of the first packaged cluster with a card, without links, which belong to the cluster;
+    without figures if no cluster has the card."""
     for cluster in map(load_cluster, cluster_names() if _described(card)[0] else ()):
         if _described(cluster.device.name)[0] and is_same_card(card, cluster.device.name):
             return replace(_of_cluster(cluster), name=cluster.device.name, node_link=None)
@@ -284,9 +284,8 @@ def _times(findings: Findings) -> Iterator[float]:
 def _speeds(
     findings: Findings, datasheet: _Datasheet
 ) -> Iterator[tuple[float, float | None, Literal["TFLOP/s", "GB/s"], str]]:
-    """The speeds of a log, each beside what the card can do, in units of one, the unit in which people read
-    it, and what it is of. Passes over memory are not among them: caches can be faster, and what is left out
-    is said."""
+    """The speeds of a log: each speed, the card's limit (both without prefix), the unit in which people read
+    it, and what was measured. Passes over memory are left out, as caches can be faster than the memory."""
     for product in findings.matmuls:
         limit = datasheet.flops_per_s.get(product.precision)
         yield product.flops / product.seconds, limit, "TFLOP/s", product.precision

@@ -25,7 +25,7 @@ from spbench.plots.rates import draw_machine_rates
 
 
 class _Dumper(Dumper):
-    """Writes lists of numbers, and of such lists, in one line."""
+    """Writes a list of numbers, or of lists of numbers, in one line."""
 
     def represent_numbers(self, items: list[Any]) -> yaml.Node:
         flow = not any(isinstance(item, Mapping | str) for item in items)

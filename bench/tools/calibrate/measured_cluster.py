@@ -51,16 +51,16 @@ _DIGITS = 4
 
 @dataclass(frozen=True)
 class Machine:
-    """What was measured, and on what.
+    """The measurements of a machine, and the machine.
 
     Attributes:
         points: of all operations, in the order in which they were measured.
         device_type: "cpu" or "cuda"; ``device_name`` is what the system calls it.
-        memory_bytes: of a device, and taken by its context before the first tensor; None of a CPU.
+        memory_bytes: of a device, and taken by its context before the first tensor; None for a CPU.
         per_node: ranks on each host.
-        kernels: of the small training step, each of which costs a call.
-        host_work: of each training step whose operators were timed, how many operators, views, nodes of
-            autograd and modules' calls it has.
+        kernels: how many kernels the small training step has, each of which costs a call.
+        host_work: for each training step whose operators were timed, how many operators, views, nodes of
+            autograd and calls of modules it has.
     """
 
     points: Sequence[RatePoint]
@@ -73,7 +73,7 @@ class Machine:
     host_work: Sequence[Sequence[int]] = ()
 
     def of(self, operation: str, precision: str | None = None) -> list[RatePoint]:
-        """The points of an operation, of one precision if it is given, by size."""
+        """The points of an operation by size; only those of a precision, if it is given."""
         points = [p for p in self.points if p.operation == operation and precision in (None, p.precision)]
         return sorted(points, key=lambda point: point.extent)
 

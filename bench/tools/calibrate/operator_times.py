@@ -53,7 +53,7 @@ _IN_A_ROW = 50
 
 
 def host_points(sweep: RateSweep) -> Iterator[RatePoint]:
-    """A point of each, on all ranks at once; ``extent`` is how many of them a call has."""
+    """A point for each kind of host work, on all ranks at once; ``extent``: how often a call does it."""
     x = torch.ones(1, requires_grad=True)
     bare, bare_x, identity = torch.ops.aten.neg.default, x.detach(), nn.Identity()
     row = reduce(lambda y, _: torch.neg(y), range(_IN_A_ROW), x)
@@ -174,7 +174,7 @@ def operator_points(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[Rate
 
 
 def _of_step(mesh: DeviceMesh, cell: Cell, sweep: RateSweep, freeing: _Freeing) -> Iterator[RatePoint]:
-    """The points of one step."""
+    """The points of one training step: its operators and the rest of it."""
     training, inputs = set_up(cell, mesh, torch.Generator().manual_seed(SEED))
     initialize(training.module, SEED)
     for _ in range(_WARMUP):
@@ -199,13 +199,13 @@ def points_of(
     samples: Mapping[_Kind, Sequence[float]],
     freeing: _Freeing,
 ) -> Iterator[RatePoint]:
-    """The points of a step: what it takes beside its operators, and each kind of these.
+    """The points of a step: the time that is not in operators, then each kind of operator.
 
     Args:
         steps_s: samples of the step, without a clock.
-        calls: of each kind in a step.
-        samples: of one call of each kind, by the same steps.
-        freeing: what freeing a tensor takes.
+        calls: how many calls of each kind a step has.
+        samples: seconds of one call of each kind, from the same steps.
+        freeing: seconds to free a tensor, by its bytes.
     """
     ranks = cell.sizes.world
     whole = {
@@ -254,11 +254,11 @@ def matmul_fit(points: Sequence[RatePoint], precision: str) -> LeastSquares | No
 
 
 def host_figures(points: Sequence[RatePoint], counts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Seconds of an operator, a view, a node of autograd and a module's call beside operators' own times, by
-    calls of these alone; and of a step, the median of what is left of the steps that were timed.
+    """Seconds of an operator, a view, a node of autograd and a module's call on the host, from calls that do
+    only these; and of a step, the median of what remains of the timed steps.
 
     Args:
-        counts: of each of these steps, how many operators, views, nodes and modules there are.
+        counts: for each timed step, how many operators, views, nodes and modules it has.
     """
     alone = {p.operation: p.seconds / p.extent for p in points if p.operation in _ALONE}
     bare = alone[BARE]

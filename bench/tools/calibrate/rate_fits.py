@@ -126,7 +126,7 @@ def attention_rates(findings: Mapping[str, Findings]) -> dict[tuple[str, int, st
 
 
 def memory_rate(findings: Mapping[str, Findings]) -> Rate | None:
-    """Seconds = bytes / limit, of passes that caches hold little of; None: there is none."""
+    """The rate in seconds = bytes / rate, fitted to passes too large for caches; None: there are none."""
 
     def large(each: Findings) -> list[TimedPass]:
         return [one for one in each.passes if one.nbytes >= LARGE_PASS_BYTES]

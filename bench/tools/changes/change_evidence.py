@@ -138,7 +138,7 @@ def _is_one_process(base: Reading, new: Reading) -> bool:
 
 
 def _units(reading: Reading, what: str) -> Sequence[float]:
-    """What counts as an observation: samples, or medians of rounds."""
+    """The observations that a test counts: samples, or the medians of rounds."""
     return reading.samples if what == "samples" else [statistics.median(round_) for round_ in reading.rounds]
 
 
@@ -171,14 +171,14 @@ def _test(key: str, base: Reading, new: Reading, *, in_turns: bool) -> _Tested:
 
 
 def _corrected(tested: Sequence[_Tested]) -> Sequence[float]:
-    """Their p-values, corrected for how many there are."""
+    """The p-values of the tests, corrected for how many tests there are."""
     if not tested:
         return []
     return [float(p) for p in scipy.stats.false_discovery_control([judged.p for judged in tested])]
 
 
 def _precision(tested: Sequence[_Tested]) -> Iterable[str]:
-    """How much a change could be seen: a line for metrics in rounds, one for those of one process a side."""
+    """How small a change could be seen: a line for metrics in rounds, and for those of one process a side."""
     by_rounds = [judged for judged in tested if not _is_one_process(judged.base, judged.new)]
     if by_rounds:
         rounds = min(len(reading.rounds) for judged in by_rounds for reading in (judged.base, judged.new))
@@ -220,8 +220,8 @@ class Why(NamedTuple):
     """Why a number changed.
 
     Attributes:
-        moved: names of what moved, most first: the same for cells that changed in the same way.
-        text: the same with amounts; "" where the rows do not say.
+        moved: the names of what moved, most first; equal for cells that changed in the same way.
+        text: the names with amounts; "" if the rows do not tell.
     """
 
     moved: tuple[str, ...] = ()
@@ -260,8 +260,7 @@ def _status(base: Row, new: Row) -> Why:
 
 
 def _beside_the_form(measured: Mapping[str, Any]) -> str:
-    """The first message whose bytes are not those of the closed form, and how many more there are; "" where
-    there is none."""
+    """The first message whose bytes differ from the closed form, and how many more do; "" if none does."""
     wrong = measured.get("formula_difference") or []
     if not wrong or not {"phase", "collective", "metered_bytes", "formula_bytes"} <= wrong[0].keys():
         return ""
@@ -300,7 +299,7 @@ def _peak(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
 
 
 def _reserved(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
-    """Whether more is allocated at the peak, or more is reserved beside that."""
+    """Why reserved memory changed: more is allocated at the peak, or more is reserved on top of that."""
     parts = [
         {"allocated at the peak": peak, "reserved beside it": reserved - peak}
         for measured in (was, now)

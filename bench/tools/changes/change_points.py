@@ -86,8 +86,8 @@ def noise_of(logs: NDArray[Any]) -> float:
 
 
 def _without_outliers(logs: NDArray[Any], noise: float) -> NDArray[Any]:
-    """Each value clipped to some standard deviations around the median of its neighbourhood, which at the
-    ends is moved inwards so that it has as many values as elsewhere."""
+    """Each value clipped to some standard deviations around the median of its window; at both ends the window
+    is moved inwards, so that it is as wide as elsewhere."""
     starts = np.clip(np.arange(len(logs)) - _WINDOW // 2, 0, len(logs) - _WINDOW)
     medians = np.median(logs[starts[:, None] + np.arange(_WINDOW)], axis=1)
     return np.clip(logs, medians - _OUTLYING * noise, medians + _OUTLYING * noise)

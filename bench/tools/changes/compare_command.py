@@ -42,8 +42,7 @@ GRACE_S = 20.0
 
 
 def measured_repository() -> Path:
-    """The repository whose commits are compared: that around the working folder, else that of spbench's own
-    code.
+    """The repository whose commits are compared: the one around the working folder, else spbench's own.
 
     Raises:
         UserError: there is neither.
@@ -64,13 +63,12 @@ def run_in_turns(
     output: Path,
     on_turn: Callable[[int, str], None] = lambda number, side: None,
 ) -> dict[str, Path]:
-    """Measure versions of a project in turns; the rows of each go to a folder of its name in ``output``.
-
-    Where all that is measured is exact, one round says everything, and there are no more.
+    """Measure versions of a project in turns; the rows of each version go to its folder in ``output``. If all
+    that is measured is exact, one round says everything, and no further round is run.
 
     Args:
         versions: by the name of their folder.
-        scenario: a name; or the path of a file: of one in the repository each side takes its own.
+        scenario: a name, or the path of a file; if that is in the repository, each version takes its own.
         arguments: further ones of `spbench run`, without ``--output``.
         on_turn: called with the round, from 1, and the name of the version before each turn.
 
@@ -78,7 +76,7 @@ def run_in_turns(
         The folder of each version, with cells.jsonl, and comparison.csv if the run made one.
 
     Raises:
-        UserError: a version cannot run that; what it said, in one line.
+        UserError: a version cannot run the scenario; its message, in one line.
         KeyboardInterrupt: passed on, when the processes have ended.
     """
     repository = measured_repository()
@@ -98,8 +96,8 @@ def run_in_turns(
 
 
 def _counterpart(path: Path, repository: Path, version: CodeVersion) -> Path | None:
-    """What has the place of a file or folder of the repository in a version; None: nothing, or the path lies
-    elsewhere."""
+    """The same file or folder of the repository in another version; None: it has none, or the path lies
+    outside the repository."""
     path, repository = resolved(path), resolved(repository)
     if not path.is_relative_to(repository):
         return None
@@ -150,7 +148,7 @@ def _run(version: CodeVersion, folder: Path, arguments: Sequence[str]) -> str:
 
 
 def _rows(side: str, version: CodeVersion, folder: Path, said: str) -> list[Row]:
-    """The rows of a turn, which said this on standard error.
+    """The rows of a turn; ``said``: its standard error.
 
     Raises:
         UserError: there are none, or they were made by another commit.

@@ -36,7 +36,7 @@ def shown_origin(results: Results, commit: str = "") -> str:
     Numbers of engines that are exact are the same on any machine.
 
     Args:
-        commit: of all rows, in place of what they say.
+        commit: the commit of all rows, whatever they say.
     """
     rows = results.cells.values()
     origins = [origin_of(row, results.path, commit) for row in rows]
@@ -107,8 +107,8 @@ class Suite:
         return origin_of(row, self.results.path, self.commit)
 
     def values(self, *metrics: str) -> Iterator[ExportedValue]:
-        """The numbers of these metrics, or of all, of the cells that have some, in the order of the rows and
-        of :data:`METRICS`."""
+        """The numbers of these metrics (none named: of all), cell by cell in the order of the rows and of
+        :data:`METRICS`."""
         for row in self.rows:
             if row["status"] in WITH_VALUES:
                 for name, reading in readings(row).items():
@@ -124,7 +124,7 @@ class ExportRequest:
         suites: at least one; their names differ.
         output: the file or folder that will be written; None for standard output.
         targets: values that metrics have to meet.
-        not_run: names of what there are bases of, but no results.
+        not_run: names of bases that have no results.
         heeded: "targets", once an export has asked for one.
     """
 
@@ -135,10 +135,10 @@ class ExportRequest:
     heeded: set[str] = field(default_factory=set)
 
     def values(self, *metrics: str) -> list[ExportedValue]:
-        """The numbers of these metrics, or of all, by suite and row.
+        """The numbers of these metrics (none named: of all), by suite and row.
 
         Raises:
-            UserError: there is none; with what there is instead.
+            UserError: there are no such numbers; with what there is instead.
         """
         values = [value for suite in self.suites for value in suite.values(*metrics)]
         if not values:
@@ -213,7 +213,7 @@ def read_suites(
 
 
 def not_run(paths: Sequence[Path], base: Path | None) -> list[str]:
-    """The names of those in a folder of bases of which there are no results."""
+    """The names of the bases in a folder that have no results at ``paths``."""
     if base is None or _is_results(base):
         return []
     names = {path.parent.name for path in base.glob(f"*/{RESULTS_FILE}")}

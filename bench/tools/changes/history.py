@@ -88,7 +88,7 @@ class Acceptance(_SeriesSelector):
         return reason
 
     def accepts(self, step: Step, series: Series) -> bool:
-        """Whether the step is one of those meant."""
+        """Whether this accepts the step of a series."""
         if not self.selects(series):
             return False
         hashes = [point.commit.hash for point in series.points]
@@ -111,10 +111,10 @@ def read_entries(path: Path, kind: type[Entry]) -> tuple[Entry, ...]:
 
 @dataclass(frozen=True)
 class Assessment:
-    """A series, and what there is to say of it.
+    """A series, with its steps and targets.
 
     Attributes:
-        steps: the earliest first; those that were meant say why.
+        steps: the earliest first; steps that were meant say why.
         targets: that the series should meet.
     """
 
@@ -139,12 +139,12 @@ class Assessment:
 
     @property
     def fails(self) -> bool:
-        """Whether a nightly job should fail of it."""
+        """Whether a nightly job should fail because of this series."""
         return bool(self.regressions or self.missed)
 
 
 def counts(assessments: Sequence[Assessment]) -> dict[str, int]:
-    """How many regressions stand, targets are missed, steps there are, and how many of these were meant."""
+    """How many regressions stand, targets are missed, steps there are, and steps were meant."""
     steps = [step for each in assessments for step in each.steps]
     return {
         "standing": sum(len(each.regressions) for each in assessments),
@@ -229,11 +229,11 @@ def _check(kind: str, name: str | None, names: Iterable[str]) -> None:
 
 
 def read_history(folder: Path) -> History:
-    """Read all records below a folder, its targets and what was meant.
+    """Read all records below a folder, its targets and its accepted steps.
 
     Raises:
         UserError: the folder is missing or has no record, a file in it is not a whole record, or the file of
-            targets or of what was meant is wrong.
+            targets or of accepted steps is wrong.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; spbench record RESULTS --history {folder} makes it")

@@ -133,7 +133,7 @@ def _steps(assessments: Sequence[Assessment]) -> Iterator[dict[str, Any]]:
 
 
 def _about(pair: tuple[Assessment, Step]) -> tuple[str, str, str, str]:
-    """What is said alike of steps in the cells of a strategy."""
+    """What steps must have in common to stand in one line: verdict, metric, strategy and commits."""
     (assessment, step), series = pair, pair[0].series
     stands = step.meant or step.verdict != "regression" or step in assessment.regressions
     verdict = _verdict(step) + ("" if stands else " (undone)")
@@ -141,7 +141,7 @@ def _about(pair: tuple[Assessment, Step]) -> tuple[str, str, str, str]:
 
 
 def strategy_of(key: str) -> str:
-    """The strategy that a cell's key names; the key itself of what is no cell of ours, as a benchmark."""
+    """The strategy in a cell's key; the whole key if it is not a cell's, for example a benchmark's."""
     parts = key.split("/")
     return parts[1] if len(parts) >= _PARTS_OF_A_KEY else key
 

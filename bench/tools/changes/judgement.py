@@ -33,12 +33,12 @@ ERROR_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class Judgement:
-    """What a comparison of two results says.
+    """The outcome of a comparison of two results.
 
     Attributes:
         differences: the worst first.
         equal: how many cells and claims are as they were, by kind.
-        unjudged: cells and claims that have no difference, but of which something could not be judged.
+        unjudged: cells and claims without a difference of which a part could not be judged.
         notes: what could not be judged, and why.
     """
 
@@ -133,8 +133,8 @@ def _check_base(base: Results) -> None:
 
 
 def _lacking(base: Results, new: Results) -> Iterator[str]:
-    """A line on the metrics that new rows have and those of the base have not, though a cell's status is the
-    same: what is not there judges nothing."""
+    """A line on the metrics that only the new rows have, though a cell's status is the same; a metric that
+    the base lacks judges nothing."""
     lacking: Counter[str] = Counter()
     for key in base.cells.keys() & new.cells.keys():
         before, now = base.cells[key], new.cells[key]
@@ -151,7 +151,7 @@ def _verdict(change: float) -> Verdict:
 
 
 def _explained(difference: Difference, base: Row | None, new: Row | None) -> Difference:
-    """With the strategy of its cell, and why it is one."""
+    """The difference with its cell's strategy added, and why the values differ."""
     either = new or base
     strategy = str(either["cell"].get("strategy", "")) if either else ""
     if base is None or new is None:

@@ -22,8 +22,8 @@ _WORDS = {metric.name: metric.words for metric in METRICS}
 
 @dataclass(frozen=True)
 class ChangeGroup:
-    """Differences of one verdict, strategy and quantity, in which the same moved; of those that are allowed,
-    of all strategies.
+    """Differences of one verdict, strategy and quantity, in which the same moved; allowed differences of all
+    strategies are in one group.
 
     Attributes:
         differences: the worst first.
@@ -50,7 +50,8 @@ class ChangeGroup:
 
     @property
     def values(self) -> str:
-        """Base and new of the worst, in units for people; of what is missing or new, what there is."""
+        """Base and new of the worst difference, in units for people; if it is missing or new, the one
+        value."""
         worst, unit = self.worst, _UNITS.get(self.worst.quantity, "")
         if worst.verdict in ("missing", "new"):
             return shown_value(worst.new if worst.verdict == "new" else worst.base, unit)
@@ -78,7 +79,7 @@ def grouped(differences: Iterable[Difference]) -> list[ChangeGroup]:
 
 
 class ShownDifference(NamedTuple):
-    """The values of a difference; "" where there is none."""
+    """The values of a difference as texts; "" for one that does not exist."""
 
     base: str
     new: str

@@ -115,11 +115,11 @@ class Difference:
 
     Attributes:
         where: a cell's key, or a claim and its cells.
-        base, new: before and now; None where there is none.
-        change: how much of the base it is worse by (negative: better); infinite where that is no number.
-        allowed: it is worse, but of what a subset need not have.
+        base, new: the value before and now; None if there is none.
+        change: how much worse it is, as a part of the base (negative: better); infinite if not a number.
+        allowed: whether it is worse only in what a subset need not have.
         interval: of ``change``, for a measured number that was tested.
-        p: of that test, corrected for the number of tests.
+        p: p-value of the test, corrected for the number of tests.
         strategy: of the cell, or of the cell that a claim is about; "" where that is not known.
         moved, why: see :class:`Why`.
     """
@@ -166,7 +166,8 @@ def has_exact_engine(row: Row) -> bool:
 
 
 def _rounds(metric: Metric, row: Row) -> tuple[tuple[float, ...], ...]:
-    """The samples of each round in which a metric was measured; of a row of one run, its samples, if any."""
+    """The samples of each round in which a metric was measured; without rounds, the samples of the run, if
+    any."""
     rounds = []
     for measured in row.get("rounds") or [row["measurement"]]:
         samples = measured.get(metric.samples) or ()

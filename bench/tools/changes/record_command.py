@@ -63,7 +63,7 @@ class RunRecord:
     Attributes:
         date: of the end of the run, as :attr:`Commit.date`.
         rows: at least one.
-        host: the name of the machine, in the place of the host that the rows name; "": as these say.
+        host: the name of the machine, in place of the host that the rows name; "": the rows' host counts.
     """
 
     suite: str
@@ -169,10 +169,10 @@ def _check_one_machine(suite: str, rows: Sequence[Row]) -> None:
 
 
 def _commit(name: str, branch: str | None, repository: Path | None, results: Path) -> Commit:
-    """The commit of that name, with its date.
+    """The commit with that name, and its date.
 
     Raises:
-        UserError: the name is empty, no repository has it, or its branch is not known.
+        UserError: the name is empty, no repository has the commit, or its branch is not known.
     """
     if not name:
         raise UserError("the results do not name their commit; name it by --commit")

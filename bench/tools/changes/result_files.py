@@ -37,13 +37,13 @@ PYTEST_BENCHMARK = "pytest-benchmark"
 
 @dataclass(frozen=True)
 class Results:
-    """What is compared.
+    """One side of a comparison.
 
     Attributes:
         cells: rows by key.
         claims: the rows of comparison.csv by claim, variant, numerator and denominator; None: there is no
             such file.
-        notes: what the files lack, a line each.
+        notes: a line for each part that the files lack.
         not_finite: the fields of rows whose numbers are not finite, by key; empty unless asked for.
     """
 
@@ -92,7 +92,7 @@ class Origin:
 
     @property
     def machine_name(self) -> str:
-        """The machine, as far as it is known: "vm (Intel Xeon Processor, NVIDIA H100)", or a part of that."""
+        """The machine as far as rows name it: "vm (Intel Xeon Processor, NVIDIA H100)", or a part of that."""
         host, *hardware = self._machine
         # without signs of trademarks and the clock
         parts = [
@@ -142,7 +142,7 @@ def origin_of(row: Row, results: Path | None = None, commit: str = "") -> Origin
 
 
 def suite_of(path: Path) -> str:
-    """The name of the results at a path: that of their folder, or of their file without its ending."""
+    """The name of the results at a path: the name of their folder, or of their file without its ending."""
     place = resolved(path)
     if place.is_dir():
         return place.name

@@ -41,9 +41,9 @@ class Point:
     """A value at a commit.
 
     Attributes:
-        value: of a measured metric, the median over the records of this commit; of an exact one, that of the
-            newest record.
-        samples: of a measured metric, those of all these records; else empty.
+        value: of a measured metric, the median over the records of this commit; of an exact metric, the value
+            in the newest record.
+        samples: of a measured metric, the samples in all these records; else empty.
         software: versions of libraries, of the system and of the GPU's driver, by the newest record.
     """
 
@@ -167,11 +167,11 @@ class Step:
 
     Attributes:
         last_before, first_after: it came with a commit after the first of these, up to and with the second;
-            of a measured metric with 95% confidence. For a drift: where that begins and ends.
+            for a measured metric with 95% confidence. For a drift: where the drift begins and ends.
         before, after: the levels, in the unit of the series.
         verdict: whether the new level is worse or better.
         drift: a measured metric went from one level to the other little by little.
-        meant: the reason why it is accepted (:class:`Acceptance`); empty if nobody has accepted it.
+        meant: the reason why the step is accepted (:class:`Acceptance`); empty if nobody has accepted it.
     """
 
     last_before: Point
@@ -195,8 +195,8 @@ class Step:
 
     @property
     def also_changed(self) -> dict[str, tuple[str | None, str | None]]:
-        """What else was different after the step: versions of libraries, of the system and of the GPU's
-        driver, before and after; None: not there."""
+        """Which versions (of libraries, the system, the GPU's driver) changed with the step: (before, after)
+        by name; None: not there."""
         before, after = self.last_before.software, self.first_after.software
         return {
             name: (before.get(name), after.get(name))

@@ -99,7 +99,7 @@ def _known_time_s(commit: str, suite: Suite) -> int:
 
 
 def _entries(row: Row) -> Iterator[_Entry]:
-    """The metrics of a cell; one without any has its peak memory, which shows that there is none."""
+    """The metrics of a cell; a cell without any has its peak memory without a value, to show that."""
     values = readings(row) if row["status"] in WITH_VALUES else {}
     for metric in METRICS:
         if metric.name in values or metric.name == "peak_memory_bytes":

@@ -50,10 +50,9 @@ class Advice:
     """The answer to one question.
 
     Attributes:
-        seconds, cpu_s: that the search took, and of cores: its own and those of its looks, when these were
-            taken.
-        prices: of the named layout's memory switches, and of the other settings that it could have.
-        absence: of the layouts that were asked about; None: nothing was asked.
+        seconds, cpu_s: how long the search took, and how many seconds of cores, its own and its looks'.
+        prices: of the named layout's memory switches, and of other settings that it could have.
+        absence: why the layouts that were asked about are not named; None: nothing was asked.
     """
 
     question: Question
@@ -65,8 +64,8 @@ class Advice:
 
     @property
     def ranked(self) -> list[Seen]:
-        """The layouts that are named: those that tie with the fastest, the simplest first, and then the
-        others; and the job's own, in place of one as fast that differs in settings alone, else last."""
+        """The named layouts: first ties with the fastest, the simplest first, then others. The job's own
+        takes the place of one as fast that differs in settings alone, else it is last."""
         named, own = ranked(self.result.best)[:NAMED], self.result.own
         if own is None or not named:
             return named
@@ -88,8 +87,8 @@ class Advice:
         return seen.fits and is_tie(seen, self.result.best)
 
     def hidden_ties(self) -> list[Seen]:
-        """Those that tie with the fastest and are not named, the simplest first; none is simpler than a tie
-        that is named."""
+        """The layouts that tie with the fastest and are not named, the simplest first; no named tie is less
+        simple than these."""
         return [seen for seen in ranked(self.result.best)[NAMED:] if self.is_tie(seen)]
 
     @property
@@ -166,8 +165,8 @@ class Advice:
         return f"{text}; {roomy} takes {ratio:+.0%} and leaves {roomy.memory.spare_bytes / GIB:.1f}"
 
     def folding(self) -> str:
-        """What the fastest layout gains by groups of ranks of its own for experts, in words; "": it has none,
-        or there are no experts. Both were traced whole."""
+        """In words, how much the fastest layout gains because experts have groups of ranks of their own; "":
+        they have none, or there are no experts. Both layouts were traced whole."""
         whole = sorted((s for s in self.result.traced if s.fits and s.exact), key=lambda seen: seen.step_s)
         if not whole or not has_experts(whole[0].cell) or not folds_anew(whole[0].cell.sizes.by_axis):
             return ""
@@ -187,8 +186,8 @@ class Advice:
         return measured
 
     def priced_by(self) -> str:
-        """What the times of the best layouts are priced by instead of a rate of its own, in words; "": all
-        have rates."""
+        """In words, by what the best layouts' times are priced instead of a rate of their own; "": all have
+        rates."""
         return priced_by_in_words(seen.measured for seen in self.result.best)
 
     def attention(self) -> str:
@@ -231,8 +230,8 @@ class Advice:
         return f"{model}, {self.question.gpus} GPUs of {self.question.cluster}, {sequences}"
 
     def why(self) -> str:
-        """Why the winner is before the best of the next strategy, in a sentence with numbers; "" where there
-        is none."""
+        """A sentence with numbers on why the winner is before the best of the next strategy; "" if there is
+        no other strategy."""
         winner = self.winner
         if winner is None:
             return ""

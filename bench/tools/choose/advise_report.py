@@ -36,10 +36,10 @@ def report(
     """The answers for people and for programs.
 
     Args:
-        why: ranks along axes that are asked about.
+        why: ranks along axes; the report says why no layout with them is named.
         figure: the layouts of one answer, or a map of several, are drawn there.
         output: the best layouts are written there, as a scenario.
-        program: in whose arguments the layout named first is shown; "": of none.
+        program: the layout named first is shown in the arguments of this program; "": in none.
     """
     files = []
     details: list[Table | str] = []
@@ -82,7 +82,7 @@ def report(
 
 
 def _drawn(answers: Sequence[Advice], path: Path) -> Path:
-    """The layouts of one answer, or a map of several, in a file."""
+    """Draw the layouts of one answer, or a map of several answers; returns the file."""
     from spbench.plots.fit_and_advise import draw_advice, draw_layouts
 
     if len(answers) > 1:
@@ -163,7 +163,7 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
 
 
 def _details(answer: Advice) -> Iterator[Table | str]:
-    """What settings cost, what else was traced, and what became of all layouts."""
+    """The sections on the price of settings, on what else was traced, and on what became of all layouts."""
     if answer.prices:
         yield Table.of(f"What single settings of {answer.winner} cost", _PRICE, answer.prices)
     if answer.winner is not None and (strategies := [*_others(answer)]):
@@ -178,7 +178,7 @@ def _details(answer: Advice) -> Iterator[Table | str]:
 
 
 def _simplified(answer: Advice) -> str:
-    """What it would cost to set less up than the layout named first does."""
+    """In words, how much longer steps take if less is set than in the layout named first."""
     winner = answer.winner
     assert winner is not None
     simpler_ones = simpler(answer.result.best, winner)

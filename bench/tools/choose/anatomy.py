@@ -70,7 +70,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the peak: ``tensors`` of one kind that were made in one module; "" for all that is left."""
+    """A part of the peak: ``tensors`` of one kind made in one module; the kind "" is all the rest."""
 
     kind: str
     module: str
@@ -83,11 +83,11 @@ class Anatomy:
     """The memory of a rank at its largest moment, set-up included.
 
     Attributes:
-        ranks: that run the same program.
-        stage: of the pipeline; None: there is one.
+        ranks: the ranks of the class, which run the same program.
+        stage: of the pipeline; None: the pipeline has one stage.
         peak_memory_bytes: of blocks that are given out at that moment.
         reserved_memory_bytes: the most that the allocator reserves, on a card without a limit.
-        least_usable_bytes: of the smallest card on which it fits; see :func:`least_usable`.
+        least_usable_bytes: of the smallest card on which the rank fits; see :func:`least_usable`.
         held: bytes by kind at the moment, largest first, without zeros.
         parts: the same by kind and module, largest first; the last has the rest.
         curve: ``event`` and, by kind, bytes at the largest moments of equal runs of events, in order.
@@ -242,16 +242,16 @@ def _serves(log: MemoryLog, nbytes: int, kind: type[CachingAllocator]) -> bool:
 
 
 class Fullest(NamedTuple):
-    """The class of ranks that needs the largest card: its place among the classes, and usable bytes of that
-    card."""
+    """The class of ranks that needs the largest card: its place among the classes, and that card's usable
+    bytes."""
 
     place: int
     usable_bytes: int
 
 
 def fullest(traces: ClassTraces) -> Fullest:
-    """The class of ranks that needs the largest card. Where some do not fit the cell's own card, it is one of
-    these, and needs more than that has; else it needs at most what the card has."""
+    """The class of ranks that needs the largest card. If some classes do not fit the cell's own card, it is
+    one of them, and needs more than the card has; else it needs at most what the card has."""
     kind, usable = allocator_of(traces.cell), usable_memory_bytes(traces.cell)
     oom = [each.status == "oom" for each in traces.by_class]
     candidates = [at for at in range(len(oom)) if oom[at] or not any(oom)]
@@ -300,7 +300,7 @@ def trace_stage(cell: Cell, stage: int) -> Measurement:
 
 
 def attempt(cell: Cell) -> Measurement:
-    """Search where the cell asks for that, else :func:`examine` it. Where the guessed peak of the first class
+    """Search if the cell asks for a search, else :func:`examine` it. If the guessed peak of the first class
     of ranks exceeds the card by 10%, returns the status oom with that peak, and traces no more."""
     if cell.search is not None:
         return run_cell(cell)

@@ -33,14 +33,14 @@ def answered(
     executor: str | None = None,
     asked_about: Mapping[str, int] = {},
 ) -> Iterator[Advice]:
-    """The answers, each as soon as it is there. Where there are several questions, one without any layout has
-    an answer that says so.
+    """The answers to questions, each as soon as it is there. If there are several, a question without any
+    layout has an answer that says so.
 
     Args:
-        jobs: workers; None: one a usable core.
-        say: takes what is done, and the share that is behind.
+        jobs: how many workers; None: one for each usable core.
+        say: takes what is being done, and the share that is done.
         executor: the address where layouts are traced, as of :func:`executor_at`; None: here.
-        asked_about: ranks along axes, of which each answer says what became of them.
+        asked_about: ranks along axes; each answer says what became of layouts with them.
 
     Raises:
         UserError: no layout of the only question is possible.

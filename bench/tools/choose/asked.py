@@ -31,8 +31,8 @@ class Asked:
     """What the command line says of the cells.
 
     Attributes:
-        settings: that the cells are given, by dotted name.
-        micro_batch: samples of one; the number of micro-batches follows.
+        settings: new values of the cells' settings, by dotted name.
+        micro_batch: samples of a micro-batch; how many there are follows.
         where, variant: as of :class:`Narrowing`, for scenarios alone.
         given: what the files of a job leave to run time, by name.
     """

@@ -31,7 +31,7 @@ _KEPT = ("ok", "oom", "unsupported", "mismatch")
 
 @functools.cache
 def _code() -> str:
-    """The digest of the files of this room, which are no part of that of measurements."""
+    """The digest of the files of this room, which the digest of measured code leaves out."""
     room = Path(__file__).parent
     return digest_of_files(room, sorted(room.glob("*.py")))
 
@@ -41,16 +41,16 @@ def unheard(text: str, share: float) -> None:
 
 
 def within(say: Say, low: float, high: float) -> Say:
-    """A :data:`Say` for a part of a task, which is from one share of it to another."""
+    """A :data:`Say` for a part of a task, which spans the shares ``low`` to ``high`` of the task."""
     return lambda text, share: say(text, low + share * (high - low))
 
 
 class Behind:
-    """How much of a search is behind: in each part of it, of the looks that it will probably take those that
-    have ended.
+    """The share of a search that is done: in each of its parts, the looks that have ended over those that the
+    part will probably take.
 
     Args:
-        say: takes what is done, and the share that is behind.
+        say: takes what is being done, and the share that is done.
     """
 
     def __init__(self, say: Say):
@@ -68,7 +68,7 @@ class Behind:
         self.ended(0, 0)
 
     def ended(self, n: int, of: int) -> None:
-        """So many of these looks have ended."""
+        """Note that ``n`` looks have ended, of the ``of`` that run together."""
         self._left, (low, high) = max(self._left, of), self._span
         self.say(self.text, low + (high - low) * (self._ended + n) / max(1, self._ended + self._left))
         if n == of:
@@ -76,8 +76,8 @@ class Behind:
 
 
 class Task(NamedTuple):
-    """A cell, and what a worker runs on it: a function of a module, or a partial of one with the rest of its
-    arguments. Tasks that are asked together have cells that are different objects."""
+    """A cell, and the function with which a worker runs it: a function of a module, or a partial of one.
+    Tasks that are asked together must have different objects as cells."""
 
     cell: Cell
     run: Run
@@ -94,11 +94,11 @@ class Asking:
     """Workers that run tasks, which stay until the context is left.
 
     Args:
-        jobs: workers; None: one a usable core.
+        jobs: how many workers; None: one for each usable core.
         executor: where tasks run, as many at a time as there is room for; None: here.
 
     Attributes:
-        jobs: tasks that can run at a time.
+        jobs: how many tasks can run at a time.
         cpu_s: seconds of a core that the outcomes took when they were made, where they have :data:`COST`.
     """
 

@@ -25,7 +25,7 @@ _MOST = 6
 
 
 def own_in_words(answer: Advice) -> Iterator[str]:
-    """The lines of an answer on the job's own layout; none where there is none."""
+    """The lines of an answer on the job's own layout; none if the question has no such layout."""
     own, asked = answer.result.own, answer.question.own
     if asked is None:
         return
@@ -54,8 +54,8 @@ def _beside_the_best(answer: Advice, own: Seen) -> str:
 
 
 def _changes_in_words(answer: Advice) -> Iterator[str]:
-    """What leads to the fastest layout that the job's program has arguments for, and before it what the
-    fastest of all lacks there; settings of a scenario where no arguments of the program are known."""
+    """The arguments that lead to the fastest layout that the job's program can run, and before them why it
+    cannot run the fastest of all; settings of a scenario if no arguments of the program are known."""
     own, lacking = answer.result.own, ""
     for at, (seen, changes) in enumerate(_changes(answer)):
         gain = f" ({seen.step_s / own.step_s - 1:+.0%})" if own and own.fits else ""
@@ -110,7 +110,7 @@ def _changes(answer: Advice) -> Iterator[tuple[Seen, FlagChanges | None]]:
 
 
 def own_content(answer: Advice) -> dict[str, Any] | None:
-    """What programs are given of the job's own layout; None: there is none."""
+    """The job's own layout as a record for programs; None: there is none."""
     own = answer.result.own
     if own is None:
         return None

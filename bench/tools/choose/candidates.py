@@ -102,7 +102,7 @@ class Candidate:
 
     @property
     def strategy(self) -> str:
-        """Its name."""
+        """The name of the strategy."""
         return self.layout.way.strategy
 
     @property
@@ -146,10 +146,10 @@ class Candidate:
 
 
 class Bar:
-    """The estimated seconds above which layouts are no candidates, as far as layouts were looked at.
+    """The estimated seconds above which layouts are no candidates, by the layouts looked at so far.
 
     Attributes:
-        far: by kind of those that are none, the least estimated seconds.
+        far: by kind of layouts that are no candidates, the least estimated seconds.
     """
 
     def __init__(self) -> None:
@@ -328,7 +328,7 @@ def promising(times: np.ndarray, fitting: np.ndarray, of_twin: float) -> np.ndar
 def figures_of(
     estimates: Estimates, way: Way, question: Question, refused: Refused
 ) -> tuple[WayFigures, Mapping[str, Any]] | None:
-    """With the first of the strategy's settings that can be; None: none can."""
+    """The figures of a way, and the first of its strategy's settings that can be; None: none can be."""
     reason = ""
     for options in settings_of(question, way.strategy):
         try:

@@ -26,7 +26,7 @@ _MOST = 64
 
 
 def is_figure(name: str) -> bool:
-    """Whether a dotted name is that of a figure of clusters."""
+    """Whether a dotted name may be the name of a cluster's figure."""
     part, separator, _ = name.partition(".")
     return bool(separator) and part in PARTS
 
@@ -72,7 +72,7 @@ def changed_cluster(name: str, figures: Mapping[str, str]) -> str:
         figures: by dotted name, as ``network.bandwidth_bytes_per_s``: a number, or a factor such as ``x2``.
 
     Raises:
-        UserError: the cluster has no such figure, or the value is none.
+        UserError: the cluster has no such figure, or a value is no number or factor.
     """
     cluster = load_cluster(name)
     content = cluster.content

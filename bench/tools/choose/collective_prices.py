@@ -47,7 +47,7 @@ class CollectivePrices:
     def seconds(
         self, collective: str, nbytes: float, axes: tuple[str, ...], sizes: Mapping[str, int]
     ) -> float:
-        """Seconds of one call among the ranks along these axes, all of whose groups call at once."""
+        """Seconds of one call among the ranks along these axes, while all their groups call at once."""
         asked = (axes, *sizes.items())
         if asked not in self._meshes:
             mesh = {axis: sizes.get(axis, 1) for axis in ORDER}
@@ -101,7 +101,7 @@ def links_floor_s(cell: Cell, measurement: Mapping[str, Any]) -> float | None:
 
 
 def _row_s(cell: Cell, row: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Seconds within a node and across nodes of one row of the closed form."""
+    """Seconds of one row of the closed form: within a node, and across nodes."""
     cluster, sent = load_cluster(cell.cluster), float(row["sent_bytes"])
     nodes = np.array(Place(cell.mesh_sizes).members(*row["axis"].split("_"))) // cluster.devices_per_node
     ranks, here = len(nodes), int((nodes == nodes[0]).sum())  # of the group, and of it in one node

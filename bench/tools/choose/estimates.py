@@ -41,15 +41,15 @@ _NOTHING = Depths(0.0, 0.0)
 
 @dataclass(frozen=True)
 class WayFigures:
-    """What a rank holds and sends by a way to divide a sample.
+    """The figures of what a rank holds and sends, for a way to divide a sample.
 
     Attributes:
         sent_s: seconds of what the strategy sends for one sample of one micro-batch.
-        elements: of parameters.
+        elements: how many elements of parameters a rank has.
         alike: the axes of the strategy along which ranks hold the same of most parameters.
         experts: elements of routed experts, before they are shared out over ranks; they are not among
             ``elements``.
-        dispatched: bytes of the rows that a rank's tokens of one sample are for their experts.
+        dispatched: bytes of the rows in which a rank's tokens of one sample go to their experts.
     """
 
     sent_s: Depths
@@ -223,8 +223,8 @@ class Estimates:
         return seconds
 
     def _replicas_s(self, layout: Layout, way: WayFigures) -> np.ndarray:
-        """[4, backends]: seconds of what a backend sends once a step, with each micro-batch, and with each in
-        stages; and of the copies of the second from and to buffers."""
+        """[4, backends]: seconds of what a backend sends once a step, with each micro-batch, and with each
+        micro-batch in stages; then of copies to and from buffers for the second of these."""
         key = (layout.way, layout.dp, layout.pp, layout.fold)
         if key in self._of_backends:
             return self._of_backends[key]
@@ -245,8 +245,8 @@ class Estimates:
 
     @cached_property
     def _messages(self) -> tuple[list[tuple[str, float]], np.ndarray]:
-        """What backends send of each element of parameters, by collective, and which of them each sends once
-        a step, with each micro-batch, and with each in stages [3, backends, messages]."""
+        """The (collective, bytes) that backends send for each element of parameters, and which of them each
+        backend sends once a step, with each micro-batch, and with each in stages: [3, backends, messages]."""
         sent = [[e.once.items(), e.each.items(), e.again.items()] for e in self.backends.values()]
         messages = [*dict.fromkeys(item for all_of in sent for items in all_of for item in items)]
         which = [[[each in all_of[at] for each in messages] for all_of in sent] for at in range(3)]

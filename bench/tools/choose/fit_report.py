@@ -125,7 +125,7 @@ def _cells_table(answer: Fitting) -> Table:
 
 
 def _holding(verdict: Verdict) -> Iterator[Table | str]:
-    """The number that decides, beside others that programs show; and of what kinds the peak is."""
+    """The sections on the number that decides, beside numbers that programs show, and on the peak by kind."""
     anatomy, memory = verdict.anatomy, verdict.memory
     context, nccl = (
         "unknown" if nbytes is None else card_gib(nbytes)
@@ -300,8 +300,8 @@ def _plan_content(answer: Fitting, plan: BudgetPlan) -> dict[str, Any]:
 
 
 def flags_of(answer: Fitting, verdict: Verdict, lack: bool = False) -> str:
-    """The change in the job's own arguments; "" where there are none, or with ``lack`` what the program has
-    not."""
+    """The change in the job's own arguments; "" if there are none or, with ``lack``, what the program
+    lacks."""
     job = answer.subject.job
     flags = flag_changes(answer.fullest.cell, verdict.cell, job) if job else None
     if flags is not None and flags.missing and lack:

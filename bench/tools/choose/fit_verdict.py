@@ -89,7 +89,7 @@ class Verdict:
 
     Attributes:
         measurement: as rows have it.
-        change: by which the cell differs from the one that was asked about; None: it is that.
+        change: how the cell differs from the one that was asked about; None: it is that cell.
     """
 
     cell: Cell
@@ -130,7 +130,7 @@ class Verdict:
         return self.measurement.get("step_time_s")
 
     def price(self, before: Verdict) -> float | None:
-        """The step time over that of the cell without the change; None: one of the two has none."""
+        """The step time over the time without the change, ``before``; None: one of the two has no time."""
         return self.step_s / before.step_s if self.step_s and before.step_s else None
 
     def where_in(self, program: str = "") -> str:
@@ -227,7 +227,7 @@ VERDICT_COLUMNS = [
 
 
 def settings_of(verdict: Verdict) -> str:
-    """The change, as ``--set`` takes it; "" where there is none."""
+    """The change as ``--set`` takes it; "" if there is no change."""
     return written(verdict.change.settings) if verdict.change else ""
 
 
@@ -260,7 +260,7 @@ def _programs() -> Mapping[str, Mapping[str, str]]:
 
 
 def in_program_words(module: str, program: str) -> str:
-    """What a program calls a module.
+    """The name that a program gives to a module.
 
     Args:
         module: its path here, as ``blocks.*.mlp``; the name of a class: the decoder itself.
@@ -278,7 +278,7 @@ def in_program_words(module: str, program: str) -> str:
 
 
 def part_of_experts(kind: str, module: str, experts: bool) -> str:
-    """What a part of a peak is of a layer with experts; "" for other parts.
+    """The part of a layer with experts that a part of a peak belongs to, such as "router"; "" for others.
 
     Args:
         kind: of memory, as "activations".

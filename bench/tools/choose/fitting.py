@@ -65,7 +65,7 @@ class Fitting:
 
     @property
     def fullest(self) -> Verdict:
-        """The verdict with the least room, of those that do not fit if there are any, else of the tight."""
+        """The verdict with the least room: of those that do not fit, if there are any, else of tight ones."""
         return min(
             self.verdicts,
             key=lambda each: (each.fits, each.certainty.word == FITS, each.memory.spare_bytes),
@@ -146,11 +146,11 @@ def fitting(
 
 
 def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:
-    """The command line that searches for the fastest layout of what a cell trains, on as many GPUs.
+    """The command line that searches for the fastest layout to train a cell's model, on as many GPUs.
 
     Args:
-        words: that it was asked about with.
-        asked: what else; of its settings those of the model and the precision are the job's own.
+        words: the words with which the cell was asked about.
+        asked: the rest of that command line; settings of the model and the precision are the job's own.
     """
     batch, seq_len = cell.shape
     own = {name: value for name, value in asked.settings.items() if name.split(".")[0] in _OF_THE_JOB}
@@ -177,12 +177,12 @@ def _examined(about: Subject, asking: Asking, say: Say) -> Iterator[tuple[Cell, 
 
 
 def stages_beside(cells: Sequence[Cell], jobs: int) -> list[Task]:
-    """The stages of pipelines that are worth tracing beside the cells themselves: each trace is kept on disk,
-    where the worker that examines the whole cell finds it. None where workers have enough to do, or nothing
-    is kept.
+    """The stages of pipelines that are worth tracing at the same time as the cells themselves: each trace is
+    kept on disk, where the worker that examines the whole cell finds it. No stage is, if workers have enough
+    to do, or nothing is kept.
 
-    The last one and the second: who examines a cell begins with the first. The stages between differ in their
-    micro-batches alone, and few of them are traced.
+    These are the last stage and the second, as who examines a cell begins with the first. The stages between
+    differ in their micro-batches alone, and few of them are traced.
     """
     if len(cells) >= jobs or cache_folder() is None:
         return []

@@ -65,7 +65,7 @@ class Way:
 
 
 class Fold(NamedTuple):
-    """Ranks of a stage among which experts are shared out, and among which each of them is split."""
+    """Over how many ranks of a stage experts are shared out (``ep``), and each of them split (``etp``)."""
 
     ep: int
     etp: int
@@ -76,9 +76,9 @@ class Layout:
     """A way with the ranks around it.
 
     Attributes:
-        micro_batch: samples of one.
+        micro_batch: samples of a micro-batch.
         fold: of the experts; None: the model has none.
-        stage_layers: layers of each stage; empty: all have as many.
+        stage_layers: layers of each stage; empty: all stages have equally many.
     """
 
     way: Way
@@ -284,8 +284,8 @@ def settings_of(question: Question, strategy: str) -> list[dict[str, Any]]:
 
 
 def backend_settings(question: Question) -> list[dict[str, Any]]:
-    """The settings of ``training`` for each backend that is searched, and each of its own choices; of an
-    option that is given those that have it so, where a backend without it is as others are by default.
+    """The settings of ``training`` for each searched backend and each of its own choices. If an option is
+    given, only settings that have it so; a backend that lacks the option has it as others do by default.
 
     Raises:
         UserError: no backend has an option that is given, or none as it is given.

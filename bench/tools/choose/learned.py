@@ -74,8 +74,8 @@ class Waiting:
         known: Callable[[str], bool],
         may_fit: Callable[[Candidate], bool],
     ) -> Iterator[int]:
-        """The places of those with less complexity, or as much where their strategy is not known, that
-        probably take no longer and may fit, the simplest first; of each strategy and mesh one."""
+        """The places of candidates with less complexity (or as much, if their strategy was not traced) that
+        probably take no longer and may fit, the simplest first; one for each strategy and mesh."""
         every, near = self.candidates, np.flatnonzero(self.left & (expected_s <= most_s)).tolist()
         places, kinds = [at for at in near if every[at].complexity <= than], set()
         for at in sorted(places, key=lambda at: (every[at].complexity, expected_s[at])):
@@ -90,7 +90,7 @@ class Waiting:
         self.left[[*places]] = False
 
     def leave_out(self, of_strategy: Callable[[str], bool]) -> int:
-        """Leave out the candidates of these strategies; returns how many still waited."""
+        """Leave out the candidates of these strategies; returns how many of them were still waiting."""
         of_ways = np.array([of_strategy(way.strategy) for way in self.ways], dtype=bool)
         gone = self.left & of_ways[self.alike[:, 0]][self.alike_at]
         self.left &= ~gone
@@ -188,7 +188,7 @@ class Learned:
         return all(part in self._parts for part in strategy.split(PLUS))
 
     def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
-        """What a trace of a candidate found."""
+        """Take in the seconds and bytes that a trace of the candidate at a place has."""
         self._seen.append((candidate, math.log(seconds / candidate.estimated_s)))
         excess = Excess(nbytes - candidate.estimated_bytes, candidate)
         for _, key in _likenesses(candidate):
@@ -221,9 +221,9 @@ class Learned:
         self._of_variants = {name: float(factors[columns[name]]) for name in variants}
 
     def bounds(self, waiting: Waiting) -> Bounds:
-        """The seconds that candidates take. Those that are alike have one factor, as a logarithm; where their
-        micro-batches are larger than were traced, it is at the least as small as it may be: what a step took
-        beside its estimate may be of each micro-batch, as where the host is slower than the card."""
+        """The seconds and bytes that candidates take. If micro-batches are larger than the traced
+        candidate's, the excess of its step over the estimate may come with each micro-batch, as where the
+        host is slower than the card."""
         nearest = [self._of_way(way) for way in waiting.ways]
         variants = np.array([self._of_variants.get(each, 0.0) for each in waiting.variants], dtype=float)
         way_at, *variants_at = waiting.alike.T

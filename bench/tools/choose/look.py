@@ -152,8 +152,8 @@ def look(cell: Cell, depth: Depth) -> Measurement:
 
 
 def _leading(cell: Cell) -> int:
-    """Layers, counted likewise, that the stage with fewest must have more, so that the first stage has one of
-    those that repeat beside its first ones: none, where it has as many more itself."""
+    """How many layers more the stage with fewest must have, so that the first stage has a layer that repeats
+    after its leading ones; 0 if the first stage has that many more itself."""
     stages = cell.training.stage_layers or (0,)
     return max(0, leading_runs(cell) - (stages[0] - min(stages)))
 
@@ -186,9 +186,9 @@ def _counts(cell: Cell, layers: int | None = 1) -> tuple[int, int] | tuple[int]:
 
 
 def _traced(cell: Cell, layers: int | None) -> dict[int, ClassTraces]:
-    """Traces of the cell with so many layers in the stage that has fewest, None: with all, by their numbers
-    of micro-batches. Those of fewer are cut out of those of more, where these say it; memory then is that of
-    more."""
+    """Traces by their numbers of micro-batches, of the cell with ``layers`` layers in the stage with fewest;
+    None: with all. Traces of fewer micro-batches are cut out of those of more, if these determine them; they
+    then have the memory of more."""
     counts = _counts(cell, layers)
     most = trace_classes(_with(cell, layers, counts[-1]), events=True)
     if len(counts) == 1:
@@ -217,7 +217,7 @@ def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
 
 
 def _grown(steps: Mapping[int, StepNumbers], micro_batches: int) -> StepNumbers:
-    """The step of that many micro-batches."""
+    """The step of that many micro-batches, on the line through the steps that were traced."""
     (first, a), *rest = steps.items()
     if not rest:
         return a

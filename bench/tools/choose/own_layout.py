@@ -84,7 +84,7 @@ class OwnLayout:
         return {"backend": backend, **own, **searched}
 
     def remarks(self) -> list[str]:
-        """What other layouts have of it, and what not."""
+        """Remarks on which of its options other layouts choose anew, and which they keep."""
         lines = []
         if self.released:
             switches = written(dotted("model_options", self.released))

@@ -102,7 +102,7 @@ def left_out_by_length(question: Question, traced: Collection[str]) -> str:
 
 
 def _ways_out(question: Question, kept: Collection[str]) -> Iterator[str]:
-    """What of a question may be changed so that it has a layout, each tried."""
+    """Changes of a question with which it has a layout; each was tried."""
     for text, narrowed in _without(question, kept):
         if possible(narrowed, Refused()):
             yield f"without {text}"
@@ -169,8 +169,8 @@ def _batches(question: Question) -> list[int]:
 
 
 def _gpus(question: Question) -> list[int]:
-    """Numbers of GPUs that the fixed ranks divide: near ones, powers of two, and as many as there are
-    samples; the nearest first."""
+    """Numbers of GPUs that the fixed ranks divide, the nearest first: near numbers, powers of two, and one
+    GPU for each sample."""
     gpus, (batch, _) = question.gpus, question.cell.shape
     fixed = math.prod(n for axis, n in question.fixed.items() if axis in MESH_AXES)
     power = 1 << (gpus.bit_length() - 1)
@@ -190,11 +190,11 @@ def _lengths(question: Question) -> list[int]:
 
 @dataclass(frozen=True)
 class Absence:
-    """What became of the layouts that were asked about.
+    """Why layouts that were asked about are not named.
 
     Attributes:
-        lines: ``layout`` and ``why`` of those that were traced or cannot be, the fastest first.
-        sentence: on all, or on those that were not traced; "" where each has its line.
+        lines: ``layout`` and ``why`` of layouts that were traced or cannot be, the fastest first.
+        sentence: on all of them, or on those that were not traced; "" if each has its line.
     """
 
     lines: Sequence[Mapping[str, str]]
@@ -209,7 +209,7 @@ def absence(
     too_large: float = math.inf,
     bar: Bar | None = None,
 ) -> Absence:
-    """What became of the layouts with these ranks along axes.
+    """Why no layout with these ranks along axes is named.
 
     Args:
         every: the candidates of the search.
@@ -270,8 +270,8 @@ def _untraced(
     best_s: float | None,
     too_large: float,
 ) -> str:
-    """What the estimates said of layouts that were not traced; ``far``: the seconds of those that are no
-    candidates, by kind."""
+    """A sentence on the estimates of layouts that were not traced; ``far``: the estimated seconds of layouts
+    that are no candidates, by kind."""
     layouts = {*(each.kind for each in left), *far}
     small = [each for each in left if each.estimated_bytes <= too_large]
     head = f"not traced, of those with {named}: {len(layouts)}, by the estimate"

@@ -25,12 +25,12 @@ _STATES = ("parameters", "gradients", "optimizer_state")
 
 @dataclass(frozen=True)
 class Proofs:
-    """What became of the changes of a cell.
+    """The outcome of trying changes of a cell.
 
     Attributes:
-        fitting: those that fit and take less than the cell does, the shortest step first, other jobs last.
-        tried, pairs_tried: how many single ones were run, and how many of two together.
-        closest: of those that do not fit, the one that needs least; None: each fits, or cannot be run.
+        fitting: changed cells that fit and take less than the cell, the shortest step first, other jobs last.
+        tried, pairs_tried: how many single changes were run, and how many pairs.
+        closest: of cells that do not fit, the one that needs least; None: each fits, or cannot be run.
     """
 
     fitting: Sequence[Verdict]
@@ -43,13 +43,13 @@ class Prover:
     """Tries changes of a cell, until enough fit.
 
     Args:
-        cell: as it is.
+        cell: the cell without changes.
         total_bytes: what a card must have for it; changes that need no less are no help.
         asking: runs :func:`attempt`.
 
     Attributes:
-        fitting, missed: the changes that fit and help, and those that do not fit, in the order in which they
-            were tried; what cannot be run is in neither.
+        fitting, missed: cells with changes that fit and help, and cells that do not fit, in the order in
+            which they were tried; cells that cannot be run are in neither.
     """
 
     def __init__(self, cell: Cell, total_bytes: int, asking: Asking):
@@ -79,15 +79,15 @@ class Prover:
 
 
 def prove(before: Verdict, asking: Asking, most: int = MOST, say: Say = unheard) -> Proofs:
-    """Try the single changes of a cell, the likely cheapest first. Where none is enough that leaves the job
-    what it is, the pairs of them that may be are tried; where strategies were tried and none is, the pairs
-    with a strategy. What cannot fit, by what it leaves of the peak, is tried only for the sake of pairs.
+    """Try the single changes of a cell, the likely cheapest first. If none is enough that leaves the job what
+    it is, pairs of changes that may be enough are tried; if strategies were tried and none is enough, also
+    pairs with a strategy. A change that cannot fit, by what it leaves of the peak, is tried only for pairs.
 
     Args:
         before: the cell as it is.
         asking: as of :class:`Prover`.
         most: so many single changes that fit are enough.
-        say: takes each change that was tried, and the share that is behind.
+        say: takes each change that was tried, and the share that is done.
     """
     changes, prover = single_changes(before.cell), Prover(before.cell, before.memory.total_bytes, asking)
     usable = before.measurement["usable_memory_bytes"]
@@ -111,21 +111,21 @@ def prove(before: Verdict, asking: Asking, most: int = MOST, say: Say = unheard)
 
 
 def left_bytes(change: Change, anatomy: Anatomy) -> int:
-    """What a change surely leaves of a cell's largest moment, which its step has too: the states of training,
-    if all that it changes is how the model computes."""
+    """Bytes that a change surely leaves of a cell's largest moment: the states of training, which each step
+    has, if the change is only in how the model computes; else 0."""
     of_model = all(name.startswith("model_options.") for name in change.settings)
     return sum(anatomy.held.get(kind, 0) for kind in _STATES) if of_model else 0
 
 
 def _promising_pairs(changes: Iterable[Change], prover: Prover, dividing: bool) -> Iterator[Change]:
     """Pairs of changes, each of which helps, that fit together if each takes off the same share as it does
-    alone: the likely cheapest first, at most :data:`MOST_PAIRS`. Where there are none, the few that come
-    nearest to it.
+    alone: the likely cheapest first, at most :data:`MOST_PAIRS`. If there are none, the few pairs that come
+    nearest.
 
     Args:
-        changes: the single ones, those that cost least first.
+        changes: single changes, the cheapest first.
         prover: has tried them.
-        dividing: only those with a strategy that divides samples.
+        dividing: only pairs with a strategy that divides samples.
     """
     proofs = [*prover.fitting, *prover.missed]
     left = {
@@ -147,7 +147,7 @@ def _promising_pairs(changes: Iterable[Change], prover: Prover, dividing: bool) 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest sizes that fit, each with all else as it is; None: not even the smallest does, or it cannot
+    """The largest sizes that fit, each with all else as it is; None: not even the smallest fits, or it cannot
     be searched for. ``batch`` is the whole one, of micro-batches of ``micro_batch`` samples."""
 
     seq_len: int | None

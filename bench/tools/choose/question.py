@@ -46,13 +46,13 @@ class Question:
     Attributes:
         cell: the model, its options, precision, batch, length and cluster; on one rank.
         gpus: how many.
-        only: strategies and backends; of those of which there are none, any.
+        only: strategies and backends to search; if it names no strategy (or backend), any.
         without: strategies and backends that a layout must not have, also around or within others.
         fixed: ranks along axes, or micro_batch, that are given.
         options: of the model and of backends that are given, by dotted name.
-        remarks: on how it was made, one a line.
+        remarks: on how the question was made, one a line.
         figures: of the cluster that were changed, as ``--set`` takes them.
-        program: a kind of flags; layouts that it has no arguments for are left out. "": none is.
+        program: a kind of flags; layouts without arguments in it are left out. "": none is.
         own: the layout that a job or a scenario has already, on as many GPUs; None: there is none.
     """
 
@@ -90,7 +90,7 @@ class Question:
 
     @cached_property
     def _missing(self) -> dict[str, tuple[str, ...]]:
-        """What the program has no arguments for, by the key of a cell."""
+        """By a cell's key, the settings that the program lacks; filled as cells are asked about."""
         return {}
 
     def on_replicas(
@@ -105,7 +105,7 @@ class Question:
         """The question on a cluster with other figures, by dotted name.
 
         Raises:
-            UserError: the cluster has no such figure, or a value is none.
+            UserError: the cluster has no such figure, or a value is no number or factor.
         """
         if not figures:
             return self
@@ -121,7 +121,7 @@ class Question:
 
     @property
     def place(self) -> dict[str, Any]:
-        """What of it several questions may differ in."""
+        """The settings in which several questions may differ, by name."""
         return {"gpus": self.gpus, "seq_len": self.cell.seq_len, "figures": self.figures}
 
     @cached_property
@@ -152,7 +152,7 @@ class Question:
 
     @property
     def strategies(self) -> list[str]:
-        """Those that alone may be among the answers; none: all may."""
+        """The strategies to which the answers are limited; empty: all may be among the answers."""
         return self._only("strategy")
 
     def _only(self, kind: str) -> list[str]:
@@ -242,7 +242,7 @@ def _check(asked: Question) -> None:
 
 
 def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the options that the model has from the start, and keeps."""
+    """The options that the model has from the start and keeps."""
     for name in options:
         if name.partition(".")[0] not in _WITH_OPTIONS:
             raise UserError(

@@ -60,7 +60,7 @@ class Seen:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of what a step is made of, by name."""
+        """Seconds of each part of a step, by name."""
         return {**self.measured["breakdown"], **self.measured["parts"]}
 
     @property
@@ -76,7 +76,7 @@ class Seen:
 
     @property
     def memory(self) -> CardMemory:
-        """What a card must have for it; of one that was traced with few layers, about."""
+        """The memory that a card must have for the cell; approximate if few layers were traced."""
         needed = self.measured.get("meters", {}).get(NEEDED, {})
         return card_memory(self.cell, self.measured, needed.get("tensors_bytes", self.peak))
 
@@ -87,12 +87,12 @@ class Seen:
 
     @property
     def certainty(self) -> Certainty:
-        """How sure it is that it fits; see :mod:`measure.trust.fit_certainty`."""
+        """How sure it is that the cell fits; see :mod:`measure.trust.fit_certainty`."""
         return (self.fits and certainty(self.cell, self.measured)) or Certainty(FITS if self.fits else NO)
 
     @property
     def exact(self) -> bool:
-        """Whether all of it was traced, as `spbench run` does, and not only few layers."""
+        """Whether all layers were traced, as `spbench run` does, and not only few."""
         return self.depth == "all_layers"
 
     def __str__(self) -> str:
@@ -101,15 +101,15 @@ class Seen:
 
 @dataclass
 class SearchResult:
-    """What a search found.
+    """The outcome of a search.
 
     Attributes:
-        best: layouts that fit, the fastest first, of each strategy and mesh one; the first two and those
+        best: layouts that fit, the fastest first, one for each strategy and mesh; the first two and those
             that are named are traced whole.
         of_strategies: the best of each strategy that fits, the fastest first.
-        own: of the layout that a job has already, traced whole; None: there is none, or it cannot be traced.
-        nearest: where nothing fits, what needs least; None: something fits, or nothing could be traced.
-        counts: what became of how many layouts.
+        own: the layout that a job has already, traced whole; None: there is none, or it cannot be traced.
+        nearest: if nothing fits, the layout that needs least; None: something fits, or none could be traced.
+        counts: how many layouts had each outcome.
         refused: why which layouts cannot be.
         traced: every look.
         same: strategies, by those whose steps are the same.
@@ -162,11 +162,10 @@ def ranked(best: Sequence[Seen]) -> list[Seen]:
 def best_of(
     fitting: Sequence[Seen], kind: Callable[[Cell], Hashable], seconds: Callable[[Seen], float]
 ) -> list[Seen]:
-    """The fastest of each kind of cells that fits, or the simplest of those that are as fast but for a toss;
-    the fastest first.
+    """The fastest of each kind of cells, or the simplest of those that are about as fast; the fastest first.
 
     Args:
-        fitting: the fastest first.
+        fitting: cells that fit, the fastest first.
         seconds: of a step.
     """
     of_kinds: dict[Hashable, list[Seen]] = {}
@@ -239,8 +238,8 @@ class LookedAt:
         self._longer: dict[str, list[float]] = {}
 
     def looked_at(self, cells: Sequence[Cell], depth: Depth) -> list[Seen]:
-        """Look at cells; what was seen is kept in place of what was seen of them before. What cannot be run
-        is counted and left out."""
+        """Look at cells; a look is kept in place of earlier looks at the same cell. Cells that cannot be run
+        are counted and left out."""
         seen = []
         for cell, outcome in looks(self.asking, cells, depth, self.behind.ended):
             if outcome.status == "unsupported":
@@ -301,7 +300,7 @@ class SameSteps:
         self._traced = defaultdict[tuple[Hashable, ...], dict[str, tuple[float, float]]](dict)
 
     def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
-        """What a trace of a candidate found."""
+        """Take in the seconds and bytes that a trace of a candidate has."""
         layout, axes = candidate.layout, tuple(candidate.layout.way.axes.items())
         ranks = axes, layout.dp, layout.pp, layout.micro_batch, layout.virtual_stages, layout.fold
         settings = candidate.training_text, candidate.saving_text
@@ -321,7 +320,7 @@ class SameSteps:
         return {second: first for first, second in reversed(same_pairs)}
 
     def instead(self, strategy: str) -> str:
-        """The strategy whose steps stand for those of this one; itself, if none does."""
+        """The strategy whose steps stand for those of ``strategy``; ``strategy`` itself if none does."""
         replaced = self.replaced
         return PLUS.join(replaced.get(part, part) for part in strategy.split(PLUS))
 

@@ -39,12 +39,12 @@ class Depths:
 
     @cached_property
     def layer(self) -> float:
-        """The number of one layer."""
+        """The part of the number that one layer adds."""
         return self.two - self.one
 
     @cached_property
     def ends(self) -> float:
-        """The number of what is not layers."""
+        """The part of the number that is in no layer, such as embedding and head."""
         return max(0.0, self.one - self.layer)
 
 
@@ -63,11 +63,11 @@ class Reference:
 
 @dataclass(frozen=True)
 class BackendFigures:
-    """What a backend holds and sends, for each element of parameters that a rank has.
+    """The bytes that a backend holds and sends for each element of parameters that a rank has.
 
     Attributes:
-        whole_bytes, shared_bytes: of states that are on every replica, and that are shared out.
-        in_backward: beside these, without stages of a pipeline and with them.
+        whole_bytes, shared_bytes: of states that every replica has, and that replicas share out.
+        in_backward: further bytes in backward, without stages of a pipeline and with them.
         once, each: (collective, bytes) that a rank's replicas exchange once a step, and each micro-batch.
         host_bytes: of states that are on the hosts of all replicas together.
     """
@@ -81,8 +81,8 @@ class BackendFigures:
 
     @property
     def again(self) -> Mapping[str, float]:
-        """What stages of a pipeline send with each micro-batch, likewise: gathers of one pass, where gathered
-        weights are not kept."""
+        """(collective, bytes) that stages of a pipeline send with each micro-batch: gathers of one pass, if
+        gathered weights are not kept."""
         gathers = self.each.get("all_gather", 0.0)
         return {"all_gather": gathers / 2} if gathers and not self.in_backward[0].whole else {}
 
@@ -93,8 +93,8 @@ def as_text(settings: Mapping[str, Any]) -> str:
 
 
 def savings_of(question: Question) -> dict[str, dict[str, Any]]:
-    """The settings of the model that take less memory whatever the stages, by their text: none, each alone,
-    two of other options together, and as many together as there can be."""
+    """The model's settings that take less memory whatever the stages, by their text: none of them, each
+    alone, two of other options together, and as many together as there can be."""
     model = model_preset(*question.cell.model_arguments)
     of_stages = [{as_text(each.options): dict(each.options) for each in model.savings(n)} for n in _STAGES]
     alone = [each for text, each in of_stages[0].items() if all(text in others for others in of_stages)]
@@ -116,8 +116,8 @@ def _apart(settings: Sequence[Mapping[str, Any]], n: int) -> Iterator[Sequence[M
 
 
 def _most(settings: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """With each of the settings, the last of the others first, as many as have no option in common: what
-    takes least memory is last."""
+    """For each setting, it with as many others as have no option in common, taking the last first, because
+    the settings that take least memory are last."""
     for first in settings:
         chosen = [first]
         for each in reversed(settings):
@@ -139,8 +139,8 @@ def at_depth(cell: Cell, layers: int) -> Cell:
 
 
 def few_experts(cell: Cell) -> Cell:
-    """The cell with as many experts as a token meets: a step takes as long, but for the update of the others,
-    which ranks share."""
+    """The cell with only as many experts as a token meets. A step takes as long, but for the update of the
+    other experts, which ranks share."""
     model = model_preset(*cell.model_arguments)
     if not getattr(model, "experts", 0):
         return cell
@@ -154,7 +154,7 @@ def references(
     savings: Mapping[str, Mapping[str, Any]],
     ended: Callable[[int, int], None] = lambda n, of: None,
 ) -> tuple[dict[str, Reference], dict[str, BackendFigures]]:
-    """By the settings of the model and of the backend, as text. A setting that cannot be run is left out.
+    """References by the model's settings, and figures by the backend's, as text; without any that cannot run.
 
     Args:
         ended: as of :func:`looks`.

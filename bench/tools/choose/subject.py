@@ -156,8 +156,8 @@ def _check_axes(group: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
 
 
 def _usual_backend(sizes: Mapping[str, int]) -> str:
-    """What programs take of themselves: over several ranks fully sharded states (torchtitan, TRL, FSDP 2 of
-    accelerate), and where there are stages of a pipeline the buffers of Megatron-LM, which has these."""
+    """The backend that programs take by default: over several ranks fully sharded states (torchtitan, TRL,
+    FSDP 2 of accelerate), but with stages of a pipeline the buffers of Megatron-LM, which has stages."""
     if sizes.get("pp", 1) > 1:
         return "megatron"
     return "zero3" if math.prod(sizes.values()) > 1 else "ddp"
@@ -259,7 +259,7 @@ def micro_batch_of(cell: Cell) -> int:
 
 
 def tokens_of_rank(cell: Cell) -> int:
-    """Tokens of a micro-batch that a rank holds between the layers: those of its replica over the ranks that
+    """Tokens of a micro-batch that a rank holds between the layers: its replica's tokens over the ranks that
     divide the sequence."""
     sizes = cell.sizes.by_axis
     axes = [axis for each in nesting(cell.strategy).axes_of for axis in each if axis not in _OF_WEIGHTS]
@@ -267,7 +267,7 @@ def tokens_of_rank(cell: Cell) -> int:
 
 
 def taken(cell: Cell, said: Collection[str]) -> list[Taken]:
-    """What is taken of a cell.
+    """The settings of a cell that were taken because nothing was said.
 
     Args:
         said: settings that were given, by dotted name.
@@ -305,7 +305,7 @@ def model_line(cell: Cell, name: str = "") -> str:
 
 
 def slow_words(cell: Cell) -> str:
-    """What makes a trace take minutes: many experts on a rank that are parameters of their own; else ""."""
+    """In words, that a trace takes minutes for many experts with parameters of their own; else ""."""
     model: Any = model_preset(*cell.model_arguments)
     own = 0 if getattr(model, "stacked_experts", True) else model.experts * model.layers
     many = own // cell.sizes.by_axis.get("ep", 1) // cell.sizes.pp
@@ -313,8 +313,8 @@ def slow_words(cell: Cell) -> str:
 
 
 def experts_line(cell: Cell) -> str:
-    """The line of an answer on routed experts: how many a rank has, and their part of the model; "" where
-    there are none."""
+    """The line of an answer on routed experts: how many a rank has, and their part of the model; "" without
+    experts."""
     model: Any = model_preset(*cell.model_arguments)
     if not getattr(model, "experts", 0):
         return ""

@@ -41,8 +41,8 @@ class Change:
 
     Attributes:
         settings: the new values by dotted name, as :func:`changed` takes them.
-        words: what it does.
-        other_job: whether it trains something else: another length or batch.
+        words: what the change does, for people.
+        other_job: whether the changed cell trains another length or batch.
     """
 
     settings: Mapping[str, Any]
@@ -56,8 +56,8 @@ class Change:
 
 
 def cells_of(cell: Cell, changes: Iterable[Change]) -> dict[str, tuple[Cell, Change]]:
-    """By key, the cells that changes make of one, each with the first change that makes it; none of options
-    that exclude each other."""
+    """By key, the cells that changes make of ``cell``, each with the first change that makes it; changes
+    whose options exclude each other make none."""
     by_key: dict[str, tuple[Cell, Change]] = {}
     for change in changes:
         with suppress(UserError):
@@ -210,8 +210,8 @@ def _divided(cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def pairs(changes: Sequence[Change]) -> Iterator[tuple[Change, Change]]:
-    """Two of the changes that go together, those first that come first; none of another job, and no two of
-    one setting or of how ranks are divided."""
+    """Pairs of changes that go together, the pairs of early changes first; none for another job, and no two
+    changes of one setting or of how ranks are divided."""
     single = [each for each in changes if not each.other_job]
     by_cost = sorted(itertools.combinations(enumerate(single), 2), key=lambda two: two[0][0] + two[1][0])
     for (_, one), (_, other) in by_cost:
@@ -225,7 +225,7 @@ def both(one: Change, other: Change) -> Change:
 
 
 def _parts(change: Change) -> set[str]:
-    """What a change is of: settings, with all that divides the ranks as one."""
+    """The settings that a change has; all settings that divide the ranks count as one, "ranks"."""
     divides = ("sizes.", "strategy", "training.micro_batches")
     return {"ranks" if name.startswith(divides) else name for name in change.settings}
 
@@ -300,8 +300,8 @@ def _by_module(model: Model) -> Iterator[Change]:
 
 
 def together(changes: Sequence[Change]) -> Change | None:
-    """Switches as one, modules that are recomputed put together; None: two of them give one setting unlike
-    values, or one has all settings of another, so that it is no further switch."""
+    """Switches as one change, with recomputed modules put together; None: two switches give one setting
+    unlike values, or one has all settings of another, so that it is no further switch."""
     settings: dict[str, Any] = {}
     for change in changes:
         for name, value in change.settings.items():

@@ -175,7 +175,7 @@ def as_one(several: Iterable[Sequence[Change]]) -> Iterator[Change]:
 
 
 class _Row(NamedTuple):
-    """What a switch does by itself: a ``share`` of what was traced, 1 where it was traced itself."""
+    """A switch by itself: it does a ``share`` of what was traced; 1 if the switch itself was traced."""
 
     change: Change
     traced: Verdict
@@ -188,7 +188,7 @@ class _Program:
     Args:
         before: the cell as it is.
         rows: each switch by itself.
-        budget_bytes: that may be needed.
+        budget_bytes: what the fullest rank may need.
     """
 
     def __init__(self, before: Verdict, rows: Sequence[_Row], budget_bytes: int):
@@ -264,8 +264,8 @@ class _Program:
         return float(costs.max() if shared else costs.sum())
 
     def _beside_each_other(self, taken: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """What each of several switches takes off each phase, and costs; beside one of a share of the layers
-        without the recomputation of all layers, which that one takes the place of."""
+        """(bytes saved in each phase, cost) of each of several switches. Beside a switch for a share of the
+        layers, the recomputation of all layers counts only for the other layers."""
         saved, costs, shares = self.saved[:, [*taken]], self.costs[[*taken]], self.shares[[*taken]]
         some = int(shares.argmin())
         if (share := shares[some]) < 1:

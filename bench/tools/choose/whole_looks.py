@@ -29,10 +29,10 @@ _FEW_STAGES = 4
 
 
 class WholeLooks:
-    """Whole looks at the best of what a search has looked at.
+    """Traces with all layers the best of the layouts that a search has looked at.
 
     Args:
-        so_far: that; what is better is put into it.
+        so_far: the layouts looked at; closer looks are put into it.
     """
 
     def __init__(self, so_far: LookedAt):
@@ -41,8 +41,8 @@ class WholeLooks:
         self._beside: dict[str, Seen | None] = {}
 
     def run(self) -> None:
-        """Trace what is named, and what that is set beside, until all of it is traced whole; and leave out
-        what spare memory makes needless."""
+        """Trace with all layers the layouts that are named, and those they are compared with, until none is
+        left; and leave out switches that spare memory makes needless."""
         while True:
             if cells := [*{seen.cell.key: seen.cell for seen in self._compared() if not seen.exact}.values()]:
                 text = f"tracing {len(cells)} of the best with all layers"
@@ -52,8 +52,8 @@ class WholeLooks:
                 return
 
     def _compared(self) -> list[Seen]:
-        """The best two, those that are named, what is simpler than the first of these, the best of the next
-        strategy, and of a model with experts the fastest that does not fold."""
+        """The best two layouts, those that are named, those simpler than the first named, the best of the
+        next strategy and, for a model with experts, the fastest that does not fold."""
         if not (best := self.so_far.best_layouts()):
             return []
         first, *_ = named = ranked(best)[:NAMED]
@@ -93,8 +93,8 @@ class WholeLooks:
         return [self._beside[cell.key] for cell in cells]
 
     def prices(self, layout: Seen) -> list[Price]:
-        """What each memory switch of a layout costs, and each other setting that it could have; those of a
-        layout of many stages are left out, as is what cannot be run."""
+        """The price of each memory switch of a layout, and of each other setting that it could have; other
+        settings are left out for a layout of many stages, and so are settings that cannot be run."""
         cell = layout.cell
         switches = without_switches(self.question, cell)
         others = other_settings(self.question, cell) if cell.sizes.pp <= _FEW_STAGES else {}
@@ -113,13 +113,13 @@ class WholeLooks:
 
 @dataclass(frozen=True)
 class Price:
-    """What a setting of a layout costs.
+    """The price of a setting of a layout.
 
     Attributes:
         settings: as ``--set`` takes them.
         used: whether the layout has it.
-        layout, changed: the layout, and the same without the setting that it has, or with another one; both
-            were traced whole.
+        layout, changed: the layout, and the same layout without the setting that it has, or with another one;
+            both were traced whole.
     """
 
     settings: str
@@ -139,7 +139,7 @@ class Price:
 
     @property
     def saved_bytes(self) -> int:
-        """What it takes off the peak."""
+        """How many bytes the setting takes off the peak."""
         with_it, without = self._both
         return without.peak - with_it.peak
 
@@ -150,8 +150,8 @@ class Price:
 
 
 def other_kernels(cell: Cell) -> list[str]:
-    """The attention kernels that the card has rates of, the cell's own among them; none where its model has
-    no such kernel, or the card rates of one."""
+    """The attention kernels of which the card has rates, the cell's own among them; none if its model has no
+    such kernel, or the card has rates of only one."""
     model, device = model_preset(*cell.model_arguments), load_cluster(cell.cluster).device
     rates_of = device.attention
     if rates_of is None or model.attention_kernel not in rates_of.kernels or not hasattr(model, "attention"):
@@ -190,8 +190,8 @@ def cheaper_savings(question: Question, cell: Cell) -> list[Cell]:
 
 
 def without_switches(question: Question, cell: Cell) -> dict[str, Cell]:
-    """A cell without each of its memory switches, and what needs it, by what is set with it: those of its
-    backend first, then of its model, recomputation after its checkpoints."""
+    """A cell without each of its memory switches, and the settings that need the switch, by what is set:
+    switches of its backend first, then of its model, recomputation after its checkpoints."""
     cells: dict[str, Cell] = {}
     for settings, other in (*_less_on_host(cell), *_less_of_model(question.cell.model_options, cell)):
         if not {*settings} & {*question.options}:
@@ -241,7 +241,7 @@ def other_settings(question: Question, cell: Cell) -> dict[str, Cell]:
 
 
 def _changed(question: Question, cell: Cell, changes: Iterable[Mapping[str, Any]]) -> list[Cell]:
-    """The cell with each of these changes that can be."""
+    """The cells that these changes make of the cell; changes that cannot be are left out."""
     cells: dict[str, Cell] = {}
     for settings in filter(question.keeps, changes):
         with suppress(UserError):

@@ -26,7 +26,7 @@ class Jobs(FunctionModules):
     """The readers of jobs: functions of modules, and tables."""
 
     def tables(self) -> dict[str, str]:
-        """What the tables say of themselves, by their names."""
+        """The ``about`` of each table, by the table's name."""
         paths = sorted(Path(__file__).parent.glob("*.yaml"))
         return {path.stem: about for path in paths if (about := _about(path))}
 

@@ -38,7 +38,7 @@ class Given:
         value: as its program reads it.
         text: the value as the job has it, in one line.
         wrong: what is wrong with the value; "" if nothing is.
-        source: said of it as the source of a setting; "": its name and text.
+        source: how it is called as the source of a setting; "": its name and text.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Account:
         return name in self.given
 
     def given_of(self, *names: str) -> tuple[str, ...]:
-        """Those of the names that the job gives."""
+        """The names, among ``names``, that the job gives."""
         return tuple(filter(self.has, names))
 
     def value(self, name: str) -> Any:
@@ -144,8 +144,8 @@ class Account:
             self.approximated.setdefault(name, may_move(what, because))
 
     def stand_in(self, missing: str, what: str, because: str, *names: str) -> None:
-        """Say that something close stands for arguments, as :meth:`leave`; ``--strict`` refuses them, as what
-        is ``missing`` is not modelled. A remark where none of them is given."""
+        """Say that something close stands for arguments, as :meth:`leave`; ``--strict`` refuses them, because
+        what is ``missing`` is not modelled. A remark if the job gives none of them."""
         if not any(map(self.has, names)):
             self.remarks.append(f"{missing}: {may_move(what, because)}")
         self.leave(what, because, *names)
@@ -164,7 +164,7 @@ class Account:
             self.approximated.setdefault(name, remark)
 
     def refuse(self, missing: str, *names: str) -> None:
-        """Say what is missing for arguments; a problem of the job where none of them is given."""
+        """Say what is missing for arguments; a problem of the job if it gives none of them."""
         if not any(map(self.has, names)):
             self.problems.append(f"{' and '.join(names)} (by default): {missing}: not modelled")
         self.refuse_given(f"{missing}: not modelled", *names)
@@ -175,12 +175,12 @@ class Account:
             self.missing.setdefault(name, missing)
 
     def add(self, path: str, value: Any, source: str, note: str = "", given: bool = True) -> None:
-        """Set what comes from ``source``; ``note``: said of it beside."""
+        """Set a setting that comes from ``source``; ``note`` stands beside the source."""
         self.settings.append(Setting(path, value, ": ".join(filter(None, [source, note])), given))
 
     def set(self, path: str, value: Any, *names: str, note: str = "") -> None:
-        """Set what comes from arguments, or variables, of these names; from their defaults where none is
-        given. ``note``: said of it beside."""
+        """Set a setting that comes from arguments or variables of these names; from their defaults if none is
+        given. ``note`` stands beside their names."""
         there = [name for name in names if name in self.given or name in self.environment]
         source = ", ".join(map(self.spelled, there)) or (
             "" if note and not names else self._default_of(names)
@@ -213,7 +213,7 @@ class Account:
         return str(self.given[name]) if name in self.given else f"{name}={self.environment[name]}"
 
     def arguments(self) -> Iterator[Argument]:
-        """What became of every argument."""
+        """Every argument of the job with its outcome."""
         for name, given in self.given.items():
             outcome, detail = self._outcome(name, given)
             argument = self.program_arguments.get(name)
@@ -297,7 +297,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def scalar_of(text: str) -> Any:
-    """The value that a text of the command line is in YAML; the text itself where it is none."""
+    """The value of a command line's text, read as YAML; the text itself if it is no YAML."""
     try:
         return parse_yaml(Path("--given"), f"value: {text}".encode())["value"]
     except UserError:
@@ -310,7 +310,7 @@ def key_account(
     counts: Callable[[str], bool] = bool,
     overrides: Mapping[str, str] | None = None,
 ) -> Account:
-    """The account of the keys of configuration files, of those that count, of which nothing was made yet.
+    """The account of keys of configuration files, of which nothing was made yet; only keys that count.
 
     Args:
         overrides: texts of values that stand in place of the files', by name, as --given has them.

@@ -118,7 +118,7 @@ def _names(value: str | Sequence[Any] | None) -> list[str]:
 
 
 def _targets(k: Account, targets: Said, adapted: Sequence[str], separate: bool) -> list[str]:
-    """Words of lora_targets, of what the model has; what is none of them is said."""
+    """Words of lora_targets for layers that the model has; it is said which targets are none of these."""
     asked = targets.value
     if asked is None or asked in _EVERY:
         return [ALL]

@@ -56,7 +56,7 @@ class ProgramArgument:
         default: False for a switch; None where there is none.
         outcome: "mapped" where a setting may come from it.
         detail: why it has no effect, what it may move, or what is missing, for other values than the default.
-        beside: arguments without one of which it has no effect.
+        beside: arguments of which the job must give one, else it has no effect.
         missing: as of :class:`~spbench.bench.tools.jobs.job.Argument`.
     """
 
@@ -87,7 +87,7 @@ class ProgramArgument:
         return f"{shown(value)} is not {needed}"
 
     def parsed(self, word: str) -> Any:
-        """The value that a word of a command line is; the word itself where it is none."""
+        """The value of a command line's word, in the argument's type; the word itself if it has none."""
         try:
             return {"int": int, "float": float}.get(self.takes, str)(word)
         except ValueError:
@@ -133,7 +133,7 @@ class ArgumentTable:
     Attributes:
         program: with the version whose arguments and defaults these are.
         arguments: by each of their spellings, in the order of the table.
-        settings: of arguments that say one as it is, by the argument's name.
+        settings: by argument that sets one setting directly, the conversion.
         content: of the file, with what a program has beside these; ``trains``: what trains, of
             :data:`~spbench.bench.setting_values.PROGRAMS`.
     """
@@ -246,7 +246,7 @@ def _conversion(text: str | Mapping[str, Mapping[Any, Any]]) -> Conversion:
 
 
 def may_move(what: str, because: str) -> str:
-    """What is said of an approximated argument; ``what``: "time", "memory", both, or "nothing"."""
+    """The words on an approximated argument; ``what`` it may move: "time", "memory", both, or "nothing"."""
     moved = "does not move memory or time" if what == "nothing" else f"may move {what}"
     return f"{moved}: {because}"
 

@@ -71,8 +71,8 @@ def _as_megatron(words: str) -> Iterator[tuple[str, ProgramArgument]]:
 
 
 def key_of(argument: str) -> tuple[str | None, bool]:
-    """The key that says what an argument of Megatron-LM does, None where there is none, and whether a switch
-    is its true value."""
+    """The key that does what an argument of Megatron-LM does (None: no key does), and whether the key's true
+    value stands for a switch that is given."""
     content = bridge_table().content
     off = {other: key for key, other in content["switched_off_by"].items()}
     by_argument = {**off, **{other: key for key, other in content["arguments"].items()}}
@@ -251,7 +251,7 @@ def _add_precision(k: Account, recipe: Any, add: Callable[..., None]) -> None:
 
 
 def _arguments(k: Account, a: Account) -> Iterator[Argument]:
-    """What became of every key, by what became of its argument."""
+    """Every key with its outcome, which is the outcome of its argument."""
     content = bridge_table().content
     accounted = {argument.name: argument for argument in a.arguments()}
     for own in k.arguments():
@@ -265,6 +265,6 @@ def _arguments(k: Account, a: Account) -> Iterator[Argument]:
 
 
 def _idle(k: Account, own: Argument) -> Argument:
-    """A key that stands for no argument, as it says what is so without one."""
+    """The outcome of a key that stands for no argument: all is so without the key, or it is refused."""
     outcome: Outcome = "refused" if k.program_arguments[own.name].outcome == "refused" else "no effect"
     return Argument(own.name, own.value, outcome, own.detail if outcome == "refused" else "is so without it")

@@ -59,11 +59,11 @@ def read(files: JobFiles) -> Job | None:
 
 
 def sorted_files(files: JobFiles, *, of_script: bool = False) -> dict[str, Mapping[str, Any]] | None:
-    """The content of each file by what it is; None where none is a configuration of DeepSpeed or accelerate,
+    """The content of each file by its kind; None if no file is a configuration of DeepSpeed or accelerate,
     unless they stand beside a script that starts the job (``of_script``).
 
     Raises:
-        UserError: a file is damaged, two are of one kind, or one is of none beside others that are.
+        UserError: a file is damaged, two are of one kind, or one is of no kind while others are of some.
     """
     table = table_content("deepspeed")
     contents: list[tuple[JobFile, Mapping[str, Any]]] = []
@@ -99,7 +99,7 @@ def sorted_files(files: JobFiles, *, of_script: bool = False) -> dict[str, Mappi
 
 
 def _kind(content: Mapping[str, Any]) -> str:
-    """What a file is, by its keys; "" where it is none of a job's."""
+    """The kind of a file, by its keys; "" if it is no file of a job."""
     files = table_content("deepspeed")["files"]
     return next((kind for kind, each in files.items() if {*each["keys"].split()} & {*content}), "")
 
@@ -269,7 +269,7 @@ def read_script(files: JobFiles) -> Job | None:
 
 
 def _words(script: JobFile, files: JobFiles) -> Sequence[str] | None:
-    """The words of the command that trains; None: there is none."""
+    """The words of the command that trains; None: the script has none."""
     shell = shell_of(script, files.environment)
     commands = [(each, " ".join(map(shown_word, each.words))) for each in shell.commands]
     found = [each for each, text in commands if text.startswith("accelerate launch") or _STARTS[1] in text]

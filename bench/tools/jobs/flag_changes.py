@@ -14,13 +14,13 @@ from spbench.bench.tools.jobs.flags import Flag, program_flags
 
 @dataclass(frozen=True)
 class FlagChanges:
-    """The arguments with which a job becomes another one.
+    """The changes of arguments that turn a job into another one.
 
     Attributes:
         program: with the version whose arguments these are.
         given: arguments to add, or whose value changes: ``--recompute-granularity full``.
         left_out: arguments to take away: ``--sequence-parallel``.
-        remarks: what of the program's is approximate in the new cell alone.
+        remarks: what is approximate in the new cell alone, one a line.
         missing: why the program cannot be asked for the change; () if it can. Then the others are of no use.
     """
 

@@ -85,8 +85,8 @@ class Flags:
         program: with the version whose arguments these are; what is so by default is left out.
         file: a name for ``content``.
         content: the file, or the script with the command.
-        missing: settings of the cell that the program has not, each with what it has in their place.
-        beside: settings that only say how the same is made, likewise.
+        missing: settings of the cell that the program lacks, each with what it has in place of them.
+        beside: lacking settings that do not change what is computed, in the same form.
         remarks: what is approximate, as :attr:`Job.remarks`.
     """
 
@@ -100,7 +100,7 @@ class Flags:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the file must know beside it."""
+        """What a reader of the file must know: settings that it lacks though they matter little; remarks."""
         return (*self.beside, *self.remarks)
 
     def text(self) -> str:
@@ -158,8 +158,8 @@ def differences(cell: Cell, other: Cell) -> Iterator[tuple[str, Any, Any]]:
 
 
 def several_ranks(cell: Cell) -> tuple[Nesting, dict[str, int]]:
-    """What of a cell's strategy is there: its parts that have several ranks, or "single"; and the ranks along
-    the axes of more than one, in the order of the mesh, under the names that these parts give to them."""
+    """The parts of a cell's strategy that have several ranks (else "single"), and the ranks along axes of
+    more than one rank, in the order of the mesh, under the names that these parts give to the axes."""
     nested, sizes = nesting(cell.strategy), cell.sizes.by_axis
     parts = [
         (each.name, axes)
@@ -206,8 +206,8 @@ def _settings(cell: Cell) -> dict[str, Any]:
 
 
 def facts_of(cell: Cell, model: Any) -> dict[str, Any]:
-    """What rules of a program's ``flags`` ask of a cell: its settings, by their paths, and the ``parts`` of
-    its strategy that have several ranks, as ``strategy``."""
+    """The facts that rules of a program's ``flags`` ask for: the cell's settings, by their paths, and as
+    ``strategy`` the ``parts`` of its strategy that have several ranks."""
     strategy, mesh = several_ranks(cell)
     training, options = cell.training, {"learned_positions": None, **vars(model)}
     if isinstance(model, DecoderModel):

@@ -84,7 +84,7 @@ def _place(path: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Job:
-    """What the files of a job say.
+    """The content of a job's files, as the settings of a cell.
 
     Attributes:
         program: with the version whose arguments and defaults these are.
@@ -170,10 +170,10 @@ class Job:
         return f"{path}{source}: {message}"
 
     def scenario_text(self, folder: Path = Path()) -> str:
-        """A scenario file with this cell, the argument that each line came from beside it.
+        """A scenario file with this cell; beside each line stands the argument that it came from.
 
         Args:
-            folder: that the file is for: what the path of a model in it starts from.
+            folder: where the file will be; the path of a model in it starts there.
 
         Raises:
             UserError: an argument is refused or unknown, or the settings cannot be together.
@@ -201,7 +201,7 @@ class Job:
 
 
 def _seen_from(folder: Path, model: str) -> str:
-    """A model's path from the current folder, as one from another folder; a name as it is."""
+    """A model's path, which starts from the current folder, as a path from ``folder``; a name as it is."""
     path = Path(model).expanduser()
     if not names_a_file(model) or not lexists(path) or path.is_absolute():
         return model

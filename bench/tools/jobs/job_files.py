@@ -38,7 +38,7 @@ class JobFile:
     """A file of a job, and its content.
 
     Attributes:
-        part: the name of one of several configurations that a file has; "": it has one.
+        part: the name of a configuration, if the file has several; "": it has one.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class JobFile:
         return decoded(self.path, self.content)
 
     def __str__(self) -> str:
-        """Its name, as messages and titles have it."""
+        """The name of the file, as messages and titles have it."""
         return ":".join(filter(None, [self.path.name, self.part]))
 
     def wrong(self, problem: str) -> UserError:
@@ -65,7 +65,7 @@ class OneFileRead(UserError):
 
 @dataclass(frozen=True)
 class JobFiles:
-    """What an importer is given.
+    """The files of a job, and what else a reader is told.
 
     Attributes:
         gpus: how many the job runs on; None: what the files say.
@@ -91,7 +91,7 @@ class JobFiles:
 
     @property
     def script(self) -> JobFile | None:
-        """The only script among the files, beside configurations; None where there is none or several."""
+        """The only script among the files, beside configurations; None if there is none, or several."""
         scripts = [file for file in self.files if file.path.suffix != ".py" and mapping_in(file) is None]
         return scripts[0] if len(scripts) == 1 else None
 
@@ -102,8 +102,8 @@ class JobFiles:
         return [file for file in configurations if "model_type" in (mapping_in(file) or {})]
 
     def configuration(self, signs: Sequence[str]) -> Mapping[str, Any] | None:
-        """The content of the file that has all keys of one of the signs (:func:`has_keys`); None where no
-        file has, or another file is neither a config.json nor a configuration of DeepSpeed.
+        """The content of the file that has all keys of one of the signs (:func:`has_keys`). None if no file
+        has, or if another file is neither a config.json nor a configuration of DeepSpeed.
 
         Raises:
             UserError: a file is damaged.
@@ -118,7 +118,7 @@ class JobFiles:
         return configuration
 
     def machine_problems(self, gpus: int | None) -> list[str]:
-        """What is not said about the machine, one a line; ``gpus`` are those of the files."""
+        """What the job does not say about its machine, one a line; ``gpus``: how many the files say."""
         problems = []
         if self.gpus is None and gpus is None:
             problems.append("how many GPUs the job runs on is not said; --gpus N")
@@ -136,14 +136,14 @@ def read_job(
     environment: Mapping[str, str] | None = None,
     strict: bool = False,
 ) -> Job:
-    """The job that the files are.
+    """The job in some files.
 
     Args:
-        kind: a name of :data:`JOBS`; None: the only kind that takes the files for its own.
+        kind: a name of :data:`JOBS`; None: the only kind whose signature the files have.
         files: their paths; ``FILE.py:NAME`` is one of several configurations in a file.
         gpus: how many it runs on; None: what the files say.
-        environment: what the files leave to run time: variables of scripts by name, keys of configurations
-            by their dotted names.
+        environment: what the files leave to run time: variables of scripts by name, keys of configurations by
+            their dotted names.
         strict: as of :class:`Job`.
 
     Returns:
@@ -192,7 +192,7 @@ def _has_signature(file: JobFile, signature: Mapping[str, Any], signs: Sequence[
 
 
 def _jobs(given: JobFiles, kinds: Sequence[str], asked: str | None) -> dict[str, Job]:
-    """What the files are as jobs of those kinds that take them for their own."""
+    """By kind, the job that the files are, for the kinds whose signature they have."""
     jobs: dict[str, Job] = {}
     for name in kinds:
         try:
@@ -244,8 +244,8 @@ def mapping_in(file: JobFile) -> Mapping[str, Any] | None:
 
 
 def other_program(file: JobFile, text: str) -> str:
-    """Which program's file it is that is known and not read, and what to give in its place; "" where none is
-    known by its keys or by a regular expression ``text`` of its script."""
+    """The program to which a file belongs that is known but not read, and what to give instead; "" if the
+    file has no such program's keys, or regular expression ``text`` in its script."""
     for name, program in table_content("other_programs").items():
         pattern = program.get(text, "")
         try:
@@ -259,8 +259,8 @@ def other_program(file: JobFile, text: str) -> str:
 
 
 def has_keys(content: Any, signs: Sequence[str]) -> bool:
-    """Whether a configuration has all keys of one of the signs, each of which is names of keys, with dots
-    between nested ones, and a ``*`` for any characters."""
+    """Whether a configuration has all keys of one of the signs. A sign is names of keys, with dots between
+    nested ones, and ``*`` for any characters."""
     keys = [*_keys(content, "", 1)]
     return any(all(fnmatch.filter(keys, name) for name in sign.split()) for sign in signs)
 
@@ -318,7 +318,7 @@ def given_values(words: Sequence[str]) -> dict[str, str]:
 
 
 def _kind_and_files(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """The kind of job, None where the first word is a file, and the files. UserError where there is none."""
+    """The kind of job (None if the first word is a file), and the files. UserError if there are no files."""
     first, *others = words
     if first in JOBS:
         if not others:

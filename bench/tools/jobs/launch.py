@@ -36,10 +36,10 @@ class Launch:
 
     Attributes:
         program: the name of its Python file.
-        arguments: the words after it; :func:`unknown_in` says what is not known of them.
+        arguments: the words after the program; :func:`unknown_in` tells their unknown parts.
         environment: the variables that the script exports.
-        gpus: that it starts a process for; None: not said.
-        not_said: why, such as "$NNODES is not set"; "" if there is no reason to tell.
+        gpus: how many GPUs the command starts a process for; None: not said.
+        not_said: why ``gpus`` is None, such as "$NNODES is not set"; "" if nobody can tell.
     """
 
     line: int
@@ -72,8 +72,8 @@ def launched(
     """The command of a shell script that runs one of the programs, by their file's name; None: there is none.
 
     Args:
-        kinds: the first argument is one of these, where there are any: of a program that does other things
-            too. ``--given line=N`` chooses among several commands.
+        kinds: if given, the first argument must be one of these, for a program that does other things too.
+            ``--given line=N`` chooses among several commands.
 
     Raises:
         UserError: the script cannot be read, or has several such commands, or one in a branch.
@@ -121,7 +121,7 @@ def launched(
 
 
 def program_launch(files: JobFiles, spec: Mapping[str, str]) -> Launch | None:
-    """The command of the only script among the files that starts a program; None where there is none.
+    """The command that starts a program, in the only script among the files; None if there is none.
 
     Args:
         spec: the section ``launch`` of the program's table: ``program``, a regular expression of its name;
@@ -163,7 +163,7 @@ def values_of_launch(
 
 
 def _program(words: Sequence[str], programs: re.Pattern[str], kinds: Collection[str]) -> int | None:
-    """Where in a command the program's file is, after which its arguments come, if it is of these kinds."""
+    """The place of the program's file among a command's words, if its first argument is of these kinds."""
     ends = re.compile(rf"(?:\A|/)(?:{programs.pattern})\Z")
     at = next((at for at, word in enumerate(words) if ends.search(shown_word(word))), None)
     if at is None or words[0] in ("echo", "printf", "ls", "cp", "cat", "test", "[", "[["):

@@ -43,7 +43,7 @@ _HIERARCHY = "--hierarchical-context-parallel-sizes"
 
 
 def read(files: JobFiles) -> Job | None:
-    """A job of Megatron-LM; None where the file starts none of its programs.
+    """A job of Megatron-LM; None if the file starts no program of Megatron-LM.
 
     Raises:
         UserError: the file cannot be read, is damaged, or starts several programs.
@@ -139,8 +139,8 @@ def parse(words: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
 
 
 def _stray(word: str) -> tuple[dict[str, Given], list[str]]:
-    """The arguments that a word without an argument may be, if none of them has an effect; else what is wrong
-    with it."""
+    """The arguments that a word without an argument may stand for, if none of them has an effect; else the
+    problem with the word."""
     unknown = unknown_in(word)
     if not unknown:
         return {}, [f"{shown_word(word)!r} belongs to no argument"]

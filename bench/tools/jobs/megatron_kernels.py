@@ -40,8 +40,8 @@ def container_problems(a: Account) -> list[str]:
 
 
 def facts_of_card(a: Account, cluster: str | None) -> dict[str, Any]:
-    """What rules ask of the card and the container: the ``release``, the card's name and its ``generation``
-    (0: not known), its ``processors``, and its L2 cache in KiB."""
+    """The facts about card and container for rules: the ``release``, the card's name, its ``generation`` (0:
+    not known), its ``processors``, and its L2 cache in KiB."""
     device = _device(cluster)
     facts: dict[str, Any] = {"release": _release_of(a), "cluster": cluster, "card": "", "generation": 0}
     if device is not None:

@@ -106,7 +106,7 @@ def set_layers_with_experts(a: Account) -> None:
 
 
 def pattern_in(text: str) -> list[int]:
-    """The list that an expression such as ([0]*1+[1]*15)*2 is; empty where it is none."""
+    """The list that an expression such as ([0]*1+[1]*15)*2 gives; empty if the text is no such expression."""
     if not _LISTED.fullmatch(text):
         return []
     try:
@@ -138,7 +138,7 @@ def _evaluated(node: ast.expr) -> list[int] | int:
 
 
 def expert_sizes(a: Account, tensor: int, gpus: int | None, stages: int) -> None:
-    """Set over how many ranks of a stage experts are spread, and each of them split."""
+    """Set over how many ranks of a stage experts are spread, and over how many each expert is split."""
     if not has_experts(a):
         return
     ranks, parts = a.value(EXPERT_RANKS) or 1, a.value(EXPERT_PARTS) or tensor
@@ -302,7 +302,7 @@ def _set_stages(a: Account, layers: int, stages: int, chunks: int) -> None:
 
 def _layers_by_layout(a: Account, layout: str, stages: int, layers: int) -> list[int] | None:
     """Layers of the stages that a layout lists, as PipelineParallelLayerLayout of Megatron-Core reads it;
-    None where it is none, which is a problem then."""
+    None, and a problem, if the text is no such layout."""
     others = [name for name in (*_CHUNKS, *_PIPELINE_SPLITS) if a.has(name)]
     if others:
         a.problems.append(f"{_LAYOUT} and {others[0]} are both given; leave one")

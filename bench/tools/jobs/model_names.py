@@ -17,12 +17,12 @@ _TOWER = "text alone is counted; a tower for images{} is left out, with what a j
 
 
 class NamedModel(NamedTuple):
-    """What a job's name of a model stands for.
+    """The model for which a job's name of a model stands.
 
     Attributes:
-        model: what a scenario calls it.
+        model: the name in a scenario.
         fields: of its config.json that count.
-        taken: how it stands for the name, if that is not its own; "": it is.
+        taken: how it stands for the job's name, if the names differ; "": they do not.
         beside: what stands beside the text and is left out; "": nothing does.
     """
 
@@ -45,7 +45,7 @@ def named_model(name: str) -> NamedModel:
     """The model that a job names.
 
     Raises:
-        UserError: there is no such file and no such name, or what it has is not modelled.
+        UserError: there is no such file and no such name, or a part of the model is not modelled.
     """
     if lexists(Path(name).expanduser()):
         fields = read_model_file(name)

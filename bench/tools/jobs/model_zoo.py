@@ -72,8 +72,8 @@ def _models() -> Mapping[str, Mapping[str, str]]:
 
 
 def _defaults(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the benchmark sets for a model where the script does not; those of unequal stages
-    and of virtual ones only where there are such."""
+    """The variables that the benchmark sets for a model if the script does not; those for unequal stages and
+    for virtual stages only if the job has such stages."""
     values = dict(_models().get(environment.get("MODEL", ""), {}))
     numbers = {**values, **environment}
     layers, stages = (numbers.get(name, "") for name in ("NUM_LAYERS", "PP"))
@@ -104,7 +104,7 @@ def _command(script: JobFile, environment: Mapping[str, str]) -> Command:
 def _further(
     command: Command, environment: Mapping[str, str], arguments: Mapping[str, object]
 ) -> Iterator[tuple[str, object]]:
-    """The arguments that the benchmark adds by its variables, and those of the command line."""
+    """The arguments that the benchmark adds because of its variables, and those of the command line."""
     added_by = _table()["added"]
     yield from added_by["DISPATCHER"].get(environment.get("DISPATCHER", "deepep"), {}).items()
     for name, added in added_by["switches"].items():

@@ -113,7 +113,7 @@ def _resolved(value: Any, environment: Mapping[str, str], problems: list[str], n
 
 
 def _model_of(model: Any, sizes: Mapping[str, Any], problems: list[str]) -> Mapping[str, Any]:
-    """The arguments of a model: those of its file, if that is given, or of a known one."""
+    """The arguments of a model: its file's, if the file is given, else a known model's."""
     if sizes:
         return sizes
     name, content = PurePosixPath(str(model)).name.removesuffix(".yaml"), _models()

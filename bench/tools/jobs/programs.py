@@ -54,7 +54,7 @@ def read_by_table(kind: str, files: JobFiles) -> Job | None:
 
 
 def _of_configuration(kind: str, files: JobFiles) -> Account | None:
-    """The keys of a configuration that has the program's signature, of one of its versions."""
+    """The account of a configuration's keys, if it has the signature of a version of the program."""
     content = table_content(kind)
     keys = content["signature"]["keys"]
     versions = keys if isinstance(keys, Mapping) else {"": keys}

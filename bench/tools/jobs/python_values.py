@@ -167,7 +167,7 @@ class MakingFunctions:
     unclear: list[str] = field(default_factory=list)
 
     def keys(self, name: str, above: Sequence[str] = ()) -> dict[str, Any]:
-        """What a function sets, by the names of keys with dots between them: plain values, or their nodes;
+        """The keys that a function sets, with dots between nested names: plain values, or their nodes;
         ``above``: functions that call it."""
         if name in (self.begun_with or ()):
             return dict((self.begun_with or {})[name])

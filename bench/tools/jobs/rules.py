@@ -89,7 +89,7 @@ def follow(account: Account, rules: Sequence[Rule]) -> None:
 
 
 def call(account: Account, name: str) -> None:
-    """Call what the reader has under a name (:attr:`Account.calls`), or follow the table's rules of that
+    """Call the reader's function of that name (:attr:`Account.calls`), or follow the table's rules of that
     name."""
     if name in account.calls:
         account.calls[name](account)
@@ -98,7 +98,7 @@ def call(account: Account, name: str) -> None:
 
 
 def _with_word(part: Any, word: str) -> Any:
-    """A rule, or a part of it, with a word in place of each ``%``."""
+    """A rule, or a part of it, with ``word`` in place of each ``%``."""
     if isinstance(part, str):
         return part.replace("%", word)
     if isinstance(part, Mapping):
@@ -166,7 +166,7 @@ def names_of(account: Account, words: str) -> list[str]:
 
 
 def filled(account: Account, text: str) -> str:
-    """A text of a rule with what it names in place."""
+    """A text of a rule, with values in place of the names in it."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]
@@ -186,7 +186,7 @@ def said(account: Account, *names: str, note: str = "") -> Said:
 
 
 def said_of(account: Account, line: Any, functions: Functions | None = None) -> Any:
-    """What a job says of one thing.
+    """What a job says of one thing, such as its length, by a line of its program's table.
 
     Args:
         line: keys of a job, of which the first that is given counts, or ``$FACT``; a list of lines, of which

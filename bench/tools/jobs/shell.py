@@ -277,7 +277,7 @@ class Shell:
         return "".join(" ".join(self._values(part)) for part in parts)
 
     def _values(self, node: Node) -> list[str]:
-        """What a part of a word becomes: one text, or the elements of an array."""
+        """The values of a part of a word: one text, or the elements of an array."""
         text = source_of(node)
         match node.type:
             case "string":  # "${NAME[@]}" is as many words as it has elements
@@ -327,7 +327,7 @@ class Shell:
         return elements if index or not isinstance(value, list) else elements[:1]
 
     def _text(self, node: Node, skipped: int = 0) -> str:
-        """What the text of a string, of a here-document or of the rest of ``${NAME:-...}`` becomes: without
+        """The expanded text of a string, of a here-document or of the rest of ``${NAME:-...}``, without
         ``skipped`` bytes at its start and, if there are any, one at its end."""
         text, start, at = node.text or b"", node.start_byte, skipped
         joined = ""

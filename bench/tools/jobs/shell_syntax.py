@@ -66,13 +66,13 @@ class ShellError(ValueError):
 
 
 def mark(what: str, words: Sequence[str] = ()) -> str:
-    """The mark of what is not known, in a word; of an array, which ``words`` it may be."""
+    """A mark that stands in a word for something unknown; for an array, ``words`` are what it may be."""
     texts = (what, *map(shown_word, words))
     return _MARK + "".join(chr(_PLANE + min(ord(c), 0xFFFD)) for c in _BETWEEN.join(texts))
 
 
 def mark_for(what: str, unknown: str) -> str:
-    """The mark of what is computed from something that is not known."""
+    """The mark for a value that is computed from an unknown one."""
     return mark(f"{what}{_WHERE}{unknown}{_NOT_KNOWN}")
 
 
@@ -103,7 +103,7 @@ def shown_word(text: str) -> str:
 
 
 def syntax_tree(text: str, above: int = 0) -> Node:
-    """The tree of a script that has lines above it. ShellError where it is none."""
+    """The tree of a script that has lines above it. ShellError if the text is no script."""
     text = re.sub(r"\\\s*\Z", "", text.replace("\r\n", "\n"))  # a line that goes on where no line follows
     root = _PARSER.parse(text.encode()).root_node
     for node in below(root) if root.has_error else ():
@@ -137,7 +137,7 @@ def unescaped(text: bytes) -> str:
 
 
 class NotKnown(Exception):
-    """Only a run could tell a value: what of it."""
+    """Only a run could tell a value; the text names it."""
 
 
 def holds(node: Node, word: Word) -> bool:
@@ -205,7 +205,7 @@ def computed(node: Node, word: Word) -> str:
 
 
 def printed(node: Node, inner: str, expand: Callable[[Node], list[str]]) -> str:
-    """What the command of ``$(INNER)`` prints: what `expr` computes; a mark for any other."""
+    """The output of the command in ``$(INNER)``: the result of an `expr`; a mark for any other command."""
     commands = node.named_children
     if len(commands) != 1 or commands[0].type != "command":
         return mark(f"$({inner})")

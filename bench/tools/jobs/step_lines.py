@@ -86,8 +86,8 @@ def _torchao(account: Account, line: Rule) -> Said:
 
 
 def _bits(account: Account, line: Rule) -> Said:
-    """``bits``: those of frozen weights, by the keys that ask for them; a problem where two ask for other
-    ones."""
+    """``bits``: bits of frozen weights, by the keys that ask for them; a problem if two keys ask for
+    different numbers."""
     words = line["bits"]
     asked = [name for name in words if account.value(name)]
     if len({words[name] for name in asked}) > 1:
@@ -134,8 +134,8 @@ def _product(account: Account, line: Rule) -> Said:
 
 
 def _accumulation(account: Account, line: Rule) -> Said:
-    """``accumulation``: micro-batches of a step; an older key, ``of_all``, says the sequences of all of
-    them, and ``of_each`` those of one."""
+    """``accumulation``: the key of a step's micro-batches; or the older key ``of_all``, the sequences of all
+    micro-batches, over ``of_each``, those of one."""
     name, of_all = line["accumulation"], line["of_all"]
     total, micro = account.value(of_all), account.value(line["of_each"])
     if not account.has(name) and total and micro >= 1:
@@ -201,7 +201,7 @@ def _deepspeed(account: Account, line: Rule) -> dict[str, Any]:
 
 
 def _brought(account: Account, key: str, otherwise: str) -> dict[str, Said]:
-    """The same of a configuration that the program brings along, by the name of its file."""
+    """The fields of a configuration that the program brings along, by the name of its file."""
     name = account.value(key)
     if not name:
         return {"sharding": Said(otherwise)}
@@ -219,8 +219,8 @@ def zero_of(account: Account, prefix: str, beside: str = "") -> dict[str, Any]:
     """The fields ``sharding``, ``host`` and ``buffer`` of a step from DeepSpeed's configuration.
 
     Args:
-        prefix: that its keys begin with in the program's table.
-        beside: what keys of accelerate begin with that count before them; "": there are none.
+        prefix: with which DeepSpeed's keys begin in the program's table.
+        beside: with which accelerate's keys begin, which count before DeepSpeed's; "": there are none.
     """
     zero = f"{prefix}zero_optimization."
     stage, name = account.chosen(*[f"{beside}zero_stage"] * bool(beside), f"{zero}stage")
@@ -253,7 +253,7 @@ def zero_of(account: Account, prefix: str, beside: str = "") -> dict[str, Any]:
 
 
 def _host(account: Account, zero: str, beside: str, stage: int) -> tuple[str, tuple[str, ...]]:
-    """What a stage of ZeRO keeps on the host, and the keys that say so."""
+    """Which states a stage of ZeRO keeps on the host, and the keys that say so."""
     held, names, key = dict[str, bool](), list[str](), ""
     for kind in ("optimizer", "param"):
         accelerates = [f"{beside}offload_{kind}_device"] * bool(beside)

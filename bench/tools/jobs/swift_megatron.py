@@ -53,8 +53,8 @@ def read(files: JobFiles) -> Job | None:
 
 
 def _fields(own: Account, problems: list[str]) -> Mapping[str, Any]:
-    """The fields of the model's config.json; none, and a problem, where it is not known. Converted ones
-    have the name of those that they were made of, with an ending."""
+    """The fields of the model's config.json; none, and a problem, if the model is not known. Converted models
+    have the name of the model they were made from, with an ending."""
     name, key = own.chosen("model", "load", "mcore_model")
     if not name:
         problems.append(

@@ -12,7 +12,7 @@ from spbench.impls import model_preset
 
 
 def flags(cell: Cell) -> Flags:
-    """The command, to be read back; of a model without a name on Hugging Face there is none."""
+    """The command that runs the cell, to be read back; none without the model's name on Hugging Face."""
     table = argument_table("deepspeed")
     program = f"accelerate{table.program.rpartition('accelerate')[2]}, transformers 5"
     if "/" not in cell.model or cell.model.endswith(CONFIG):

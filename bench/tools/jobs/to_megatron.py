@@ -37,7 +37,7 @@ _Row = tuple[str, Any, str]
 
 
 def flags(cell: Cell) -> Flags:
-    """The command, to be read back; of a model that is no GPTModel there is none."""
+    """The command that runs the cell, which can be read back; none for a model that is no GPTModel."""
     table, model = argument_table("megatron"), model_preset(*cell.model_arguments)
     if not isinstance(model, CausalTransformerModel):
         return Flags(table.program, "train.sh", (), "", (_OTHER_MODEL.format(cell.model),))
@@ -94,7 +94,7 @@ def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
 
 
 def _facts(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
-    """What the rules of arguments ask."""
+    """The facts that rules of arguments ask for, by name."""
     strategy, mesh = several_ranks(cell)
     names = strategy.name.split(PLUS)
     within = PLUS.join(name for name in names if name not in ("tensor_parallel", "megatron_sp"))

@@ -21,7 +21,7 @@ _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocabul
 
 
 def flags(cell: Cell) -> Flags:
-    """The file, to be read back; of a model that has not the sizes of a flavor there is none."""
+    """The file that runs the cell, which can be read back; none for a model without a flavor of its sizes."""
     table, model = next(iter(versions().values())), model_preset(*cell.model_arguments)
     name, flavor = next((which for which, other in _models() if _alike(model, other)), ("", ""))
     if not isinstance(model, CausalTransformerModel) or not flavor:
@@ -63,7 +63,7 @@ def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
 
 
 def _facts(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
-    """What the rules of keys ask."""
+    """The facts that rules of keys ask for, by name."""
     training, options = cell.training.backend_options, cell.strategy_options
     at_once = 1 if cell.sizes.pp > 1 else cell.training.micro_batches  # of a pipeline, all of them
     copies = training.get("data_parallel_replicate_degree", 1)

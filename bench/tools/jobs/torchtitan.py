@@ -40,18 +40,18 @@ def versions() -> Mapping[str, ArgumentTable]:
 
 
 def read(files: JobFiles) -> Job | None:
-    """A job of torchtitan; None where there are several files, or the file is none of its configurations.
+    """A job of torchtitan; None if there are several files, or the file is no configuration of torchtitan.
 
     Raises:
-        UserError: the file is damaged, or what it has is no plain values.
+        UserError: the file is damaged, or has values that are not plain.
     """
     content = _content_of(files.files[0]) if len(files.files) == 1 else None
     return None if content is None else TorchtitanJob(content, files).job()
 
 
 def _content_of(file: JobFile) -> Mapping[str, Any] | None:
-    """The sections of a file; None where it is no TOML with some of them and no Python that makes a
-    configuration. UserError if it is damaged, or has something else than plain values."""
+    """The sections of a file; None if it is no TOML with some of them and no Python that makes a
+    configuration. UserError if the file is damaged, or has values that are not plain."""
     if file.path.suffix == ".py":
         return registered(file)
     content = mapping_in(file) if file.path.suffix == ".toml" else None
@@ -232,7 +232,7 @@ class TorchtitanJob(TorchtitanModel):
     def _micro_batches(
         self, runs: int, parts: int, total_name: str, local_name: str, parts_name: str
     ) -> None:
-        """Set the micro-batches of a step: those of a pipeline, or runs whose gradients are added up."""
+        """Set how many micro-batches a step has: a pipeline's, or runs whose gradients are added up."""
         if parts_name and runs > 1:
             self.keys.refuse_given("a pipeline that runs several times a step: not modelled", total_name)
         if runs > 1:

@@ -41,7 +41,7 @@ class TorchtitanModel:
     """The model of a job, from its keys.
 
     Attributes:
-        keys: the account of them.
+        keys: the account of the job's keys.
         version: one letter of the versions of its table.
         preset: the model, with the options of its flavor.
         stages: ranks of a pipeline.
@@ -62,7 +62,7 @@ class TorchtitanModel:
         return next(name for name in self.keys.program_arguments if name.rpartition(".")[2] == key)
 
     def value(self, name: str, otherwise: Any) -> Any:
-        """The value of a key, or ``otherwise`` where this version has none of that name."""
+        """The value of a key; ``otherwise`` if this version has no key of that name."""
         return self.keys.value(name) if name in self.keys.program_arguments else otherwise
 
     def set_model(self) -> None:
@@ -136,8 +136,8 @@ _OTHERS = (_SIZE, *_NUMBERS.values(), *LESS, _PER_STAGE)
 
 
 def stage_layers(layers: int, stages: int, first: int, last: int) -> list[int]:
-    """How many layers each stage has where the embedding counts as ``first`` of them, norm and output as
-    ``last``; empty where there are too few."""
+    """How many layers each stage has, if the embedding counts as ``first`` layers, norm and output as
+    ``last``; empty if there are too few layers."""
     each, more = divmod(layers + first + last, stages)
     if max(first, last, 1) > each:
         return []
@@ -243,10 +243,10 @@ def micro_batches(job: TorchtitanModel, local: int) -> tuple[int, str]:
 
 def registered(file: JobFile) -> dict[str, Any] | None:
     """The sections of the configuration of torchtitan that a file makes, of several the one that is named;
-    None where it makes none.
+    None if the file makes none.
 
     Raises:
-        UserError: it is no Python, makes several, or what it has is neither a plain value nor set plainly.
+        UserError: it is no Python, makes several, or a value in it is neither plain nor set plainly.
     """
     functions = {f.name: f for f in syntax_of(file).body if isinstance(f, ast.FunctionDef) and _makes(f)}
     if not functions:

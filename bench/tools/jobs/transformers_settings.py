@@ -49,9 +49,9 @@ def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
 
 
 def _facts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What rules ask: the fields of a step, with their keys as ``FIELD.names``, as the job has these as
-    ``FIELD.spelled``, and notes as ``FIELD.note``; and what no field says alone. ``fields`` are those of the
-    config.json."""
+    """The facts that rules ask for: the fields of a step, the keys of each as ``FIELD.names``, their spelling
+    in the job as ``FIELD.spelled``, and its note as ``FIELD.note``; and facts that no field gives alone.
+    ``fields``: of the config.json."""
     facts: dict[str, Any] = {}
     for name, said in vars(step).items():
         if isinstance(said, Said):
@@ -104,8 +104,8 @@ def _facts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> dic
 
 
 def attention_of(name: str, fields: Mapping[str, Any]) -> str | None:
-    """The kernel that a program's word for attention stands for; ``fields`` are those of the config.json.
-    FlashAttention-2 would have its values padded."""
+    """The kernel for a program's word for attention; ``fields``: of the config.json. It is cuDNN's where
+    FlashAttention-2 would have to pad values."""
     shared = table_content("transformers")
     if name in shared["attention_of_torch"] and fields.get("kv_lora_rank"):
         keys = sum(int(fields.get(f"qk_{part}_head_dim") or 0) for part in ("nope", "rope"))
@@ -295,8 +295,8 @@ def set_pipeline(k: Account, step: TransformersStep, fields: Mapping[str, Any]) 
 
 
 def set_pieces(k: Account, step: TransformersStep, runs: int, names: Sequence[str]) -> None:
-    """Set the micro-batches of a step: those of ``runs`` whose gradients are added up, of which each is cut
-    in pieces where there is a pipeline."""
+    """Set the micro-batches of a step: ``runs`` micro-batches whose gradients are added up, each cut in
+    pieces if there is a pipeline."""
     local, piece, ranks = step.micro_batch.value, step.piece.value, step.pipeline.value
     if ranks == 1:
         if runs > 1:

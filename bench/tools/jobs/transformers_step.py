@@ -16,7 +16,7 @@ WHOLE_EMBEDDING = "the embedding is split by the vocabulary; transformers keeps 
 
 @dataclass(frozen=True)
 class Said:
-    """What a job says of one thing: the value, the keys that it came from, a note beside the setting."""
+    """A job's word on one thing: the value, the keys that it came from, a note beside the setting."""
 
     value: Any
     names: Sequence[str] = ()

@@ -28,10 +28,10 @@ def as_arguments(
     """The keys as arguments of Megatron-LM, by the argument's name; others are left out.
 
     Args:
-        known: what the program has by default and for its model, and what the job gives.
-        values: what the job gives.
-        problems: those of values are added.
-        program: whose the defaults are.
+        known: values of the program's defaults, of its model, and of the job.
+        values: the job's values alone.
+        problems: problems with values are added to it.
+        program: its name, for the source of a default.
     """
     of_megatron = argument_table("megatron").arguments
     for key, value in known.items():
@@ -44,7 +44,7 @@ def as_arguments(
 
 
 def _argument(key: str, value: Any) -> tuple[str, list[str]]:
-    """The argument of Megatron-LM that a key is with that value, and its words; "": it is so without one."""
+    """Megatron-LM's argument for a key with that value, and its words; "": it is so without an argument."""
     of_megatron = argument_table("megatron").arguments
     word = _NAMES.get(key, key.replace("_", "-"))
     if value is None:
@@ -76,7 +76,7 @@ def job_of_both(
 
 
 def _outcomes(values: Mapping[str, Any], a: Account, own: Account) -> Iterator[Argument]:
-    """What became of every key, by what became of its argument; ``own``: of the program's own keys."""
+    """Every key with its outcome, which is its argument's; ``own``: the account of the program's own keys."""
     accounted = {argument.name: argument for argument in a.arguments()}
     of_program = {argument.name: argument for argument in own.arguments()}
     for key, value in values.items():

@@ -27,7 +27,7 @@ _OPTION = "training.cuda_alloc_conf"
 
 
 class _Rule(NamedTuple):
-    """What becomes of the names that a pattern matches, with one value alone where there is one."""
+    """The outcome of variables whose name matches a pattern, with one value alone if one is given."""
 
     pattern: str
     value: str
@@ -48,7 +48,7 @@ def _rules(of_allocator: bool) -> Sequence[_Rule]:
 
 
 def _ruled(name: str, value: str, of_allocator: bool) -> tuple[Outcome, str] | None:
-    """What becomes of a variable by the table; None where it has none of that name."""
+    """The outcome of a variable by the table; None if the table does not name it."""
     for rule in _rules(of_allocator):
         if rule.value in ("", value) and re.fullmatch(rule.pattern, name):
             return rule.outcome, rule.detail
@@ -56,7 +56,7 @@ def _ruled(name: str, value: str, of_allocator: bool) -> tuple[Outcome, str] | N
 
 
 def variables(a: Account) -> Iterator[Argument]:
-    """What became of each variable, once the settings of the job are made; the allocator's are made here."""
+    """Every variable with its outcome, once the job's settings are made; sets the allocator's itself."""
     for name, value in a.environment.items():
         if name in ALLOCATOR:
             yield from _allocator(a, name, value)

@@ -44,8 +44,8 @@ class OurNumber:
     """A field of the measurement of one cell.
 
     Attributes:
-        cell: None where a selector names none or several.
-        value: None where there is none; ``missing`` says why, else it is "".
+        cell: None if a selector names no cell, or several.
+        value: None if there is none; then ``missing`` says why, else it is "".
     """
 
     cell: Cell | None
@@ -55,12 +55,12 @@ class OurNumber:
 
 @dataclass(frozen=True)
 class ScenarioResults:
-    """What the answers of a scenario are compared with.
+    """The results with which the answers of a scenario are compared.
 
     Attributes:
         cells: the declared cells.
-        rows: the results by key, of as many of the cells as have any.
-        folder: the scenario file's, where published files of its own may be.
+        rows: the results by key, for the cells that have any.
+        folder: the folder of the scenario's file, which may have published files of its own.
     """
 
     cells: Sequence[Cell]
@@ -166,16 +166,16 @@ class Answer(StrictModel, ABC):
 
     @abstractmethod
     def check(self, declared: Sequence[Cell], folder: Path) -> Iterator[Mistake]:
-        """What makes it impossible to compare, as (key path within the entry, message).
+        """Mistakes that make it impossible to compare, as (key path within the entry, message).
 
         Args:
             declared: the scenario's cells, of one variant.
-            folder: the scenario file's.
+            folder: the folder of the scenario's file.
         """
 
     @abstractmethod
     def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
-        """Ours beside what was published, from results of one variant, cluster and engine."""
+        """Our numbers beside the published ones, from results of one variant, cluster and engine."""
 
     @classmethod
     def compare_all(cls, entries: Sequence[Self], results: ScenarioResults) -> Iterator[Comparison]:
@@ -206,7 +206,7 @@ def load_scenario(name: str | PathLike[str]) -> Scenario:
     """The packaged scenario of that name, or the one in the YAML file at that path, with its answers.
 
     Raises:
-        UserError: there is none, or something in it cannot be; names file, key and mend.
+        UserError: there is no such scenario, or something in it cannot be; names file, key and mend.
     """
     return with_answers(load_cells(name))
 
@@ -243,7 +243,7 @@ def set_beside(scenario: Scenario, ran: RanScenario) -> tuple[list[Comparison], 
 
 
 def _mistakes(scenario: Scenario) -> Iterator[Mistake]:
-    """What is wrong with the answers and inferences of a scenario whose cells are right."""
+    """Mistakes in the answers and inferences of a scenario whose cells are right."""
     folder = scenario.path.parent
     entries: dict[str, Answer] = {}
     for section, kind in answer_kinds().items():

@@ -52,12 +52,12 @@ class Comparison:
 
     Attributes:
         published: None where a published table has a status and no number.
-        reproduced: our number, or None where there is none; the note says why.
+        reproduced: our number; None if there is none, and the note says why.
         relative_error: reproduced / published - 1.
-        numerator, denominator: the keys of the cells that it comes from.
+        numerator, denominator: the keys of the cells that our number comes from.
         table: the published table, followed by ": " and what tells the number from others of its cell, if
             there are any (a machine, a rank, a step). "" for a claim.
-        cell: the cell's key; of a ratio both, with " / " between them.
+        cell: the cell's key; for a ratio both keys, with " / " between them.
         quantity: what is compared: a column of the published table, ratio, max_batch, ...
         status_published, status_reproduced: ok, oom or unstated, and ours; "" where there is none.
         source: FILE:ROW:COLUMN of the published number, by which it is counted once; "" where there is none.
@@ -119,7 +119,7 @@ class Comparison:
 def number_or_status(
     number: float | None, status: str, shown: Callable[[float], str] | None = None
 ) -> str | None:
-    """A number for people, or why there is none; both, where a run that failed has a number.
+    """A number for people, or the reason why there is none; both, if a run that failed has a number.
 
     Args:
         shown: the number as text; None: with six digits.

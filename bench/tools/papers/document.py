@@ -94,8 +94,8 @@ def check_documents(paper: str, scenarios: Sequence[str]) -> None:
 
 
 def rendered_documents(findings: PaperFindings) -> dict[Path, str]:
-    """By path, the text of each document with the parts of the findings' paper written anew; UserError if one
-    cannot be read, or nothing was reproduced under the name of one of its parts."""
+    """By path, the text of each document in which the parts of the findings' paper are written anew;
+    UserError if a document cannot be read, or a part has the name of nothing that was reproduced."""
     _, further, further_lines = _FURTHER.get(findings.paper, (None, "", None))
 
     def content(name: str) -> str:
@@ -242,7 +242,7 @@ def _link(scenario: str, findings: PaperFindings, *, short: bool = False) -> str
 
 
 def kind_of(record: Any) -> str:
-    """What a published number is of: bytes sent, memory, time, a size that fits, or losses."""
+    """The kind of a published number: bytes (that are sent), memory, time, size (that fits) or losses."""
     if record.role in ("formula", "curve"):
         return {"formula": "bytes", "curve": "losses"}[record.role]
     if record.is_time:

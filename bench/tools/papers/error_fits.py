@@ -53,8 +53,8 @@ class StepObservation:
         rates, bound: as of :class:`Measurement`.
         strategy: as of a cell.
         log_error: log(simulated / measured).
-        alike: the same of rows that are compared with each other; "" of one that stands alone.
-        log_time: log(simulated time of a sample), in any unit that rows that are alike share.
+        alike: equal for rows that are compared with each other; "" for a row that stands alone.
+        log_time: log(simulated time of a sample), in any unit that ``alike`` rows share.
         machine, kernel: the accelerator, and the kernel of its attention; "" where it has none.
         unknown: the share of the simulated time that has no rate of its own; 0: not told.
     """
@@ -193,9 +193,9 @@ def _interval(centre: float, width: float, errors: Errors) -> Interval:
 
 
 def widen(by_rates: dict[str, ByBound]) -> None:
-    """Make no interval of a class narrower than that of one whose rates are better: a time that lacks a rate
-    is not the surer for it, whatever the few that were measured so erred by. Fewer than :data:`FEW` sources
-    do not say how sources differ: their class is no narrower than the next worse one either. Where prices are
+    """Make each class's intervals at least as wide as those of classes with better rates: a time that lacks a
+    rate is not the surer for it, however small the few measured errors are. Fewer than :data:`FEW` sources do
+    not show how sources differ, so their class is also as wide as the next worse one. Where prices are
     missing (:data:`WITHOUT_PRICES`), every bound has the widest interval of its class."""
     for order in (EVER_WORSE, FITTED):
         names = [name for name in order if name in by_rates]
@@ -210,19 +210,19 @@ def widen(by_rates: dict[str, ByBound]) -> None:
 
 
 def _widen_by(by_rates: dict[str, ByBound], name: str, other: str) -> None:
-    """Make no interval of a class narrower than that of another one."""
+    """Make each interval of a class at least as wide as the other class's with that bound."""
     for bound, own in by_rates[name].items():
         least = by_rates[other].get(bound, by_rates[other][ANY]).half_width
         by_rates[name][bound] = replace(own, half_width=max(own.half_width, least))
 
 
 def of_unknown(parts: Mapping[str, Sequence[tuple[float, float]]], least: float) -> float:
-    """The half width of the price of what has no rate, by the errors of steps of which it is a share: of
-    log(measured / simulated) of that part alone, if the rest was right.
+    """The half width of log(measured / simulated) of work without a rate, from the errors of steps of which
+    it is a share, if the rest of the step was right.
 
     Args:
         parts: by source, errors of steps with that share of each; those without a share say nothing.
-        least: that of whole steps of the class, which it is no narrower than.
+        least: the half width of whole steps of the class, which is the least returned.
     """
     of_parts = {
         source: [
@@ -234,9 +234,9 @@ def of_unknown(parts: Mapping[str, Sequence[tuple[float, float]]], least: float)
 
 
 def of_stand_in(errors: Errors) -> Interval:
-    """The interval of steps in which one thing stands in for another: up and down the quantile of errors to
-    that side, or, of fewer than :data:`FEW` sources, which do not say how sources differ, the largest;
-    rounded up to a hundredth, so that it holds them as it is written."""
+    """The interval of steps in which one thing stands in for another: to each side the quantile of errors on
+    that side or, with fewer than :data:`FEW` sources, which do not show how sources differ, the largest
+    error; rounded up to a hundredth, so that the interval holds the errors as it is written."""
     sides = [{s: [max(0.0, sign * e) for e in es] for s, es in errors.items()} for sign in (1, -1)]
     ends = [half_width(side) if len(side) >= FEW else max(map(max, side.values())) for side in sides]
     down, up = (math.ceil(100 * end) / 100 for end in ends)
@@ -252,7 +252,7 @@ def _centre(means: Sequence[float]) -> float:
 
 
 def half_width(own: Errors, others: Errors | None = None) -> float:
-    """The quantile of absolute errors at the level for as many sources.
+    """The quantile of absolute errors, at the level that this number of sources has.
 
     Args:
         others: further errors, all of which together have the weight of :data:`PRIOR_SOURCES`.
@@ -280,10 +280,10 @@ def _weighted(errors: Errors) -> list[tuple[float, float]]:
 
 
 class Covered(NamedTuple):
-    """How many rows of a class, of one source, lie within the intervals of the rest.
+    """How many rows of a class, from one source, lie within the intervals that the other rows give.
 
     Attributes:
-        left_out: the source, machine or kernel whose rows the intervals do not know.
+        left_out: the source, machine or kernel whose rows were left out when intervals were fitted.
     """
 
     rates: str
@@ -294,8 +294,8 @@ class Covered(NamedTuple):
 
 
 def coverage(observations: Sequence[StepObservation], what: LeftOut = "source") -> list[Covered]:
-    """By what is left out, class and source, how many rows lie within the intervals of the others, to which
-    they are as new as those of a reader who has another machine; nothing where there are no others."""
+    """By what is left out, class and source: how many rows lie within the intervals that the others give, so
+    that the rows are as new to them as those of a reader's machine; nothing where there are no others."""
     counts = []
     for left_out, some in grouped(observations, lambda o: getattr(o, what)).items():
         if not (others := [o for o in observations if getattr(o, what) != left_out]):

@@ -75,7 +75,7 @@ class GoldenCase:
 
     @cached_property
     def job(self) -> Job:
-        """The case as it is imported."""
+        """The job that the case's arguments are imported as."""
         path = Path(self.family, self.case, "model_config.yaml")
         gpu, _ = machine_of(self.golden)
         small = gpu == "gb200" and self.case.endswith("_1node")
@@ -86,7 +86,7 @@ class GoldenCase:
 
     @cached_property
     def cell(self) -> Cell | str:
-        """The cell of the case, or why there is none."""
+        """The cell of the case, or the reason why it has none."""
         try:
             # rows that were computed before cells named their program have none: no interval is asked for
             cell = self.job.cell().model_copy(update={"program": ""})

@@ -52,7 +52,7 @@ class PaperFindings:
 
     @property
     def scenarios(self) -> list[str]:
-        """Their names, in the order of the runs."""
+        """The names of the scenarios, in the order of the runs."""
         return [run["scenario"] for run in self.runs]
 
     def of(self, *scenarios: str) -> DataFrame:
@@ -128,7 +128,7 @@ def distinct(records: DataFrame) -> DataFrame:
 
 
 class RoleErrors(NamedTuple):
-    """The absolute errors of so many distinct ``numbers`` of one role; None where there is none of ours."""
+    """The absolute errors of the distinct numbers of a role; None if none of them is reproduced."""
 
     role: str
     numbers: int
@@ -254,12 +254,12 @@ Word = Literal["yes", "in part", "no", "not run"]
 
 @dataclass(frozen=True)
 class PaperVerdict:
-    """What became of some published numbers.
+    """How many published numbers are met, and the errors of all.
 
     Attributes:
         judged, met: how many numbers and statuses.
-        errors: absolute relative errors of the numbers that are no formulas.
-        formula_errors: those of closed forms at their cells.
+        errors: absolute relative errors of numbers that are no formulas.
+        formula_errors: absolute relative errors of closed forms at their cells.
     """
 
     judged: int
@@ -318,7 +318,7 @@ def counts(verdict: PaperVerdict) -> str:
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
-    """A line for each published number, ours beside it. A terminal counts our own closed forms that hold."""
+    """A line for each published number with ours. A terminal only counts our own closed forms that hold."""
     lines = [{"claim": c.claim, "variant": c.variant, **compared(c)} for c in comparisons]
     title = "Published and ours (relative error: ours / published - 1)"
     important = ("claim", "published", "ours", "relative error", "role")

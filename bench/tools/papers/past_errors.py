@@ -123,7 +123,7 @@ def orders_by_scenario(scenarios: Iterable[Scenario], records: DataFrame) -> dic
 
 
 def shown_tau(tau: float | None) -> str:
-    """Tau with two digits after the point; "" where there is none."""
+    """Tau with two digits after the point; "" for None or not-a-number."""
     return "" if tau is None or math.isnan(tau) else f"{tau:.2f}"
 
 
@@ -131,8 +131,8 @@ def shown_tau(tau: float | None) -> str:
 
 
 def with_cells(records: DataFrame, cells: Mapping[str, Cell]) -> DataFrame:
-    """The records with their cells as ``declared``, None where ``cells`` by key has none; and ``alike``, what
-    the records of one run share: their table and variant, and :func:`run_of` their cells; else ""."""
+    """The records with two more columns: ``declared``, the cell (None if ``cells`` lacks it), and ``alike``,
+    equal for records of one run: their table, variant and :func:`run_of` the cell; "" without a cell."""
     declared = [cells.get(key) for key in records["cell"]]
     alike = [
         cell and str((table, cell.variant, *run_of(cell.model_dump(mode="json"))))
@@ -242,8 +242,8 @@ def time_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
 
 
 def class_lines(records: DataFrame) -> list[Line]:
-    """A line for each class of rates: what it rests on, how many times and sources, the errors of the times,
-    and the share within the intervals that the other sources give, in which sources count alike."""
+    """A line for each class of rates: what the class rests on, how many times and sources it has, their
+    errors, and the share within the intervals that the other sources give; all sources weigh the same."""
     seen = observations(records, {})
     covered = _covered(seen)
     lines = []
@@ -264,8 +264,8 @@ def class_lines(records: DataFrame) -> list[Line]:
 
 
 def left_out_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
-    """What is left out of the intervals in turn, sources, machines or kernels: how many times lie within the
-    intervals of the rest, and every group of :data:`GROUP` times or more of which fewer than
+    """A line for each kind of group that is left out in turn (sources, machines, kernels): how many times lie
+    within the intervals of the rest, and each group of at least :data:`GROUP` times of which fewer than
     :data:`TOO_FEW` do.
 
     Args:

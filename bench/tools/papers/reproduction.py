@@ -60,11 +60,8 @@ RUNS = ("scenario", "cells", *_STATUSES, "cell_seconds", "torch", "commit")
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What `spbench reproduce` was asked for, and where cells run.
-
-    Attributes:
-        paper: its name, or PAPER/SCENARIO: of that scenario alone cells are run, and what the files have of
-            the others stays.
+    """The request of `spbench reproduce`, and where cells run. Attributes: paper: its name, or
+    PAPER/SCENARIO: only cells of that scenario run, and lines of other scenarios stay in the files.
         output: folder of the CSV files and figures.
         write: write the generated parts of REPRODUCE.md and of the paper's details anew.
         crew: the workers; None: each run starts its own.
@@ -186,8 +183,8 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
 
 
 def records_of(scenario: Scenario, ran: RanScenario, comparisons: Sequence[Comparison]) -> DataFrame:
-    """The lines of PAPER.csv that a scenario's run gives. A claim is a table of one number, under its own
-    name."""
+    """The lines of PAPER.csv that a scenario's run gives. A claim counts as a table of one number, under its
+    own name."""
     records = []
     for entry in comparisons:
         row, texts = ran.known.get(entry.cell), {}

@@ -98,7 +98,7 @@ def write_kept(rows: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
 
 
 def trace_path(folder: Path, cell: Cell) -> Path:
-    """Where the trace of a cell's layer is: named by its strategy, and by the options of that."""
+    """The path of the trace of a cell's layer; the strategy and its options are in the name."""
     chosen = (str(value) for _, value in sorted(cell.strategy_options.items()))
     return folder / LAYERS / f"{'-'.join([cell.strategy, *chosen])}.json.gz"
 
@@ -116,7 +116,7 @@ def write_trace(cell: Cell, folder: Path) -> Path:
 
 
 def read_trace(folder: Path, cell: Cell) -> Mapping[str, Any] | None:
-    """The trace of a cell's layer; None: there is none of it that can be read."""
+    """The trace of a cell's layer; None: there is none for this cell, or it cannot be read."""
     try:
         content = json.loads(gzip.decompress(trace_path(folder, cell).read_bytes()))
         is_its = {"otherData", "traceEvents"} <= content.keys() and content["otherData"]["cell"] == cell.key
@@ -183,11 +183,11 @@ def _on_other_clusters(name: str = "*") -> Iterator[tuple[Path, Scenario, Narrow
 
 
 def _without_rates(name: str, request: Reproduction) -> Output:
-    """Run scenarios on clusters that lack rates, and keep the times beside the published ones in NAME.csv.
+    """Run scenarios on clusters that lack rates, and write their times beside the published ones to NAME.csv.
 
     Args:
-        name: the folder of the clusters: DATASHEETS, which know no more than that, or SUBSTITUTES, from which
-            a rate was taken away, so that something else prices what it is of.
+        name: the folder of the clusters: DATASHEETS, which have datasheets alone, or SUBSTITUTES, from which
+            a rate was taken away, so that something else prices that work.
     """
     records, lines, failed = joined([]), [], False
     for cluster, scenario, narrowing in _on_other_clusters(name):
@@ -214,8 +214,8 @@ def _cases(request: Reproduction) -> Output:
 
 def fit_bands(request: Reproduction) -> Output:
     """Fit the intervals to the files of `spbench reproduce`, and say how many times of each source lie within
-    those that the other sources give; and keep the errors of memory, and the evidence of verdicts. With
-    --write they become those of the package, and the pages that show them are written anew."""
+    the intervals that the other sources give; keep the errors of memory, and the evidence of verdicts. With
+    --write they replace the package's, and the pages that show them are written anew."""
     names = (*papers(), *WITHOUT_RATES)
     files = [path for name in names if (path := request.earlier(f"{name}.csv")).exists()]
     records, cells = counted_times(files), _all_cells()

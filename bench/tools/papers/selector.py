@@ -60,9 +60,9 @@ def field_value(cell: Cell, field: str) -> Any:
 
 
 class Selector(StrictModel):
-    """Names one cell of a scenario by what is particular to it; what is left out may be anything.
+    """Names one cell of a scenario by its particular settings; settings that are left out may be anything.
 
-    ``mesh`` is the order of those of its axes that have more than one rank, whatever it says of others.
+    ``mesh`` is the order of the named axes that have more than one rank; other axes do not matter.
     """
 
     model: str | None = None
@@ -190,7 +190,7 @@ WHOLE_RUN = RankNumber(None, None)
 
 
 class QuantityColumn(StrictModel):
-    """A column of published numbers and what of ours stands beside it: ``field`` divided by ``unit``.
+    """A column of published numbers, and our number for it: ``field`` divided by ``unit``.
 
     Attributes:
         field: of the measurement; with ``rank`` or ``step``, of an entry of its ``by_class``.
@@ -198,10 +198,10 @@ class QuantityColumn(StrictModel):
         published_unit: of the column, if it is another than ``unit``.
         rank: the rank whose number it is; "each": the column has a JSON object by rank, and each is compared.
         step: of the traced steps, counted from 1; with a rank or a phase, the last one unless given.
-        phase: the number is that where the last phase of this name ends in the step, such as "forward", not
-            that of the whole step.
+        phase: the number holds where the last phase of this name, such as "forward", ends in the step, not
+            for the whole step.
         named: the quantity's name in comparisons, ``as`` in the file; the column's unless given.
-        note: beside every number.
+        note: stands beside every number.
     """
 
     field: str
@@ -220,7 +220,7 @@ class QuantityColumn(StrictModel):
         return self.rank is not None or self.step is not None or self.phase is not None
 
     def numbers(self, row: PublishedRow, column: str) -> list[RankNumber]:
-        """The published numbers in a row; ValueError for what is none."""
+        """The published numbers in a row; ValueError for a text that is no number."""
         scale = (self.published_unit or self.unit) / self.unit
         if self.rank == "each":
             return [RankNumber(rank, value * scale) for rank, value in row.by_rank(column).items()]
@@ -246,8 +246,8 @@ class QuantityColumn(StrictModel):
         return round(value) if self.field.endswith("_bytes") else value
 
     def _of_classes(self, measurement: Mapping[str, Any], cell: Cell, number: RankNumber) -> Any:
-        """The largest value of the field over the classes of ranks at the step (of a peak: up to that step),
-        or of the class of one rank; None where there is none."""
+        """The field's largest value over rank classes at the step (for a peak: up to that step), or its value
+        in the class of one rank; None if there is none."""
         entries = [entry for entry in measurement.get("by_class") or [] if entry["step"]]  # 0 is set-up
         if number.rank is not None:
             rank = cell.sizes.world - 1 if number.rank == "last" else number.rank

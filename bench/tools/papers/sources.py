@@ -76,7 +76,7 @@ class PublishedPlace(StrictModel):
         return self._row(claim, folder)[self.column]
 
     def number(self, claim: str, quantity: str, folder: Path) -> PublishedNumber:
-        """The number that stands there, as one of this quantity; UserError if there is none."""
+        """The published number in the claim's row, as a number of this quantity; UserError if it is none."""
         row = self._row(claim, folder)
         text = row[self.column]
         try:
@@ -106,7 +106,7 @@ class Paper:
     """A paper, by the name that commands take.
 
     Attributes:
-        finding: what was found of it, in a sentence or two, where its numbers alone mislead.
+        finding: a sentence or two about the paper, where its numbers alone mislead.
     """
 
     name: str
@@ -149,7 +149,7 @@ def papers() -> dict[str, Paper]:
 
 
 def unknown_paper(name: str) -> str:
-    """What to say of a scenario's paper that is none of those that are reproduced; "" of others."""
+    """The message on a scenario's paper that is not reproduced; "" for papers that are."""
     of_papers = [text for paper in papers().values() for text in (paper.name, paper.source)]
     known = [text for text in of_papers if ", " not in text]  # the sources of measurements are many
     return "" if name in ("", *known) else f"paper: unknown paper {shown(name)}{suggestion(name, known)}"

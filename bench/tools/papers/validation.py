@@ -128,13 +128,13 @@ _MEASURED_RATES = ("sourced", "extrapolated", "transferred")
 
 
 def trust_lines(folder: Path) -> list[Line]:
-    """The errors of memory, bytes and all step times in four lines, and how many of them were predicted.
+    """Four lines: errors of memory, of bytes and of all step times, and how many of the times were predicted.
 
     Args:
         folder: the files of `spbench reproduce`.
 
     Raises:
-        UserError: one of them cannot be read.
+        UserError: a file cannot be read.
     """
     files = {name: folder / f"{name}.csv" for name in papers()}
     by_paper = {name: read_comparisons(path) for name, path in files.items()}

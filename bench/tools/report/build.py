@@ -59,7 +59,7 @@ def build(gathered: Gathered, folder: Path, documentation: str = "") -> Site:
     """Write the site into a folder; an earlier one stays as it is until the new one is whole.
 
     Args:
-        documentation: its address, relative to the pages, which link to it; empty: they do not.
+        documentation: the address that pages link to, relative to them; empty: they have no link.
 
     Raises:
         UserError: the folder holds something else, or cannot be written.

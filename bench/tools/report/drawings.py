@@ -67,7 +67,7 @@ _COLUMNS = ("row", "phase", "operator", "kind", "start", "duration", "bytes", "p
 
 
 def layer_table(trace: Mapping[str, Any], strategy: str, name: str, model: str) -> DataTable:
-    """What ranks do in the phases of a layer, drawn.
+    """The work of the ranks in each phase of a layer, with a drawing.
 
     Args:
         trace: as :func:`tools.papers.reproductions.read_trace` gives it.

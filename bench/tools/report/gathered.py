@@ -47,13 +47,13 @@ class PaperResults:
 
     @property
     def sources(self) -> list[str]:
-        """What the numbers of its scenarios were published in: "" for the paper itself, first, then others
-        that stand on its page."""
+        """Where numbers of the scenarios were published: "" for the paper itself, first, then others that
+        stand on its page."""
         return sorted({scenario.document.published_in for scenario in self.scenarios.values()})
 
     @property
     def in_order(self) -> list[Scenario]:
-        """The paper's own scenarios, then those of numbers from others."""
+        """The paper's own scenarios, then scenarios of numbers from other papers."""
         return sorted(self.scenarios.values(), key=lambda scenario: scenario.document.published_in)
 
     def records_of(self, source: str) -> DataFrame:
@@ -61,16 +61,16 @@ class PaperResults:
         return self.findings.of(*(s.name for s in self.in_order if s.document.published_in == source))
 
     def run_of(self, scenario: str) -> Mapping[str, str]:
-        """What PAPER_runs.csv says of a scenario; nothing where it was not run."""
+        """The line of PAPER_runs.csv on a scenario; empty if it was not run."""
         return next((run for run in self.findings.runs if run["scenario"] == scenario), {})
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """What is known of a cell.
+    """The result of a cell, and where it is from.
 
     Attributes:
-        row: as in a cells.jsonl; of the origin "reproduction" with the compared numbers alone.
+        row: as in a cells.jsonl; for the origin "reproduction", only the compared numbers.
     """
 
     scenario: str

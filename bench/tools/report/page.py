@@ -69,7 +69,7 @@ def html_of(markdown: str) -> str:
 
 
 def plain(text: Any) -> str:
-    """Text from results for a place in Markdown: none of its signs mean anything."""
+    """Text from results, safe for Markdown: signs that mean something there are escaped."""
     return _SIGNS.sub(r"\\\1", " ".join(str(text).split()))
 
 
@@ -101,7 +101,7 @@ def docstring(text: str) -> str:
 
 
 def dated(commits: str) -> str:
-    """Commits, with spaces between them, each with its day where git knows of it."""
+    """The ``commits``, which are separated by spaces, each with its day if git has it."""
     days = {commit: day_of(commit) for commit in commits.split()}
     return ", ".join(f"{commit} ({day})" if day else commit for commit, day in days.items())
 
@@ -187,7 +187,7 @@ class Figure:
         path: on the site.
         content: of the file: an SVG or a PNG.
         title: what it shows.
-        alt: what stands in its place for those who cannot see it; empty: the title.
+        alt: the text for readers who cannot see the picture; empty: the title.
     """
 
     path: str

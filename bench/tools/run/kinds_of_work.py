@@ -26,7 +26,7 @@ class KindOfWork(NamedTuple):
 
     Attributes:
         work: as "matmuls, bf16".
-        figure: what it reaches, for people, or "not known: " and what counts instead.
+        figure: its rate or time, for people, or "not known: " and what counts instead.
         source: of the figure; "" where there is none.
     """
 
@@ -41,7 +41,7 @@ class KindOfWork(NamedTuple):
 
 
 def kinds_of_work(cluster: Cluster) -> list[KindOfWork]:
-    """What the cluster's file has of each kind of work, those that it lacks too."""
+    """All kinds of work with the figures of the cluster's file, also kinds for which the file has none."""
     of_device = *_matmuls(cluster), *_attention(cluster), *_kernels(cluster)
     return [*of_device, *_host(cluster), *_host_memory(cluster), *_links(cluster)]
 

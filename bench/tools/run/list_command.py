@@ -37,7 +37,7 @@ def cluster_output(name: str, figure: Path | None = None) -> Output:
     """The packaged cluster of that name, or that of a file; UserError if there is none.
 
     Args:
-        figure: a file beside which its rates are drawn, as NAME.png, .svg and .pdf; None: they are not.
+        figure: where its rates are drawn, as NAME.png, .svg and .pdf; None: they are not drawn.
     """
     cluster = load_cluster(name)
     files = [] if figure is None else _drawn(cluster, figure)
@@ -165,8 +165,8 @@ def command(kind: str | None, text: str | None, figure: Path | None) -> Output:
 
 
 def _named(kinds: Sequence[str], text: str | None) -> dict[str, dict[str, str]]:
-    """What there is of each kind; of a text, what has it in its name, in upper or lower case. UserError if
-    nothing has."""
+    """The entries of each kind by name; only those with ``text`` in their name (in either case), if it is
+    given. UserError if no name has it."""
     every = {kind: entries(kind) for kind in kinds}
     if text is None:
         return every
@@ -187,7 +187,7 @@ def _named(kinds: Sequence[str], text: str | None) -> dict[str, dict[str, str]]:
 
 
 def _overview(content: Mapping[str, Mapping[str, str]]) -> Table:
-    """How many there are of each kind, and the first of them."""
+    """How many entries each kind has, and the first of them."""
     lines = [
         {"kind": kind, "": len(of_kind), "such as": ", ".join([*of_kind][:_NAMED])}
         for kind, of_kind in content.items()
@@ -197,7 +197,7 @@ def _overview(content: Mapping[str, Mapping[str, str]]) -> Table:
 
 
 def entries(kind: str) -> dict[str, str]:
-    """What there is of a kind by name, each with a line about it."""
+    """The entries of a kind by name, each with a line about it."""
     if kind in _OF_FUNCTIONS:
         return _OF_FUNCTIONS[kind].summaries()
     if kind not in _OF_FILES:

@@ -26,7 +26,7 @@ from spbench.plots.series import grouped
 
 
 def of_classes(kind: str) -> dict[str, str]:
-    """What there is of a kind by name, each with a line about it."""
+    """The classes of a kind by name, each with a line about it."""
     by_kind = {LISTED[name]: classes for name, classes in OF_CLASSES.items()} | {"answers": answer_kinds}
     about = _ABOUT.get(kind, _first_sentence)
     texts = {name: about(each) for name, each in sorted(by_kind[kind]().items())}
@@ -39,8 +39,8 @@ def of_classes(kind: str) -> dict[str, str]:
 
 
 def that_fit(kind: str, text: str) -> Collection[str] | None:
-    """The strategies that take the model called ``text``, or the models that the strategy called so takes,
-    whatever their sizes; None where there is none of that name."""
+    """The strategies that take the model called ``text``, or the models that the strategy of that name takes,
+    whatever their sizes; None if nothing has that name."""
     if kind == "models":
         if (cls := all_strategies().get(text)) is None:
             return None
@@ -53,7 +53,7 @@ def that_fit(kind: str, text: str) -> Collection[str] | None:
 
 
 def _sites(model: Any) -> list[Site]:
-    """What a step of a model asks a strategy for, at the first length that it has: grids have some alone."""
+    """The sites at which a model's step uses a strategy, at the longest length that a grid, too, can have."""
     for length in range(_LENGTH, 0, -1):
         try:
             return list(model.sites(1, length))
@@ -140,7 +140,7 @@ def tables_of_models(names: Sequence[str], *, each: bool) -> list[Table]:
 
 
 def _sizes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes by column; without a number of their own, keys and values have as many heads as queries."""
+    """A model's sizes by column; if not given, keys and values have as many heads as queries."""
     return {
         column: next((values[name] for name in names if values.get(name)), None)
         for column, names in _SIZES.items()

@@ -154,8 +154,8 @@ def results(
     files: list[Path],
     memory: bool,
 ) -> Output:
-    """What a scenario's cells have measured, and the published numbers beside it; with ``memory`` a table of
-    that of each class of ranks too."""
+    """The output of a scenario: what its cells measured beside the published numbers; with ``memory`` also a
+    table of each rank class's memory."""
     ties = tied(rows)
     sections: list[Table | str] = [result_table(scenario.document.title, rows)]
     if any(ties):
@@ -289,8 +289,8 @@ def _engine(row: Row, entry: Entry) -> dict[str, Any]:
 
 
 def _unsupported(cells: Sequence[Cell], reasons: Mapping[int, str]) -> dict[int, str]:
-    """What a terminal says in the place of cells that are unsupported, by their index: the reason, and the
-    strategies that share it and that it does not begin with."""
+    """By index of a cell that is unsupported, what a terminal shows for it: the reason, and other strategies
+    that share the reason."""
     sharing: dict[str, dict[str, None]] = {}
     for index, reason in reasons.items():
         names = sharing.setdefault(reason, {})

@@ -150,13 +150,13 @@ def _check_names(
 
 
 def _options(changes: Pairs, owners: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """Options by section and name, of what ``--set`` gives, as "model_options.window=8".
+    """The options that ``--set`` gives, such as "model_options.window=8", by section and name.
 
     Args:
         owners: the models, strategies and backends whose options they are.
 
     Raises:
-        UserError: a setting has no owner that is named, or one of them lacks it, or takes no such value.
+        UserError: the owner of a setting is not named, or an owner lacks it, or takes no such value.
     """
     by_section = dict(zip(_OWNERS, owners, strict=True))
     options: dict[str, dict[str, Any]] = {section: {} for section in by_section}
@@ -176,8 +176,8 @@ def _options(changes: Pairs, owners: Sequence[Sequence[str]]) -> dict[str, dict[
 
 
 def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
-    """Of what is RED the count, and where it goes wrong; the verdicts by strategy; those that are not green,
-    like ones together."""
+    """How many cases are RED, and where they go wrong; then verdicts by strategy; then cases that are not
+    green, like ones together."""
     if not rows:
         return []
     faults = _faults(rows)

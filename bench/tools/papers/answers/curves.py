@@ -21,10 +21,11 @@ LAST_STEPS = 20
 
 
 class CurveClaim(Answer):
-    """That a cell's training run has the losses of another's, which a paper shows by curves that coincide.
+    """A claim that a cell's training run has the losses of another's, shown by curves that coincide.
 
-    Compared are, of each loss, the largest relative deviation from the reference's over all steps, and the
-    final loss, the mean of the last steps. ``bound``: a larger deviation is not rounding."""
+    For each loss, two numbers are compared: the largest relative deviation from the reference's over all
+    steps, and the final loss, the mean of the last steps. ``bound``: a larger deviation is not rounding.
+    """
 
     name = "curves"
 

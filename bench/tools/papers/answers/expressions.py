@@ -55,9 +55,9 @@ class Value(Answer):
     """An expression, and the published number that is set beside it.
 
     Attributes:
-        published: its row is the one that has the claim's name; None: nothing was published.
+        published: the number in the row with the claim's name; None: nothing was published.
         ours: what :func:`evaluate` takes, on the names of the cells.
-        unit: of the published number, in the quantity's own.
+        unit: of the published number, in units of the quantity.
     """
 
     name = "values"

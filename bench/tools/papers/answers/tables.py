@@ -195,8 +195,8 @@ class PublishedTable(Answer):
                     yield ["quantities", column], f"row {row.line} of {file} has no number there but {text!r}"
 
     def _wrong_matches(self, rows: Sequence[PublishedRow], declared: Sequence[Cell]) -> Iterator[Mistake]:
-        """Each row must speak of one cell on each cluster and engine, and no two rows of the same unless they
-        are repeated measurements of it."""
+        """Mistakes of rows: a row must match one cell on each cluster and engine, and no two rows may match
+        one cell, unless they are repeated measurements of it."""
         spoken_of: dict[str, int] = {}
         for row, matched in self.matched(rows, declared):
             what = ", ".join(f"{column} {row.text[column]}" for column in self.match)

@@ -56,8 +56,8 @@ def pages(gathered: Gathered) -> Iterator[Page]:
 
 
 def _column(values: Sequence[Any]) -> dict[str, Any]:
-    """The values of a column as they are, or where most are repeated, the distinct ones (``of``) and which of
-    them each line has (``at``)."""
+    """The values of a column; if most are repeated, its distinct values (``of``), and for each line the place
+    of its value among them (``at``)."""
     texts = [json.dumps(value) for value in values]
     places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
     if 2 * len(places) > len(texts):
@@ -90,7 +90,7 @@ def script_json(value: Mapping[str, Any] | Sequence[Any]) -> str:
 
 
 def _details(cell: CellResult) -> dict[str, Any]:
-    """What is shown of a row that is chosen, by title: a table as columns and lines, or names with values."""
+    """What is shown of a chosen row, by title: a table as columns and lines, or names with values."""
     row, measured = cell.row, cell.row["measurement"]
     provenance = {**(row.get("provenance") or {}), "commit": commit_of(row), "time": row.get("time")}
     return {
@@ -114,7 +114,7 @@ def _details(cell: CellResult) -> dict[str, Any]:
 
 
 def _counted(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Lines that are the same, as those of equal layers, as one with the number of ``times``."""
+    """Distinct lines, each with how many ``times`` it comes, as equal layers have equal lines."""
     times = Counter(tuple(line.items()) for line in lines)
     return [{"times": count, **dict(line)} for line, count in times.items()]
 

@@ -80,7 +80,7 @@ def _by_role(gathered: Gathered) -> DataTable | None:
 
 
 def _lines(records: DataFrame, *columns: str) -> list[dict[str, Any]]:
-    """Records for people, by these columns: the ``error`` is that of ``ours``, in words the quantity."""
+    """Records as lines for people: with the columns "ours" and its "error", and quantities in words."""
     names = {"relative_error": "error", "reproduced": "ours"}
     in_words = records.assign(quantity=records["quantity"].map(quantity_words))
     return as_lines(in_words.rename(columns=names), columns)
@@ -102,7 +102,7 @@ def _errors(gathered: Gathered) -> DataTable | None:
 
 
 def _measured(gathered: Gathered) -> dict[str, Any]:
-    """The table of README.md, errors by who measured beside those of other predictors; then each number."""
+    """The table of README.md: errors by who measured, beside other predictors' errors; then each number."""
     records = joined(each.findings.records for each in gathered.papers if each.paper.name == MEASURED)
     heads = ["quantity", "median error", "worst", "measured by, on", "numbers", "role", "other predictors"]
     columns = ("what", "error", "measured", "ours", "quantity", "role", "note")

@@ -68,7 +68,7 @@ def _verdicts(paper: PaperResults) -> DataTable | None:
 
 
 def _scenario(gathered: Gathered, paper: PaperResults, scenario: Scenario) -> dict[str, Any]:
-    """What the page shows of a scenario, with the text of its file."""
+    """The values that the page shows for a scenario, with the text of its file."""
     document, name = scenario.document, scenario.name
     tables = []
     for number, (title, lines) in enumerate(paper.findings.blocks(name), start=1):

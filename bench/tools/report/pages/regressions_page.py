@@ -36,12 +36,9 @@ GATES, HISTORY = f"{PAGE}#gates", f"{PAGE}#history"
 
 @dataclass(frozen=True)
 class Gate:
-    """A baseline, and what was run beside it.
-
-    Attributes:
-        scenario: whose cells they are.
-        base: the folder of the baseline.
-        commits, machines: before and now; of rows that do not say, the commit that committed them.
+    """A baseline, and the results that were run to compare with it. Attributes: scenario: whose cells they
+    are. base: the folder of the baseline. commits, machines: before and now; for rows without a commit, the
+    commit that committed them.
         judgement: None: nothing was run here, or it cannot be compared.
         problem: why there is no judgement.
         was_run: whether something was run here.
@@ -136,16 +133,16 @@ def _line(difference: Difference) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Change:
-    """What is worse, better and new since something, or why that is not known.
+    """How many results are worse, better and new since an earlier state, or why nobody can tell.
 
     Attributes:
         place: the page's address of the details.
         since: the earlier state, in words.
-        against: what was judged beside that state.
+        against: the results that were judged, in words.
         counts: ``worse``, ``better``, ``new`` and ``judged``.
-        worst: the text of a link to the details of each of the first that are worse, and its address.
+        worst: for each of the first that are worse, a link's text and address, to its details.
         problem: why nothing was judged; empty: something was.
-        word: what to say of that, "Not run" or "Not judged".
+        word: for the problem, "Not run" or "Not judged".
     """
 
     place: str
@@ -158,8 +155,8 @@ class Change:
 
 
 def changes(gathered: Gathered) -> Iterator[Change]:
-    """What is worse, better and new since the baselines, then what the newest commit of the history brought,
-    if there is one."""
+    """The changes since the baselines, then those that the newest commit of the history brought, if there is
+    a history."""
     yield _since_baselines(list(gates(gathered.baseline, gathered.results / "runs")))
     if gathered.history is not None:
         history, problem, assessments = assessed(gathered.history)
@@ -296,7 +293,7 @@ def is_notable(assessment: Assessment) -> bool:
 
 
 def step_words(of: Assessment, step: Step) -> str:
-    """A step in words: what it is, by how much, from what to what, and what else changed with it."""
+    """A step in words: its verdict, its size, the levels before and after, and what else changed with it."""
     series, kind = of.series, f"meant: {step.meant}" if step.meant else step.verdict
     kind += ", stands" * any(step is each for each in of.regressions) + " (drift)" * step.drift
     size = series.difference(step.before, step.after)

@@ -126,7 +126,7 @@ def _measured(name: str, gathered: Gathered, cells: Sequence[CellResult]) -> Map
 
 
 def _proof(name: str, verdicts: Sequence[Verdict]) -> Mapping[str, Any] | None:
-    """What verification says of a strategy, alone and with others around it; None: it was not verified."""
+    """The outcome of verifying a strategy, alone and with others around it; None: it was not verified."""
     alone = [verdict for verdict in verdicts if verdict["strategy"] == name]
     own = [verdict for verdict in verdicts if name in verdict["strategy"].split("+")]
     if not own:
@@ -153,9 +153,9 @@ _FORMULA, _METERED = "closed form (bytes)", "metered (bytes)"
 
 
 def formula_lines(row: Row) -> list[Line]:
-    """What a rank sends in a step of a cell, in bytes, by phase, collective and axis: by the closed form, as
-    metered, and the difference, which is 0 where both are right. Where the row says that another rank
-    differs, it has a line of its own."""
+    """The bytes that a rank sends in a step, by phase, collective and axis: by the closed form, as metered,
+    and the difference, which is 0 where both are right. Where the row says that another rank differs, that
+    rank has a line of its own."""
     measured, lines = row["measurement"], {}
     formula, metered = (grouped(measured.get(name) or [], _place) for name in ("formula", "communication"))
     for place in formula | metered:
@@ -180,8 +180,8 @@ def _line(place: Sequence[str], purpose: str, formula: float, metered: float) ->
 
 
 def memory_lines(rows: Iterable[Row]) -> list[Line]:
-    """What is held at the peak of the rank with the largest, in GiB: a line for each row, the largest first,
-    with ``in all`` and a column for each category that any of them holds."""
+    """The memory held at the peak of the fullest rank, in GiB: a line for each row, the largest first, with
+    ``in all`` and a column for each category of which any row holds bytes."""
     held = {row["cell"]["strategy"]: row["measurement"].get("peak_held") or {} for row in rows}
     categories = list(dict.fromkeys(name for of in held.values() for name, nbytes in of.items() if nbytes))
     ordered = sorted(held.items(), key=lambda entry: -sum(entry[1].values()))
@@ -196,7 +196,7 @@ def memory_lines(rows: Iterable[Row]) -> list[Line]:
 
 
 def time_lines(trace: Mapping[str, Any]) -> list[Line]:
-    """What each rank's time of a traced step goes to, in ms."""
+    """The parts of each rank's time in a traced step, in ms."""
     return [
         {
             "rank": rank,
