@@ -206,7 +206,7 @@ def _matmuls(precision: str, widening: int, device: str, ranks: int, sweep: Rate
 
 
 def _attention(precision: str, backward: bool, device: str, ranks: int, sweep: RateSweep) -> Iterator[_Trial]:
-    """Without a mask; forward alone, or forward with backward."""
+    """Trials of attention without a mask: forward alone, or forward with backward."""
     operation = "attention forward and backward" if backward else "attention forward"
     dtype = PRECISIONS[precision].parameters
     for length in sweep.lengths:
