@@ -121,7 +121,7 @@ def _missed(assessments: Sequence[Assessment]) -> Iterator[dict[str, Any]]:
 
 
 def _steps(assessments: Sequence[Assessment]) -> Iterator[dict[str, Any]]:
-    """Changes are from small to large."""
+    """The steps in words; a change goes from small to large."""
     ordered = sorted(assessments, key=lambda each: not each.regressions)
     alike = grouped(((a, step) for a in ordered for step in reversed(a.steps)), _about)
     for (*about, commits), some in alike.items():
