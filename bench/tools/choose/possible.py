@@ -149,7 +149,7 @@ def _first(question: Question, values: Sequence[int], name: str) -> int | None:
 
 
 def _near(n: int, factor: int) -> int:
-    """The multiple of a factor that is nearest to n, from the factor on."""
+    """The multiple of a factor, at least the factor itself, that is nearest to n."""
     return max(factor, round(n / factor) * factor)
 
 

@@ -58,7 +58,7 @@ class TorchtitanModel:
         return self.version in ("c", "d")
 
     def named(self, key: str) -> str:
-        """The whole name of a key, whose section has changed."""
+        """The whole name of a key whose section differs between versions."""
         return next(name for name in self.keys.program_arguments if name.rpartition(".")[2] == key)
 
     def value(self, name: str, otherwise: Any) -> Any:

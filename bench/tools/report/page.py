@@ -101,7 +101,7 @@ def docstring(text: str) -> str:
 
 
 def dated(commits: str) -> str:
-    """The ``commits``, which are separated by spaces, each with its day if git has it."""
+    """Commits that spaces separate, each with its day if git has it."""
     days = {commit: day_of(commit) for commit in commits.split()}
     return ", ".join(f"{commit} ({day})" if day else commit for commit, day in days.items())
 
