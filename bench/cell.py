@@ -283,7 +283,7 @@ class Cell(StrictModel):
     @field_validator("mesh")
     @classmethod
     def _check_mesh(cls, order: list[str] | None, info: ValidationInfo) -> list[str] | None:
-        """The order; None for one that is the default, so that a cell has one key."""
+        """The order of the mesh's axes; None for the default order, so that a cell has one key."""
         if order is None or "sizes" not in info.data:
             return None
         in_order(info.data["sizes"].by_axis, order)

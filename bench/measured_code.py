@@ -64,7 +64,7 @@ def digest_of_files(root: Path, paths: Iterable[Path]) -> str:
 
 
 def _digests(root: Path, paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
-    """The name below ``root`` of each file, and the digest of what it means."""
+    """The name of each file below ``root``, and the digest of its content; Python's without docstrings."""
     with _kept_digests() as kept:
         for path in sorted(paths):
             name = path.relative_to(root) if path.is_relative_to(root) else path.name
@@ -118,8 +118,8 @@ def _begins_with_docstring(node: ast.AST, field: str) -> bool:
 
 @contextmanager
 def _kept_digests() -> Iterator[dict[str, list[str]]]:
-    """What :data:`_FILE` holds, written again at the end if it has changed; what cannot be read or written
-    is left out."""
+    """Inside, the digests kept in :data:`_FILE`; at the end they are written again if they have changed. A
+    file that cannot be read or written does no harm."""
     folder = cache_folder()
     kept: dict[str, list[str]] = {}
     with suppress(OSError, ValueError, AttributeError, TypeError):  # none yet, or damaged
@@ -180,7 +180,7 @@ def unmeasured_checkout(folder: Path) -> str:
 
 
 def refuse_unmeasured_checkout(folder: Path, gate: str) -> None:
-    """Refuse what stands for the code of the checkout around a folder, and would be of other code.
+    """Refuse a verdict that would stand for the checkout around a folder, if other code is measured.
 
     Args:
         gate: what is refused, such as "the gate"; the subject of the message.

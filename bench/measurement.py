@@ -93,7 +93,7 @@ _FROM_FILE = "file"
 
 
 def described_by(schema: Any) -> GetPydanticSchema:
-    """Checks a value of a file by another type than that which readers see."""
+    """Checks a field of a file by ``schema``, which differs from the type that readers see."""
     return GetPydanticSchema(lambda _, handler: handler.generate_schema(schema))
 
 

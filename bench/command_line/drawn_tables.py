@@ -100,7 +100,7 @@ def _kept(table: Table, view: View) -> tuple[list[Mapping[str, Any]], dict[str, 
 
 
 def _by_importance(table: Table, names: Sequence[str]) -> list[str]:
-    """The columns, sentences last where nothing else is said."""
+    """The columns, the most important first; columns of sentences last, if not called important."""
     order = [*table.important, *(name for name in names if name not in table.below), *names]
     return [name for name in dict.fromkeys(order) if name in names]
 

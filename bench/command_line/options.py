@@ -29,7 +29,8 @@ Command = TypeVar("Command", bound=Function)
 
 
 class Several(click.ParamType[tuple[Any, ...]]):
-    """Values separated by commas; ``read`` makes each of a word, or raises ValueError with what is wrong."""
+    """Values separated by commas; ``read`` makes one of each word, or raises ValueError with what is
+    wrong."""
 
     def __init__(self, name: str, read: Callable[[str], Any] = str):
         self.name, self.read = name, read

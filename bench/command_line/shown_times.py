@@ -37,7 +37,7 @@ def shown_band(measured: Mapping[str, Any]) -> str:
 
 
 def _spread(low: float, high: float) -> str:
-    """The ends of an interval as parts of the time; one number where they are the same up or down."""
+    """The ends of an interval as shares of the time: one number with ± if both ends are equally far."""
     both = math.sqrt((1 + high) / (1 + low)) - 1
     balanced = math.isclose((1 + high) * (1 + low), 1, abs_tol=0.005)
     return f"±{both:.0%}" if balanced and both < 0.5 else f"{low:+.0%} {high:+.0%}"

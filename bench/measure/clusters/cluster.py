@@ -308,7 +308,7 @@ def cluster_of_content(path: Path, content: bytes) -> Cluster:
 
 @cache
 def _resolved(path: Path, content: bytes) -> dict[str, Any]:
-    """What a file says and, below it, what the packaged cluster says that it extends."""
+    """The content of a file, merged over the content of the packaged cluster that the file extends."""
     own = parse_yaml(path, content)
     host = own.get("host")
     if isinstance(host, dict) and "extends" in host:

@@ -112,7 +112,7 @@ class Sourced(StrictModel, Generic[Number]):
 
 
 def named(entries: Mapping[Any, Entry] | None, name: str) -> Entry | None:
-    """The entry of a mapping by some of a cluster's words that any name asks for; None: it has none."""
+    """The entry of a mapping under any name, though its keys are a cluster's words; None: it has none."""
     return None if entries is None else entries.get(name)
 
 
@@ -216,7 +216,7 @@ def _changes(own: Part, below: Part, name: str) -> bool:
 
 
 def _slower(own: Part, below: Part) -> float:
-    """The factor to another card's rates of attention, which are no shares of its peak: at most 1."""
+    """The factor to rates of attention taken over from another card, by the ratio of the peaks: at most 1."""
     peaks = [_part(card, "peak_flops_per_s") for card in (own, below)]
     both = ([_part(of, name).get("value") for of in peaks] for name in ("bf16", "fp16"))
     return min([1.0, *(given / was for given, was in both if isinstance(given, int | float) and was)])

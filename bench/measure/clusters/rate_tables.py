@@ -35,7 +35,7 @@ def table_names() -> Sequence[str]:
 
 
 def wrong_tables(figures: Iterable[tuple[str, Sourced[Any]]]) -> Iterator[str]:
-    """The tables that a cluster names which there are not, or which are of other calls than the key is for;
+    """The tables that a cluster names but that do not exist, or that are of other calls than the key is for;
     each with its key path and what is wrong. UserError for a table whose file is wrong."""
     for at, figure in figures:
         if not at.endswith(".table") or figure.value is None:
@@ -59,7 +59,7 @@ _OF_KEYS = {".matmul.": "matmuls", ".attention.": "calls of attention"}
 
 
 def _kind(name: str) -> str:
-    """What calls a table has, by the end of its name."""
+    """The kind of calls that a table has, by the end of the table's name."""
     of_kind = {"matmul": "matmuls", "collectives": "collectives"}
     return of_kind.get(name.rpartition("-")[2], "calls of attention")
 
@@ -110,7 +110,7 @@ class RateTable:
         self._axes, self._grid = axes, _filled(axes, grid)
 
     def cut(self, sizes: np.ndarray) -> np.ndarray:
-        """Sizes of calls, each of them cut to those that were measured."""
+        """Sizes of calls, clipped to the range of sizes that were measured."""
         return np.clip(sizes, self.smallest, self.largest)
 
     def rates(self, sizes: np.ndarray) -> np.ndarray:
@@ -154,8 +154,8 @@ def rate_table(name: str) -> RateTable:
 
 
 def rates_along(name: str, heads: int, groups: int) -> dict[int, float]:
-    """FLOPs a second by n of a table's matmuls of [n, n] and [n, n]; of a table of attention, by length of
-    its calls with so many heads and groups."""
+    """FLOP/s by n of a table's matmuls of [n, n] and [n, n]; or, of a table of attention, by the length of
+    calls with that many heads and groups."""
     table = rate_table(name)
     others = table.sizes[:, :1] if _kind(name) == "matmuls" else [heads, groups]
     alike = (table.sizes[:, 1:] == others).all(axis=1)
@@ -174,7 +174,7 @@ def collective_tables(name: str) -> Mapping[str, RateTable]:
 
 @cache
 def _calls(name: str) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """The collective of each call of a table, "" of others; [calls, sizes]; and [calls]: their seconds.
+    """The calls of a table: the collective of each ("" for others); [calls, sizes]; and [calls]: seconds.
 
     Raises:
         UserError: there are none, a number is missing or none, or a call contradicts another of the same
@@ -205,7 +205,7 @@ def _calls(name: str) -> tuple[list[str], np.ndarray, np.ndarray]:
 
 
 class _Kind(NamedTuple):
-    """The columns of a kind of calls that are sizes, and the work of sizes, in a unit."""
+    """A kind of calls: the columns that are sizes, the work of calls of these sizes, and its unit."""
 
     sizes: Sequence[str]
     work: Callable[[np.ndarray], Any]

@@ -216,7 +216,7 @@ NcclProtocol = Literal["ll", "ll128", "simple"]
 
 
 class BusRate(StrictModel):
-    """What a collective reaches: seconds = latency + wire bytes / bus bandwidth, as nccl-tests reports it.
+    """The rate of a collective: seconds = latency + wire bytes / bus bandwidth, as nccl-tests reports it.
 
     Attributes:
         ranks: the group's size that it was measured at; None: it holds for all sizes.
@@ -300,11 +300,11 @@ class Link(StrictModel):
 
     @property
     def known(self) -> bool:
-        """Whether messages on it can be timed."""
+        """Whether messages on the link can be timed: latency and bandwidth are known."""
         return self.latency_s.value is not None and self.bandwidth_bytes_per_s.value is not None
 
     def rates_of(self, kind: str) -> list[BusRate]:
-        """The rates of a collective, or those that stand for it."""
+        """The rates of a collective; without any, the rates for "any" collective."""
         return named(self.collectives, kind) or self.collectives.get("any", [])
 
     def rate_of(self, kind: str, ranks: int) -> BusRate | None:

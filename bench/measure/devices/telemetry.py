@@ -76,7 +76,7 @@ class _Quantity:
         return self._in_unit(value)
 
     def _field(self, library: Nvml, gpu: Any, on_refusal: Callable[[], object]) -> Any:
-        """The sum over all links, of a field that counts for each."""
+        """The sum over all links of a field that counts for each link; None if it cannot be read."""
         if (number := library.constant(self.arguments[0])) is None:
             return None
         fields = library.read(self.function, gpu, [(number, _ALL_LINKS)], on_refusal=on_refusal)
@@ -271,12 +271,12 @@ class Telemetry:
 
 
 def _bits(sample: dict[str, Any]) -> set[int]:
-    """Each reason that holds the clock down at a sample."""
+    """The bits of the reasons that hold the clock down at a sample."""
     held = int(sample["clock_reasons"] or 0)
     return {1 << place for place in range(held.bit_length()) if held >> place & 1}
 
 
 def reasons(samples: Sequence[dict[str, Any]]) -> list[str]:
-    """All that held clocks down in any of the samples, in words."""
+    """In words, the reasons that held clocks down in any of the samples."""
     bits = sorted({bit for sample in samples for bit in _bits(sample)})
     return [_REASONS.get(bit, f"reason {bit:#x}") for bit in bits]

@@ -14,7 +14,7 @@ from spbench.impls import Composition, Model, Stage, Turns, Unsupported, model_p
 
 
 def turns_of(cell: Cell, stage: Stage) -> Turns | None:
-    """What a rank of the pipeline does in a step of the interleaved schedule; None: the cell has another.
+    """The turns of a pipeline's rank in a step of the interleaved schedule; None: the schedule is another.
 
     Args:
         stage: which rank it is.

@@ -69,8 +69,8 @@ class FewLayers(NamedTuple):
 
 
 def stage_layers(cell: Cell) -> tuple[int, int]:
-    """(layers of a stage, in runs that are computed again together; layers of the model for one of these);
-    0 where a model has no number of layers, or its kinds of layers do not repeat in each stage alike."""
+    """(layers of a stage, counted in units; layers of the model for one unit), a unit being layers computed
+    again together; 0 if the model has no number of layers, or its kinds do not repeat alike in each stage."""
     model = model_preset(*cell.model_arguments)
     together = getattr(model, "recompute_layers", 1) if getattr(model, "recomputes_layers", False) else 1
     unit = cell.sizes.pp * cell.training.virtual_stages * math.lcm(together, model.period)
@@ -269,7 +269,7 @@ class DeepTrace:
         """The trace of a model with that many layers more than the shallower one.
 
         Raises:
-            NotAlike: the two traces do not say it.
+            NotAlike: the two traces do not determine it.
         """
         return replace(
             self._trace,

@@ -58,24 +58,24 @@ class InterleavedTurns:
     @property
     def _lead(self) -> list[int]:
         """By chunk, by how many forwards its first one of a group comes after the backward of its last one
-        (below 0) or before it (above 0). Last, by how many the rank warms up beyond its last chunk."""
+        (below 0) or before it (above 0). Last, how many forwards of warm-up go beyond the last chunk."""
         leads = [self.ahead - 2 * chunk * self.of.group for chunk in range(self.of.chunks)]
         return [*leads, self.ahead - self.of.period]
 
     @property
     def _order(self) -> list[int]:
-        """The signs of these. Megatron-LM keeps a chunk's last input, with its gradient, until
-        the next one, so these die elsewhere."""
+        """The signs of :attr:`_lead`. They matter because Megatron-LM keeps a chunk's last input, with its
+        gradient, until the next one."""
         return [(each > 0) - (each < 0) for each in self._lead]
 
     @property
     def _touching(self) -> list[bool]:
-        """Where that forward is the next one after the backward, which lets go of what it would keep."""
+        """By chunk, whether its forward follows the backward at once, which frees what would be kept."""
         return [each == -1 for each in self._lead]
 
     @property
     def _end(self) -> int:
-        """Which end of the pipeline the rank is; 0: none."""
+        """The end of the pipeline at which the rank is: -1 the first, 1 the last, 0 neither."""
         return (self.of.rank == self.of.ranks - 1) - (self.of.rank == 0)
 
     def shorter(self) -> Iterator[InterleavedTurns]:

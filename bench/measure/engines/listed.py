@@ -24,7 +24,7 @@ Mark = tuple[str | None, int]
 
 
 class NotAlike(ValueError):
-    """Traces do not say what the one is that is asked for."""
+    """The traces do not determine the trace that is asked for."""
 
 
 class Order(NamedTuple):

@@ -85,7 +85,7 @@ class Turns:
 
     @property
     def _warm_tail(self) -> int:
-        """How many turns of backwards alone are of micro-batches of the warm-up."""
+        """How many turns with a backward alone have micro-batches of the warm-up."""
         return max(0, self.ahead - self.both)
 
     @property

@@ -24,8 +24,8 @@ _FIRST_LOOK = 256
 
 
 class Run(NamedTuple):
-    """Like blocks in the list of the shallower model: ``blocks`` of ``length`` entries, up to entry ``end``,
-    and ``part``, the last entries of a further one before them."""
+    """Equal blocks in the shallower model's list: ``blocks`` of ``length`` entries, which end at entry
+    ``end``. Before them lies ``part``, how many last entries of a further block."""
 
     end: int
     length: int
@@ -100,7 +100,7 @@ def _inserted(shallow: np.ndarray, deeper: np.ndarray) -> int:
 
 
 class DeepList:
-    """What the lists of two models say of that of a deeper one.
+    """The list of a deeper model, worked out from the lists of two shallow models.
 
     Args:
         shallow, deeper: of models of n and n + 2 layers.
@@ -110,7 +110,7 @@ class DeepList:
             none, for it is of the two blocks that a run has more.
 
     Raises:
-        NotAlike: they do not say it.
+        NotAlike: the two lists do not determine it.
     """
 
     def __init__(self, shallow: Listed, deeper: Listed):
@@ -162,7 +162,7 @@ class DeepList:
         raise NotAlike("blocks refer to other entries with two layers more")
 
     def _refer(self, references: np.ndarray, base: np.ndarray, block: np.ndarray) -> None:
-        """Find how the blocks that entries refer to depend on the number of layers and on their own."""
+        """Find how blocks that entries refer to depend on the number of layers and on the entries' own."""
         has = self._refers & (self.counterpart >= 0)
         there = references[self.counterpart[has]]
         more = self._of_block[has] - block[there]

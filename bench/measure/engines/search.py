@@ -46,7 +46,7 @@ from spbench.impls import Unsupported
 
 
 class Guesses:
-    """What a cell needs by size: extrapolated where one program runs, else of a trace of that size.
+    """The memory that a cell needs, by size: extrapolated if all sizes run one program, else traced.
 
     Args:
         cell: of which sizes are asked; all of its ranks are taken to hold as much on hosts as the traced.
@@ -71,7 +71,7 @@ class Guesses:
         self._forget()
 
     def _forget(self) -> None:
-        """Forget all that is guessed of sizes, but for those that are sampled."""
+        """Forget all guesses of sizes, but for the sizes that are sampled."""
         self.memories.cache_clear()
         self._needs = {0: 0.0} | {point: self._need(*logs) for point, logs in self._samples.items()}
         self._served: dict[int, bool] = {}

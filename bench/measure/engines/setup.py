@@ -174,7 +174,7 @@ def record_step(
 
 
 def _tag(memory: MemoryMeter, training: Training | Inference, inputs: Mapping[str, Tensor]) -> None:
-    """In a function of its own, for a list of tensors that outlives it would keep them alive in the step."""
+    """Tag the tensors that training holds; their list must not outlive this, or it keeps them alive."""
     for category, tensors in training.held().items():
         memory.tag(tensors, category, keep=True)  # where weights are the masters too, they are parameters
     memory.tag(inputs.values(), "inputs")

@@ -60,12 +60,12 @@ class StepNumbers:
 
     @classmethod
     def of(cls, timeline: Timeline) -> StepNumbers:
-        """Those of a timeline."""
+        """The numbers of a timeline."""
         numbers = timeline.step_time_s, timeline.breakdown, timeline.parts, timeline.priced_by
         return cls(*numbers, timeline.flops)
 
     def on(self, other: StepNumbers, times: float) -> StepNumbers:
-        """This and ``times`` what another one has more."""
+        """This step's numbers plus ``times`` their differences to ``other``'s, at least 0."""
 
         def grown(a: Mapping[Named, float], b: Mapping[Named, float]) -> dict[Named, float]:
             return {
@@ -83,7 +83,7 @@ class StepNumbers:
         return StepNumbers(grown(*step)["step"], *of_both, flops)
 
     def off(self, other: StepNumbers) -> float:
-        """By how much the number that differs most does, as a share of the step."""
+        """The largest difference between a number of this step and of ``other``, as a share of the step."""
         pairs = [(self.step_time_s, other.step_time_s)]
         for mine, theirs in ((self.breakdown, other.breakdown), (self.parts, other.parts)):
             pairs += [(mine.get(name, 0.0), theirs.get(name, 0.0)) for name in {**mine, **theirs}]
@@ -152,7 +152,7 @@ COUNTS = {"substituted": NAMED, "transferred": 0.05, "extrapolated": 0.05}
 
 
 def by_share(seconds: Mapping[Substitute, float], step_time_s: float) -> list[dict[str, Any]]:
-    """As :attr:`Measurement.priced_by`, without what takes too little to be named."""
+    """The entries of :attr:`Measurement.priced_by`; work with too small a share of the step is left out."""
     shares = {each: min(1.0, s / step_time_s) for each, s in seconds.items() if s >= NAMED * step_time_s}
     ordered = sorted(shares, key=lambda each: (-shares[each], each))
     return [{**each._asdict(), "share": shares[each]} for each in ordered]

@@ -164,7 +164,7 @@ def keeping_traces() -> Iterator[None]:
 
 @dataclass
 class Kept:
-    """A trace that is kept, or will be; None: it is yet to be made."""
+    """A place for a trace that is kept, or will be; None: the trace is yet to be made."""
 
     trace: Trace | None = None
 
@@ -282,7 +282,7 @@ def _trace(arrays: dict[str, np.ndarray], cell: Cell) -> Trace:
 
 
 def _apart(of: MemoryLog | Program, name: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The fields of a log or a program but for those of numbers alone, which are added to ``arrays``."""
+    """The fields of a log or a program; fields of numbers alone are put into ``arrays`` instead."""
     rest = {}
     for field_name, x in ((each.name, getattr(of, each.name)) for each in fields(of)):
         if isinstance(x, np.ndarray) or field_name in _OF_LOGS:
@@ -293,12 +293,12 @@ def _apart(of: MemoryLog | Program, name: str, arrays: dict[str, np.ndarray]) ->
 
 
 def _of(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of a log or a program, by its fields."""
+    """The arrays of a log or a program with that name, by field."""
     return {each.removeprefix(f"{name}."): x for each, x in arrays.items() if each.startswith(f"{name}.")}
 
 
 def _in_text(kind: type) -> Any:
-    """The schema of what :func:`_apart` returns."""
+    """The schema of the fields that :func:`_apart` returns."""
     hints = get_type_hints(kind).items()
     in_text = {name: (hint, ...) for name, hint in hints if hint is not np.ndarray and name not in _OF_LOGS}
     return create_model(kind.__name__, **in_text)  # type: ignore[call-overload]

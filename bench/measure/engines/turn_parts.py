@@ -95,7 +95,7 @@ class TurnParts:
         """The list of a stage with other turns.
 
         Returns:
-            (of each entry, the one of this list that it is a copy of; what it refers to, -1: nothing)
+            (for each entry, the entry of this list that it is a copy of; the entry that it refers to, or -1)
 
         Raises:
             NotAlike: it cannot be told what one refers to.
@@ -120,8 +120,8 @@ class TurnParts:
         return like, np.concatenate(pieces)
 
     def _references(self, part: int) -> tuple[np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]]:
-        """What the entries of a part refer to; and of each part that they refer to which entries do, and to
-        which of what may be referred to in it."""
+        """The entries that a part's entries refer to; then, for each part in which these lie: the part, which
+        of the entries refer to it, and to which of its targets."""
         refers = self.listed.references[self.entries(part)]
         entries = np.flatnonzero(refers >= 0)
         numbers = self._numbers[refers[entries]]
@@ -130,11 +130,11 @@ class TurnParts:
         return refers, [(owner, entries[own], numbers[own] - self.first[owner]) for owner, own in apart]
 
     def _within(self, owner: int, copied: int, within: np.ndarray) -> np.ndarray:
-        """The places in a part of what is at these places in another, among what may be referred to in each:
-        what is the same, as the first, second and so on of its kind.
+        """The targets in the part ``copied`` that stand for the targets ``within`` the part ``owner``: the
+        first, second and so on of the same kind.
 
         Raises:
-            NotAlike: there is more or less of it.
+            NotAlike: a part has more of a kind than the other.
         """
         mine, theirs = self._kinds(owner), self._kinds(copied)
         if copied == owner or np.array_equal(mine, theirs):
@@ -148,11 +148,11 @@ class TurnParts:
         return np.array(places, dtype=np.int64)
 
     def _kinds(self, part: int) -> np.ndarray:
-        """What may be referred to in a part."""
+        """The kinds (tokens) of the entries in a part to which others may refer."""
         return self.listed.tokens[self._targets[self.first[part] : self.first[part + 1]]]
 
     def _referred(self, owner: int, of_like: _Key, of: _Key, turns: AnyTurns) -> _Key:
-        """The part of other turns that the one ``of`` refers to, where its like refers to ``owner``."""
+        """The part to which the part ``of`` of other turns refers, if its like refers to ``owner``."""
         (step, turn), (_, at), (there, to) = self.keys[owner], of_like, of
         if step < 0:
             return self.keys[owner]
@@ -189,7 +189,7 @@ def put_together(trace: Trace, held: AnyTurns, turns: AnyTurns) -> Trace:
 
 
 def _in_order(meter: CommunicationMeter, program: Program, source: np.ndarray) -> CommunicationMeter:
-    """What is counted in a program in another order.
+    """The counts of communication for a program that is put in another order.
 
     Args:
         source: as :attr:`Order.source`.

@@ -35,7 +35,7 @@ MOST_SETS = 8
 
 
 class Load(NamedTuple):
-    """What a rank has to do where positions meet, the heaviest last where sorted.
+    """The work of a rank where positions meet; sorted loads have the heaviest last.
 
     Attributes:
         pairs: queries and keys that meet, in a head of each layer; summed over layers.
@@ -53,7 +53,7 @@ _Layers = tuple[tuple[str, int | None, int], ...]
 
 
 def _attention_of(cell: Cell) -> tuple[Attended, _Layers]:
-    """What positions of the cell's sequences attend to in all layers, and in each."""
+    """To what the positions of the cell's sequences attend, in all layers and in each layer."""
     return _attention_in(json.dumps(cell.model_arguments), cell.shape[1])
 
 
@@ -121,8 +121,8 @@ def is_uneven_text(cell: Cell) -> bool:
 
 
 def marked_axis(cell: Cell) -> str | None:
-    """The axis along which ranks have unlike work of which the last one's step says all (``marks_work``), so
-    that they are of one class; None: there is none."""
+    """The axis along which ranks have unlike work, all of which the last rank's step contains
+    (``marks_work``), so that the ranks are of one class; None: there is no such axis."""
     if not _is_plain_text(cell):
         return None
     strategy = nesting(cell.strategy)
@@ -143,7 +143,7 @@ def _unlike(cell: Cell) -> list[Sequence[Load]]:
 
 
 def imbalance(cell: Cell) -> float | None:
-    """The pairs of the rank that has most over their mean; None where all ranks have the same of one
+    """The pairs of the rank that has most, over the mean of all ranks; None if all ranks have the same in one
     unpacked text."""
     unlike = _unlike(cell)
     if not unlike and _attention_of(cell)[0].plain:
@@ -193,8 +193,7 @@ def _asked_of_experts(cell: Cell) -> tuple[ExpertCall, Strategy, int, int] | Non
 
 
 def fullest_rank(cell: Cell, ranks: Sequence[int], rows: np.ndarray, marked: str | None) -> int:
-    """That one of the ranks of a class whose experts get most tokens. The others wait for it, and its peak is
-    the largest.
+    """The rank of a class whose experts get most tokens. The others wait for it, and its peak is the largest.
 
     Args:
         rows: see :func:`expert_rows`.

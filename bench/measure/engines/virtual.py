@@ -46,7 +46,7 @@ class VirtualEngine(Engine):
     )
 
     def check(self, cell: Cell) -> None:
-        """As of other engines; searches on virtual ranks are those of :mod:`measure.engines`."""
+        """As other engines do; but searches, which are this engine's own, are not refused."""
         if cell.search is None:
             super().check(cell)
 
@@ -172,10 +172,10 @@ class ClassTraces:
         return all(trace.program is not None for trace in self.traces)
 
     def without_one(self) -> ClassTraces:
-        """The same with programs of one micro-batch less; see :func:`.pipeline_stages.without_one`.
+        """These traces with programs of one micro-batch less; see :func:`.pipeline_stages.without_one`.
 
         Raises:
-            NotAlike: the traces do not say it.
+            NotAlike: the traces do not determine them.
         """
         return replace(self, traces=without_one(self.cell, self.classes, self.traces))
 
@@ -254,15 +254,15 @@ def measured(
 def measured_on_line(
     cell: Cell, counts: Sequence[int], short: ShortSteps, *, also_too_large: bool = False
 ) -> tuple[Measurement, ClassTraces]:
-    """The measurement of a cell with very many micro-batches, from steps of a few; see
-    :mod:`measure.engines.step_line`. With the traces of the longest of these.
+    """The measurement of a cell with very many micro-batches, from steps of a few
+    (:mod:`measure.engines.step_line`), and the traces of the longest of these steps.
 
     Args:
         counts: of micro-batches, three.
         short, also_too_large: as of :func:`measured`.
 
     Raises:
-        NotAlike: they do not say it.
+        NotAlike: the steps do not determine it.
         Unsupported: the strategy cannot run these sizes.
     """
     planned, micro_batches = plan(cell), cell.training.micro_batches
@@ -286,8 +286,8 @@ def measured_on_line(
 
 
 def _class_on_line(of: ClassTraces, counts: Sequence[int], traces: Sequence[Trace]) -> Measurement | None:
-    """The measurement of a class of ranks from its traces of those numbers of micro-batches; None: its memory
-    is not the same in all of them, as where something is kept of each."""
+    """The measurement of a rank class from its traces with those numbers of micro-batches; None: its memory
+    differs between them, for example if something is kept of each micro-batch."""
     micro_batches = of.cell.training.micro_batches
     calls = calls_on_line(counts, [trace.communication for trace in traces], micro_batches)
     programs = [trace.program for trace in traces if trace.program is not None]

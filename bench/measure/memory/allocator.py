@@ -195,7 +195,7 @@ class CachingAllocator:
         del self._blocks[address]
 
     def _join(self, block: Block) -> Block:
-        """Make a block free, as one with free neighbours; returns that."""
+        """Make a block free and merge it with its free neighbours; returns the merged block."""
         # most calls of a replay end here, so the pool is looked up once
         pool, before, after = self._free[block.pool], block.previous, block.next
         if before is not None and before.free:

@@ -65,7 +65,7 @@ class _Board:
         self.running, self.over = ranks, ""
 
     def wait(self, rank: int, ready: Callable[[], bool]) -> None:
-        """Let others have their turns until ``ready``; RuntimeError where that cannot come any more."""
+        """Let other ranks have turns until ``ready()``; RuntimeError if it can never become true."""
         if ready():
             return
         self.stuck[rank] = ready
@@ -81,12 +81,12 @@ class _Board:
             self.changed[rank].notify()
 
     def check(self) -> None:
-        """End the job if every rank that is left waits for what is not there."""
+        """End the job if every remaining rank waits for something that no rank can bring."""
         if len(self.stuck) == self.running and not any(ready() for ready in self.stuck.values()):
             self.end(f"ranks {', '.join(map(str, sorted(self.stuck)))} wait for each other")
 
     def end(self, why: str) -> None:
-        """Nobody waits any longer."""
+        """End the job, with the reason: ranks that wait stop waiting."""
         self.over = self.over or why
         self.tell(*range(len(self.changed)))
 

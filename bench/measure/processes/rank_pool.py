@@ -100,7 +100,7 @@ class Ranks(ABC):
 
     @abstractmethod
     def _run(self, job: RankJob) -> list[Any]:
-        """What each rank returned. The job has no number yet."""
+        """Run a job, which has no number yet; returns what each rank returned."""
 
     @abstractmethod
     def close(self) -> None:
@@ -183,8 +183,8 @@ def _serve_jobs(connection: Connection, rendezvous: Rendezvous, local_rank: int)
 
 
 def _let_go_of_groups() -> threading.Thread:
-    """Destroy the groups of a job and close their connections, so that ranks that wait for this one fail too;
-    returns what waits for Gloo's threads, which end up to 10 ms later for each group, longer than a job."""
+    """Destroy the groups of a job and close their connections, so that ranks that wait for this one fail too.
+    Returns a thread that waits for Gloo's, which end up to 10 ms later for each group, after the job."""
     groups = list(dist.distributed_c10d._world.pg_map)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -194,7 +194,7 @@ def _let_go_of_groups() -> threading.Thread:
 
 
 def _check_open_files(job: RankJob, ending: threading.Thread) -> None:
-    """Refuse a job for which this process may open too few files, once those of the last one are closed."""
+    """Refuse a job that needs more open files than this process may have, after the last job's are closed."""
     needed = FILES_OF_GROUP + job.ranks, f"to be one of {job.ranks} ranks"
     with suppress(UserError):
         check_open_files(*needed)
@@ -239,7 +239,7 @@ def _run(store: dist.Store, job: RankJob, rank: int, local_rank: int) -> Any:
 
 
 def _wait_for_all(store: dist.Store, job: RankJob) -> None:
-    """Begin together: a rank that ended would fail those that still connect, as it closes its connections."""
+    """Wait until all ranks are connected: a rank that ended earlier would fail those that still connect."""
     if store.add("connected", 1) == job.ranks:
         store.set("all connected", "")
     store.wait(["all connected"], timedelta(seconds=job.timeout_s + _LATER_S))

@@ -155,7 +155,7 @@ def stop_server() -> None:
 
 
 def _do_nothing() -> None:
-    """Also the first process of a server, which ends once the server has imported all."""
+    """The work of a server's first process, which ends once the server has imported all."""
 
 
 # multiprocessing would have each process start a server of its own, with seconds of imports; from Python 3.14
@@ -198,7 +198,7 @@ def environment_of_child() -> dict[str, str]:
 
 @contextmanager
 def environment_with(changes: Mapping[str, str]) -> Iterator[None]:
-    """Inside, this process and those that it starts have these variables too."""
+    """Inside, this process and processes that it starts also have these variables."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -212,7 +212,7 @@ def environment_with(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def server_is_ready() -> None:
-    """For the server, after its imports: what these have put into the environment is not a launcher's."""
+    """Note the environment after the server's imports: variables that they have set are not a launcher's."""
     global _environment_at_start
     _environment_at_start = dict(os.environ)
 
@@ -239,7 +239,7 @@ class Surroundings:
     server: str = field(default_factory=_server_address)
 
     def take_on(self) -> None:
-        """Give them to this process. What a launcher has put into its environment since it began stays."""
+        """Set these surroundings for this process. Variables that a launcher has set since it began stay."""
         of_launcher = {
             name: value for name, value in os.environ.items() if _environment_at_start.get(name) != value
         }
@@ -256,8 +256,8 @@ class Surroundings:
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """A process started inside never sees Ctrl-C, which a terminal sends to all of its processes. This one
-    gets it afterwards, and ends the other."""
+    """Inside, a process that is started never sees Ctrl-C, which a terminal sends to all of its processes.
+    This process gets it afterwards, and ends the other."""
     resource_tracker.ensure_running()  # or else the first start does it, and unblocks signals behind our back
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -268,7 +268,7 @@ def interrupts_blocked() -> Iterator[None]:
 
 @contextmanager
 def main_module_hidden() -> Iterator[None]:
-    """A process that multiprocessing starts inside does not import the main module of this one.
+    """Inside, a process that multiprocessing starts does not import this process's main module.
 
     A script may then ask for processes without a guard ``if __name__ == "__main__"``, and is not run again in
     each of them. What the processes need must be in other modules.
@@ -328,8 +328,8 @@ def no_process(error: BaseException, server: int | None) -> str:
 
 
 def _exit_code(pid: int | None) -> int | None:
-    """How a child of this process has ended, as multiprocessing says it; None: it has not within a second.
-    Whoever waits for it finds it still there."""
+    """The exit code of a child of this process, as multiprocessing has it; None: it has not ended within a
+    second. The child stays for its parent to wait for."""
     for _ in range(20) if pid is not None else ():
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # type: ignore[arg-type]
         if ended is not None:

@@ -123,7 +123,7 @@ class Agents(Ranks):
         self._store = rendezvous.store()
 
     def close(self) -> None:
-        """The agents stay."""
+        """Do nothing: the agents stay for the next jobs."""
 
     def _run(self, job: RankJob) -> list[Any]:
         try:

@@ -94,7 +94,7 @@ def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
 
 
 def check_known(kind: str, given: Iterable[str], allowed: Sequence[str] | None = None) -> None:
-    """UserError for the first of some names that nothing of a kind has, by default of all its names."""
+    """UserError for the first of ``given`` that is not ``allowed`` (by default: any name of the kind)."""
     listed = names(kind) if allowed is None else allowed
     for name in given:
         if name not in listed:

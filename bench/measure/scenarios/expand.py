@@ -184,7 +184,7 @@ def expand(
 
 
 def _lists(merged: Mapping[str, Any], layers: _Layers) -> dict[tuple[str, ...], list[Any]]:
-    """The settings of a group that multiply, by their paths, each as the list of its values."""
+    """The settings of a group that multiply cells: by path, the list of each one's values."""
     given: dict[tuple[str, ...], Any] = {(key,): merged[key] for key in MULTIPLYING if key in merged}
     if isinstance(sizes := merged.get("sizes"), dict):
         given |= {("sizes", axis): value for axis, value in sizes.items()}
@@ -211,7 +211,7 @@ def _content(
 
 
 def _origin(path: Sequence[str | int], layers: _Layers) -> list[str | int]:
-    """The path of a setting in the file, from its path in a cell: in the layer that has the last word."""
+    """The path in the file of a cell's setting: in the topmost of the layers that have it."""
     said = (place for place, layer in layers if _at(layer, path) is not _NOTHING)
     return [*next(said, next(place for place, _ in layers if place[0] == "groups")), *path]
 
@@ -220,7 +220,7 @@ _NOTHING = object()
 
 
 def _at(settings: Any, path: Sequence[str | int]) -> Any:
-    """What settings have at a path; _NOTHING: it leads nowhere."""
+    """The value at a path of settings; _NOTHING if the path leads nowhere."""
     for step in path:
         if not isinstance(settings, Mapping) or step not in settings:
             return _NOTHING
@@ -253,7 +253,7 @@ def checked(content: Mapping[str, Any], problem: Callable[[Sequence[str | int], 
 
 
 def _sweep(content: Mapping[str, Any], path: Sequence[str | int]) -> str:
-    """How a sweep over a setting is written whose value is a list, where lists do not multiply."""
+    """The end of a message on a list for a setting that does not multiply: how to sweep it; else ""."""
     if not isinstance(_at(content, path), list) or not path or path[0] in (*MULTIPLYING, "mesh", "meters"):
         return ""
     return "; a list here is no sweep: write a group, or a variant, for each value"

@@ -136,7 +136,7 @@ _ByWay = dict[NcclAlgorithm, dict[NcclProtocol, float]]
 
 
 class _Facts(StrictModel):
-    """What nccl_tuning.yaml has, and says of each."""
+    """The content of nccl_tuning.yaml, whose comments explain each field."""
 
     base: _ByWay
     nvlink: _ByWay
@@ -177,8 +177,8 @@ def nccl_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
 
 
 def ring_hops(kind: str, group: GroupLinks) -> list[tuple[float, float]]:
-    """Seconds of latency of a ring over several nodes by LL128 and by Simple, a hop for each step, and the
-    share of the bandwidth that the protocol reaches. NCCL takes the one with which a message takes least."""
+    """For a ring over several nodes by LL128 and by Simple: seconds of latency, a hop for each step, and the
+    share of the bandwidth that the protocol reaches. NCCL takes the protocol that is faster for a message."""
     n, crossings, ways = group.size, group.nodes - 1, []
     for protocol, reached in _REACHED.items():
         way: _Way = ("ring", protocol)

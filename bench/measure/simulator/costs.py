@@ -227,8 +227,8 @@ class Costs:
         return np.where(computes, max(attention, self.floor_s), self.floor_s)
 
     def _rates(self, program: Program) -> tuple[np.ndarray, np.ndarray]:
-        """FLOPs a second of each event, by its precision and category; 0: not known. And the seconds that
-        moving a product's operands adds to multiplying them."""
+        """[events]: FLOP/s of each event by its precision and category (0: not known); and [events]: the
+        seconds that moving a matmul's operands adds to multiplying them."""
         peak, device = np.array(self.rates), self.cluster.device
         efficiency = (device.compute_efficiency.value or 1.0) * self.calibration.compute_efficiency
         reached, own = (peak * efficiency)[program.precision], device.attention_efficiency.value

@@ -55,14 +55,14 @@ class GroupLinks(NamedTuple):
 
     @property
     def bandwidth(self) -> float:
-        """Of a ring through the group: the slower of its links within a node and its cards."""
+        """The bandwidth of a ring through the group: of links within a node or of its cards, the slower."""
         within = self.within.bandwidth if self.most_on_a_node > 1 else float("inf")
         return min(within, self.between.bandwidth * self.cards) if self.nodes > 1 else within
 
     @property
     def cards(self) -> float:
-        """Network cards of a node for each of the groups that leave it: a ring on each, so a group alone on
-        its node has them all, as far as its devices can feed them. The node that has fewest counts."""
+        """Network cards of a node for each group that leaves it, on the node with fewest. Each group has a
+        ring on its cards: alone on its node, it has all of them, as far as its devices can feed them."""
         return min(map(self.cards_of, self.on_node))
 
     def cards_of(self, node: int) -> float:

@@ -106,8 +106,8 @@ class HostClock:
     def reach(
         self, step: int, stream: np.ndarray, host: np.ndarray, who: slice | np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The compute stream's clock and the host's of some ranks when they have come to a step and the host
-        has dispatched it, from those after the step before."""
+        """The clocks of ranks' compute streams and hosts once they come to a step and the host has dispatched
+        it, from the clocks after the step before."""
         first, end, larger = self._first_of[step], self._first_of[step + 1], self._larger
         begin, rows = self._blocks.get(step // _BLOCK) or self._block(step // _BLOCK)
         for joins, kernels_s, host_s, through_s, noted, behind in rows[first - begin : end - begin]:
@@ -124,7 +124,7 @@ class HostClock:
         return stream, host
 
     def _block(self, number: int) -> tuple[int, list[tuple[Any, ...]]]:
-        """Make one of the blocks; there can be millions of pieces, most of which are never gone through."""
+        """Make a block of pieces when it is needed; of millions of pieces most are never gone through."""
         first = self._first_of[number * _BLOCK]
         end = self._first_of[min((number + 1) * _BLOCK, len(self._first_of) - 1)]
         rows = list(zip(*(column[first:end].tolist() for column in self._pieces), strict=True))

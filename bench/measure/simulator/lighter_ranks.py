@@ -52,7 +52,7 @@ class Alike:
 
     Attributes:
         ranks: global ones.
-        coordinate: along the axis, whose work they are given; None: they have all of the program's.
+        coordinate: along the axis: they do the work of the rank there; None: all of the program's.
     """
 
     ranks: np.ndarray
@@ -89,7 +89,7 @@ class UnlikeWork:
         return np.where(self._back == 0, joint, (self._back <= coordinate).astype(float))
 
     def weights(self, coordinate: int | None) -> np.ndarray:
-        """[events]: how much of each event it does."""
+        """[events]: how much of each event the rank at a coordinate does."""
         weights = np.ones(len(self.steps.program))
         if coordinate is not None:
             weights[self.marked] = self.share(coordinate)
@@ -107,8 +107,8 @@ class UnlikeWork:
         return mean
 
     def alike(self) -> list[Alike]:
-        """All ranks in sets: one a coordinate, or fewer of neighbours where the program is long, for which
-        the middle one stands."""
+        """All ranks in sets: one set for each coordinate or, if the program is long, fewer sets of
+        neighbours, whose middle coordinate stands for all."""
         there = np.unique(self.coordinates)[::-1]
         if not len(self.marked) or len(there) == 1:
             return [Alike(self.steps.all_ranks)]

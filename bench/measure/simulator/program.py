@@ -325,7 +325,7 @@ class Flops(NamedTuple):
         return Flops(*(number * each for each in self))
 
     def plus(self, other: Flops) -> Flops:
-        """These and others."""
+        """The sums of these FLOPs and ``other``'s."""
         return Flops(*(a + b for a, b in zip(self, other, strict=True)))
 
 

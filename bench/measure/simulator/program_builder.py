@@ -64,11 +64,11 @@ class ProgramBuilder:
         self._peers: dict[tuple[int, ...], int] = {}
 
     def named(self, name: str) -> int:
-        """The index of a name."""
+        """The index of a name among the program's names."""
         return self._names.setdefault(name, len(self._names))
 
     def phase(self, name: str) -> None:
-        """A phase begins."""
+        """Begin a phase of the step."""
         self.marks.append((name, len(self.rows)))
 
     def on_stream(self, stream: int) -> None:
@@ -91,7 +91,7 @@ class ProgramBuilder:
         aligned: int = ALIGNED,
         shape: tuple[int, int, int, int] = NO_SHAPE,
     ) -> int:
-        """Something that the device computes."""
+        """Write down a kernel: an operator that the device computes."""
         number = PRECISION_NAMES.index(precision)
         priced = (category, nbytes, flops, number, shape, strided, aligned)
         self.add_kernel((KERNEL, self.named(name), *priced))
@@ -105,7 +105,7 @@ class ProgramBuilder:
         self.host_work = join
 
     def collective(self, name: str, nbytes: float, group: Group) -> int:
-        """A collective begins."""
+        """Begin a collective of a group."""
         partner = self._groups.setdefault(group, len(self._groups))
         return self._communicate(COLLECTIVE, name, nbytes, partner)
 
@@ -114,7 +114,7 @@ class ProgramBuilder:
         return self._communicate(SEND, "send", nbytes, self._peer(to))
 
     def recv(self, nbytes: float, source: tuple[int, ...]) -> int:
-        """A receive begins, from the rank that far away."""
+        """Begin a receive from the rank at that offset (see :func:`offset`)."""
         return self._communicate(RECV, "recv", nbytes, self._peer(source))
 
     def wait(self, event: int) -> int:
@@ -148,7 +148,7 @@ class ProgramBuilder:
         return len(self.rows) - 1
 
     def program(self) -> Program:
-        """What has been written so far."""
+        """The program that was written so far."""
         shapes = chain.from_iterable(map(itemgetter(6), self.rows))
         return Program(
             mesh=self.mesh,

@@ -120,7 +120,7 @@ def is_symmetric(
 
 
 def keeps_nodes(nodes: np.ndarray, image: np.ndarray) -> bool:
-    """Whether ranks that share a node have images that share a node, and others have not.
+    """Whether images of ranks share a node exactly if the ranks do.
 
     Args:
         nodes: of each rank of the world.
@@ -130,8 +130,8 @@ def keeps_nodes(nodes: np.ndarray, image: np.ndarray) -> bool:
 
 
 def keeps_groups(group: Group, program: Program, ranks: np.ndarray, image: np.ndarray) -> bool:
-    """Whether the image of each rank's group is, for each of the ranks, the group of its image, and each rank
-    is a member of its own."""
+    """Whether each rank is a member of its group, and the images of the group's members form the group of the
+    rank's image."""
     members = group.members_by_rank(ranks, program.mesh)
     if not (members == ranks[:, None]).any(1).all():
         return False

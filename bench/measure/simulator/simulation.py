@@ -71,7 +71,7 @@ class Simulation(SimulationState):
         self._runnable[key][who] = True
 
     def _go_on(self, number: int, step: int, who: np.ndarray) -> None:
-        """Take some ranks of a program from a step as far as they get."""
+        """Take the ranks ``who`` of a program from a step as far as they get."""
         steps, before, host = self.steps[number], self.before[number], self.hosts[number]
         kinds, streams = steps.kinds, steps.streams
         reached, clocks = self.reached[number], self.clocks[number]
@@ -177,7 +177,7 @@ class Simulation(SimulationState):
     # -- transfers -------------------------------------------------------------------------------------
 
     def _meet(self, number: int, step: int, who: np.ndarray, everyone: bool) -> None:
-        """Start the transfers of some ranks whose other half is posted too."""
+        """Start the transfers of those ranks whose other half is posted too."""
         steps = self.steps[number]
         kind = steps.kinds[step]
         for meeting in self.world.meetings[number][kind, steps.partners[step]]:

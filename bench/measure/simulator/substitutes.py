@@ -192,8 +192,8 @@ def _of_transfer(costs: Costs, steps: Steps, kind: int, name: str, partner: int)
 
 
 def _furthest(costs: Costs, ranks: np.ndarray, peers: np.ndarray) -> list[int]:
-    """A send between the largest parts of a node, for which the others of a ring wait, among those from each
-    rank to its peer; the first send where none leaves a part."""
+    """The send, among those from each rank to its peer, that crosses the largest parts of a node, because the
+    others of a ring wait for it; the first send if none crosses any."""
     for each in reversed(crossings_of(costs.cluster)):
         same_node = node_of(ranks, costs.cluster) == node_of(peers, costs.cluster)
         leaves = np.flatnonzero(same_node & (ranks // each.devices != peers // each.devices))
@@ -203,7 +203,7 @@ def _furthest(costs: Costs, ranks: np.ndarray, peers: np.ndarray) -> list[int]:
 
 
 def _of_crossings(costs: Costs, name: str, members: Sequence[int]) -> Iterator[Substitute]:
-    """What the ways that communication shares within a node are priced by; the largest parts count."""
+    """The substitutes for links within a node that communication shares; only the largest parts count."""
     here = [member for member in members if costs.node(member) == costs.node(members[0])]
     link, work = costs.cluster.node_link, f"{name} intra-node"
     if link is not None and link.crossings is None and len(here) > 1:
@@ -243,7 +243,7 @@ def _of_link(costs: Costs, name: str, within: bool, parts: int | None) -> Iterat
 
 
 def _other_group(link: Link, name: str, parts: int) -> str:
-    """How a collective differs from that which its rate was measured of; "" where it does not."""
+    """What else than the collective's own rate is used, in words; "" if its rate holds for such a group."""
     if name == "all_to_all" and name not in link.collectives:
         return "the rate of other collectives"
     sizes = [rate.ranks for rate in link.rates_of(name) if rate.ranks is not None]

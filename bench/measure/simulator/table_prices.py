@@ -168,14 +168,13 @@ BLOCK_KEYS, WIDE, BLOCK_KEYS_OF_WIDE = 128, 128, 64
 
 
 def run_as(head_size: int) -> int:
-    """The head size that a call of ``head_size`` features runs as; itself, where none is as large."""
+    """The head size that kernels use for ``head_size`` features: the next size that they have, if any."""
     place = bisect_left(HEAD_SIZES, head_size)
     return HEAD_SIZES[place] if place < len(HEAD_SIZES) else head_size
 
 
 def head_share(head_size: int, measured: int) -> float:
-    """FLOPs that count over those that are computed, for a head size, over the same for the one that a rate
-    was measured at."""
+    """The useful share of the FLOPs computed at a head size, over the same share at the ``measured`` size."""
     return (head_size / run_as(head_size)) / (measured / run_as(measured))
 
 

@@ -152,7 +152,7 @@ class _Crossing:
         return shares
 
     def _leave(self, kind: int, partner: int) -> np.ndarray:
-        """[simulated ranks]: whether such a step leaves the rank's node."""
+        """[simulated ranks]: whether a step of that kind with that partner leaves the rank's node."""
         program, ranks = self._steps.program, self._steps.ranks
         others = ranks[:, None]
         if kind == COLLECTIVE:
@@ -169,8 +169,8 @@ def covered(start: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 def union(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and ends of intervals in order that do not overlap and have the same union, for each column of
-    [events, ranks]."""
+    """For each column of [events, ranks], starts and ends of sorted intervals without overlaps that cover the
+    same times as the given ones."""
     # nearly in order already, which a stable sort makes use of
     order = np.argsort(start, axis=0, kind="stable")
     start, end = np.take_along_axis(start, order, 0), np.take_along_axis(end, order, 0)

@@ -29,7 +29,7 @@ _LOOK_S = 0.5
 
 @dataclass(frozen=True)
 class Installation:
-    """What runs cells on a machine.
+    """The software with which a machine runs cells.
 
     Attributes:
         spbench, torch: their versions, as the package metadata has them.
@@ -44,7 +44,7 @@ class Installation:
 
     @classmethod
     def here(cls) -> Installation:
-        """That of this machine, as its files are now."""
+        """The installation of this machine, with its files as they are now."""
         code_digest.cache_clear()
         return cls(
             spbench=installed_version("spbench") or "none",
@@ -59,7 +59,7 @@ class Installation:
         )
 
     def difference(self, other: Installation) -> str:
-        """How the other one differs, and the remedy, as the end of a sentence; "" if it does not.
+        """How the other installation differs, and the remedy, as the end of a sentence; "" if it does not.
 
         The digest of the code decides, not spbench's version, which an editable checkout may lack.
         """

@@ -147,7 +147,7 @@ def _path_of(cls: type) -> str:
 
 
 def _plain(content: Any) -> Any:
-    """As JSON gives it back, which has the same digest."""
+    """The content after a round trip through JSON, so that it has the same digest as when read back."""
     return json.loads(json.dumps(content, default=repr))
 
 

@@ -98,7 +98,7 @@ class Worker(Child):
 
     @property
     def usable(self) -> bool:
-        """Whether it can take another cell."""
+        """Whether the worker can take another cell."""
         return self.alive and not self.hung
 
     def _received(self) -> Outcome | None:
@@ -167,7 +167,7 @@ def end_workers(workers: Sequence[Worker]) -> None:
 
 
 def _serve_cells(connection: Connection, folder: Path) -> None:
-    """The answer to each cell is None as it begins, then its outcome."""
+    """Run cells in the worker's process: sends None when a cell begins, then its outcome."""
     printed = os.open(folder / _PRINTED, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(printed, 1)
     os.dup2(printed, 2)

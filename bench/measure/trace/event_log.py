@@ -66,7 +66,7 @@ class Streams:
 
     @contextmanager
     def issuing(self, stream: RecordedStream | None) -> Iterator[None]:
-        """What is issued inside is issued on that stream; None: on the current one."""
+        """Inside, events are issued on that stream; None: on the current one."""
         before, self.current = self.current, stream or self.current
         self._switch(before)
         try:

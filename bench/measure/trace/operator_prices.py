@@ -230,7 +230,7 @@ def price_of(func: Any) -> Price:
 
 
 def _weight(argument: Any, operator: str) -> int:
-    """Times that the bytes of an argument are moved."""
+    """How many times the bytes of an argument are moved: twice if it is read and written."""
     info = argument.alias_info
     read_and_written = info is not None and info.is_write and argument.name != "out"
     return 2 if read_and_written and operator not in _OVERWRITING else 1

@@ -104,8 +104,8 @@ class Remembered:
 
 
 def key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Key | None:
-    """All that the results of a call depend on; None where that is not known to be the metadata of plain fake
-    tensors and the values of plain scalars."""
+    """The key of a call: all that its results depend on. None if that may be more than the metadata of plain
+    fake tensors and the values of plain scalars."""
     key: list[Any] = [func, torch.get_default_dtype()]
     for value in args:
         if not _describe(value, key):
@@ -137,7 +137,7 @@ def _describe(value: Any, key: list[Any]) -> bool:
 
 
 def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Remembered | None:
-    """What is to be built at the next call with this key; None where it must take the plain path."""
+    """What to build as results of the next call with this key; None: that call must take the plain path."""
     if communicates(func) or schema_of(func).name in _UNUSUAL:
         return None
     if any(t in func.tags for t in _UNUSUAL_TAGS) and not _by_places(func, args):
@@ -149,7 +149,7 @@ def described(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
 
 
 def _by_places(func: Any, args: Sequence[Any]) -> bool:
-    """Whether a call takes what lies at places that are listed; of a mask its values say how many."""
+    """Whether a call takes elements by listed places; with a mask, the mask's values would say how many."""
     if func is not torch.ops.aten.index.Tensor:
         return False
     return all(x is None or x.dtype in (torch.int32, torch.int64) for x in args[1])

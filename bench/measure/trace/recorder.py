@@ -130,7 +130,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def step(self, *, last: bool) -> Iterator[None]:
-        """What happens inside is a traced step; before the ``last``, the memory meters alone see it."""
+        """Inside is a traced step; before the ``last`` step, only the memory meters see operators."""
         of_memory: list[Meter] = [self.memory, self.host_memory]
         meters, self.meters = self.meters, self.meters if last else of_memory
         try:
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens inside is not seen."""
+        """Inside, no meter sees any operator."""
         self._paused = True
         try:
             yield
@@ -272,7 +272,7 @@ class FastRecorder(Recorder):
     def _known(
         self, key: Key, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Remembered | None:
-        """What a call returns; None: the plain path has to say."""
+        """The remembered results of such a call; None: the plain path has to work them out."""
         remembered = MEMORY.get(key, _NEVER_SEEN)  # asked once, for long keys take long to hash
         if remembered is not _NEVER_SEEN:
             return remembered

@@ -98,7 +98,7 @@ class RepeatedSteps:
         return [*storages, *program, MessageRecord(self.communication)]
 
     def _settled(self, loop: _Loop, records: Sequence[StepRecord]) -> bool:
-        """Whether a step that has just ended stands for all further ones of its key."""
+        """Whether the step that has just ended stands for all further steps with its key."""
         began_later = self._loops[self._loops.index(loop) + 1 :]
         for other in began_later:
             other.whole = True
@@ -111,7 +111,7 @@ class RepeatedSteps:
         return all(record.repeats() for record in records)
 
     def _written_on(self, records: Sequence[StepRecord], step: int, size: int, key: Key) -> int:
-        """Write down the steps from ``step`` on that have the key of the one before; returns how many."""
+        """Write down the steps from ``step`` on with the key of the step before; returns how many."""
         current, end = key(step - 1), step
         while end < size and key(end) == current:
             end += 1
@@ -121,13 +121,13 @@ class RepeatedSteps:
 
 
 class _Uncut:
-    """All pieces of a tensor along a dim, of which there are ``number``, alike."""
+    """A whole tensor in place of its ``number`` equal pieces along a dim."""
 
     def __init__(self, whole: Tensor, number: int, dim: int):
         self._whole, self._number, self._dim = whole, number, dim
 
     def side_by_side(self, dim: int) -> Tensor:
-        """A tensor with the shape of the pieces, put together along a dim."""
+        """The pieces put together along another dim, as to the shape: the values stay in their order."""
         shape = [*self._whole.shape]
         shape[self._dim] //= self._number
         shape[dim] *= self._number

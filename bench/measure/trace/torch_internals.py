@@ -88,7 +88,7 @@ def schema_of(func: OpOverload) -> Any:
 
 
 def storage_key(x: Tensor | torch.UntypedStorage) -> int:
-    """What tensors on one storage have in common, while it lives."""
+    """A number that identifies a storage (that of a tensor) while it lives."""
     storage = x.untyped_storage() if isinstance(x, Tensor) else x
     return storage._cdata
 
@@ -176,7 +176,7 @@ def fake_like(x: FakeTensor) -> FakeTensor:
 
 
 def is_shared(storage: torch.UntypedStorage) -> bool:
-    """Whether more than one tensor lies on a storage, which Python knows by one name more."""
+    """Whether more than one tensor lies on a storage; the caller's own name for it counts as one use."""
     return bool(torch._C._storage_Use_Count(storage_key(storage)) > 2)
 
 
@@ -201,7 +201,7 @@ def too_large_unsupported() -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: Any, names: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, attributes of a module or class of torch are these.
+    """Inside, the attributes ``names`` of a module or class of torch have the values given.
 
     Raises:
         UserError: it lacks one.

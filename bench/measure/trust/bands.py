@@ -125,8 +125,7 @@ def tied(rows: Sequence[Row], model: ErrorModel | None = None) -> list[bool | No
 
 
 def run_of(cell: Mapping[str, Any]) -> tuple[str, ...]:
-    """What cells have in common whose times are compared: all but the batch, its layout, and what is
-    computed again."""
+    """A key of cells whose times are compared: all settings but the batch, the layout and recomputation."""
     options = {
         k: v
         for k, v in (cell.get("model_options") or {}).items()

@@ -198,14 +198,14 @@ def of_missing_bound(by_rates: Mapping[str, Mapping[str, Interval]], rates: str,
 
 
 def widest(intervals: Iterable[Interval]) -> Interval:
-    """The one with the largest factor, up or down, in both directions: to which side another kind of time
-    errs is not known."""
+    """The interval with the largest factor, which is used in both directions, because nobody knows to which
+    side another kind of time errs."""
     most = max(intervals, key=lambda each: abs(each.centre) + each.half_width)
     return replace(most, centre=0.0, half_width=abs(most.centre) + most.half_width)
 
 
 def mixed(known: tuple[float, float], share: float, half_width: float) -> tuple[float, float]:
-    """The factors of a step of which a share has no rate, and the rest those factors."""
+    """The factors of a step with a ``share`` of work without rates; the rest has the factors ``known``."""
     ends = math.exp(-half_width), math.exp(half_width)
     low, high = ((1 - share) * rest + share * part for rest, part in zip(known, ends, strict=True))
     return low, high

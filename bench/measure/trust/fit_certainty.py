@@ -34,14 +34,14 @@ _ANY_LENGTH = 2**16
 
 
 class Certainty(NamedTuple):
-    """A verdict; ``reason``: why it is tight, "" where it is not."""
+    """A verdict on whether a cell fits; ``reason``: why it is tight, else ""."""
 
     word: str
     reason: str = ""
 
     @property
     def answer(self) -> str:
-        """To whether it fits: yes, tight or no."""
+        """The answer to whether the cell fits: "yes", "tight" or "no"."""
         return "yes" if self.word == FITS else self.word
 
 

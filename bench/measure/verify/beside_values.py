@@ -75,7 +75,7 @@ def check_elements(truth: OneDeviceRun, checked: VerifiedRun) -> tuple[str, Disc
 
 
 def _evenness(held: Iterable[Tensor]) -> Discrepancy:
-    """None where all of each tensor lies on equally many ranks, else one without a number.
+    """No discrepancy if all of each tensor lies on equally many ranks, else one without a number.
 
     Args:
         held: on how many ranks each place of the tensors is.

@@ -43,12 +43,12 @@ class Discrepancy:
 
     @classmethod
     def none(cls) -> Discrepancy:
-        """That of two tensors which are equal."""
+        """The discrepancy of two equal tensors: 0."""
         return cls(0.0, residual=0.0)
 
     @classmethod
     def without_number(cls, problem: str) -> Discrepancy:
-        """That of tensors which cannot be compared."""
+        """The discrepancy of tensors that cannot be compared: infinite, with the reason."""
         return cls(float("inf"), problem)
 
     def factor(self, limit: float) -> float | None:
@@ -169,14 +169,14 @@ def judged(dtype: torch.dtype, findings: Sequence[Sequence[Finding]]) -> list[Ju
 
 
 def worst_of(every: Sequence[Judged], wrong: Sequence[Judged]) -> Judged:
-    """The one with the largest error for its limit; of wrong ones values before the messages that go with
-    them, as they tell more."""
+    """The finding with the largest error for its limit; among wrong ones, values come before messages with
+    wrong bytes, as values tell more."""
     return max(wrong or every, key=lambda each: (each.finding.tells if wrong else 0, each.excess))
 
 
 def how_wrong(worst: Judged, wrong: Sequence[Judged]) -> str:
-    """Where the step goes wrong, in which way the worst tensor is wrong, and, where that has no factor, the
-    worst one that has."""
+    """Where the step goes wrong, and how the worst tensor is wrong; if no factor explains that, also the
+    worst tensor that a factor explains."""
     scaled = [each for each in wrong if each.factor is not None]
     shown = (
         [worst] if worst.factor is not None or not scaled else [worst, max(scaled, key=lambda e: e.excess)]

@@ -80,13 +80,13 @@ class BothRuns:
     departures: Mapping[str, tuple[Discrepancy, tuple[int, int]]]
 
     def tensors(self) -> Compared:
-        """All that :meth:`VerifiedRun.tensors` names."""
+        """The tensors of :meth:`VerifiedRun.tensors`, and this rank's share of the reference."""
         noisy = {} if self.noisy is None else share_of(self.noisy, self.checked)
         return Compared(share_of(self.truth, self.checked), noisy, self.checked.tensors())
 
     def sites(self) -> Compared:
-        """Each tensor of a site of attention, and its gradient, whose part on this rank is a range of
-        positions of what one device has."""
+        """The tensors at attention sites, and their gradients; on this rank each is a range of positions of
+        the reference."""
         compared = Compared({}, {}, {})
         for prefix, kind in (("", "values"), ("gradient of ", "gradients")):
             mine, theirs = getattr(self.checked.sites, kind), getattr(self.truth.sites, kind)

@@ -55,9 +55,9 @@ Say = Callable[[str], None]
 def unproven(
     cells: Iterable[Cell], pool: Ranks | None = None, say: Say = lambda text: None
 ) -> dict[str, Outcome]:
-    """By key of the cells that may not be measured, what they end as: a mismatch where the strategy or the
-    backend is wrong, unsupported where nothing could be verified. A cell that its strategy refuses may be
-    measured: it ends as unsupported.
+    """By key, the outcome of cells that may not be measured: a mismatch if the strategy or the backend is
+    wrong, unsupported if nothing could be verified. A cell that its strategy refuses may be measured: it ends
+    as unsupported.
 
     Args:
         pool: of as many ranks as are verified; None: started if there is something to verify.
@@ -136,7 +136,7 @@ def _key(cases: Sequence[_Small]) -> str:
 
 
 def _verdict(pool: Ranks, cases: Sequence[_Small]) -> Outcome | None:
-    """The outcome of cells that these cases stand for; None: a case is green, and none beside it is red."""
+    """The outcome of cells for which these cases stand; None: a case is green, none of its size is red."""
     for _, of_size in groupby(cases, key=lambda each: (each.case.strategy.name, each.sizes)):
         rows = [verify_case(pool, each.case, each.sizes, model_name=each.model) for each in of_size]
         if red := next((row for row in rows if row.status == "RED"), None):

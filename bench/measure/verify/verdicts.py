@@ -140,7 +140,7 @@ def read_verdicts(folder: Path) -> list[Verdict]:
 
 
 def _read(path: Path, number: int, line: str) -> Verdict:
-    """A head, or a case."""
+    """A line of the file: the head of a run, or a case."""
     try:
         content: Verdict = json.loads(line)
         (_CASE if isinstance(content, dict) and "status" in content else _HEAD).validate_python(content)
@@ -186,5 +186,5 @@ def _text(verdicts: Iterable[Verdict]) -> str:
 
 
 def _case(row: Verdict) -> Verdict:
-    """What is known of a case and is not said of its run."""
+    """The fields of a case that its run's head does not have."""
     return {name: value for name, value in row.items() if name not in RUN and value not in ("", None)}

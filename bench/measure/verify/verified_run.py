@@ -204,13 +204,13 @@ class VerifiedRun:
         return experts
 
     def _given(self, experts: np.ndarray) -> partial[Tensor]:
-        """What a router of this rank chooses, of the choices of all tokens [B, L, k]."""
+        """A function that returns the choices of this rank's tokens, from those of all tokens [B, L, k]."""
         here = positions_of(self.strategy, self.strategy.place, experts.shape[1])
         mine = torch.from_numpy(experts[:, here]).flatten(0, 1)
         return partial(_copied, mine)
 
     def _summed(self, x: Tensor | None) -> Tensor | None:
-        """The sum of the shares of a loss, or of what follows from one, over the ranks that have shares."""
+        """The sum, over ranks with shares of a loss (or of a value that follows from it), of the shares."""
         group = self.strategy.place.group(*self.strategy.position_axes)
         return x if x is None or group is None else all_reduce(x.detach().clone(), group)
 
@@ -248,7 +248,7 @@ class OneDeviceRun:
 
     @classmethod
     def of(cls, run: VerifiedRun) -> OneDeviceRun:
-        """What is compared of a run."""
+        """The parts of a run that are compared."""
         return cls(run.inputs, run.outputs, run.tensors(), run.shapes, run.experts, run.choices, run.sites)
 
 

@@ -111,8 +111,8 @@ def predicted(cell: Cell, cluster: Cluster) -> dict[str, float]:
 
 
 def compared(cell: Cell, samples: Sequence[float], found: Mapping[str, float]) -> dict[str, Any]:
-    """A cell's predicted step beside the samples of its measured one, times in seconds; ``relative_error`` is
-    predicted / measured - 1."""
+    """A line that compares a cell's predicted step with its measured samples, in seconds; ``relative_error``
+    is predicted / measured - 1."""
     batch, seq_len = cell.shape
     measured = median(samples)
     return {

@@ -43,24 +43,24 @@ class LogCluster:
 
     @property
     def missing(self) -> list[str]:
-        """What logs can say and these do not."""
+        """The kinds of figures that logs can have, and these logs lack."""
         figures = [line["figure"] for line in self.fitted]
         wanted = {what: tuple(where) for what, where in _TABLES["wanted"].items()}
         return [what for what, where in wanted.items() if not any(f.startswith(where) for f in figures)]
 
     def put(self, part: Mapping[str, Any]) -> None:
-        """Add a part of the file."""
+        """Merge a part into the file's content."""
         self.content = merge(self.content, part)
 
     def figure(self, where: str, value: float, how: str, source: str) -> dict[str, Any]:
-        """A figure of the file, of which a line is kept."""
+        """A figure for the file; notes a line on its value, fit and source."""
         rounded = float(f"{value:.{_DIGITS}g}")
         self.fitted.append({"figure": where, "value": f"{rounded:g}", "how": how, "source": source})
         return {"value": rounded, "source": source, "note": how}
 
 
 def unknown() -> dict[str, Any]:
-    """A figure that no log has."""
+    """A figure that no log has, for the file: null, with the source that says so."""
     return {"value": None, "source": _NOWHERE}
 
 
@@ -135,7 +135,7 @@ def put_collectives(cluster: LogCluster, findings: Mapping[str, Findings], base:
 
 
 def _of_a_card(rate: Rate, cards: int, latency_within: float) -> Rate:
-    """The part of a node's rate that one of its cards has."""
+    """The rate of one network card: its part of the rate of a node with ``cards`` of them."""
     latency = None if rate.other is None else max(0.0, rate.other - latency_within)
     how = f"{rate.how}; the part of one of {cards} cards" if cards > 1 else rate.how
     return Rate(rate.best / cards, rate.limit / cards, latency, how, rate.source)
@@ -165,7 +165,7 @@ def _figures(cluster: LogCluster, where: str, rate: Rate) -> dict[str, Any]:
 
 
 def _latency(link: Link | None, kind: str, ranks: int) -> float:
-    """Seconds of a collective's latency within a node, which a rate between nodes does not hold."""
+    """Seconds of a collective's latency within a node, which a rate between nodes must not count again."""
     if link is None or ranks == 1:
         return 0.0
     rate = link.rate_of(kind, ranks)

@@ -37,8 +37,8 @@ class _Call:
     expected: Tensor
 
     def wrong(self) -> int:
-        """Run it once; elements of the result that are not as expected. Then the buffers are zero, since a
-        sum in place would grow from run to run."""
+        """Run the call once; returns how many elements of the result are wrong. Then sets the buffers to
+        zero, as a sum in place would grow from run to run."""
         returned = self.run()
         result = self.buffers[-1] if returned is None else returned
         count = int((result != self.expected).sum())
@@ -52,7 +52,7 @@ _Maker = Callable[[dist.ProcessGroup, int, str], _Call]
 
 
 def _parts(numbers: Tensor, count: int) -> Tensor:
-    """So many elements: each of the numbers equally often, one after another."""
+    """``count`` elements: each of the numbers equally often, one after another."""
     return numbers.repeat_interleave(count // len(numbers))
 
 

@@ -181,7 +181,7 @@ def _series(trials: Iterable[_Trial], device: str, sweep: RateSweep) -> Iterator
 
 
 def _made_on_all_ranks(make: Callable[[], Callable[[], Any]], device: str) -> Callable[[], Any] | None:
-    """The call, which has run once; None on all ranks if one of them has no memory for it."""
+    """Make a call and run it once; returns the call, or on all ranks None if one has no memory for it."""
     call = None
     with suppress(torch.OutOfMemoryError):
         built = make()
@@ -206,7 +206,7 @@ def _matmuls(precision: str, widening: int, device: str, ranks: int, sweep: Rate
 
 
 def _attention(precision: str, backward: bool, device: str, ranks: int, sweep: RateSweep) -> Iterator[_Trial]:
-    """Without a mask; forward alone, or forward with backward."""
+    """Trials of attention without a mask: forward alone, or forward with backward."""
     operation = "attention forward and backward" if backward else "attention forward"
     dtype = PRECISIONS[precision].parameters
     for length in sweep.lengths:

@@ -139,7 +139,7 @@ def fitted(fits: Sequence[Fit], known: Sequence[Known], without: Known | None = 
 
 
 def _root(scalar: str, cells: Sequence[Known], values: Mapping[str, Any]) -> float:
-    """Where the mean error is zero; else the bound that is nearer to it."""
+    """The value of the scalar at which the mean error is zero; else the nearer bound."""
 
     def error(at: float) -> float:
         calibration = Calibration(**{**values, scalar: math.exp(at)})

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class AttentionOperator(NamedTuple):
-    """Where an operator of attention has what, as the YAML file beside this one says."""
+    """The places of an attention operator's inputs, from the YAML file beside this module."""
 
     kernel: AttentionKernel
     direction: Direction
@@ -52,7 +52,7 @@ class _Launched(NamedTuple):
     kernels: tuple[str, ...]
 
     def shape(self, place: int) -> list[int]:
-        """The shape of a tensor among the inputs; [] for another input. ValueError: none has such a one."""
+        """The shape of an input, if it is a tensor, else []. ValueError: the shape is no tensor's."""
         shapes = self.inputs["Input Dims"]
         shape: list[int] = shapes[place] if place < len(shapes) else []
         if not all(0 <= size < 2**63 for size in shape):
@@ -60,7 +60,7 @@ class _Launched(NamedTuple):
         return shape
 
     def kind(self, place: int) -> str:
-        """The type of an input, as "c10::Half"."""
+        """The type of an input, such as "c10::Half"."""
         kinds = self.inputs.get("Input type") or []
         return kinds[place] if place < len(kinds) else ""
 
@@ -146,8 +146,8 @@ def _matmul(each: _Launched) -> TimedMatmul | None:
 
 
 def _attention(each: _Launched) -> AttentionSpeed | None:
-    """None too of packed sequences of several lengths, of a window, and of a causal mask that is no square:
-    what these leave cannot be told from the shapes."""
+    """The speed of a call of attention. None for other calls, and where shapes do not tell the work: packed
+    sequences of several lengths, a window, or a causal mask that is not square."""
     operator = ATTENTION.get(each.name)
     if operator is None:
         return None
@@ -177,7 +177,7 @@ def _attention(each: _Launched) -> AttentionSpeed | None:
 
 
 def _pass(each: _Launched) -> TimedPass | None:
-    """None where an input is spread over a larger shape without being in memory (a stride of 0)."""
+    """The pass of an element-wise call; None for others, or if an input is only spread (a stride of 0)."""
     if each.name.removesuffix("_") not in _OPERATORS["element_wise"]:
         return None
     places = range(len(each.inputs["Input Dims"]))

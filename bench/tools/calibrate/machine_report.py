@@ -47,7 +47,7 @@ def cluster_yaml(cluster: Cluster, heading: str) -> str:
 
 
 def _about(point: RatePoint) -> dict[str, Any]:
-    """A point without its samples."""
+    """The fields of a point, without its samples."""
     return {key: value for key, value in asdict(point).items() if key != "samples_s"}
 
 
@@ -77,7 +77,7 @@ class MachineRequest:
 
     @property
     def given(self) -> dict[str, tuple[int, ...]]:
-        """The sizes that are not the default ones."""
+        """The sizes that the user gives, in ascending order."""
         return {name: tuple(sorted(values)) for name, values in self.sizes.items() if values}
 
     @property

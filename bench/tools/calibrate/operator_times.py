@@ -130,7 +130,7 @@ class _Clock(TorchDispatchMode):
 
 
 def _made(args: Sequence[Any], result: Any) -> tuple[int, ...]:
-    """Bytes of each tensor of a result that is not an argument, written in place."""
+    """Bytes of each tensor in a result, but for arguments that were written in place."""
     taken = {x.data_ptr() for x in args if isinstance(x, Tensor)}
     results = result if isinstance(result, (tuple, list)) else [result]
     return tuple(x.nbytes for x in results if isinstance(x, Tensor) and x.data_ptr() not in taken)

@@ -71,7 +71,7 @@ class Rate:
 def _by(
     findings: Mapping[str, Findings], points: Callable[[Findings], Sequence[T]], key: Callable[[T], Hashable]
 ) -> Iterator[tuple[Any, list[T], str]]:
-    """The points of all logs by their key, in its order, each with the logs that have some."""
+    """The points of all logs, grouped by their key in its order: (key, points, the logs that have some)."""
     said = [(p, f"{path} ({each.about})") for path, each in findings.items() for p in points(each)]
     for name, some in sorted(grouped(said, lambda each: key(each[0])).items()):
         yield name, [point for point, _ in some], ", ".join(dict.fromkeys(source for _, source in some))
@@ -83,7 +83,7 @@ def _how(fit: LeastSquares, form: str, count: int) -> str:
 
 
 def product_rates(findings: Mapping[str, Findings]) -> dict[str, Rate]:
-    """By precision: seconds = FLOPs / limit + bytes of operands and result / other."""
+    """By precision, the rate of matmuls: seconds = FLOPs / limit + bytes of operands and result / other."""
     rates = {}
     for precision, points, source in _by(findings, lambda each: each.matmuls, lambda each: each.precision):
         best = max(point.flops / point.seconds for point in points)

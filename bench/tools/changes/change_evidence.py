@@ -114,7 +114,7 @@ def _measured_on_both(base: Row, new: Row) -> Iterable[tuple[Reading, Reading]]:
 
 
 def _why_not(base_row: Row, new_row: Row, base: Reading, new: Reading) -> str:
-    """Why a metric cannot be judged; "" if it can."""
+    """Why a measured metric of two rows cannot be judged; "" if it can."""
     origins = origin_of(base_row), origin_of(new_row)
     if not origins[0].is_same_machine(origins[1]):
         was, is_now = (origin.machine_name or "an unknown machine" for origin in origins)
@@ -143,7 +143,7 @@ def _units(reading: Reading, what: str) -> Sequence[float]:
 
 
 def _in_turns(base: Row, new: Row) -> bool:
-    """Whether the rounds of two rows took turns: in order of time, each two are one of either side."""
+    """Whether the rounds of two rows took turns: sorted by time, each pair has one round of either row."""
     times = [(str(round_.get("time", "")), side) for side in (base, new) for round_ in side.get("rounds", ())]
     is_base = [side is base for _, side in sorted(times, key=lambda entry: entry[0])]
     return len(is_base) % 2 == 0 and all(
@@ -328,7 +328,7 @@ def _answer(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
 
 
 def _moved(before: Mapping[str, float], after: Mapping[str, float], shown: Any) -> Why:
-    """The parts that differ most.
+    """The parts whose values differ most between ``before`` and ``after``.
 
     Args:
         shown: an amount as text.

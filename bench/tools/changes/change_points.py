@@ -115,8 +115,8 @@ def _confirmed(logs: NDArray[Any], bounds: list[int]) -> list[int]:
 
 
 def _doubt(left: NDArray[Any], right: NDArray[Any]) -> float:
-    """The probability that noise alone makes a difference of means so large at the best of all places of this
-    stretch; 1 where the effect is too small to count."""
+    """The probability that noise alone makes so large a difference of means at the best place of a stretch; 1
+    if the difference is too small to count."""
     effect = abs(right.mean() - left.mean())
     if effect < math.log1p(MINIMUM_EFFECT):
         return 1.0

@@ -64,7 +64,7 @@ def run_in_turns(
     on_turn: Callable[[int, str], None] = lambda number, side: None,
 ) -> dict[str, Path]:
     """Measure versions of a project in turns; the rows of each version go to its folder in ``output``. If all
-    that is measured is exact, one round says everything, and no further round is run.
+    measured metrics are exact, only one round is run, as it says everything.
 
     Args:
         versions: by the name of their folder.

@@ -50,7 +50,7 @@ def shown_origin(results: Results, commit: str = "") -> str:
 
 
 class ExportedValue(NamedTuple):
-    """A number to be exported, and where it stands."""
+    """A number to be exported, with its suite and row."""
 
     suite: Suite
     row: Row
@@ -103,7 +103,7 @@ class Suite:
         return list(self.results.cells.values())
 
     def origin(self, row: Row) -> Origin:
-        """Where a row of the results comes from."""
+        """Where a row of the results comes from: machine, versions and commit."""
         return origin_of(row, self.results.path, self.commit)
 
     def values(self, *metrics: str) -> Iterator[ExportedValue]:
@@ -146,7 +146,7 @@ class ExportRequest:
         return values
 
     def target(self, value: ExportedValue) -> float | None:
-        """What the number has to meet: the first target that names it; None if none does."""
+        """The target that the number has to meet: the first that names it; None if none does."""
         self.heeded.add("targets")
         machine = "" if value.reading.exact else value.origin.host
         place = (value.suite.name, value.row["key"], value.reading.metric.name, machine)

@@ -66,7 +66,7 @@ class Target(_SeriesSelector):
     value: Number
 
     def is_missed(self, series: Series) -> bool:
-        """Whether the present value of a series is worse."""
+        """Whether the present value of a series is worse than this target."""
         return series.metric.excess(self.value, series.current) > series.metric.tolerance
 
 
@@ -134,7 +134,7 @@ class Assessment:
 
     @property
     def missed(self) -> list[Target]:
-        """The targets that the present value does not meet."""
+        """The targets that the series' present value misses."""
         return [target for target in self.targets if target.is_missed(self.series)]
 
     @property

@@ -62,7 +62,7 @@ def command(folder: Path, branch: str | None, fail_on_regression: bool, **wanted
 
 
 def _asides(history: History, branch: str) -> Iterator[str]:
-    """What was passed over."""
+    """Notes on records of the history that were passed over."""
     others = [name for name in history.branches if name != branch]
     left_out = sum(record.commit.branch != branch for record in history.records)
     if others:
@@ -74,7 +74,7 @@ def _asides(history: History, branch: str) -> Iterator[str]:
 
 
 def _hints(folder: Path, failing: Sequence[Assessment]) -> list[str]:
-    """How to say that the first regression was meant."""
+    """Lines that tell how to mark the first regression as intended."""
     regressions = (
         (step.first_after.commit.short, a.series.metric) for a in failing for step in a.regressions
     )
@@ -121,7 +121,7 @@ def _missed(assessments: Sequence[Assessment]) -> Iterator[dict[str, Any]]:
 
 
 def _steps(assessments: Sequence[Assessment]) -> Iterator[dict[str, Any]]:
-    """Changes are from small to large."""
+    """The steps in words; a change goes from small to large."""
     ordered = sorted(assessments, key=lambda each: not each.regressions)
     alike = grouped(((a, step) for a in ordered for step in reversed(a.steps)), _about)
     for (*about, commits), some in alike.items():

@@ -58,7 +58,7 @@ class Judgement:
 
     @property
     def word(self) -> str:
-        """What there is to say in a word or two."""
+        """The verdict in a word or two: "worse", "not judged" or "not worse"."""
         return "worse" if self.fails else "not judged" if self.judged_nothing else "not worse"
 
     def counted(self, equal: str) -> str:
@@ -123,7 +123,7 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
 
 
 def _check_base(base: Results) -> None:
-    """Refuse a base with a row that is ok and without numbers, beside which nothing is ever worse."""
+    """Refuse a base with a row that is ok but has no numbers, because nothing is ever worse than that."""
     for key, row in base.cells.items():
         if row["status"] == "ok" and not row["measurement"]:
             raise UserError(

@@ -67,7 +67,7 @@ class ChangeGroup:
 
     @property
     def where(self) -> str:
-        """The worst cell or claim, and how many more there are."""
+        """The cell or claim of the worst difference, and how many more there are."""
         more = len(self.differences) - 1
         return f"{self.worst.where}{f' and {more} more' if more else ''}"
 

@@ -55,8 +55,8 @@ class Metric:
         return self.name.removesuffix(f"_{self.unit}").replace("_", " ")
 
     def excess(self, base: float, new: float) -> float:
-        """How much worse the new value is, as a part of the base: negative if it is better, infinite beside a
-        base of zero."""
+        """How much worse the new value is, as a share of the base: negative if it is better, infinite if the
+        base is zero."""
         worse = base - new if self.better == "bigger" else new - base
         return worse / abs(base) if base else math.copysign(math.inf, worse) if worse else 0.0
 
@@ -100,7 +100,7 @@ class Reading:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the value and all samples are."""
+        """Whether the value and all samples are finite numbers."""
         return all(map(math.isfinite, (self.value, *self.samples)))
 
 
@@ -139,7 +139,7 @@ class Difference:
 
     @property
     def fails(self) -> bool:
-        """Whether it closes the gate."""
+        """Whether the difference closes the gate."""
         return self.verdict in ("worse", "missing") and not self.allowed
 
 

@@ -198,7 +198,7 @@ def _commit(name: str, branch: str | None, repository: Path | None, results: Pat
 
 
 class _Head(BaseModel):
-    """Keys that it does not know, of later versions, are left out."""
+    """The head of a record's file; keys from later versions, which it lacks, are left out."""
 
     model_config = ConfigDict(strict=True)
 

@@ -151,7 +151,7 @@ class Advice:
         }
 
     def fullness(self) -> str:
-        """A warning of a winner that is too full, with the first that ties and is not; "" of others."""
+        """A warning if the winner is too full, with the first tie that is not; "" if it is not too full."""
         winner = self.winner
         if winner is None or not winner.fits or not winner.is_full:
             because = winner.certainty.reason if winner else ""
@@ -191,8 +191,8 @@ class Advice:
         return priced_by_in_words(seen.measured for seen in self.result.best)
 
     def attention(self) -> str:
-        """The named layout's attention kernel, and what its step would take by others, the shortest first, in
-        words; "": no other was priced."""
+        """In words, the attention kernel of the layout named first, and how long its step would take by other
+        kernels, the shortest first; "": no other was priced."""
         others = sorted((p for p in self.prices if p.settings.startswith(ATTENTION)), key=lambda p: p.ratio)
         if self.winner is None or not others:
             return ""
@@ -201,14 +201,14 @@ class Advice:
         return f"attention by {kernel}; a step by others: {steps}"
 
     def bars(self) -> list[dict[str, Any]]:
-        """The records, with the seconds of a step by what they are spent on, in words."""
+        """The records of the layouts, with the seconds of each part of a step, for a drawing."""
         return [
             {**record, "parts": {words: _parts(seen)[name] for name, words in _PARTS.items()}}
             for seen, record in zip(self.ranked, self.records(), strict=True)
         ]
 
     def point(self) -> dict[str, Any]:
-        """A point of a map: the winner's strategy, "" where nothing fits, and whether one ties with it."""
+        """A point of a map: the winner's strategy ("" if nothing fits), and whether another ties with it."""
         winner = self.winner
         strategy = winner.cell.strategy if winner else ""
         others = [s for s in self.result.of_strategies if s.cell.strategy != strategy and self.is_tie(s)]
@@ -221,7 +221,7 @@ class Advice:
         }
 
     def in_words(self) -> str:
-        """The question."""
+        """The question in words: model, GPUs, cluster, batch and length."""
         cell = self.question.cell
         sequences = f"{cell.batch} sequence{'s' if cell.batch != 1 else ''} of {cell.seq_len}"
         sizes = [cell.model_options.get(name) for name in ("layers", "hidden")]
@@ -256,7 +256,7 @@ class Advice:
 
 
 def beside_in_words(seen: Seen, other: Seen, named: str = "") -> str:
-    """How long a step takes beside another, which is ``named``: by a share, or from twice on by a factor."""
+    """How much longer a step takes than another, called ``named``: a share, or from twice on a factor."""
     ratio = seen.step_s / other.step_s
     share = abs(ratio - 1)
     words, joint = f"{share:.{0 if share >= 0.1 else 1}%} {'more' if ratio >= 1 else 'less'} time", "than"

@@ -52,7 +52,7 @@ _DOMINATED = 1.1
 
 
 def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str] | None:
-    """The axes of several ranks in that order; None: as they are by default."""
+    """The axes of several ranks in that order; None if this is the default order."""
     axes = [axis for axis in order if sizes.get(axis, 1) > 1]
     return None if axes == sorted(axes, key=MESH_AXES.index) else axes
 
@@ -118,7 +118,7 @@ class Candidate:
 
     @cached_property
     def variants(self) -> tuple[Variant, ...]:
-        """What another layout of the same way may have other than this one."""
+        """The properties, beside the way, in which another layout of the way may differ from this."""
         of_all = ("backend", self.training_text), ("micro-batch", str(self.layout.micro_batch))
         fold = self.layout.fold
         return of_all if fold is None else (*of_all, ("fold", str(fold)))
@@ -158,7 +158,7 @@ class Bar:
         self.most_s = math.inf
 
     def add(self, layout: Layout, seconds: float) -> None:
-        """A layout that probably fits."""
+        """Take in the estimated seconds of a layout that probably fits."""
         kind = (layout.way, layout.dp, layout.pp)
         if seconds < self._best.get(kind, math.inf):
             self._best[kind] = seconds
@@ -279,8 +279,8 @@ def _of_layouts(
 
 
 def undominated(times: np.ndarray, memories: np.ndarray, asked: np.ndarray) -> np.ndarray:
-    """Which of those ``asked`` about takes hardly longer than any of these that needs no more bytes; all are
-    of one shape."""
+    """Which of the candidates ``asked`` about take hardly longer than the fastest that needs no more bytes; a
+    bool array, of the shape of the others."""
     places = np.flatnonzero(asked)
     taken, nbytes = times.ravel()[places], memories.ravel()[places]
     order = np.lexsort((taken, nbytes))
@@ -291,8 +291,8 @@ def undominated(times: np.ndarray, memories: np.ndarray, asked: np.ndarray) -> n
 
 
 def best_folds(times: np.ndarray, memories: np.ndarray, usable: float) -> np.ndarray:
-    """Which of the folds may be the best, bool [folds, backends, settings]: with each backend and settings
-    the fastest of those that probably fit and of those that may fit, else the smallest.
+    """Which folds may be the best, bool [folds, backends, settings]: for each backend and settings the
+    fastest fold that probably fits, and the fastest that may fit; if none may, the smallest.
 
     Args:
         times, memories: [folds, backends, settings].

@@ -214,7 +214,8 @@ class Estimates:
 
     @cached_property
     def _host_s_of_parameter(self) -> np.ndarray:
-        """Seconds of each parameter of a rank's part on the host and on its link, for each backend."""
+        """[backends]: seconds of a parameter of a rank's part: its update on the host, copies over the
+        link."""
         cluster = load_cluster(self.cell.cluster)
         host, ranks = cluster.host_memory, min(self.gpus, cluster.devices_per_node)
         held = np.array([each.host_bytes for each in self.backends.values()], dtype=float)
@@ -293,7 +294,7 @@ class Estimates:
 
     @cached_property
     def _of_savings(self) -> np.ndarray:
-        """[savings, 4]: seconds of a layer and of the ends, bytes of a layer and of the ends."""
+        """[4, savings]: seconds of a layer and of all outside layers, bytes of a layer and outside layers."""
         depths = [(each.seconds, each.activation_bytes) for each in self.references.values()]
         rows = [(s.layer, s.ends, b.layer, b.ends) for s, b in depths]
         return np.array(rows, dtype=float).T

@@ -56,12 +56,12 @@ class CardMemory:
 
     @property
     def outside_bytes(self) -> int:
-        """What is known to be taken outside PyTorch's allocator."""
+        """Bytes of the card that are known to be taken outside PyTorch's allocator."""
         return (self.context_bytes or 0) + (self.nccl_bytes or 0)
 
     @property
     def total_bytes(self) -> int:
-        """What the card must have: the number that decides."""
+        """Bytes that a card must have for the cell: the number that decides."""
         return self.tensors_bytes + self.outside_bytes
 
     @property
@@ -112,7 +112,7 @@ class Verdict:
         return all(entry["status"] == "ok" for entry in self.measurement["by_class"])
 
     def within(self, budget_bytes: int) -> bool:
-        """Whether it needs no more than so many bytes, and its hosts have the memory."""
+        """Whether the cell needs at most so many bytes of a card, and its hosts have the memory."""
         on_host = self.devices_fit and not self.fits
         return self.memory.total_bytes <= budget_bytes and not on_host
 

@@ -239,7 +239,7 @@ class Search(LookedAt):
     # -- beside the best -----------------------------------------------------------------------------
 
     def _polish(self) -> None:
-        """Look at single changes of the best."""
+        """Look at the best layout with single settings changed."""
         if not (fitting := self.fitting()):
             return
         changes = changes_beside(self.question, best := fitting[0].cell)

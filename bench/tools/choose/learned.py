@@ -86,7 +86,7 @@ class Waiting:
                 yield at
 
     def take(self, places: Iterable[int]) -> None:
-        """Leave out the candidates at these places."""
+        """Take out the candidates at these places: they wait no longer."""
         self.left[[*places]] = False
 
     def leave_out(self, of_strategy: Callable[[str], bool]) -> int:
@@ -106,12 +106,12 @@ class Excess(NamedTuple):
     of: Candidate
 
     def least(self, candidate: Candidate) -> float:
-        """Bytes that a candidate like it takes at the least, whatever of these it is."""
+        """The least bytes of a similar candidate, whatever kind of bytes the excess is."""
         shares = (min(share, _MOST_SHARE) for share in self._shares(candidate))
         return candidate.estimated_bytes + min(self.more * share for share in shares)
 
     def most(self, candidate: Candidate) -> float:
-        """Bytes at the most."""
+        """The most bytes of a similar candidate, whatever kind of bytes the excess is."""
         return candidate.estimated_bytes + max(self.more * share for share in self._shares(candidate))
 
     def _shares(self, candidate: Candidate) -> tuple[float, ...]:
@@ -254,14 +254,14 @@ class Learned:
         return deviations
 
     def least_bytes(self, candidate: Candidate) -> float:
-        """Bytes that a candidate takes at the least: the closest of the bounds by candidates that are like it
-        in some way."""
+        """The least bytes of a candidate: the closest of the bounds that traced candidates give which are
+        like it in some way."""
         like = ((margin, self._excess.get(key)) for margin, key in _likenesses(candidate))
         bounds = (min(each.least(candidate) for each in known) / margin for margin, known in like if known)
         return max(bounds, default=candidate.estimated_bytes / _MARGIN_OF_UNKNOWN)
 
     def most_bytes(self, candidate: Candidate) -> float:
-        """Bytes that a candidate takes at the most, likewise."""
+        """The most bytes of a candidate, by the same bounds."""
         like = ((margin, self._excess.get(key)) for margin, key in _likenesses(candidate))
         bounds = (max(each.most(candidate) for each in known) * margin for margin, known in like if known)
         return min(bounds, default=candidate.estimated_bytes * SURELY)

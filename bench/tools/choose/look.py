@@ -159,16 +159,16 @@ def _leading(cell: Cell) -> int:
 
 
 def _with_one_leading(cell: Cell) -> Cell:
-    """The cell with one dense layer before those with experts at the most: more take as long, as their MLPs
-    are as wide as a token's experts together, and hold less."""
+    """The cell with at most one dense layer before its layers with experts. Further ones take as long,
+    because their MLPs are as wide as a token's experts together, and hold less."""
     if model_preset(*cell.model_arguments).unlike_layers <= 1:
         return cell
     return cell.model_copy(update={"model_options": {**cell.model_options, "dense_layers": 1}})
 
 
 def _counts(cell: Cell, layers: int | None = 1) -> tuple[int, int] | tuple[int]:
-    """The numbers of micro-batches of which steps are timed: two from which on each more takes as long as the
-    one before, or all if there are no more.
+    """The numbers of micro-batches with which steps are timed: two from which on each further micro-batch
+    takes equally long, or the cell's number if there are no more.
 
     Args:
         layers: as of :func:`_traced`.
@@ -201,8 +201,8 @@ def _traced(cell: Cell, layers: int | None) -> dict[int, ClassTraces]:
 
 
 def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
-    """The cell with other numbers of layers, as of :func:`_traced`, and of micro-batches, which are as large
-    as they are."""
+    """The cell with another number of layers, as of :func:`_traced`, and of micro-batches, whose size
+    stays."""
     training = cell.training.model_copy(update={"micro_batches": micro_batches})
     batch, _ = cell.shape
     batch = batch // cell.training.micro_batches * micro_batches
@@ -278,8 +278,8 @@ def deep_peak(shallow: MemoryLog, deeper: MemoryLog, more: float) -> int:
 
 
 def _alike(here: np.ndarray, deeper: np.ndarray) -> tuple[int, int]:
-    """How many events of a phase, from its start and from its end, are of the same bytes in both depths; at
-    least half of the phase each, for buffers of all layers differ in size alone."""
+    """How many events of a phase, from its start and from its end, have the same bytes in both depths; at
+    least half of the phase each, because buffers of all layers differ only in size."""
     # in a deeper model fewer may be born in a phase: a bucket of gradients that holds more layers
     n = min(len(here), len(deeper))
     half = n // 2

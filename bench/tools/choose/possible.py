@@ -116,7 +116,7 @@ def _ways_out(question: Question, kept: Collection[str]) -> Iterator[str]:
 
 
 def _without(question: Question, kept: Collection[str]) -> Iterator[tuple[str, Question]]:
-    """The question without each thing that narrows it."""
+    """The question without each of the options that narrow it, one at a time."""
     for name, n in question.fixed.items():
         if name not in kept:
             rest = {other: value for other, value in question.fixed.items() if other != name}
@@ -138,7 +138,7 @@ def _without(question: Question, kept: Collection[str]) -> Iterator[tuple[str, Q
 
 
 def _first(question: Question, values: Sequence[int], name: str) -> int | None:
-    """The first of the values of its GPUs, or of this setting of its cell, with which there is a layout."""
+    """The first of some numbers of GPUs, or values of a setting, with which the question has a layout."""
     for n in values:
         of_cell = {} if name == "gpus" else {name: n}
         gpus = n if name == "gpus" else question.gpus

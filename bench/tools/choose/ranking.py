@@ -49,7 +49,7 @@ class Seen:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits its card."""
+        """Whether the cell fits its card."""
         return self.outcome.status == "ok"
 
     @property
@@ -82,7 +82,7 @@ class Seen:
 
     @property
     def is_full(self) -> bool:
-        """Whether it leaves too little of its card to be sure that it fits (docs/trust.md)."""
+        """Whether the cell leaves too little of its card to be sure that it fits (docs/trust.md)."""
         return self.memory.spare_bytes < SPARE * self.memory.card_bytes
 
     @property
@@ -179,7 +179,7 @@ def best_of(
 
 
 def stands_for(own: Seen, seen: Seen) -> bool:
-    """Whether a job's own layout is another one but for settings by which that is hardly faster."""
+    """Whether a job's own layout differs from another one only in settings that hardly make that faster."""
 
     def kind(cell: Cell) -> tuple[Any, ...]:
         return cell.strategy, cell.mesh_text, cell.training.backend, cell.training.micro_batches
@@ -188,11 +188,11 @@ def stands_for(own: Seen, seen: Seen) -> bool:
 
 
 def simpler(best: Sequence[Seen], named: Seen) -> list[Seen]:
-    """The layouts that fit and are simpler than a named one, and than all that are faster: things to set up
-    count before axes.
+    """Layouts that are simpler than the named one and than all faster ones; strategies and memory switches
+    count before axes of several ranks.
 
     Args:
-        best: the fastest first.
+        best: layouts that fit, the fastest first.
     """
     simpler_ones, most = list[Seen](), complexity(named.cell)[:2]
     for seen in best:
@@ -263,17 +263,17 @@ class LookedAt:
         return sorted(self.same.without(seen), key=self._least_whole_s)
 
     def _least_whole_s(self, seen: Seen) -> float:
-        """Seconds of a step by a trace of all layers, at the least: where two or more of its strategy took
-        longer than by few layers, as where the host falls behind, so will this one."""
+        """The least seconds of a step that a trace of all layers would give: if two or more cells of the
+        strategy took longer so than by few layers (the host falls behind), this one will too."""
         ratios = self._longer.get(seen.cell.strategy, ())
         return seen.step_s * (min(ratios) if not seen.exact and len(ratios) > 1 else 1.0)
 
     def best_layouts(self) -> list[Seen]:
-        """Of each strategy and mesh the best; see :func:`best_of`."""
+        """The best layout for each strategy and mesh; see :func:`best_of`."""
         return self._best_of(lambda cell: (cell.strategy, mesh_alone(cell)))
 
     def best_strategies(self) -> list[Seen]:
-        """Of each strategy the best."""
+        """The best layout for each strategy."""
         return self._best_of(lambda cell: cell.strategy)
 
     def _best_of(self, kind: Callable[[Cell], Hashable]) -> list[Seen]:
@@ -325,7 +325,7 @@ class SameSteps:
         return PLUS.join(replaced.get(part, part) for part in strategy.split(PLUS))
 
     def without(self, seen: Sequence[Seen]) -> list[Seen]:
-        """Without those that are there with another strategy, which stands for theirs, on the same mesh."""
+        """The cells, less those whose steps another strategy's cell on the same mesh stands for."""
         there = {(each.cell.strategy, each.cell.mesh_text) for each in seen}
         instead = [(self.instead(each.cell.strategy), each.cell.mesh_text) for each in seen]
         both = zip(seen, instead, strict=True)

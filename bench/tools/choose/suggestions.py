@@ -51,7 +51,7 @@ class Change:
 
     @property
     def divides(self) -> bool:
-        """Whether it takes a strategy that divides samples."""
+        """Whether the change takes another strategy, which divides samples."""
         return "strategy" in self.settings
 
 
@@ -172,7 +172,7 @@ def _of_experts(cell: Cell) -> Iterator[Change]:
 
 
 def part_on_host(cell: Cell) -> Iterator[Change]:
-    """A part of the optimizer on the host, where the backend can."""
+    """Changes that put a part of the optimizer on the host, if the backend can."""
     options = cell.training.model_dump()
     if cell.training.backend != "megatron" or options.get("optimizer", "device") != "device":
         return
@@ -188,7 +188,7 @@ def usual_strategies() -> dict[str, type[Strategy]]:
 
 
 def _of_sizes(cell: Cell) -> Iterator[Change]:
-    """One more doubling of an axis at the same number of ranks."""
+    """Changes that double the ranks along one axis and halve them along another."""
     sizes = cell.sizes.by_axis
     axes = [*strategy_axes(cell.strategy), "pp", "dp"]
     for taking in axes:
@@ -220,7 +220,7 @@ def pairs(changes: Sequence[Change]) -> Iterator[tuple[Change, Change]]:
 
 
 def both(one: Change, other: Change) -> Change:
-    """Two changes as one."""
+    """One change that makes both changes."""
     return Change({**one.settings, **other.settings}, f"{one.words}; {other.words}")
 
 
@@ -275,7 +275,7 @@ def share_of_layers(cell: Cell, change: Change) -> float | None:
 
 
 def _whole(change: Change) -> bool:
-    """Whether it is selective recomputation without a module, which :func:`_by_module` has by its module."""
+    """Whether a change is selective recomputation without modules; :func:`_by_module` has it by module."""
     return change.settings == {RECOMPUTE: "selective"}
 
 
@@ -316,7 +316,7 @@ def together(changes: Sequence[Change]) -> Change | None:
 
 
 def _within(a: Change, b: Change) -> bool:
-    """Whether a switch does nothing that another one does not."""
+    """Whether all that switch ``a`` does is done by switch ``b`` too."""
     rest: Mapping[str, Any] = {name: value for name, value in a.settings.items() if name != MODULES}
     modules = {*a.settings.get(MODULES, ())} <= {*b.settings.get(MODULES, ())}
     return modules and rest.items() <= b.settings.items()

@@ -168,7 +168,7 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
 
 
 def as_one(several: Iterable[Sequence[Change]]) -> Iterator[Change]:
-    """Each of several sets of switches that go together, as one."""
+    """Each set of switches that go together, as one change."""
     for changes in several:
         if change := together(changes):
             yield change
@@ -244,13 +244,13 @@ class _Program:
         return self._promising(itertools.chain(self.untraced, pairs))
 
     def fewer(self, parts: Sequence[Change]) -> Iterator[tuple[float, Sequence[Change]]]:
-        """Parts of a set of switches that may fit, as :meth:`pairs`."""
+        """Parts of a set of switches that may fit, in the form of :meth:`pairs`."""
         places = [self.changes.index(part) for part in parts]
         sizes = range(2, len(parts))
         return self._promising(each for n in sizes for each in itertools.combinations(places, n))
 
     def _promising(self, sets: Iterable[Sequence[int]]) -> Iterator[tuple[float, Sequence[Change]]]:
-        """The sets that fit if switches take off somewhat more together than apart."""
+        """The sets of switches that fit, if together they save somewhat more than the sum of each."""
         for seconds, taken in sorted((self.seconds + self._least_cost(taken), taken) for taken in sets):
             saved, _ = self._beside_each_other(taken)
             if np.all(saved.sum(axis=1) * _MORE_TOGETHER >= self.excess):

@@ -102,7 +102,7 @@ class Account:
         return tuple(filter(self.has, names))
 
     def value(self, name: str) -> Any:
-        """The value of an argument, or its default; the default too where the value is wrong."""
+        """The value of an argument; its default if the argument is not given, or its value is wrong."""
         given = self.given.get(name)
         return self.program_arguments[name].default if given is None or given.wrong else given.value
 
@@ -119,14 +119,14 @@ class Account:
         return int(text) if text is not None and re.fullmatch(r"\d{1,9}", text) else text
 
     def chosen(self, *names: str) -> tuple[Any, str]:
-        """The first value that is there and not "auto", and its key; else the last key's default."""
+        """The first key's value that is there and not "auto", and that key; else the last key's default."""
         there = (name for name in names if name in self.given and self.value(name) not in (None, "auto"))
         first = next(there, names[-1])
         self.took(f"taken from {first}", *(n for n in names[: names.index(first)] if n in self.given))
         return self.value(first), first
 
     def count(self, name: str, least: int = 1) -> int:
-        """The value of an argument that counts something; ``least``, and a problem, where it is less."""
+        """The value of an argument that counts something; ``least``, and a problem, if it is below that."""
         value = self.value(name)
         if value is None or value < least:
             self.problems.append(f"{name}: {shown(value)} is less than {least}")
@@ -134,12 +134,12 @@ class Account:
         return int(value)
 
     def ignore(self, reason: str, *names: str) -> None:
-        """Say why arguments have no effect here."""
+        """Note why arguments have no effect here."""
         for name in names:
             self.idle.setdefault(name, reason)
 
     def leave(self, what: str, because: str, *names: str) -> None:
-        """Say that arguments may move "time", "memory", both or "nothing", which is not modelled."""
+        """Note that arguments are not modelled, and may move "time", "memory", both or "nothing"."""
         for name in names:
             self.approximated.setdefault(name, may_move(what, because))
 
@@ -153,12 +153,12 @@ class Account:
             self.strictly.setdefault(name, missing)
 
     def took(self, detail: str, *names: str) -> None:
-        """Say what was made of arguments."""
+        """Note what was made of arguments."""
         for name in names:
             self.made_of.setdefault(name, []).append(detail)
 
     def approximate(self, remark: str, *names: str) -> None:
-        """Say what is not as the program has it, by reason of arguments."""
+        """Note what is modelled only approximately because of these arguments."""
         self.remarks.append(remark)
         for name in names:
             self.approximated.setdefault(name, remark)
@@ -189,13 +189,13 @@ class Account:
         self.took(f"{path}: {shown(value, _LONGEST_SETTING)}", *there)
 
     def map(self, *names: str) -> None:
-        """Make the settings that the table says of arguments, also of their defaults."""
+        """Make the settings that the table derives from arguments, also from their defaults."""
         for name in names:
             conversion = self.table.settings[name]
             self.set(conversion.path, conversion.setting(self.value(name)), name)
 
     def map_given(self, *names: str) -> None:
-        """Make the settings that the table says of arguments that are given."""
+        """Make the settings that the table derives from arguments that are given."""
         self.map(*filter(self.has, names))
 
     def first_steps(self, *, one: bool = False) -> None:

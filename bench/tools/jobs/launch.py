@@ -150,9 +150,9 @@ def program_launch(files: JobFiles, spec: Mapping[str, str]) -> Launch | None:
 def values_of_launch(
     launch: Launch, content: Mapping[str, Any], table: ArgumentTable, problems: list[str]
 ) -> tuple[dict[str, Any], bool]:
-    """The values of a command's arguments by name, and whether some have a name of before; the problems of
-    the others are added. ``content``, of the program's table, has in ``older`` today's ``names`` by older
-    ones, and ``defaults`` that a job with these has."""
+    """The values of a command's arguments by name, and whether some names are an older version's; problems of
+    other words are added to ``problems``. ``content``, of the program's table, has in ``older`` today's
+    ``names`` by older ones, and the ``defaults`` of a job with older names."""
     older: Mapping[str, Mapping[str, Any]] = content.get("older", {"names": {}})
     split = [word.partition("=") for word in launch.arguments]
     is_older = any(name.lstrip("+~") in older["names"] for name, _, _ in split)
@@ -203,7 +203,7 @@ def _multiplied(*factors: str) -> tuple[int | None, str]:
 def overrides_of(
     words: Sequence[str], table: ArgumentTable, problems: list[str]
 ) -> Iterator[tuple[str, Any]]:
-    """The values of words KEY=VALUE, as Hydra takes them; the problems of the others are added."""
+    """The values of words KEY=VALUE, as Hydra takes them; ``problems`` gets those of other words."""
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or unknown_in(name):

@@ -47,7 +47,7 @@ Functions = Mapping[str, Callable[[Account, Rule], Any]]
 
 
 def written(value: Any) -> str:
-    """A value as a condition has it."""
+    """A value as the conditions of rules spell it."""
     return value if isinstance(value, str) else shown(value, sys.maxsize)
 
 
@@ -180,7 +180,7 @@ def filled(account: Account, text: str) -> str:
 
 
 def said(account: Account, *names: str, note: str = "") -> Said:
-    """The first value that is given and not null, with its key; else the default of the last."""
+    """The value of the first key that is given and not null, and that key; else the last key's default."""
     value, first = account.chosen(*names)
     return Said(value, account.given_of(first), note)
 
@@ -218,7 +218,7 @@ def said_of(account: Account, line: Any, functions: Functions | None = None) -> 
 
 
 def _value_of(account: Account, line: Rule) -> tuple[Any, Sequence[str]]:
-    """The value of a line, and the keys that it came from, given or not."""
+    """The value that a line gives, and the keys from which it comes, whether given or not."""
     if names := line.get("any", "").split():
         return line["then" if any(map(account.value, names)) else "else"], names
     if "of" not in line:

@@ -38,7 +38,7 @@ def step_of(account: Account, own: Functions | None = None) -> TransformersStep:
 
 
 def _fields(account: Account, name: str, line: Any, functions: Functions) -> dict[str, Any]:
-    """The field of a line, or the several that its function has."""
+    """The field that a line sets, or all the fields that its function sets."""
     if name == "adapted":
         return {name: Adapted(**{each: said_of(account, own, functions) for each, own in line.items()})}
     value = said_of(account, line, functions)
@@ -49,7 +49,7 @@ def _fields(account: Account, name: str, line: Any, functions: Functions) -> dic
 
 
 def either(account: Account, words: Mapping[str, Any], otherwise: Any = None) -> Said:
-    """The value of the first key that is given and true; all keys are its source."""
+    """The word of the first key that is given and true; all given keys count as its source."""
     given = account.given_of(*words)
     value = next((words[name] for name in given if account.value(name)), otherwise)
     return Said(value, given)

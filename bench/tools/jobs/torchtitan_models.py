@@ -148,15 +148,15 @@ def stage_layers(layers: int, stages: int, first: int, last: int) -> list[int]:
 
 
 def first_stage_layers(layers: int, stages: int) -> list[int]:
-    """How many layers each stage has in December 2024, where stages after the first take one more until what
-    is left is the last's."""
+    """How many layers each stage has by torchtitan of December 2024: stages after the first have one more, if
+    layers are left over, and the last has the rest."""
     each, more = divmod(layers, stages)
     sizes = [each, *(each + (stage < more) for stage in range(stages - 2))]
     return [*sizes, layers - sum(sizes)] if each and stages > 1 else []
 
 
 def split_layers(points: list[str] | str, layers: int) -> list[int]:
-    """How many layers each stage has of which all but the first begin at these; empty: they cannot."""
+    """How many layers each stage has, if all but the first begin at ``points``; empty: impossible."""
     names = points.split(",") if isinstance(points, str) else points
     begins = [0, *(int(digits) if (digits := name.rpartition(".")[2]).isdecimal() else -1 for name in names)]
     sizes = [after - before for before, after in zip(begins, [*begins[1:], layers], strict=True)]
@@ -227,8 +227,8 @@ def _stages(job: TorchtitanModel, ranks: int, *, several: bool) -> tuple[list[in
 
 
 def micro_batches(job: TorchtitanModel, local: int) -> tuple[int, str]:
-    """How many micro-batches a pipeline runs at once of ``local`` samples of a rank, and the key that says
-    it; 1 with a problem where that does not divide them."""
+    """In how many micro-batches a pipeline runs a rank's ``local`` samples, and the key that says it; 1, and
+    a problem, if they do not divide evenly."""
     k = job.keys
     name = _NUMBERS.get(job.version, _SIZE)
     if job.version == "d":

@@ -93,8 +93,8 @@ def orders(times: DataFrame) -> DataFrame:
 
 
 def order_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
-    """A line for each run of :func:`orders`: its number of layouts, tau, the fastest as published and ours,
-    and how much longer than the fastest the published time of ours is; ``cells`` by key."""
+    """A line for each run of :func:`orders`: how many layouts it has, tau, the fastest layout as published
+    and by our times, and how much longer ours took as published than the fastest; ``cells`` by key."""
     return [
         {
             "table": order.table,
@@ -208,7 +208,7 @@ def grouped_observations() -> list[StepObservation]:
 
 
 def observed(seen: DataFrame) -> list[StepObservation]:
-    """The lines of :func:`observations` as those are fitted."""
+    """The lines of :func:`observations` as objects, from which intervals are fitted."""
     names = [field.name for field in fields(StepObservation)]
     return [StepObservation(**line) for line in as_lines(seen, names)]
 

@@ -101,7 +101,7 @@ class Selector(StrictModel):
         return self.mesh is None or [axis for axis in self.mesh if axis in split] == split
 
     def unclear(self, cells: Sequence[Cell]) -> Iterator[str]:
-        """Why it does not name one cell on each cluster and engine, if it does not."""
+        """Why the selector does not name one cell on each cluster and engine; "" if it does."""
         selected = self.select(cells)
         if not selected:
             yield f"no group declares a cell with {self}"
@@ -266,7 +266,7 @@ class QuantityColumn(StrictModel):
         return max(entry[self.field] for entry in entries if earliest <= entry["step"] <= wanted)
 
     def mistakes(self) -> Iterator[Mistake]:
-        """What is wrong with it, as (key path, message)."""
+        """Mistakes in this column's entry, as (key path, message)."""
         known = CLASS_QUANTITIES if self.of_classes else QUANTITIES
         yield from unknown_quantity("field", self.field, known if self.phase is None else (*AT_PHASE_ENDS,))
 

@@ -72,7 +72,7 @@ class PublishedPlace(StrictModel):
         return f"{self.file}:{claim}:{self.column}"
 
     def text(self, claim: str, folder: Path) -> str:
-        """What stands there; UserError if there is no such file, row or column."""
+        """The text at this place; UserError if there is no such file, row or column."""
         return self._row(claim, folder)[self.column]
 
     def number(self, claim: str, quantity: str, folder: Path) -> PublishedNumber:

@@ -336,7 +336,7 @@ def _fits(row: Row) -> tuple[str | None, str | None]:
 
 
 def _tight(rows: Sequence[Row]) -> Iterator[str]:
-    """The cells that fit and may not on a real card, by the reason."""
+    """The cells that fit, but may not fit on a real card, by the reason."""
     verdicts = ((_fits(row), "/".join(row.key.split("/")[:5])) for row in rows)
     tight = [(reason, cell) for (word, reason), cell in verdicts if word == TIGHT]
     for reason, of in grouped(tight, lambda each: each[0]).items():

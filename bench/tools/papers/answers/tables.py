@@ -106,7 +106,7 @@ class PublishedTable(Answer):
         return [(row, [cell for cell, its in values if self._speaks_of(row, cell, its)]) for row in rows]
 
     def _speaks_of(self, row: PublishedRow, cell: Cell, values: Sequence[Any]) -> bool:
-        """Whether a row speaks of a cell, whose values of the matched fields are these."""
+        """Whether a row is about a cell, whose values of the matched fields these are."""
         return all(
             self._same(column, row.text[column], value)
             for column, value in zip(self.match, values, strict=True)
@@ -115,7 +115,7 @@ class PublishedTable(Answer):
         )
 
     def _same(self, column: str, text: str, value: Any) -> bool:
-        """Whether a published word of a column stands for a value of ours."""
+        """Whether the word of a column in a published row stands for our value."""
         names = self.names.get(column, {})
         return names[text] == value if text in names else stands_for(text, value)
 

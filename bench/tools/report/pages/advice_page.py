@@ -34,7 +34,7 @@ _NUMBERS = {
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
-    """advice.html, where answers were kept."""
+    """The page advice.html, if answers were kept."""
     questions = kept(gathered.results / FOLDER)
     if questions:
         yield Page(

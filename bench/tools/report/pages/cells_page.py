@@ -24,7 +24,7 @@ _SHOWN = (
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
-    """cells.html, with cells.csv and the scripts that hold the same data."""
+    """The page cells.html, with cells.csv and the scripts that hold the same data."""
     lines = [finite(cell.flat) for cell in gathered.cells]
     columns = list(dict.fromkeys(name for line in lines for name in line))
     rows = [{name: line.get(name) for name in columns} for line in lines]

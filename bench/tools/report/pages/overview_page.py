@@ -29,7 +29,7 @@ _LARGEST = {
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
-    """index.html."""
+    """The page index.html."""
     figures = [gathered.figure(name, title) for name, title in _LARGEST.items()]
     values = {
         "papers": list(map(_paper, gathered.papers)),

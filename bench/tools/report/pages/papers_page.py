@@ -16,7 +16,7 @@ _STATUSES = {"ok": "ok", "oom": "out of memory", "unsupported": "unsupported", "
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
-    """paper-NAME.html for each paper, with the lines of PAPER.csv."""
+    """The pages paper-NAME.html for each paper, with the lines of its PAPER.csv."""
     for number, paper in enumerate(gathered.papers):
         about = paper.paper
         path = gathered.results / "reproduction" / f"{about.name}.csv"

@@ -235,7 +235,7 @@ MOST_PANELS = 12
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
-    """regressions.html."""
+    """The page regressions.html."""
     history, problem, assessments = assessed(gathered.history)
     yield Page(
         PAGE,

@@ -27,7 +27,7 @@ _RAN = ("ok", "oom", "mismatch")
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
-    """strategies.html, and strategy-NAME.html of each strategy."""
+    """The pages strategies.html, and strategy-NAME.html for each strategy."""
     classes = dict(sorted(all_strategies().items()))
     verdicts = read_verdicts(gathered.results / "verification")
     proofs = {name: _proof(name, verdicts) for name in classes}
@@ -68,7 +68,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
 
 
 def _at(cell: Cell) -> str:
-    """The model and the shape of a cell, in words."""
+    """In words, the model and the shape of a cell."""
     return f"{model_name(cell.model)}, batch {cell.batch}, {cell.seq_len:,} positions, {cell.precision}"
 
 
@@ -238,7 +238,7 @@ def _verdict_line(key: tuple[str, ...], group: Sequence[Verdict]) -> Line:
 
 
 def _excess(verdict: Verdict) -> float:
-    """An error for its limit; a red one without an error is beyond any."""
+    """An error over its limit; infinite for a red verdict without an error."""
     if verdict["error"] is None or not verdict["limit"]:
         return float("inf") if verdict["status"] == "RED" else 0.0
     return float(verdict["error"] / verdict["limit"])
