@@ -4,9 +4,8 @@ A part stands between lines ``<!-- spbench reproduce PAPER: NAME -->`` and ``<!-
 alone. A paper has these parts:
 
 - REPRODUCE.md: ``verdict``
-- results/reproduction/PAPER.md: ``compared``, a line for each table, quantity and variant; and a part for
-  each of its scenarios, under the scenario's name
-- docs/trust.md, of real machines alone: ``validation``, the errors by who measured
+- results/reproduction/PAPER.md: ``compared``, a line for each table, quantity and variant; a part for each of
+  its scenarios, under the scenario's name; of real machines also ``validation``, the errors by who measured
 - docs/long_context.md, of the field alone: ``ladder``, the longest sequences by switches
 
 The paper ``all`` has the parts that all committed results make: ``headlines`` of REPRODUCE.md and ``trust``
@@ -54,7 +53,7 @@ TIMES_PAGE = DETAILS_FOLDER / "times.md"
 VERDICT, COMPARED = "verdict", "compared"
 #: by paper, a page with a part of its own, the part's name, and what makes it of the paper's records
 _FURTHER = {
-    MEASURED: (TRUST_PAGE, "validation", validation_lines),
+    MEASURED: (DETAILS_FOLDER / f"{MEASURED}.md", "validation", validation_lines),
     FIELD: (LENGTHS_PAGE, "ladder", ladder_lines),
 }
 _PART = re.compile(
@@ -68,7 +67,8 @@ _BEGIN = re.compile(r"^<!-- spbench reproduce ", re.MULTILINE)
 def parts_of(paper: str, scenarios: Sequence[str]) -> dict[Path, Sequence[str]]:
     """The documents on a paper, below the working directory, with the names of their generated parts."""
     further = {page: [name] for of, (page, name, _) in _FURTHER.items() if of == paper}
-    return {SUMMARY_PAGE: [VERDICT], _details(paper): [COMPARED, *scenarios], **further}
+    details = [COMPARED, *scenarios, *further.pop(_details(paper), [])]
+    return {SUMMARY_PAGE: [VERDICT], _details(paper): details, **further}
 
 
 def _details(paper: str) -> Path:

@@ -1,4 +1,4 @@
-"""The tables of README.md, docs/trust.md and docs/long_context.md: our errors in nine lines, and by who
+"""The tables of README.md, docs/long_context.md and measured.md: our errors in nine lines, and by who
 measured real machines, beside other predictors'; and each rung of ALST's ladder, the longest sequence as
 published and as simulated, and what its switch costs in time.
 

@@ -95,7 +95,7 @@ def test_the_committed_texts_are_what_the_committed_files_give(
     found = findings(paper)
     check_documents(paper, found.scenarios)
     documents = rendered_documents(found)
-    assert [*documents][2:] == {"measured": [TRUST_PAGE], "field": [LENGTHS_PAGE]}.get(paper, [])
+    assert [*documents][2:] == {"field": [LENGTHS_PAGE]}.get(paper, [])
     for path, text in documents.items():
         assert path.read_text() == text, path
     assert all(run["failed"] == "0" for run in found.runs)
