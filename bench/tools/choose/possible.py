@@ -30,7 +30,7 @@ from spbench.impls import MESH_AXES, PLUS
 _NAMED, _VALUES = 3, 6
 #: a batch that is as many times as large or as small is another job rather
 _ANOTHER_JOB = 1.5
-#: of numbers of layouts that were not traced whole
+#: the words after numbers of layouts that were not traced whole
 BY_FEW = ", by a trace of few layers"
 NO_STAGES = "no backend that is searched has stages of a pipeline"
 

@@ -268,7 +268,7 @@ def _host(account: Account, zero: str, beside: str, stage: int) -> tuple[str, tu
     return "all" if both else "optimizer" if held["optimizer"] else "params" * held["param"], tuple(names)
 
 
-#: what reads a line, by the word that it has
+#: the functions that read lines, by the word that a line has
 _FUNCTIONS = {
     "times": _replicas,
     "modules": lambda account, line: named_modules(account, line["modules"]),
