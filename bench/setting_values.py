@@ -25,7 +25,7 @@ from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.files import decoded, parse_json, read_file
 from spbench.impls import LARGEST, lacking_for, published_model, published_models
 
-#: of a suffix of a size, in either case: 128K is 128 * 1024
+#: the factor of a size's suffix, in either case: 128K is 128 * 1024
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = re.compile(
     r"(?P<number>[-+]?([0-9]{1,18}(_[0-9]+)*(\.[0-9]{1,9})?|\.[0-9]{1,9}))(?P<suffix>[kKmMgG]?)"
@@ -82,7 +82,7 @@ Repeats = Annotated[int, BeforeValidator(_sized), Field(gt=0, le=MOST_STEPS)]
 Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 
 
-#: by the option of training
+#: the environment variable that each option of training stands for
 VARIABLES = {"cublas_workspace": "CUBLAS_WORKSPACE_CONFIG", "cuda_alloc_conf": "PYTORCH_CUDA_ALLOC_CONF"}
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 MAX_SPLIT_SIZE = r"max_split_size_mb:\d+"
@@ -122,9 +122,9 @@ def max_split_size_mb(value: str) -> int:
 
 
 _JSON = ".json"
-#: what a folder of a model has its configuration in
+#: the file in a model's folder that has its configuration
 CONFIG = "config.json"
-#: of files that are no folders of models
+#: the endings of names that are files, not folders of models
 _OF_FILES = (_JSON, ".py", ".yaml", ".yml", ".toml", ".sh")
 
 

@@ -20,6 +20,7 @@ _METHODS = {
     "megatron_sp": ("#009265", "D", "\\\\\\\\"),
     "ulysses": ("#b1380a", "^", "...."),
     "ring_attention": ("#e05ca5", "v", "xxxx"),
+    "plain_ring_attention": ("#401c28", "H", "||--"),
     "all_gather_kv": ("#90954c", "d", "oo"),
     "lasp": ("#73482c", "P", "++"),
     "lasp2": ("#0097f6", "X", "----"),
@@ -30,8 +31,7 @@ _METHODS = {
     "odysseus": ("#8d05fc", "8", "**"),
     "single": ("#535353", "h", "//"),
 }
-MARKERS = tuple(marker for _, marker, _ in _METHODS.values())
-_HATCHES = tuple(hatch for _, _, hatch in _METHODS.values())
+_COLORS, MARKERS, _HATCHES = zip(*_METHODS.values(), strict=True)
 #: of what is no method, such as backends and mesh axes; the palette Dark2 of ColorBrewer
 _CATEGORIES = ("#1b9e77", "#d95f02", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#a6761d", "#666666")
 #: what a colour of an unknown method keeps from white, from grey and from the colours of the table
@@ -143,7 +143,7 @@ def category_colors(names: Iterable[str]) -> dict[str, str]:
 
 def _color_by_name(name: str) -> str:
     """The first of a sequence of colours, random but for the name, that meets the bounds above."""
-    taken = [_rgb(color) for color, _, _ in _METHODS.values()]
+    taken = [_rgb(color) for color in _COLORS]
     for attempt in range(10_000):
         color = "#" + hashlib.sha256(f"{name} {attempt}".encode()).hexdigest()[:6]
         rgb = _rgb(color)

@@ -39,7 +39,7 @@ from spbench.impls import DiscoveryError, FunctionModules, exits_refused, instal
 COMMANDS = FunctionModules("spbench.bench.tools", "*/*_command", "command", "commands", "spbench.commands")
 
 _NO_MEMORY = "this process may use too little memory (ulimit -v, a container's limit)"
-#: of the linker, where memory is short
+#: messages of the linker if memory is short
 _UNLOADABLE = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
 
 #: errors that no reading has

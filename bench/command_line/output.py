@@ -177,7 +177,7 @@ def _held(entry: Mapping[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {gib(nbytes)}" for name, nbytes in held)
 
 
-#: of the entries of :attr:`Measurement.by_class`, with the ``cell`` where there are several
+#: columns of the entries of :attr:`Measurement.by_class`, with the ``cell`` if there are several
 _COLUMNS = (
     Column("cell", "cell"),
     Column("rank", "rank"),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: under this name the context of a command line has whether --quiet was given
 _QUIET = "spbench.quiet"
-#: of the work between two lines where standard error is no terminal
+#: a line is printed at each of so many parts of the work, if standard error is no terminal
 _TENTHS = 10
 
 

@@ -17,7 +17,7 @@ TIE_LEGEND = (
     "batch; they differ by less than such predictions err"
 )
 
-#: what is said of a time on such rates
+#: the words after a time, by the class of its rates
 _MARKED = {"datasheet": ", uncalibrated", "fitted elsewhere": ", fitted to others"}
 
 

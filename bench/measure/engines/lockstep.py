@@ -178,7 +178,7 @@ def _squares(x: Tensor, reference: Tensor) -> Squares:
 
 
 def _computed(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[str, Computed]]:
-    """What a rank computes, by name."""
+    """The tensors that a rank computes, by name."""
     return (_trained if _has_weights(cell) else _called)(mesh, cell, values)
 
 

@@ -21,7 +21,7 @@ STAGED = "spbench_staged"
 
 
 class _Staged(dist.Work):
-    """A collective under way on copies of tensors in the host's memory; what came is copied back by wait."""
+    """A collective under way on copies of tensors in the host's memory; wait copies the results back."""
 
     def __init__(self, work: dist.Work, back: Sequence[tuple[Tensor, Tensor]]):
         super().__init__()

@@ -201,7 +201,7 @@ def _remarks(rows: Sequence[Row], scenario: Scenario) -> Iterator[str]:
 
 
 def _attending_by_matmuls(rows: Sequence[Row]) -> list[str]:
-    """The strategies of users whose models have causal softmax attention, where steps run no kernel of it."""
+    """Users' strategies whose models have causal softmax attention, but whose steps run no kernel of it."""
     names = dict[str, None]()
     for row in rows:
         cell, parts = row["cell"], row["measurement"].get("parts") or {}

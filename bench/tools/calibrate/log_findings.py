@@ -178,7 +178,7 @@ _IN_SWITCH = 2.0
 _HALF = ("fp16", "bf16")
 
 _WORD = re.compile(r"[A-Z0-9]+")
-#: as H100, L40S, 4090, GB200, MI300X
+#: a card's model, such as H100, L40S, 4090, GB200, MI300X
 _MODEL = re.compile(r"(?!SXM|HBM|PCIE)[A-Z]{0,4}\d{2,4}[A-Z]?")
 _GIGABYTES = re.compile(r"\b(\d+) ?GB\b")
 

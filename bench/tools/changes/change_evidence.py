@@ -38,7 +38,7 @@ from spbench.bench.tools.changes.metrics import Difference, Reading, Verdict, re
 from spbench.bench.tools.changes.result_files import origin_of
 from spbench.bench.units import shown_bytes, shown_time
 
-#: of the corrected p-values; intervals hold the change with the probability 1 - ALPHA
+#: limit of corrected p-values; intervals hold the change with the probability 1 - ALPHA
 ALPHA = 0.01
 #: relative, of times measured in rounds; well below 5%, so that changes of 5% are not lost to it
 LEAST_EFFECT = 0.03
@@ -210,7 +210,7 @@ STEP_PARTS = {
     "host_s": "waits for the host's launches",
 }
 
-#: of all that moved; what moved by less is rounding, or beside the point
+#: share of all that moved; a part that moved by less is rounding, or beside the point
 _LEAST_SHARE = 0.05
 #: parts that are named, those that moved most
 _NAMED = 3

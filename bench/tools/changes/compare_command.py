@@ -197,8 +197,8 @@ PASSED_ON = (
 
 
 def _passed_on(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options :data:`PASSED_ON`; the command gets what was given of them, flags and values in one
-    list, as ``arguments``."""
+    """Add the options :data:`PASSED_ON`; the command gets those that are given, flags and values in one list,
+    as ``arguments``."""
 
     @functools.wraps(command)
     def collected(**values: Any) -> Any:

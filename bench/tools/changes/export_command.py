@@ -25,7 +25,7 @@ from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
 from spbench.bench.tools.changes.metrics import Reading, has_exact_engine, readings
 from spbench.bench.tools.changes.result_files import Origin, Results, origin_of, read_results, suite_of
 
-#: of cells whose numbers say something: as in the gate
+#: statuses of cells whose numbers count, as in the gate
 WITH_VALUES = ("ok", "oom")
 
 

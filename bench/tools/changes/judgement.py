@@ -25,7 +25,7 @@ from spbench.bench.tools.changes.metrics import METRICS, STATUSES, VERDICTS, Dif
 from spbench.bench.tools.changes.result_files import Results
 from spbench.bench.tools.papers.comparison import COMPARISON_FILE
 
-#: what is judged of a search where its answer is another
+#: metrics of a search that are judged even if its answer has changed
 OF_ANY_ANSWER = ("formula_differences", "answer")
 #: absolute, of relative errors
 ERROR_TOLERANCE = 1e-6

@@ -15,7 +15,7 @@ from spbench.bench.tools.changes.metrics import METRICS, Difference
 from spbench.bench.units import LEAST_CHANGE, shown_pair, shown_value, six_digits
 from spbench.plots.series import grouped as by_value
 
-#: by quantity; of others the values have no unit
+#: the unit of each quantity; values of other quantities have none
 _UNITS = {**{metric.name: metric.unit for metric in METRICS}, "error": "%"}
 _WORDS = {metric.name: metric.words for metric in METRICS}
 

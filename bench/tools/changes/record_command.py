@@ -90,8 +90,8 @@ class RunRecord:
 
     @property
     def software(self) -> dict[str, str]:
-        """Versions of libraries, of the system and of the GPU's driver: what may change a number beside the
-        commit."""
+        """The versions of libraries, the system and the GPU's driver, which may change a number as the commit
+        may."""
         facts = self.origin.machine
         system = {name: str(facts[name]) for name in ("os", "gpu_driver") if facts.get(name) is not None}
         return {**origin_of(self.rows[0]).versions, **system}

@@ -23,9 +23,9 @@ from spbench.bench.tools.changes.export_command import WITH_VALUES, Exported, Ex
 from spbench.bench.tools.changes.metrics import METRICS, Metric, Reading, has_exact_engine, readings
 from spbench.bench.tools.changes.result_files import Origin
 
-#: of results and benchmarks.json (asv.results.Results.api_version), and of machine.json
+#: asv's versions of results and benchmarks.json (asv.results.Results.api_version), and of machine.json
 RESULTS_VERSION, MACHINE_VERSION = 2, 1
-#: of a benchmark's meaning: asv shows only results of the version that benchmarks.json has
+#: version of a benchmark's meaning: asv shows only results of the version in benchmarks.json
 BENCHMARK_VERSION = "1"
 BENCHMARKS_FILE = "benchmarks.json"
 ANY_MACHINE = "any"

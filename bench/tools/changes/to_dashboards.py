@@ -84,7 +84,7 @@ def _entry(value: ExportedValue) -> dict[str, Any]:
 
 # -- PyTorch HUD -----------------------------------------------------------------------------------------
 
-#: of the interval of a simulated step time
+#: fields of the ends of a simulated step time's interval
 _ENDS = ("step_time_low_s", "step_time_high_s")
 
 
@@ -184,7 +184,7 @@ def _runner(cell: dict[str, Any], origin: Origin) -> dict[str, Any]:
 
 #: the metrics that are times, of which a row has one
 _TIMES = ("step_time_s", "time_s")
-#: of a cell, that `--group-by param:NAME` may name
+#: settings of a cell that `--group-by param:NAME` may name
 _PARAMETERS = ("model", "strategy", "sizes", "batch", "seq_len", "precision", "cluster", "engine", "variant")
 
 

@@ -21,7 +21,7 @@ from spbench.bench.tools.changes.judgement_report import shown_difference
 from spbench.bench.tools.changes.metrics import Difference, readings
 from spbench.plots.series import grouped
 
-#: what a status makes of a test case, whatever the base says
+#: the element that a status adds to a test case, whatever the base is
 ELEMENTS = {
     "failed": "error",
     "timeout": "error",
@@ -30,7 +30,7 @@ ELEMENTS = {
     "unsupported": "skipped",
 }
 
-#: what XML cannot say, even escaped
+#: characters that XML cannot contain, even escaped
 _NO_CHARACTERS = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 

@@ -130,7 +130,7 @@ def own_content(answer: Advice) -> dict[str, Any] | None:
     }
 
 
-#: what can vary from answer to answer: the field, and how it is called
+#: fields that can vary from answer to answer, and their names for people
 AXES = {"seq_len": "length", "gpus": "GPUs", "figures": "figure"}
 NOTHING = "nothing fits"
 

@@ -35,7 +35,7 @@ _DEEPEST = 3
 _MANY_POSITIONS = 16384
 #: micro-batches are doubled so often at the most
 _DOUBLINGS = 4
-#: what may be fixed beside the axes of a mesh
+#: names that may be fixed, besides the axes of a mesh
 _OTHERS = ("micro_batch", *FOLDED_AXES)
 #: runs of layers a rank of the pipeline holds
 _VIRTUAL_STAGES = (1, 2)

@@ -30,7 +30,7 @@ from spbench.impls import MESH_AXES, PLUS
 _NAMED, _VALUES = 3, 6
 #: a batch that is as many times as large or as small is another job rather
 _ANOTHER_JOB = 1.5
-#: of numbers of layouts that were not traced whole
+#: the words after numbers of layouts that were not traced whole
 BY_FEW = ", by a trace of few layers"
 NO_STAGES = "no backend that is searched has stages of a pipeline"
 
@@ -149,7 +149,7 @@ def _first(question: Question, values: Sequence[int], name: str) -> int | None:
 
 
 def _near(n: int, factor: int) -> int:
-    """The multiple of a factor that is nearest to n, from the factor on."""
+    """The multiple of a factor, at least the factor itself, that is nearest to n."""
     return max(factor, round(n / factor) * factor)
 
 

@@ -221,8 +221,8 @@ def question(
 
 
 def _check(asked: Question) -> None:
-    """Raises a UserError where the model cannot have the length, no layout can have the ranks that are given,
-    or the program has no arguments for what is trained, with no backend."""
+    """Raises a UserError if the model cannot have the length, no layout can have the given ranks, or the
+    program has no arguments for what is trained, whatever the backend."""
     try:
         asked.model.sites(1, asked.cell.shape[1], 1)
     except Unsupported as error:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: links of a GPU at most
 _LINKS = 36
-#: what lies between two GPUs, by NVML's level
+#: the connection between two GPUs in words, by NVML's level
 _BETWEEN = {
     0: "one board",
     10: "one PCIe switch",

@@ -158,7 +158,7 @@ def print_observations() -> None:
 _OLDEST_PYTHON = (3, 11)
 #: compute capabilities for which a kernel is compiled: P100, V100, A100, H100, B200
 _CAPABILITIES = {"P100": 60, "V100": 70, "A100": 80, "H100": 90, "B200": 100}
-#: what an extra is for, in the words of a remedy
+#: the name of the extra in a requirement's marker
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
 #: below these a disk is full, or soon will be: a sweep's rows take a few MiB, its traces up to 2 GiB
 _FULL_BYTES, _LITTLE_BYTES = 50 * MIB, 2 * GIB

@@ -12,7 +12,7 @@ from spbench.bench.errors import UserError, suggestion
 from spbench.bench.tools.doctor import device_checks, diagnosis
 from spbench.bench.tools.doctor.diagnosis import Check, Observation, diagnose
 
-#: by name, in the order of the diagnosis
+#: the checks by name, in the order of the diagnosis
 CHECKS = {
     "python": Check(diagnosis.python, is_needed=True),
     "packages": Check(diagnosis.packages, is_needed=True),

@@ -25,7 +25,7 @@ from spbench.impls import (
 
 #: fields of a config.json that show linear attention, whose adapters are not modelled
 LINEAR_ATTENTION = ("linear_num_key_heads", "mamba_num_heads")
-#: what programs call all linear layers of a model
+#: the words by which programs name all linear layers of a model
 _EVERY = ("all", "all-linear")
 _OF_MLP = (*OPENING, MLP_CLOSING)
 #: where a layer has its projections, and experts beside them, in models of text and of text and images

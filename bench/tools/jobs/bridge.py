@@ -26,7 +26,7 @@ from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.python_values import has_recipes, recipe_of
 from spbench.bench.tools.jobs.variables import variables
 
-#: of which a configuration has some, and that no other kind has
+#: sections of which a configuration has some, and no other kind of job has any
 _SECTIONS = {"train", "ddp", "scheduler", "mixed_precision", "rng", "comm_overlap"}
 _LATENT = "model.multi_latent_attention"
 _LATENT_SIZES = [
@@ -35,7 +35,7 @@ _LATENT_SIZES = [
 ]
 _SILU = {"silu", "torch.nn.functional.silu", "torch.nn.functional.swish"}
 _GELU = {"gelu", "torch.nn.functional.gelu"}
-#: of types of numbers: what Megatron-LM calls them
+#: Megatron-LM's names of types of numbers
 _DTYPES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
 
 

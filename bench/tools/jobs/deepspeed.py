@@ -310,7 +310,7 @@ def _options_of_launcher(words: Sequence[str], problems: list[str]) -> dict[str,
 
 
 def _class_of_script(name: str) -> Mapping[str, bool]:
-    """The configuration of TRL that a script has by its name: sft.py is TRL's own, or one like it."""
+    """The configuration of TRL that a script's name tells: sft.py is TRL's own script, or one like it."""
     match = _SCRIPTS.fullmatch(name)
     return {f"{match[1].upper() if len(match[1]) < 6 else 'Reward'}Config": True} if match else {}
 

@@ -26,7 +26,7 @@ from spbench.bench.yaml_files import parse_yaml
 
 #: bytes of a file that is read: job files are written by hand
 MOST_BYTES = 2**20
-#: of a config.json, beside its fields
+#: the key of a config.json's path, beside its fields
 MODEL_PATH = "path of the file"
 #: how deep keys are nested by which another program's file is known
 _MOST_NESTED = 3

@@ -23,7 +23,7 @@ from spbench.bench.tools.jobs.shell_syntax import ShellError, given_flag, shown_
 _PER_NODE = ("--nproc-per-node", "--nproc_per_node", "--gpus-per-node", "--ntasks-per-node")
 _NODES = ("--nnodes", "--nodes", "-N", "--num-nodes", "--num_nodes")
 _RANKS = ("-np", "-n", "--ntasks", "--num-processes", "--num_processes")
-#: by which --given chooses one of several commands that train
+#: the name by which --given chooses one of several commands that train
 _LINE = "line"
 #: characters of the values of variables that count processes
 _MOST_DIGITS = 11

@@ -30,7 +30,7 @@ from spbench.bench.yaml_files import parse_yaml
 
 _PROGRAMS = re.compile(r"(pretrain|train|finetune)_\w+\.py")
 _TRAINS = {"pretrain_gpt.py": False, "pretrain_bert.py": True}
-#: of a functional test
+#: the sections of a functional test's file
 _ARGUMENTS, _VARIABLES = "MODEL_ARGS", "ENV_VARS"
 #: outcomes of arguments whose value need not be known
 _WITHOUT_SETTING = ("no effect", "approximated")

@@ -33,7 +33,7 @@ def _release_of(a: Account) -> int | None:
 
 
 def container_problems(a: Account) -> list[str]:
-    """What is wrong with how the container is said."""
+    """What is wrong with the name that the job gives for its container, one a line."""
     if CONTAINER not in a.environment or _release_of(a) is not None:
         return []
     return [f"{a.spelled(CONTAINER)} is no release of NVIDIA's container, such as 25.09"]

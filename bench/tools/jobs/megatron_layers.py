@@ -14,7 +14,7 @@ from spbench.impls import LARGEST_OF
 
 _PATTERN, _OLD, _SWITCH = "--hybrid-layer-pattern", "--hybrid-override-pattern", "--is-hybrid-model"
 _SIZES = ("--mamba-num-groups", "--mamba-state-dim", "--mamba-head-dim", "--mamba-num-heads")
-#: by letter of Megatron-Core: what mixes the tokens, as a pattern here has it
+#: the letter for a layer that mixes tokens in our patterns, by Megatron-Core's letter
 _MIXERS = {"M": "M", "*": "S"}
 #: a layer here: one that mixes tokens, and the MLP (-) or the experts (E) behind it
 _LAYER = re.compile(r"[M*][-E]?")

@@ -27,7 +27,7 @@ from spbench.impls import published_model
 
 #: words of tokenizers that need no file to be known: GPT-2's, and BERT's two
 _WORDS = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
-#: of TikTokenizer, unless --vocab-size says otherwise
+#: words of TikTokenizer's vocabulary, unless --vocab-size says otherwise
 _TIKTOKEN_WORDS = 2**17
 #: presets by the weights of their layers; a job has the name of the one that it is closest to
 _HYBRID = "nemotron-h-8b"

@@ -12,7 +12,7 @@ from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import table_content
 from spbench.impls import near_model, published_model
 
-#: what is left out of a model of text and images
+#: the remark on the part of a model of text and images that is left out
 _TOWER = "text alone is counted; a tower for images{} is left out, with what a job holds for its weights"
 
 

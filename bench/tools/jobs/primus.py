@@ -25,9 +25,9 @@ from spbench.bench.yaml_files import read_yaml
 
 #: ${NAME:VALUE}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
-#: of its adapters
+#: the rank of Primus's adapters
 _RANK = 32
-#: of an experiment's modules; the second tunes
+#: an experiment's modules that train; the second one tunes
 _TRAINERS = ("pre_trainer", "post_trainer")
 #: sizes of a model, by which its file is known
 _SIGNS = ("num_layers", "hidden_size")

@@ -22,9 +22,9 @@ from spbench.bench.tools.jobs.job_files import JobFile, path_and_part
 _TRAINER = ("TrainingArguments", "Seq2SeqTrainingArguments")
 _PARALLEL = ("ParallelismConfig", "DeepSpeedSequenceParallelConfig")
 _LOADS = "from_pretrained"
-#: of TRL, that are no configuration of a trainer
+#: configurations of TRL that do not belong to a trainer
 _NO_TRAINER = ("ModelConfig", "DatasetMixtureConfig", "DatasetConfig")
-#: what a function of torchtitan makes, and one of Megatron-Bridge
+#: the configurations that functions of torchtitan and of Megatron-Bridge make
 CONFIGURATION, _RECIPE = "Trainer.Config", "ConfigContainer"
 #: functions that make a recipe of precision
 _PRECISIONS = ("bf16_mixed", "fp16_mixed")

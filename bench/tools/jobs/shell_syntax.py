@@ -31,7 +31,7 @@ EXPANDED = {
     ),
     *("string", "raw_string", "ansi_c_string", "translated_string"),
 }
-#: what a word of a script becomes
+#: expands a word of a script
 Word = Callable[[Node], str]
 #: digits of a number
 _MOST_DIGITS = 30
@@ -48,7 +48,7 @@ _ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-#: of numbers in a condition, as in arithmetic
+#: operators that compare numbers in a condition, and the same in arithmetic
 _COMPARED = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 #: nodes that are a word
 _WORDS = {*EXPANDED, "word", "number", "concatenation", "extglob_pattern", "variable_name"} - {
@@ -82,7 +82,7 @@ def unknown_in(text: str) -> list[str]:
 
 
 def words_in(text: str) -> list[str]:
-    """The words that a mark of an array may be."""
+    """The words for which the mark of an array may stand."""
     return [word for texts in _marked(text) for word in texts[1:]]
 
 

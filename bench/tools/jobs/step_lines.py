@@ -134,8 +134,8 @@ def _product(account: Account, line: Rule) -> Said:
 
 
 def _accumulation(account: Account, line: Rule) -> Said:
-    """``accumulation``: the key of a step's micro-batches; or the older key ``of_all``, the sequences of all
-    micro-batches, over ``of_each``, those of one."""
+    """``accumulation``: the key with the number of a step's micro-batches. An older key, ``of_all``, has the
+    sequences of all of them; divided by ``of_each``, those of one, it is that number."""
     name, of_all = line["accumulation"], line["of_all"]
     total, micro = account.value(of_all), account.value(line["of_each"])
     if not account.has(name) and total and micro >= 1:
@@ -268,7 +268,7 @@ def _host(account: Account, zero: str, beside: str, stage: int) -> tuple[str, tu
     return "all" if both else "optimizer" if held["optimizer"] else "params" * held["param"], tuple(names)
 
 
-#: what reads a line, by the word that it has
+#: the functions that read lines, by the word that a line has
 _FUNCTIONS = {
     "times": _replicas,
     "modules": lambda account, line: named_modules(account, line["modules"]),

@@ -65,7 +65,7 @@ def _written(value: Any) -> str:
 
 
 def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
-    """The settings that arguments say as they are, where they count."""
+    """The settings that one argument each expresses directly, if they matter for the cell."""
     unused = without_effect(model) | {name for name in _NONE if not getattr(model, name)}
     unused |= {*_WITHOUT_LATENTS} if model.kv_lora_rank else set()
     unused |= {"router_scale"} if model.router_scale == 1 else set()

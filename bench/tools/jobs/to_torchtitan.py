@@ -16,7 +16,7 @@ from spbench.bench.tools.jobs.torchtitan import ROTATIONS, versions
 from spbench.bench.tools.jobs.torchtitan_models import LESS, SCHEDULES, models, stage_layers
 from spbench.impls import CausalTransformerModel, Model, model_preset
 
-#: what a flavor fixes
+#: sizes that a flavor fixes
 _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "inner", "vocabulary", "qk_norm")
 
 
@@ -45,7 +45,7 @@ def flags(cell: Cell) -> Flags:
 
 
 def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
-    """The settings that keys say as they are."""
+    """The settings that one key each expresses directly."""
     _, mesh = several_ranks(cell)
     return {
         "seq_len": cell.shape[1],

@@ -21,14 +21,14 @@ from spbench.bench.tools.jobs.torchtitan_models import (
 )
 from spbench.bench.yaml_files import read_yaml
 
-#: by context_parallel_rotate_method; with the strategy's own options
+#: strategies and their options, by context_parallel_rotate_method
 ROTATIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "allgather": ("all_gather_kv", {"gradients": "ring"}),
     "alltoall": ("ring_attention", {}),
 }
 
 
-#: of which a TOML file of torchtitan has some
+#: sections of which a TOML file of torchtitan has some
 _SECTIONS = {"model", "training", "parallelism", "activation_checkpoint", "experimental"}
 
 

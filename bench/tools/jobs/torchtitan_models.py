@@ -58,7 +58,7 @@ class TorchtitanModel:
         return self.version in ("c", "d")
 
     def named(self, key: str) -> str:
-        """The whole name of a key, whose section has changed."""
+        """The whole name of a key whose section differs between versions."""
         return next(name for name in self.keys.program_arguments if name.rpartition(".")[2] == key)
 
     def value(self, name: str, otherwise: Any) -> Any:
@@ -122,11 +122,11 @@ class TorchtitanModel:
 
 
 _SECTION = "parallelism.pipeline_parallel_"
-#: by torch's name of a schedule: ours
+#: our name of a schedule, by torch's name
 SCHEDULES: Mapping[str, str] = {"1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": "interleaved"}
 _PER_STAGE = f"{_SECTION}layers_per_stage"
 LESS = (f"{_SECTION}first_stage_less_layers", f"{_SECTION}last_stage_less_layers")
-#: by version: how many micro-batches there are
+#: the key that says how many micro-batches there are, by version
 _NUMBERS = {"a": "experimental.pipeline_parallel_microbatches", "d": "parallelism.num_pp_microbatches"}
 _SIZE = f"{_SECTION}microbatch_size"
 #: the last words of keys

@@ -240,7 +240,7 @@ def _batch(k: Account, step: TransformersStep, replicas: int) -> None:
     k.ignore("a row is one sample", *step.packed.names)
 
 
-#: by torch's name of a schedule, without its hyphens and lines: ours
+#: our name of a schedule, by torch's name without hyphens and underscores
 SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved"}
 
 

@@ -15,11 +15,11 @@ from spbench.bench.tools.jobs.job import Argument, Outcome
 from spbench.bench.tools.jobs.shell_syntax import given_flag, shown_word, unknown_in
 from spbench.bench.yaml_files import read_yaml
 
-#: of which torch takes the first that is set
+#: the allocator's variables, of which torch takes the first that is set
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 #: NAME:VALUE, where a value in brackets may have commas
 _SETTING = re.compile(r"\s*(\w+)\s*:\s*(\[[^]]*\]|[^,]*?)\s*(?:,|$)")
-#: of libraries: one that is in no table may have an effect
+#: variables of libraries, which may have an effect though no table has them
 _OF_LIBRARIES = re.compile(
     r"(NVTE|CUBLAS(LT)?|CUDNN|CUDA|TORCH|PYTORCH|MEGATRON|TE|NVIDIA_TF32|FLASH_ATTENTION)_\w*"
 )

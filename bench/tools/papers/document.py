@@ -289,7 +289,7 @@ def _number(records: DataFrame, claim: str) -> float:
 
 
 def _longest(records: DataFrame, table: str, **fields: str | Sequence[str]) -> float:
-    """The longest sequence of the cells of a table that have these fields and fit, in tokens."""
+    """The longest sequence, in tokens, of cells of a table that have these fields and fit."""
     wanted = records[(records["table"] == table) & (records["status_reproduced"] == "ok")]
     for name, values in fields.items():
         wanted = wanted[wanted[name].isin([values] if isinstance(values, str) else values)]

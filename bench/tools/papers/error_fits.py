@@ -294,8 +294,8 @@ class Covered(NamedTuple):
 
 
 def coverage(observations: Sequence[StepObservation], what: LeftOut = "source") -> list[Covered]:
-    """By what is left out, class and source: how many rows lie within the intervals that the others give, so
-    that the rows are as new to them as those of a reader's machine; nothing where there are no others."""
+    """For each class and source, with one source (machine, kernel) left out at a time: how many of its rows
+    lie within the intervals that all others give, as a new reader's rows would; nothing without others."""
     counts = []
     for left_out, some in grouped(observations, lambda o: getattr(o, what)).items():
         if not (others := [o for o in observations if getattr(o, what) != left_out]):

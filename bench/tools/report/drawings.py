@@ -28,7 +28,7 @@ from spbench.plots.style import GREY, INK, shortened
 _WIDTH, _ROW, _AROUND, _PANEL = 10.0, 0.16, 0.7, 1.9
 WAIT = "wait"
 _KERNELS = {"matmul": "#4477aa", "attention": "#ee8833", "memory-bound": "#8d95a0"}
-#: of collectives, in the order of :data:`WIRE_SHARE`; the same on every page
+#: colours of collectives, in the order of :data:`WIRE_SHARE`; the same on every page
 _COLLECTIVES = (
     "#cc3355",
     "#2a9d55",
@@ -62,7 +62,7 @@ def svg(figure: Drawing) -> bytes:
 Bar = dict[str, Any]
 #: significant digits of times in a drawing
 _DIGITS = 9
-#: of a bar, what a table has
+#: fields of a bar that a table shows
 _COLUMNS = ("row", "phase", "operator", "kind", "start", "duration", "bytes", "partners")
 
 

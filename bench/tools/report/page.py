@@ -101,7 +101,7 @@ def docstring(text: str) -> str:
 
 
 def dated(commits: str) -> str:
-    """The ``commits``, which are separated by spaces, each with its day if git has it."""
+    """Commits that spaces separate, each with its day if git has it."""
     days = {commit: day_of(commit) for commit in commits.split()}
     return ", ".join(f"{commit} ({day})" if day else commit for commit, day in days.items())
 
@@ -157,7 +157,7 @@ def most_misses(records: DataFrame) -> tuple[str, str] | None:
 _FOLDER = Path(__file__).parent
 #: the place of a part in a document that is filled in
 _PART = re.compile("\x02(\\d+)\x03")
-#: what documents do to values; text of results is ``plain`` or ``code`` there
+#: filters for values in documents; text from results needs ``plain`` or ``code``
 _FILTERS = (plain, code, codes, link, marked, dated, shown, docstring, quantity_words)
 
 

@@ -331,7 +331,7 @@ def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> Iterator[
 
 
 def _fits(row: Row) -> tuple[str | None, str | None]:
-    """Whether it fits, is tight or does not, and why it is tight; None: nothing says it."""
+    """Whether the cell of a row fits, is tight or does not fit, and why it is tight; None: not known."""
     return certainty(Cell.model_validate(row.cell), row.measurement) or (None, None)
 
 

@@ -288,7 +288,7 @@ def _folded(title: str, rows: Sequence[Verdict], texts: int | None = None) -> li
 
 
 def _each(rows: Sequence[Verdict]) -> list[Table | str]:
-    """The table of verdicts, and below it what is said of those that are not green, each text once."""
+    """The table of verdicts; below it the reasons of those that are not green, each text once."""
     if not rows:
         return []
     texts = [*dict.fromkeys(filter(None, map(_why, rows)))]

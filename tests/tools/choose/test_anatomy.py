@@ -21,7 +21,7 @@ from spbench.bench.tools.choose.fit_verdict import Verdict, ranks_text
 from spbench.bench.tools.choose.fitting import snapshot
 from spbench.bench.units import card_gib
 from tests.measure.engines.cells import write_cluster
-from tests.measure.engines.test_repeating_runs import SMALL as MANY
+from tests.measure.engines.test_repeating_runs import SHALLOW as MANY
 from tests.measure.engines.test_repeating_runs import approximately
 from tests.slow import slow
 

@@ -267,7 +267,7 @@ class PublishedTable(Answer):
         return f"{self.table}: {column}, {', '.join([*where, *self.quantities[column].words(number)])}"
 
     def _options(self, row: PublishedRow) -> str:
-        """The options that a row names; the name of its cell has a hash in their place."""
+        """The options that a row gives; in their place, the name of its cell has a hash."""
         optional = [column for column, field in self.match.items() if is_option(field)]
         return ", ".join(f"{column} {row.text[column]}" for column in optional if row.text[column])
 

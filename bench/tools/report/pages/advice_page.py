@@ -17,7 +17,7 @@ from spbench.bench.units import GIB
 from spbench.plots.fit_and_advise import layouts_figure
 from spbench.plots.style import backend_name, length_text, model_name, strategy_name
 
-#: of results: a folder of CSV files of `spbench advise --format csv`
+#: the folder in results/ of CSV files of `spbench advise --format csv`
 FOLDER = "advice"
 #: what makes lines of one question, and what all have that were written by that command
 _QUESTION = ("model", "cluster", "gpus", "seq_len", "batch")

@@ -230,7 +230,7 @@ def _in_history(assessments: Sequence[Assessment]) -> Change:
 
 # -- the page --------------------------------------------------------------------------------------------
 
-#: of drawings of one group, the panels; further series are in the table alone
+#: panels in the drawings of one group; further series are only in the table
 MOST_PANELS = 12
 
 
