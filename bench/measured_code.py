@@ -49,6 +49,7 @@ def code_digest() -> str:
 def measuring_files(root: Path) -> Iterator[Path]:
     """The Python files below ``root``, which has the folders impls and bench, that a measurement may run."""
     yield from (root / "impls").rglob("*.py")
+    yield from (root / "impls").glob("*.pyi")  # the door: it says from which module a name comes
     for path in (root / "bench").rglob("*.py"):
         within = path.relative_to(root / "bench")
         if not NOT_MEASURING.intersection(each.as_posix() for each in (within, *within.parents)):
@@ -137,7 +138,8 @@ BASELINES = Path("results", "baseline")
 
 #: what a row and its comparison with published numbers rest on: folders, and the files in them
 _MEASURED = (
-    *(("impls", "*.py"), ("bench", "*.py"), ("bench", "*.yaml"), ("bench", "*.json")),
+    *((room, kind) for room in ("impls", "bench") for kind in ("*.py", "*.pyi")),
+    *(("bench", "*.yaml"), ("bench", "*.json")),
     ("scenarios", "*.yaml"),
     *(("results/papers", "*.csv"), ("results/measured", "*.csv"), ("results/field", "*.csv")),
 )

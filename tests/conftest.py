@@ -16,6 +16,8 @@ import pytest
 
 from spbench.bench.files import CACHE_FOLDER, DiskCache
 from spbench.bench.measure.processes import starting as processes
+from spbench.bench.measured_code import code_digest
+from spbench.impls.loose_files import LOOSE_FILES
 from tests.slow import leave_out_slow_cases, slow_ones_are_left_out, thin
 
 # torch is imported where it is used: the first process of xdist, for which the others wait, needs none
@@ -120,6 +122,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # looking as often would take a twentieth of the time
     atexit.register(gc.unfreeze)  # or else libraries in C++ complain of what they take for leaks
+
+
+@pytest.fixture(autouse=True)
+def files_forgotten() -> Iterator[None]:
+    """Strategies and models of files that a test adds are forgotten after it, and so is the digest of the
+    code with them, or a later test in this process would have other code than a process that starts."""
+    before = os.environ.get(LOOSE_FILES, "")
+    yield
+    if os.environ.get(LOOSE_FILES, "") != before:
+        os.environ[LOOSE_FILES] = before
+        code_digest.cache_clear()
 
 
 @pytest.fixture(scope="module")

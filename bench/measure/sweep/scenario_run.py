@@ -1,4 +1,4 @@
-"""A scenario's cells, run into a folder: which of them run, which rows are kept, and what is said of them."""
+"""Run a scenario's cells into a folder: keep rows that are current, and remark what times rest on."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from spbench.impls import is_packaged, model_preset, nesting
 
 
 class Watch(Protocol):
-    """What is told as cells begin and end."""
+    """Is called as cells begin and end, for example by a progress bar."""
 
     def begin(self, cell: Cell) -> None: ...
 
     def end(self, row: Row) -> None: ...
 
 
-class Telling(Protocol):
-    """How a person is told of a run, as the module :mod:`command_line.progress` does.
+class Reporter(Protocol):
+    """Shows a person how a run goes, as the module :mod:`command_line.progress` does.
 
     Attributes:
-        message: tells what a person must know.
-        remark: tells what is about to be done, unless a person wants quiet.
-        watch: tells how far a number of cells are, until its context is left.
+        message: shows what a person must know.
+        remark: shows what is about to be done, unless ``--quiet`` is given.
+        watch: shows how many of a number of cells have ended, until its context is left.
     """
 
     def message(self, text: str, /) -> None: ...
@@ -68,18 +68,18 @@ class RanScenario:
     known: dict[str, Row]
     path: Path
 
-    def failed(self, telling: Telling, must_fit: bool = False) -> bool:
+    def failed(self, reporter: Reporter, must_fit: bool = False) -> bool:
         """Whether cells have no result or a wrong one, or do not fit where they must; if so, a message says
         how many, by status."""
         counts = Counter(row["status"] for row in self.rows if row["status"] in FAULTS)
         if counts:
             detail = "" if counts.keys() == {"failed"} else f" ({_counted(counts)})"
             again = "; the same command tries them again" if counts.keys() - set(FINAL) else ""
-            telling.message(f"spbench: {counts.total()} of {len(self.rows)} cells failed{detail}{again}")
+            reporter.message(f"spbench: {counts.total()} of {len(self.rows)} cells failed{detail}{again}")
         others = Counter(row["status"] for row in self.rows if must_fit and row["status"] != "ok")
         if others:
             count = f"{others.total()} of {len(self.rows)}"
-            telling.message(f"spbench: {count} cells are not ok: {_counted(others)}")
+            reporter.message(f"spbench: {count} cells are not ok: {_counted(others)}")
         return bool(counts or others)
 
 
@@ -91,7 +91,7 @@ def run_cells(
     scenario: Scenario,
     narrowing: Narrowing,
     folder: Path,
-    telling: Telling,
+    reporter: Reporter,
     jobs: int | None,
     fresh: bool,
     crew: Crew | None = None,
@@ -103,7 +103,7 @@ def run_cells(
     """Run a scenario's cells into a folder.
 
     Args:
-        telling: who is told what runs, how far it is and what is to be known of its times.
+        reporter: shows what runs, how many cells have ended, and which times rest on substitutes.
         fresh: move earlier results aside instead of keeping them.
         jobs, crew, executor, unverified: as of :func:`sweep`.
         timeout_s: seconds that a cell may take; None: what the scenario says.
@@ -113,19 +113,19 @@ def run_cells(
         UserError: nothing is left to run, the folder cannot be written, or :func:`_check_measured_tree`.
         Interrupted: a person ended the run; the error says how many cells are kept.
     """
-    _check_measured_tree(scenario.name, telling)
+    _check_measured_tree(scenario.name, reporter)
     declared = narrowing.declared(scenario)
     limit = {} if timeout_s is None else {"timeout_s": timeout_s}
     cells = [cell.model_copy(update=limit) for cell in narrowing.cells(scenario, declared)]
     digest_of = sweep.digests_of_a_run()
     with ResultsFile(folder, fresh=fresh) as results:
         todo = sweep.unfinished(cells, results, digest_of)
-        _announce(results, sweep.outdated(cells, results.rows, digest_of), scenario, telling)
+        _announce(results, sweep.outdated(cells, results.rows, digest_of), scenario, reporter)
         kept = f", {len(cells) - len(todo)} of them kept from before" if len(cells) > len(todo) else ""
         running = f"; running {len(todo)}, {sweep.at_once(todo, jobs, executor)} at a time" if todo else ""
-        telling.remark(f"{scenario.name}: {scenario.document.title}: {len(cells)} cells{kept}{running}")
+        reporter.remark(f"{scenario.name}: {scenario.document.title}: {len(cells)} cells{kept}{running}")
         try:
-            with nullcontext(watch) if watch else telling.watch(len(todo)) as shown:
+            with nullcontext(watch) if watch else reporter.watch(len(todo)) as shown:
                 rows = sweep.sweep(
                     cells,
                     results,
@@ -134,7 +134,7 @@ def run_cells(
                     jobs=jobs,
                     digest_of=digest_of,
                     unverified=unverified,
-                    say=lambda text: telling.remark(f"{scenario.name}: {text}"),
+                    say=lambda text: reporter.remark(f"{scenario.name}: {text}"),
                     on_start=shown.begin,
                     on_end=shown.end,
                 )
@@ -145,22 +145,22 @@ def run_cells(
         of = {cell.key: cell for cell in [*declared, *cells]}
         known = {k: r for k, r in results.rows.items() if k in of and sweep.is_current(of[k], r, digest_of)}
     for text in _remarks(rows, scenario):
-        telling.message(f"{scenario.name}: {text}")
+        reporter.message(f"{scenario.name}: {text}")
     return RanScenario(rows, declared, known, results.path)
 
 
-def _announce(results: ResultsFile, stale: str, scenario: Scenario, telling: Telling) -> None:
-    """Tell what earlier results there are, and which of them are out of date."""
+def _announce(results: ResultsFile, stale: str, scenario: Scenario, reporter: Reporter) -> None:
+    """Show which earlier results the folder has, and which of them are out of date."""
     for problem in results.problems:
-        telling.message(f"spbench: warning: {problem}")
+        reporter.message(f"spbench: warning: {problem}")
     if results.moved:
-        telling.message(f"earlier results are now {results.moved}")
+        reporter.message(f"earlier results are now {results.moved}")
     if stale:
-        telling.remark(f"{scenario.name}: {stale}")
+        reporter.remark(f"{scenario.name}: {stale}")
 
 
-def _check_measured_tree(scenario: str, telling: Telling) -> None:
-    """Tell once where the checkout of spbench around the working folder is not what is measured.
+def _check_measured_tree(scenario: str, reporter: Reporter) -> None:
+    """Warn once if the checkout of spbench around the working folder is not the code that is measured.
 
     Raises:
         UserError: it has a baseline of the scenario, with which rows of other code have nothing to do.
@@ -169,7 +169,7 @@ def _check_measured_tree(scenario: str, telling: Telling) -> None:
     if has_baseline(scenario, here):
         refuse_unmeasured_checkout(here, f"this run of {scenario}, which has a baseline here,")
     if warning := unmeasured_checkout(here):
-        _tell_once(telling.message, f"spbench: warning: {warning}")
+        _tell_once(reporter.message, f"spbench: warning: {warning}")
 
 
 @cache
@@ -178,8 +178,8 @@ def _tell_once(message: Callable[[str], None], text: str) -> None:
 
 
 def _remarks(rows: Sequence[Row], scenario: Scenario) -> Iterator[str]:
-    """What is to be known of the times of some rows: operators whose cost is not known, each with its most
-    calls in one cell; times without a rate; and the attention kernel, where the scenario does not say it."""
+    """Remarks on the times of rows: operators whose cost is not known, each with its most calls in one cell;
+    times without a rate; and the attention kernel, if the scenario does not say it."""
     unsaid = any("attention" not in c.model_options for each in scenario.cells.values() for c in each)
     calls: dict[str, int] = {}
     for row in rows:

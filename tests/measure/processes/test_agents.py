@@ -28,7 +28,6 @@ from spbench.bench.measure.processes.torchrun import check_gpus, coordinating, r
 from spbench.bench.measure.sweep.results import read_rows
 from spbench.impls import loose_files
 from spbench.impls.layout import Unavailable
-from spbench.impls.loose_files import LOOSE_FILES
 from spbench.impls.registries import strategy_class
 from tests.bench import fakes
 from tests.bench.hosts import PATIENCE_S, Host, left_of, needs_proc, two_hosts, until
@@ -85,10 +84,7 @@ def module_of(mesh: DeviceMesh, strategy: str) -> str:
     return strategy_class(strategy).__module__
 
 
-def test_files_that_were_added_after_the_agents_had_started(
-    agent: BaseProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(LOOSE_FILES, "")
+def test_files_that_were_added_after_the_agents_had_started(agent: BaseProcess, tmp_path: Path) -> None:
     text = (EXAMPLES / "gathered_attention.py").read_text()
     (tmp_path / "late.py").write_text(text.replace("gathered_attention", "late"))
     loose_files.add_file(tmp_path / "late.py")

@@ -258,6 +258,8 @@ def test_digests_of_files_are_kept_until_the_file_changes(
     for content in (b"", b"[]", b'{"a": 1}', b"\xff"):
         (tmp_path / "cache" / "code.json").write_bytes(content)
         assert digest_with(tmp_path, "impls/ring.py", "a = 1") == first
+    # the door of impls says from which module a name comes
+    assert digest_with(tmp_path, "impls/__init__.pyi", "from ring import a as a") != first
 
 
 def test_rooms_that_do_not_measure_are_there() -> None:

@@ -15,7 +15,6 @@ from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.choose import look as module
 from spbench.bench.tools.choose.look import Depth
-from spbench.impls.loose_files import LOOSE_FILES
 from tests.plugins.additions import EXAMPLES
 from tests.tools.choose.questions import MODEL, small_cards
 from tests.tools.commands.conftest import Run
@@ -196,10 +195,7 @@ def test_a_stopped_search_goes_on(advise: Run, tmp_path: Path, monkeypatch: pyte
     assert not set(first) & set(again)
 
 
-def test_a_plugin_is_advised_as_ours_are(
-    advise: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(LOOSE_FILES, "")
+def test_a_plugin_is_advised_as_ours_are(advise: Run, tmp_path: Path) -> None:
     for name in ("gathered_attention", "one_layer_lm"):
         (tmp_path / f"{name}.py").write_text((EXAMPLES / f"{name}.py").read_text())
     words = (*ON, "--batch", "2", "--seq-len", "128", "--only", "gathered_attention,tensor_parallel,ddp")
