@@ -1,17 +1,29 @@
-"""The pictures of README.md, docs/trust.md and the report that show all committed results at once.
+"""Pictures of docs/ and of the report that no scenario draws.
 
-    python scripts/pictures.py             # draws them
-    python scripts/pictures.py --check     # exit code 1 if one is older than its numbers
+    python scripts/pictures.py scatter      # predicted_and_measured.png
+    python scripts/pictures.py terminal     # advise_in_a_terminal.svg; runs `spbench advise`, about a minute
+    python scripts/pictures.py report       # report.png; builds the report, and needs Chromium and Playwright
+    python scripts/pictures.py --check      # exit code 1 if the scatter is older than its numbers
 
-predicted_and_measured.png has a point for each published step time and memory value: ours over the published
-number, a line for each source. A picture keeps a digest of its numbers, which --check compares with the CSV
-files of results/reproduction.
+The scatter has a point for each published step time and memory value: ours over the published number, a line
+for each source. It keeps a digest of its numbers, which --check compares with the CSV files of
+results/reproduction. Chromium is the program that CHROMIUM names, else `chromium` on PATH.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import io
+import os
+import pty
+import re
+import shlex
+import struct
+import subprocess
 import sys
+import tempfile
+import termios
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +32,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from pandas import DataFrame, Series, concat
 from PIL import Image, PngImagePlugin
+from rich.console import Console
+from rich.text import Text
 
 from spbench.bench.tools.papers.comparison import joined, read_comparisons, read_csv
 from spbench.bench.tools.papers.megatron_cases import CASES
@@ -142,7 +156,77 @@ def is_current() -> bool:
         return bool(image.info.get("numbers") == digest(times(), memory()))
 
 
+IMAGES = Path("docs", "images")
+#: a line of the answer that has the seconds of the machine that drew the picture
+SECONDS = r"^.*layouts looked at in .*$"
+COLUMNS, REPORT_PIXELS = 118, (1400, 1120)
+ADVISE = (
+    "spbench advise --model llama3-8b --cluster dgx-h100 --gpus 8 --seq-len 128K --batch 1 "
+    "--only ulysses,ring_attention,ulysses+ring_attention,zero3 --fixed dp=1 "
+    "--set model_options.recompute=full"
+)
+
+
+def in_a_terminal(command: str) -> str:
+    """What a command prints on a terminal of :data:`COLUMNS` columns, with its escape codes; progress is left
+    out."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 60, COLUMNS, 0, 0))
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS)}
+    with subprocess.Popen(
+        shlex.split(command), stdout=its, stderr=subprocess.DEVNULL, env=environment
+    ) as ran:
+        os.close(its)
+        parts = []
+        try:
+            while part := os.read(ours, 1 << 16):
+                parts.append(part)
+        except OSError:  # as a terminal ends whose program has gone
+            pass
+    os.close(ours)
+    if ran.returncode:
+        sys.exit(f"exit code {ran.returncode}: {command}")
+    return b"".join(parts).decode().replace("\r", "")
+
+
+def draw_terminal() -> None:
+    """Write the answer of `spbench advise` as a picture that loads no font from elsewhere."""
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    console.print(f"$ {ADVISE}", style="bold", soft_wrap=False, highlight=False)
+    answer = re.sub(SECONDS, "", in_a_terminal(ADVISE), flags=re.MULTILINE)
+    console.print(Text.from_ansi(answer))
+    svg = console.export_svg(title="spbench advise", unique_id="advise")
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
+    (IMAGES / "advise_in_a_terminal.svg").write_text(svg, encoding="utf-8")
+
+
+def draw_report() -> None:
+    """Write the first screen of the report, of the committed results."""
+    from playwright.sync_api import sync_playwright  # of the extra `test`
+
+    program = os.environ.get("CHROMIUM", "/usr/bin/chromium")
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        site = Path(folder, "site")
+        subprocess.run(["spbench", "report", "--output", str(site)], check=True, stdout=subprocess.DEVNULL)
+        switches = ["--no-sandbox", "--single-process", "--no-zygote", "--disable-gpu"]
+        browser = playwright.chromium.launch(executable_path=program, args=switches)
+        width, height = REPORT_PIXELS
+        tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme="light")
+        tab.goto((site / "index.html").as_uri())
+        picture = IMAGES / "report.png"
+        tab.screenshot(path=picture)
+        browser.close()
+    with Image.open(picture) as image:
+        few = image.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    few.save(picture, "png", optimize=True)
+
+
+DRAWN = {"scatter": draw, "terminal": draw_terminal, "report": draw_report}
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["--check"]:
-        sys.exit(0 if is_current() else f"{PICTURE} is older than its numbers: python scripts/pictures.py")
-    draw()
+        sys.exit(
+            0 if is_current() else f"{PICTURE} is older than its numbers: python scripts/pictures.py scatter"
+        )
+    for name in sys.argv[1:] or DRAWN:
+        DRAWN[name]()
