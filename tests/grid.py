@@ -1,4 +1,5 @@
-"""Cases that are written in YAML: groups, each of rows, each row the product of its fields' alternatives."""
+"""Cases that are written in YAML: the tables of a module's tests, and groups of rows, each row the product of
+its fields' alternatives."""
 
 from itertools import product
 from pathlib import Path
@@ -6,6 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
+
+
+def tabled(file: str, test: str) -> pytest.MarkDecorator:
+    """The parameters of a test: the rows of its table in cases/, for the module that a file is."""
+    table = yaml.safe_load(Path(file).parent.joinpath("cases", f"{Path(file).stem}.yaml").read_text())[test]
+    return pytest.mark.parametrize(table["names"], table["rows"])
 
 
 def _often(case: dict[str, Any], default: Any) -> bool:

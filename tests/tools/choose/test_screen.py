@@ -7,9 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from spbench.bench.cell import Cell
 from spbench.bench.command_line import options
 from spbench.bench.command_line.output import Output, View
 from spbench.bench.command_line.progress import Progress
+from spbench.bench.tools.choose import proofs
+from spbench.bench.tools.choose.suggestions import Change, single_changes
 from tests.slow import slow
 from tests.terminal import faults_of, screen_of
 from tests.tools.choose.test_fit import TINY
@@ -30,14 +33,18 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Output]:
 def test_the_verdict_comes_before_changes_are_tried(
     fit: Run,
     card: Callable[[int], str],
-    few_changes: None,
     shown: list[Output],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def recomputed(cell: Cell) -> list[Change]:
+        return [each for each in single_changes(cell) if {*each.settings} == {"model_options.recompute"}]
+
+    monkeypatch.setattr(proofs, "single_changes", recomputed)
     said: list[str] = []
     monkeypatch.setattr(Progress, "keep", lambda self, text: said.append(text))
     monkeypatch.setattr(Progress, "at", lambda self, text, share: said.append(text))
-    assert fit(*TINY, "--cluster", card(30), "--seq-len", "1K")[0] == 0
+    two_layers = (*TINY[:-1], "model_options.layers=2", "--cluster", card(10), "--seq-len", "1K")
+    assert fit(*two_layers)[0] == 0
     verdict = "\n".join(str(shown[0].sections[0]).splitlines()[:2])
     assert verdict.startswith("fits: no")
     assert any("recompute" in text for text in said[said.index(verdict) :])
