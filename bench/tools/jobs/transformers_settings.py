@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.adapter_settings import LINEAR_ATTENTION, set_adapters
+from spbench.bench.tools.jobs.adapter_settings import EXPERTS, LINEAR_ATTENTION, set_adapters
 from spbench.bench.tools.jobs.argument_tables import shown, table_content
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.model_names import named_model
-from spbench.bench.tools.jobs.rules import follow
-from spbench.bench.tools.jobs.transformers_step import EXPERTS, WHOLE_EMBEDDING, Said, TransformersStep
+from spbench.bench.tools.jobs.rules import Said, follow
 
 #: what torch.compile makes one kernel of that keeps fewer tensors: words of model_options.fusions
 FUSED_BY_COMPILER = ("swiglu", "rope")
+#: of the tp_plan of transformers, which leaves the embedding as it is
+_WHOLE_EMBEDDING = "the embedding is split by the vocabulary; transformers keeps it whole on every rank"
 
 
-def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
-    """Make the settings of a step."""
+def set_step(k: Account, step: SimpleNamespace, files: JobFiles) -> None:
+    """Make the settings of a step, whose fields are those of :func:`step_lines.step_of`."""
     fields = _model(k, step.model, files)
     replicas = _layout(k, step, files)
     if replicas is not None:
@@ -48,7 +50,7 @@ def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
     k.first_steps()
 
 
-def _facts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(k: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that rules ask for: the fields of a step, the keys of each as ``FIELD.names``, their spelling
     in the job as ``FIELD.spelled``, and its note as ``FIELD.note``; and facts that no field gives alone.
     ``fields``: of the config.json."""
@@ -152,7 +154,7 @@ def _count(k: Account, number: Said, what: str) -> bool:
     return False
 
 
-def _layout(k: Account, step: TransformersStep, files: JobFiles) -> int | None:
+def _layout(k: Account, step: SimpleNamespace, files: JobFiles) -> int | None:
     """Set strategy and sizes; returns how many replicas there are."""
     k.problems += files.machine_problems(step.gpus.value)
     parts = (
@@ -173,8 +175,8 @@ def _layout(k: Account, step: TransformersStep, files: JobFiles) -> int | None:
         k.set("strategy_options.loss", loss.value, *loss.names, note=loss.note)
         if step.tensor_by.value == "megatron_sp":
             k.set("strategy_options.vocabulary", "split", *step.tensor.names)
-        elif loss == TransformersStep.tensor_loss:
-            k.approximate(WHOLE_EMBEDDING)
+        elif loss.note == table_content("transformers")["fields"]["tensor_loss"]["note"]:
+            k.approximate(_WHOLE_EMBEDDING)
     if sp > 1:
         options = dict(table_content("transformers")["sequences"][step.sequence_by.value])
         strategy = options.pop("strategy")
@@ -209,7 +211,7 @@ def _layout(k: Account, step: TransformersStep, files: JobFiles) -> int | None:
     return replicas
 
 
-def _batch(k: Account, step: TransformersStep, replicas: int) -> None:
+def _batch(k: Account, step: SimpleNamespace, replicas: int) -> None:
     micro, parts, total = step.micro_batch, step.accumulation, step.batch
     if micro.value is None and type(total.value) is int:
         micro = Said(total.value // max((parts.value or 1) * replicas, 1), total.names)
@@ -260,7 +262,7 @@ def stages_of(layers: int, each: int | None, ranks: int, several: bool, rounded:
     return stages + -stages % ranks if rounded == "up" else stages
 
 
-def set_pipeline(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
+def set_pipeline(k: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -> None:
     """Set the schedule of a pipeline and the layers of its stages; ``fields`` are of the config.json."""
     ranks, names = step.pipeline.value, step.pipeline.names
     of_pipelines = (step.schedule, step.stage_layers, step.rounded, step.piece)
@@ -294,7 +296,7 @@ def set_pipeline(k: Account, step: TransformersStep, fields: Mapping[str, Any]) 
     k.took(f"{stages} stages", *step.stage_layers.names, *step.rounded.names)
 
 
-def set_pieces(k: Account, step: TransformersStep, runs: int, names: Sequence[str]) -> None:
+def set_pieces(k: Account, step: SimpleNamespace, runs: int, names: Sequence[str]) -> None:
     """Set the micro-batches of a step: ``runs`` micro-batches whose gradients are added up, each cut in
     pieces if there is a pipeline."""
     local, piece, ranks = step.micro_batch.value, step.piece.value, step.pipeline.value

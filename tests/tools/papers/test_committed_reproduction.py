@@ -11,6 +11,7 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.trust.bands import MEMORY_ERRORS_FILE, packaged_errors, packaged_model
 from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE, Evidence, packaged_evidence
+from spbench.bench.tools.papers import reproductions
 from spbench.bench.tools.papers.answer import compare
 from spbench.bench.tools.papers.comparison import frame_of, read_comparisons, read_csv, read_records
 from spbench.bench.tools.papers.document import (
@@ -33,11 +34,10 @@ from spbench.bench.tools.papers.past_errors import (
     orders_by_scenario,
 )
 from spbench.bench.tools.papers.reproduction import Reproduction
-from spbench.bench.tools.papers.reproductions import fit_bands
 from spbench.bench.tools.papers.sources import papers, scenarios_of
 from spbench.bench.tools.papers.validation import trust_lines
 from spbench.bench.yaml_files import read_yaml
-from tests.tools.packaged import scenarios_of_papers
+from tests.tools.packaged import packaged_scenario, scenarios_of_papers
 
 ROOT = Path(__file__).parents[3]
 FILES = ROOT / DETAILS_FOLDER
@@ -104,11 +104,11 @@ def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pyte
     """`spbench reproduce bands --write` makes them; new results without new bands are found out."""
     monkeypatch.chdir(ROOT)
     written: dict[str, str] = {}
+    monkeypatch.setattr(reproductions, "load_scenario", packaged_scenario)
     monkeypatch.setattr(
-        "spbench.bench.tools.papers.reproductions.write_whole",
-        lambda path, content: written.update({path.name: content}),
+        reproductions, "write_whole", lambda path, content: written.update({path.name: content})
     )
-    output = fit_bands(Reproduction("bands", Path("results", "reproduction")))
+    output = reproductions.fit_bands(Reproduction("bands", Path("results", "reproduction")))
     assert json.loads(written[MEMORY_ERRORS_FILE]) == packaged_errors()
     assert Evidence(**json.loads(written[CERTAINTY_FILE])) == packaged_evidence()
     assert output.content["model"] == packaged_model().as_dict()
