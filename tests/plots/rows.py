@@ -39,15 +39,7 @@ def searched(
         "variant": "first-steps",
         **cell,
     }
-    key = "/".join(map(str, (content["model"], strategy, ranks, quantity, content["variant"])))
-    reason = "" if status == "ok" else f"reason of {status}"
-    return {
-        "key": key,
-        "cell": content,
-        "status": status,
-        "reason": reason,
-        "measurement": {"answer": answer} if answer else {},
-    }
+    return row_of(Cell.model_validate(content), {"answer": answer} if answer else {}, status)
 
 
 def compared(
