@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.git import git
 from spbench.bench.tools.changes.history import read_history
 from spbench.bench.tools.changes.metrics import readings
 from spbench.bench.tools.changes.record_command import add_record, content_of, read_record, record_of, utc
 from tests.tools.changes.records import MACHINE, OTHER, cell, commit, record
+from tests.tools.changes.rows import commit_all, folder, git, raw
 
 FACTS = {name: value for name, value in MACHINE.items() if name != "host"}
 
@@ -24,14 +24,12 @@ FACTS = {name: value for name, value in MACHINE.items() if name != "host"}
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository on the branch trunk, with two commits."""
-    folder = tmp_path_factory.mktemp("checkout")
-    git(folder, "init", "-q", "-b", "trunk")
-    (folder / "code.py").write_text("1")
-    git(folder, "add", ".")
-    for message in ("first", "second"):
-        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-        git(folder, *identity, "commit", "-qm", message, "--allow-empty")
-    return folder
+    checkout = tmp_path_factory.mktemp("checkout")
+    for text in ("0", "1"):
+        (checkout / "code.py").write_text(text)
+        commit_all(checkout)
+    git(checkout, "branch", "-qm", "trunk")
+    return checkout
 
 
 @pytest.fixture
@@ -41,22 +39,15 @@ def head(checkout: Path) -> str:
 
 def row(key: str, engine: str = "virtual", **provenance: Any) -> dict[str, Any]:
     made_by = {"commit": None, "torch": "2.13.0", "python": "3.12", "host": "one", "machine": FACTS}
-    measured = {"peak_memory_bytes": 1000, "step_time_s": 0.5, "step_time_samples_s": [0.4, 0.5, 0.6]}
-    return {
-        "key": key,
-        "cell": {"engine": engine},
-        "status": "ok",
-        "reason": "",
-        "measurement": {**measured, "ranks": provenance.pop("ranks", [])},
-        "time": "2026-02-03T05:05:06+01:00",
-        "provenance": {**made_by, **provenance},
-    }
+    measured: dict[str, Any] = {"peak_memory_bytes": 1000, "step_time_s": 0.5}
+    measured["step_time_samples_s"] = [0.4, 0.5, 0.6]
+    measured["ranks"] = provenance.pop("ranks", [])
+    when = "2026-02-03T05:05:06+01:00"
+    return raw(key, engine, measurement=measured, time=when, provenance={**made_by, **provenance})
 
 
-def results(folder: Path, *rows: dict[str, Any]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "cells.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+def results(path: Path, *rows: dict[str, Any]) -> Path:
+    return folder(path, rows)
 
 
 def test_a_record_has_the_commit_the_machine_and_the_metrics(
@@ -277,9 +268,9 @@ def test_a_spoilt_file_is_named(tmp_path: Path, spoil: Callable[[str], str], pro
 
 
 def test_a_history_without_a_record_is_an_error(tmp_path: Path) -> None:
-    for folder, message in ((tmp_path / "none", "no such folder"), (tmp_path, "no records of runs: spbench")):
+    for place, message in ((tmp_path / "none", "no such folder"), (tmp_path, "no records of runs: spbench")):
         with pytest.raises(UserError, match=message):
-            read_history(folder)
+            read_history(place)
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(UserError, match=r"cannot read .*folder.jsonl: Is a directory"):
         read_history(tmp_path)
