@@ -57,7 +57,7 @@ class Gate:
     @property
     def judgement(self) -> Judgement | None:
         """What the gate says; None where there are no results beside the baseline."""
-        return self.suite and self.suite.judgement
+        return self.suite.judgement if self.suite else None
 
     @property
     def commits(self) -> list[list[str]]:
