@@ -208,6 +208,19 @@ def _phases(log: MemoryLog) -> list[tuple[str, int]]:
     return [each for each, before in zip(phases, [("", 0), *phases], strict=False) if each[0] != before[0]]
 
 
+def peaks_by_phase(anatomy: Anatomy) -> dict[tuple[int, str], int]:
+    """Bytes at the largest moment of each phase, by the number of its kind's occurrence and its name; from
+    the curve, whose moments are the largest of their runs of events."""
+    kinds = [values for name, values in anatomy.curve.items() if name != "event"]
+    totals = np.sum(np.array(kinds), axis=0)
+    names, starts = zip(*anatomy.phases, strict=True)
+    places = np.maximum(0, np.searchsorted(starts, anatomy.curve["event"], side="right") - 1)
+    return {
+        (names[:place].count(names[place]), names[place]): int(totals[places == place].max(initial=0))
+        for place in dict.fromkeys(places.tolist())
+    }
+
+
 def least_usable(
     log: MemoryLog,
     low: int,

@@ -27,9 +27,8 @@ from spbench.bench.tools.choose.fit_verdict import (
     step_of,
 )
 from spbench.bench.tools.choose.fitting import Fitting, fitting
-from spbench.bench.tools.choose.proofs import Proofs
+from spbench.bench.tools.choose.proofs import BudgetPlan, Proofs
 from spbench.bench.tools.choose.subject import experts_line, model_line, taken, taken_line, tokens_of_rank
-from spbench.bench.tools.choose.under_budget import BudgetPlan
 from spbench.bench.tools.jobs.flag_changes import flag_changes
 from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import card_gib, shown_price, shown_share

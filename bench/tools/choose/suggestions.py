@@ -54,6 +54,11 @@ class Change:
         """Whether the change takes another strategy, which divides samples."""
         return "strategy" in self.settings
 
+    @property
+    def of_model(self) -> bool:
+        """Whether the change is only in how the model computes."""
+        return all(name.startswith("model_options.") for name in self.settings)
+
 
 def cells_of(cell: Cell, changes: Iterable[Change]) -> dict[str, tuple[Cell, Change]]:
     """By key, the cells that changes make of ``cell``, each with the first change that makes it; changes
@@ -313,6 +318,11 @@ def together(changes: Sequence[Change]) -> Change | None:
     if any(_within(a, b) for a in changes for b in changes if a is not b):
         return None
     return Change(settings, "; ".join(change.words for change in changes))
+
+
+def as_one(several: Iterable[Sequence[Change]]) -> Iterator[Change]:
+    """Each set of switches that go together, as one change."""
+    return filter(None, map(together, several))
 
 
 def _within(a: Change, b: Change) -> bool:

@@ -40,8 +40,10 @@ class Made:
                 return
             self.asked += 1
             needed = round(self.needs(task.cell))
+            status = "ok" if needed <= USABLE else "oom"
             measured = {"peak_memory_bytes": needed, "usable_memory_bytes": USABLE, "step_time_s": 1.0}
-            yield task, Outcome("ok" if needed <= USABLE else "oom", measurement=measured)
+            measured |= {"status": status, "by_class": []}
+            yield task, Outcome(status, measurement=measured)
 
 
 def proved(needs: Callable[[Cell], float], states: int = 2**30, most: int = MOST) -> tuple[Proofs, Made]:
