@@ -77,11 +77,6 @@ class Advice:
         """The ratio to the shortest time up to which times are a tie; 1.0: nothing fits."""
         return tie_limit(self.result.best)
 
-    @property
-    def _rates(self) -> str:
-        rates: str = self.result.best[0].measured["rates"]
-        return rates
-
     def is_tie(self, seen: Seen) -> bool:
         """Whether the layout fits, and its time ties with the shortest; see :func:`.ranking.is_tie`."""
         return seen.fits and is_tie(seen, self.result.best)
@@ -251,7 +246,7 @@ class Advice:
         else:
             apart = other.uncharged_s / winner.uncharged_s
             head = f"a tie: {than}, but {apart - 1:+.1%} without a charge fitted where it is little"
-        order = packaged_model().order(self._rates, apart)
+        order = packaged_model().order(self.result.best[0].measured["rates"], apart)
         return "; ".join(filter(None, [head, causes, order]))
 
 

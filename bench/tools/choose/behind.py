@@ -30,7 +30,7 @@ def own_in_words(answer: Advice) -> Iterator[str]:
     if asked is None:
         return
     if own is None:
-        reasons = answer.result.refused.reasons
+        reasons = answer.result.refused
         cell = asked.looked_at
         reason = reasons.get(f"{cell.strategy} {cell.mesh_text}", "")
         yield f"yours cannot be timed{f': {reason}' if reason else ''}"

@@ -335,5 +335,5 @@ def figures_of(
             return estimates.figures(way, options), options
         except Unsupported as refusal:
             reason = str(refusal)
-    refused.add(str(way), reason)
+    refused.setdefault(str(way), reason)
     return None

@@ -15,7 +15,7 @@ from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
 from spbench.bench.measure import PEAK, RESERVED, past_errors, priced_by_in_words
 from spbench.bench.measure import given as settings_given
-from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
+from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.fit_verdict import (
     MEMORY_COLUMNS,
     VERDICT_COLUMNS,
@@ -336,8 +336,6 @@ def fit(
         raise UserError(
             "--must-fit judges the sizes as they are, and --longest looks for others; leave one out"
         )
-    if kind_of(subject) == "model":
-        ask_for({"--cluster NAME": cluster, "--seq-len N": settings.get("seq_len")}, subject[0])
     with Progress() as progress:
 
         def verdict_first(answer: Fitting) -> None:

@@ -50,7 +50,7 @@ def possible(question: Question, refused: Refused) -> bool:
     for way in ways(question):
         around = [*islice(layouts(question, way, estimates.layers, refused), 1)]
         if around and around[0].pp > 1 and not pipelined:  # the first has the fewest stages
-            refused.add(f"{way} pp{around[0].pp}", NO_STAGES)
+            refused.setdefault(f"{way} pp{around[0].pp}", NO_STAGES)
         elif around and figures_of(estimates, way, question, refused) is not None:
             return True
     return False
@@ -66,7 +66,7 @@ def why_impossible(question: Question, kept: Collection[str] = ()) -> str:
     if possible(question, refused):
         return ""
     cell = question.cell
-    reasons = {*refused.reasons.values()}
+    reasons = {*refused.values()}
     if len(reasons) == 1:
         reason = f": {reasons.pop()}"
     elif reasons:
@@ -230,7 +230,7 @@ def absence(
     wanted = {f"{axis}{n}" for axis, n in asked_about.items() if n > 1}
     lines += [
         {"layout": what, "why": reason}
-        for what, reason in result.refused.reasons.items()
+        for what, reason in result.refused.items()
         if wanted <= {part for word in what.split() for part in word.split("x")}
     ]
     kinds = {(each.cell.strategy, mesh_alone(each.cell)) for each in result.traced}

@@ -19,9 +19,7 @@ from spbench.bench.measure import (
     written,
 )
 from spbench.bench.setting_values import MOST_RANKS, VARIABLES
-from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
-from spbench.bench.tools.choose.changed_figures import changed_cluster
-from spbench.bench.tools.choose.own_layout import OwnLayout
+from spbench.bench.tools.choose.asked import Asked, OwnLayout, ask_for, changed_cluster, kind_of
 from spbench.bench.tools.choose.subject import subject
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.impls import FOLDED_AXES, HEEDED, LIBRARIES, MESH_AXES, PLUS, Model, Unsupported, model_preset

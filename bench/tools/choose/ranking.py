@@ -243,7 +243,7 @@ class LookedAt:
         seen = []
         for cell, outcome in looks(self.asking, cells, depth, self.behind.ended):
             if outcome.status == "unsupported":
-                self.result.refused.add(f"{cell.strategy} {cell.mesh_text}", outcome.reason)
+                self.result.refused.setdefault(f"{cell.strategy} {cell.mesh_text}", outcome.reason)
                 self.result.counts["cannot be run"] += 1
                 self.seen.pop(cell.key, None)
             else:
