@@ -98,11 +98,7 @@ def _changes(answer: Advice) -> Iterator[tuple[Seen, FlagChanges | None]]:
     whole = [seen for seen in answer.result.best if seen.exact]
     towards = sorted(whole[:NAMED], key=lambda seen: seen.is_full)
     if not own.fits:  # and of those that tie, to what differs in least of it
-
-        def away(seen: Seen) -> tuple[bool, bool, int]:
-            return seen.is_full, not answer.is_tie(seen), len(_differing(own, seen))
-
-        towards = sorted(towards, key=away)
+        towards.sort(key=lambda seen: (seen.is_full, not answer.is_tie(seen), len(_differing(own, seen))))
     for seen in towards:
         if own.fits and seen.step_s >= own.step_s:
             continue

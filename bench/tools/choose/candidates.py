@@ -57,18 +57,10 @@ def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str]
     return None if axes == sorted(axes, key=MESH_AXES.index) else axes
 
 
-def mesh_alone(cell: Cell) -> str:
-    """The mesh of a cell as text, without the ranks of its experts and whatever the order of its axes."""
-    return _mesh_alone(cell.mesh_sizes)
-
-
-def _mesh_alone(sizes: Mapping[str, int]) -> str:
-    return spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
-
-
-def kind_of_layout(layout: Layout) -> tuple[str, str]:
-    """Strategy and mesh, as of a cell (:func:`mesh_alone`)."""
-    return layout.way.strategy, _mesh_alone(layout.sizes)
+def kind_of_layout(strategy: str, sizes: Mapping[str, int]) -> tuple[str, str]:
+    """Strategy and mesh as text, without the ranks of experts and whatever the order of the axes: the best
+    layout of each kind is named."""
+    return strategy, spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
 
 
 #: a choice and its value
@@ -107,8 +99,8 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """Strategy and mesh, as of a cell (:func:`mesh_alone`): of each kind the best layout is named."""
-        return kind_of_layout(self.layout)
+        """See :func:`kind_of_layout`."""
+        return kind_of_layout(self.strategy, self.layout.sizes)
 
     @property
     def complexity(self) -> tuple[int, int]:

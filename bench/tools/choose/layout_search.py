@@ -30,7 +30,6 @@ from spbench.bench.tools.choose.candidates import (
     Bar,
     Candidate,
     candidates,
-    mesh_alone,
 )
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layouts import Way, things_to_set
@@ -177,7 +176,7 @@ class Search(LookedAt):
         """Take the most promising that could be among the best, one of each way and of each new strategy."""
         best = self.best_layouts()
         bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
-        of_kind = {(seen.cell.strategy, mesh_alone(seen.cell)): seen.step_s for seen in best}
+        of_kind = {seen.kind: seen.step_s for seen in best}
         expected_s, least_s = self.learned.bounds(waiting)
         places = np.flatnonzero(waiting.left & (least_s <= bar))
         chosen: dict[int, Candidate] = {}

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from spbench.bench.tools.choose.candidates import Bar, Candidate, figures_of, kind_of_layout, mesh_alone
+from spbench.bench.tools.choose.candidates import Bar, Candidate, figures_of, kind_of_layout
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layouts import (
     Layout,
@@ -233,10 +233,11 @@ def absence(
         for what, reason in result.refused.items()
         if wanted <= {part for word in what.split() for part in word.split("x")}
     ]
-    kinds = {(each.cell.strategy, mesh_alone(each.cell)) for each in result.traced}
+    kinds = {each.kind for each in result.traced}
     left = [each for each in every if each.kind not in kinds and _has(each.layout.sizes, asked_about)]
     far_layouts = [(Layout(*which, 1), s) for which, s in bar.far.items()] if bar else []
-    far = {kind_of_layout(each): s for each, s in far_layouts if _has(each.sizes, asked_about)}
+    far_sizes = [(each.way.strategy, each.sizes, s) for each, s in far_layouts]
+    far = {kind_of_layout(name, n): s for name, n, s in far_sizes if _has(n, asked_about)}
     for kind in (*kinds, *(each.kind for each in left)):
         far.pop(kind, None)
     return Absence(lines, _untraced(left, far, named, best_s, too_large) if left or far else "")

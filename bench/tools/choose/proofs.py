@@ -30,7 +30,6 @@ from spbench.bench.tools.choose.suggestions import (
     RECOMPUTE,
     Change,
     as_one,
-    both,
     cells_of,
     pairs,
     share_of_layers,
@@ -175,9 +174,9 @@ def _promising_pairs(
     left = {written(v.change.settings): v.memory.total_bytes / needed for v in tried if v.change}
     helping = [each for each in changes if left.get(written(each.settings), 1.0) < 1]
     shares = [
-        (left[written(one.settings)] * left[written(other.settings)], both(one, other))
+        (left[written(one.settings)] * left[written(other.settings)], change)
         for one, other in pairs(helping)
-        if one.divides or other.divides or not dividing
+        if (one.divides or other.divides or not dividing) and (change := together([one, other]))
     ]
     likely = [change for share, change in shares if share <= before.memory.card_bytes / needed]
     nearest = [change for _, change in sorted(shares, key=lambda pair: pair[0])]

@@ -16,7 +16,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure import FITS, NO, Certainty, certainty, load_cluster, packaged_model
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose.asking import Asking, Behind, Say, unheard
-from spbench.bench.tools.choose.candidates import Candidate, mesh_alone
+from spbench.bench.tools.choose.candidates import Candidate, kind_of_layout
 from spbench.bench.tools.choose.fit_verdict import CardMemory, card_memory
 from spbench.bench.tools.choose.layouts import Refused, things_to_set
 from spbench.bench.tools.choose.look import NEEDED, Depth, looks
@@ -46,6 +46,11 @@ class Seen:
     def measured(self) -> Mapping[str, Any]:
         """The measurement, as rows have it."""
         return self.outcome.measurement
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """See :func:`.kind_of_layout`."""
+        return kind_of_layout(self.cell.strategy, self.cell.mesh_sizes)
 
     @property
     def fits(self) -> bool:
@@ -159,25 +164,6 @@ def ranked(best: Sequence[Seen]) -> list[Seen]:
     return sorted(best, key=place)
 
 
-def best_of(
-    fitting: Sequence[Seen], kind: Callable[[Cell], Hashable], seconds: Callable[[Seen], float]
-) -> list[Seen]:
-    """The fastest of each kind of cells, or the simplest of those that are about as fast; the fastest first.
-
-    Args:
-        fitting: cells that fit, the fastest first.
-        seconds: of a step.
-    """
-    of_kinds: dict[Hashable, list[Seen]] = {}
-    for seen in fitting:
-        of_kinds.setdefault(kind(seen.cell), []).append(seen)
-    best = []
-    for alike in of_kinds.values():
-        as_fast = [each for each in alike if seconds(each) <= TOSS * seconds(alike[0])]
-        best.append(min(as_fast, key=lambda each: complexity(each.cell)))
-    return sorted(best, key=seconds)
-
-
 def stands_for(own: Seen, seen: Seen) -> bool:
     """Whether a job's own layout differs from another one only in settings that hardly make that faster."""
 
@@ -269,15 +255,23 @@ class LookedAt:
         return seen.step_s * (min(ratios) if not seen.exact and len(ratios) > 1 else 1.0)
 
     def best_layouts(self) -> list[Seen]:
-        """The best layout for each strategy and mesh; see :func:`best_of`."""
-        return self._best_of(lambda cell: (cell.strategy, mesh_alone(cell)))
+        """The best layout for each strategy and mesh, the fastest first."""
+        return self._best_of(lambda seen: seen.kind)
 
     def best_strategies(self) -> list[Seen]:
-        """The best layout for each strategy."""
-        return self._best_of(lambda cell: cell.strategy)
+        """The best layout for each strategy, the fastest first."""
+        return self._best_of(lambda seen: seen.cell.strategy)
 
-    def _best_of(self, kind: Callable[[Cell], Hashable]) -> list[Seen]:
-        return best_of(self.fitting(), kind, self._least_whole_s)
+    def _best_of(self, kind: Callable[[Seen], Hashable]) -> list[Seen]:
+        """The fastest of each kind of cells, or the simplest of those that are about as fast."""
+        of_kinds, seconds = defaultdict[Hashable, list[Seen]](list), self._least_whole_s
+        for seen in self.fitting():
+            of_kinds[kind(seen)].append(seen)
+        best = []
+        for alike in of_kinds.values():
+            as_fast = [each for each in alike if seconds(each) <= TOSS * seconds(alike[0])]
+            best.append(min(as_fast, key=lambda each: complexity(each.cell)))
+        return sorted(best, key=seconds)
 
 
 #: steps are the same whose seconds and bytes differ by no larger part

@@ -224,11 +224,6 @@ def pairs(changes: Sequence[Change]) -> Iterator[tuple[Change, Change]]:
             yield one, other
 
 
-def both(one: Change, other: Change) -> Change:
-    """One change that makes both changes."""
-    return Change({**one.settings, **other.settings}, f"{one.words}; {other.words}")
-
-
 def _parts(change: Change) -> set[str]:
     """The settings that a change has; all settings that divide the ranks count as one, "ranks"."""
     divides = ("sizes.", "strategy", "training.micro_batches")
@@ -261,11 +256,10 @@ _OF_NUMBERS = ("training.reduce_dtype", "training.state_dtype")
 def switches(cell: Cell) -> list[Change]:
     """The switches of a cell: recomputation by module and by layers, checkpoints on the host, tiles, how much
     of the optimizer is there, and what else its options declare that leaves the numbers as they are."""
-    declared = [
-        each
-        for each in savings_of(cell)
-        if not {_BACKEND, *_OF_NUMBERS} & {*each.settings} and not _whole(each)
-    ]
+    apart = {_BACKEND, *_OF_NUMBERS}
+    declared = [each for each in savings_of(cell) if not apart & {*each.settings}]
+    # recomputation without modules is by module below
+    declared = [each for each in declared if each.settings != {RECOMPUTE: "selective"}]
     model = model_preset(*cell.model_arguments)
     return [*declared, *_by_module(model), *part_on_host(cell)]
 
@@ -277,11 +271,6 @@ def share_of_layers(cell: Cell, change: Change) -> float | None:
     stages = cell.sizes.pp * cell.training.virtual_stages
     layers = getattr(model_preset(*cell.model_arguments), "layers", 0) // stages
     return change.settings[_LAYERS] / layers if layers else None
-
-
-def _whole(change: Change) -> bool:
-    """Whether a change is selective recomputation without modules; :func:`_by_module` has it by module."""
-    return change.settings == {RECOMPUTE: "selective"}
 
 
 def _by_module(model: Model) -> Iterator[Change]:

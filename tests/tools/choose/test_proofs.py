@@ -18,7 +18,7 @@ from spbench.bench.tools.choose.anatomy import ANATOMY, anatomy
 from spbench.bench.tools.choose.asking import Task
 from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.proofs import ENOUGH, MOST, MOST_PAIRS, Proofs, prove
-from spbench.bench.tools.choose.suggestions import both, pairs, single_changes
+from spbench.bench.tools.choose.suggestions import pairs, single_changes, together
 from spbench.impls.registries import all_backends, all_models, all_strategies
 
 GIB = 2**30
@@ -144,7 +144,8 @@ def test_strategies_that_divide_a_sequence_are_among_the_changes() -> None:
 def test_pairs_are_of_different_things() -> None:
     single = single_changes(cell(sizes={"dp": 8}, strategy="single", training={"backend": "ddp"}))
     for one, other in pairs(single):
-        settings = both(one, other).settings
+        change = together([one, other])
+        settings = change.settings if change else {}
         assert len(settings) == len(one.settings) + len(other.settings)
         assert {one.other_job, other.other_job} == {False}
 
