@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from spbench.bench.cell import Cell
-from spbench.bench.measure import packaged_model, priced_by_in_words, with_band, written
-from spbench.bench.tools.choose.collective_prices import compute_floor_s, links_floor_s
+from spbench.bench.measure import load_cluster, packaged_model, priced_by_in_words, with_band, written
 from spbench.bench.tools.choose.layouts import folds_anew
 from spbench.bench.tools.choose.possible import Absence
 from spbench.bench.tools.choose.question import Question
@@ -29,7 +30,7 @@ from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.choose.whole_looks import Price
 from spbench.bench.units import GIB, shown_price
 from spbench.bench.yaml_text import dump
-from spbench.impls import model_preset
+from spbench.impls import Place, model_preset
 
 #: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
 _PARTS = {
@@ -43,6 +44,10 @@ _PARTS = {
     "overhead_s": "launch overhead",
     "host_s": "waiting for the host",
 }
+#: collectives of which a rank sends to each of the others, so that a share of it leaves the node
+_TO_EACH = "all_to_all"
+#: messages from a rank to the next, which leave a node by one card
+_TO_NEXT = ("send", "recv")
 
 
 @dataclass(frozen=True)
@@ -296,3 +301,47 @@ def scenario_text(cells: Sequence[Cell], title: str) -> str:
     for group in groups:
         group["sizes"] = {axis: n for axis, n in group.get("sizes", {}).items() if n > 1}
     return dump({"title": title, "groups": groups})
+
+
+def compute_floor_s(measurement: Mapping[str, Any]) -> float | None:
+    """Seconds of the FLOPs of the model (nothing computed again) at what the card's datasheet promises; None:
+    it promises nothing of this precision."""
+    utilization, step_s = measurement["mfu"], measurement["step_time_s"]
+    return None if utilization is None else float(utilization * step_s)
+
+
+def links_floor_s(cell: Cell, measurement: Mapping[str, Any]) -> float | None:
+    """Seconds of the bytes that a rank sends at the bandwidth of the links, those within a node and those
+    across nodes at the same time; None: the cluster lacks a bandwidth that they need."""
+    within_s = across_s = 0.0
+    for row in measurement["formula"]:
+        times = _row_s(cell, row)
+        if times is None:
+            return None
+        within_s, across_s = within_s + times[0], across_s + times[1]
+    return max(within_s, across_s)
+
+
+def _row_s(cell: Cell, row: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Seconds of one row of the closed form: within a node, and across nodes."""
+    cluster, sent = load_cluster(cell.cluster), float(row["sent_bytes"])
+    nodes = np.array(Place(cell.mesh_sizes).members(*row["axis"].split("_"))) // cluster.devices_per_node
+    ranks, here = len(nodes), int((nodes == nodes[0]).sum())  # of the group, and of it in one node
+    if not sent or ranks == 1:
+        return 0.0, 0.0
+    card = cluster.network.bandwidth_bytes_per_s.value
+    node = cluster.node_link.bandwidth_bytes_per_s.value if cluster.node_link else card
+    if not node or (here < ranks and not card):
+        return None
+    if here == ranks:
+        return sent / node, 0.0
+    assert card is not None
+    share = card * min(1.0, cluster.network.nics_per_node / cluster.devices_per_node)
+    if row["collective"] == _TO_EACH:
+        leaves = (ranks - here) / (ranks - 1)
+        return sent * (1 - leaves) / node, sent * leaves / share
+    # of a ring one rank of a node sends to the next node, by the cards of all its ranks there
+    by = share * here
+    if row["collective"] in _TO_NEXT:
+        by = min(by, card)
+    return (sent / node if here > 1 else 0.0), sent / by

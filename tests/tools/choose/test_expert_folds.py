@@ -17,8 +17,7 @@ from spbench.bench.tools.choose.advice import Advice
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Task
 from spbench.bench.tools.choose.candidates import best_folds
-from spbench.bench.tools.choose.collective_prices import CollectivePrices
-from spbench.bench.tools.choose.estimates import Estimates
+from spbench.bench.tools.choose.estimates import CollectivePrices, Estimates
 from spbench.bench.tools.choose.layout_search import Search
 from spbench.bench.tools.choose.layouts import (
     Fold,

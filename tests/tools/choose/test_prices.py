@@ -16,11 +16,10 @@ from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose import asking as module
-from spbench.bench.tools.choose.advice import Advice
+from spbench.bench.tools.choose.advice import Advice, compute_floor_s, links_floor_s
 from spbench.bench.tools.choose.advise_report import report
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking, Task
-from spbench.bench.tools.choose.collective_prices import compute_floor_s, links_floor_s
 from spbench.bench.tools.choose.layout_search import answered
 from spbench.bench.tools.choose.look import look
 from spbench.bench.tools.choose.question import question
