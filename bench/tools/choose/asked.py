@@ -55,7 +55,7 @@ class Asked:
 
 
 def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
-    """What words stand for.
+    """What the words of a command line name.
 
     Raises:
         UserError: nothing.
@@ -160,7 +160,7 @@ def swept_figures(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def changed_cluster(name: str, figures: Mapping[str, str]) -> str:
-    """The path of a file with the cluster, some of its figures changed.
+    """The path of a file with a cluster, some figures of which are changed.
 
     Where a figure of a link is changed, the rates that collectives were measured to reach on that link change
     by the same factor. The file is in the folder of what is kept between runs.
@@ -302,7 +302,7 @@ class OwnLayout:
         return {"backend": backend, **own, **searched}
 
     def remarks(self) -> list[str]:
-        """Remarks on which of its options other layouts choose anew, and which they keep."""
+        """Remarks on the options that other layouts choose anew, and on those that they keep."""
         lines = []
         if self.released:
             switches = written(dotted("model_options", self.released))
@@ -313,7 +313,7 @@ class OwnLayout:
 
 
 def _kept(training: TrainingOptions) -> dict[str, Any]:
-    """The options of a backend that other layouts have too, by name: all but those that a search chooses."""
+    """The options of a backend that other layouts keep, by name: all but those that a search chooses."""
     kind = backend_class(training.backend).options_type
     options = asdict(set_options(kind(), training.backend_options, training.backend))
     searched = {name for each in kind.searched() for name in each}

@@ -52,7 +52,7 @@ _DOMINATED = 1.1
 
 
 def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str] | None:
-    """The axes of several ranks in that order; None if this is the default order."""
+    """The axes of several ranks in an order; None if that is the default order."""
     axes = [axis for axis in order if sizes.get(axis, 1) > 1]
     return None if axes == sorted(axes, key=MESH_AXES.index) else axes
 
@@ -104,7 +104,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """How many strategies and memory switches it has, and axes of several ranks."""
+        """How many strategies and memory switches the candidate has, and axes of several ranks."""
         things = things_to_set(self.strategy, self.saving, self.training)
         return things, sum(n > 1 for n in self.layout.sizes.values())
 
@@ -116,7 +116,7 @@ class Candidate:
         return of_all if fold is None else (*of_all, ("fold", str(fold)))
 
     def cell(self, asked: Cell) -> Cell:
-        """The cell that it makes of the one that was asked about."""
+        """The cell with this layout, made of the cell that was asked about."""
         layout, (batch, _) = self.layout, asked.shape
         training = {**asked.training.model_dump(exclude_defaults=True), **self.training}
         if asked.training.step == "training":
@@ -210,8 +210,8 @@ def candidates(
 
 @dataclass(frozen=True)
 class _Choices:
-    """What each layout can have: settings of backends, whether these have stages, the places of their twins,
-    settings of the model, and both settings as text; the bytes that it can have, and the seconds."""
+    """What each layout can have: settings of backends, whether the backends have stages, the places of their
+    twins, settings of the model, and both settings as text; the bytes of a card, and the bar of seconds."""
 
     backends: Sequence[Mapping[str, Any]]
     pipelined: Sequence[bool]
@@ -320,7 +320,7 @@ def promising(times: np.ndarray, fitting: np.ndarray, of_twin: float) -> np.ndar
 def figures_of(
     estimates: Estimates, way: Way, question: Question, refused: Refused
 ) -> tuple[WayFigures, Mapping[str, Any]] | None:
-    """The figures of a way, and the first of its strategy's settings that can be; None: none can be."""
+    """The figures of a way, and the first settings of its strategy that can be; None: no settings can."""
     reason = ""
     for options in settings_of(question, way.strategy):
         try:

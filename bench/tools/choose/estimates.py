@@ -154,7 +154,7 @@ class Estimates:
         self.seconds, self._s_of_byte = (prices := CollectivePrices(cell)).seconds, prices.s_of_byte
 
     def figures(self, way: Way, options: Mapping[str, Any]) -> WayFigures:
-        """What a way sends and holds.
+        """What a rank sends and holds with a way to divide a sample.
 
         Raises:
             Unsupported: it cannot divide the model so.
@@ -328,7 +328,7 @@ class Estimates:
         return np.asarray(of_others + (whole + shared / held[:, 1]) * held[:, 0] + of_layer * at_once)
 
     def activations(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
-        """Bytes of everything else on the fullest rank at its peak, [layouts, savings]."""
+        """Bytes of all but states of training on the fullest rank at its peak, [layouts, savings]."""
         (batch, _), layout = self.cell.shape, layouts[0]
         stages, runs = layout.pp, layout.virtual_stages
         # of runs of layers in turns, the first rank has as many before its first backward, and one more

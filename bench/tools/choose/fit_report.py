@@ -147,7 +147,7 @@ def _holding(verdict: Verdict) -> Iterator[Table | str]:
 
 
 def _parts(verdict: Verdict, program: str) -> Table:
-    """What holds the peak, by kind and the module in whose forward or backward it was made."""
+    """What holds the peak: tensors by kind and by the module in whose forward or backward they were made."""
     peak = verdict.anatomy.peak_memory_bytes
     experts = bool(getattr(model_preset(*verdict.cell.model_arguments), "experts", 0))
     of_experts = Column("of", "of", of=lambda part: part_of_experts(part.kind, part.module, experts) or None)

@@ -112,7 +112,7 @@ class Verdict:
         return all(entry["status"] == "ok" for entry in self.measurement["by_class"])
 
     def within(self, budget_bytes: int) -> bool:
-        """Whether the cell needs at most so many bytes of a card, and its hosts have the memory."""
+        """Whether the cell needs at most so many bytes of a card, and the hosts have the memory for it."""
         on_host = self.devices_fit and not self.fits
         return self.memory.total_bytes <= budget_bytes and not on_host
 
@@ -139,7 +139,7 @@ class Verdict:
         return f"{ranks_text(self.anatomy.ranks)} ({at}{self.moment_in(program)})"
 
     def moment_in(self, program: str = "") -> str:
-        """The moment at which memory is largest; its module has the name that the program gives it."""
+        """The moment at which memory is largest, its module by the program's name for that module."""
         moment = self.anatomy.moment
         return str(replace(moment, module=moment.module and in_program_words(moment.module, program)))
 

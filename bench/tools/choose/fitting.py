@@ -50,7 +50,7 @@ _OF_THE_JOB = ("precision", "model_options")
 
 @dataclass(frozen=True)
 class Fitting:
-    """Whether cells fit, and what would help.
+    """The answer whether cells fit, with the changes that would help.
 
     Attributes:
         verdicts: of the cells that can run.

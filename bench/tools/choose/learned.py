@@ -115,8 +115,8 @@ class Excess(NamedTuple):
         return candidate.estimated_bytes + max(self.more * share for share in self._shares(candidate))
 
     def _shares(self, candidate: Candidate) -> tuple[float, ...]:
-        """For each of these kinds, how many times as large the excess of another candidate is, if that of
-        the traced one is of this kind."""
+        """By kind of bytes, how many times as large the excess of another candidate is as the traced one's,
+        if the excess is of that kind."""
         here, there = candidate.layout, self.of.layout
         ranks = here.way.ranks / there.way.ranks
         activations = max(1.0, candidate.activation_bytes) / max(1.0, self.of.activation_bytes)
@@ -155,7 +155,7 @@ class Learned:
         self.fit()
 
     def knows(self, strategy: str) -> bool:
-        """Whether a layout of it was traced."""
+        """Whether a layout of a strategy was traced."""
         return strategy in self._excess
 
     def unsettled_parts(self, strategy: str) -> set[str]:
@@ -170,7 +170,7 @@ class Learned:
         return ways if part in strategies or len(strategies) > 1 else ()
 
     def knows_parts(self, strategy: str) -> bool:
-        """Whether a layout of it was traced, or of each of its parts one."""
+        """Whether a layout with each part of a strategy was traced."""
         return all(part in self._parts for part in strategy.split(PLUS))
 
     def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
@@ -226,8 +226,8 @@ class Learned:
         return Bounds(*(waiting.estimated_s * np.exp(each)[waiting.alike_at] for each in (off, least)))
 
     def _deviations(self, columns: Sequence[np.ndarray]) -> np.ndarray:
-        """Standard deviations of sums of factors; one that is unknown has the variance that it had before,
-        and depends on nothing."""
+        """Standard deviations of sums of factors; an unknown factor has its variance of before any trace, and
+        depends on no other factor."""
         own = np.append(np.diag(self._covariance), _SD**2)
         others = np.pad(self._covariance - np.diag(np.diag(self._covariance)), (0, 1))
         crossed = sum(others[a, b] for a, b in itertools.combinations(columns, 2))
@@ -235,13 +235,13 @@ class Learned:
         return deviations
 
     def _nearest(self, way: Way) -> Way | None:
-        """The traced way of its strategy that is most like a way; None: no way of the strategy was traced."""
+        """The traced way of the same strategy that is most like a way; None: no such way was traced."""
         alike = (traced for traced in self._largest if traced and traced.strategy == way.strategy)
         return min(alike, key=lambda traced: _doublings(way, traced), default=None)
 
     def least_bytes(self, candidate: Candidate) -> float:
-        """The least bytes of a candidate: the closest of the bounds that traced candidates give which are
-        like it in some way."""
+        """The least bytes of a candidate: the closest of the bounds that traced candidates give, if these are
+        like the candidate in some way."""
         like = ((margin, self._excess.get(key)) for margin, key in _likenesses(candidate))
         bounds = (min(each.least(candidate) for each in known) / margin for margin, known in like if known)
         return max(bounds, default=candidate.estimated_bytes / _MARGIN_OF_UNKNOWN)

@@ -57,7 +57,7 @@ def possible(question: Question, refused: Refused) -> bool:
 
 
 def why_impossible(question: Question, kept: Collection[str] = ()) -> str:
-    """Why a question has no layout, in a sentence; "" if it has one.
+    """Why a question has no layout, in a sentence; "" if the question has a layout.
 
     Args:
         kept: axes of ``fixed`` that are not what is wrong.
@@ -102,7 +102,7 @@ def left_out_by_length(question: Question, traced: Collection[str]) -> str:
 
 
 def _ways_out(question: Question, kept: Collection[str]) -> Iterator[str]:
-    """Changes of a question with which it has a layout; each was tried."""
+    """Changes of a question, each of which was tried, with which the question has a layout."""
     for text, narrowed in _without(question, kept):
         if possible(narrowed, Refused()):
             yield f"without {text}"

@@ -133,7 +133,7 @@ class SearchResult:
 
 
 def has_experts(cell: Cell) -> bool:
-    """Whether its model has routed experts."""
+    """Whether the model of a cell has routed experts."""
     return bool(getattr(model_preset(*cell.model_arguments), "experts", 0))
 
 
@@ -147,8 +147,8 @@ def tie_limit(best: Sequence[Seen]) -> float:
 
 
 def is_tie(seen: Seen, best: Sequence[Seen]) -> bool:
-    """Whether its time differs from the shortest by less than the errors of two layouts do, with what a
-    fitted scalar charges for blocks or without it: that was fitted where it is little."""
+    """Whether the time of a layout differs from the shortest by less than the errors of two layouts do, with
+    what a fitted scalar charges for blocks or without: the scalar was fitted where the charge is little."""
     fastest, limit = best[0], tie_limit(best)
     return seen.step_s <= fastest.step_s * limit or seen.uncharged_s <= fastest.uncharged_s * limit
 

@@ -50,7 +50,7 @@ class Depths:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one sample takes on one rank.
+    """The time and the memory of one sample on one rank.
 
     Attributes:
         seconds: of a step without communication.

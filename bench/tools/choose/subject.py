@@ -266,8 +266,8 @@ def taken(cell: Cell, said: Collection[str]) -> list[Taken]:
 
 
 def model_line(cell: Cell, name: str = "") -> str:
-    """The line of an answer on what its model is taken for: its parameters, those that a token meets where
-    experts are routed to, and its layers.
+    """The line of an answer on its model: the parameters, those of them that a token meets where experts are
+    routed to, and the layers.
 
     Args:
         name: what the user calls it; "": as the cell does.

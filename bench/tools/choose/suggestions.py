@@ -90,7 +90,7 @@ def dotted(section: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def savings_of(cell: Cell) -> list[Change]:
-    """The changes that the options of its model, strategy and backend declare, and other backends."""
+    """The changes that the options of a cell's model, strategy and backend declare, and other backends."""
     training = cell.training
 
     def changes(section: str, savings: Iterable[Saving]) -> list[Change]:
@@ -225,7 +225,7 @@ def pairs(changes: Sequence[Change]) -> Iterator[tuple[Change, Change]]:
 
 
 def _parts(change: Change) -> set[str]:
-    """The settings that a change has; all settings that divide the ranks count as one, "ranks"."""
+    """The settings of a change; all settings that divide the ranks count as one, "ranks"."""
     divides = ("sizes.", "strategy", "training.micro_batches")
     return {"ranks" if name.startswith(divides) else name for name in change.settings}
 
