@@ -10,6 +10,7 @@ import numpy as np
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure import load_cluster, packaged_model, priced_by_in_words, with_band, written
+from spbench.bench.tools.choose.fit_verdict import words
 from spbench.bench.tools.choose.layouts import folds_anew
 from spbench.bench.tools.choose.possible import Absence
 from spbench.bench.tools.choose.question import Question
@@ -32,18 +33,6 @@ from spbench.bench.units import GIB, shown_price
 from spbench.bench.yaml_text import dump
 from spbench.impls import Place, model_preset
 
-#: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
-_PARTS = {
-    "matmul_s": "matmul",
-    IN_BLOCKS: "matmul in blocks, by a fitted charge",
-    "attention_s": "attention",
-    "memory_bound_s": "memory-bound operators",
-    "intra_node_s": "exposed intra-node communication",
-    "inter_node_s": "exposed inter-node communication",
-    "bubble_s": "bubble",
-    "overhead_s": "launch overhead",
-    "host_s": "waiting for the host",
-}
 #: collectives of which a rank sends to each of the others, so that a share of it leaves the node
 _TO_EACH = "all_to_all"
 #: messages from a rank to the next, which leave a node by one card
@@ -175,8 +164,8 @@ class Advice:
         if other is None:
             return f"{head}; none without it that was traced fits"
         mine, theirs = _parts(whole[0]), _parts(other)
-        name = max(_PARTS, key=lambda part: theirs[part] - mine[part])
-        cause = f"{_PARTS[name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
+        name = max(mine, key=lambda part: theirs[part] - mine[part])
+        cause = f"{words()['step_parts'][name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
         return f"{head}; without it {other} takes {other.step_s / whole[0].step_s - 1:+.0%}: {cause}"
 
     def measured(self, seen: Seen) -> Mapping[str, Any]:
@@ -203,7 +192,7 @@ class Advice:
     def bars(self) -> list[dict[str, Any]]:
         """The records of the layouts, with the seconds of each part of a step, for a drawing."""
         return [
-            {**record, "parts": {words: _parts(seen)[name] for name, words in _PARTS.items()}}
+            {**record, "parts": {text: _parts(seen)[name] for name, text in words()["step_parts"].items()}}
             for seen, record in zip(self.ranked, self.records(), strict=True)
         ]
 
@@ -268,18 +257,18 @@ def beside_in_words(seen: Seen, other: Seen, named: str = "") -> str:
 def causes_in_words(other: Seen, winner: Seen) -> str:
     """The two parts of a step that explain most of why ``other`` takes longer than ``winner``, or less."""
     mine, theirs = (_parts(seen) for seen in (winner, other))
-    differences = {name: theirs[name] - mine[name] for name in _PARTS}
+    differences = {name: theirs[name] - mine[name] for name in mine}
     sign = 1 if other.step_s >= winner.step_s else -1
     reasons = sorted(differences, key=lambda name: -sign * differences[name])[:2]
     return ", ".join(
-        f"{_PARTS[name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
+        f"{words()['step_parts'][name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
         for name in reasons
         if sign * differences[name] > 0.001 * winner.step_s
     )
 
 
 def _parts(seen: Seen) -> dict[str, float]:
-    seconds = {name: float(seen.parts.get(name, 0.0)) for name in _PARTS}
+    seconds = {name: float(seen.parts.get(name, 0.0)) for name in words()["step_parts"]}
     return {**seconds, "matmul_s": seconds["matmul_s"] - seconds[IN_BLOCKS]}
 
 

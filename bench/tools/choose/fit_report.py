@@ -25,6 +25,7 @@ from spbench.bench.tools.choose.fit_verdict import (
     part_of_experts,
     settings_of,
     step_of,
+    words,
 )
 from spbench.bench.tools.choose.fitting import Fitting, fitting
 from spbench.bench.tools.choose.proofs import BudgetPlan, Proofs
@@ -38,14 +39,6 @@ from spbench.impls import model_preset
 _SMALL = 0.002
 #: parts of the peak, changes and switches that a terminal shows where no details are asked for
 _PARTS, _CHANGES, _SWITCHES = 4, 2, 4
-#: what no number here has in it
-NOT_MODELLED = (
-    "NCCL's buffers, but for all-to-alls on clusters that know them",
-    "what kernels allocate inside (cuDNN)",
-    "settings of PYTORCH_CUDA_ALLOC_CONF other than expandable_segments and max_split_size_mb",
-    "blocks that record_stream holds back",
-    "what else runs on the card",
-)
 
 
 def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
@@ -70,7 +63,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
         sections.append(f"priced by something else, with shares of the step: {priced_by}")
     details.append(memory_table({fullest.cell.key: fullest.measurement}))
     details.append("\n".join(f"beside real machines: {each}" for each in errors))
-    details.append(f"not modelled: {'; '.join(NOT_MODELLED)}")
+    details.append(f"not modelled: {'; '.join(words()['not_modelled'])}")
     cells = records(VERDICT_COLUMNS, answer.verdicts)
     cells += [{"cell": cell.key, "fits": None, "reason": reason} for cell, reason in answer.others]
     content = {
@@ -88,7 +81,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
         "largest": answer.sizes and asdict(answer.sizes),
         "budget": answer.plan and _plan_content(answer, answer.plan),
         "errors": [vars(each) for each in errors],
-        "not_modelled": list(NOT_MODELLED),
+        "not_modelled": words()["not_modelled"],
         "model": model,
         "taken": {each.what: vars(each) for each in taken(fullest.cell, said)},
         "tokens_of_rank": tokens_of_rank(fullest.cell),

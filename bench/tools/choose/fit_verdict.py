@@ -254,9 +254,9 @@ _USUAL = "huggingface"
 
 
 @functools.cache
-def _programs() -> Mapping[str, Mapping[str, str]]:
-    """By the kind of job, what its program calls the modules of the decoder."""
-    return read_yaml(Path(__file__).with_name("module_words.yaml"))
+def words() -> Mapping[str, Any]:
+    """The words of answers: names of modules by the kind of job, and other tables."""
+    return read_yaml(Path(__file__).with_name("words.yaml"))
 
 
 def in_program_words(module: str, program: str) -> str:
@@ -266,14 +266,14 @@ def in_program_words(module: str, program: str) -> str:
         module: its path here, as ``blocks.*.mlp``; the name of a class: the decoder itself.
         program: the kind of its job; "" for none.
     """
-    programs = _programs()
-    words = {**programs.get(program, programs[_USUAL]), "loader_mask": "the data loader's attention mask"}
+    programs = words()["modules"]
+    names = {**programs.get(program, programs[_USUAL]), "loader_mask": "the data loader's attention mask"}
     if "Decoder" in module:
-        return words[""]
+        return str(names[""])
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
-        if (path := ".".join(parts[:end])) in words:
-            return words[path]
+        if (path := ".".join(parts[:end])) in names:
+            return str(names[path])
     return module
 
 

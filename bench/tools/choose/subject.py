@@ -26,6 +26,7 @@ from spbench.bench.measure import (
     with_usual_attention,
 )
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
+from spbench.bench.tools.choose.fit_verdict import words as words_of_answers
 from spbench.bench.tools.choose.suggestions import usual_placement, usual_strategies
 from spbench.bench.tools.jobs.job_files import read_job
 from spbench.bench.units import shown_count
@@ -86,7 +87,7 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
             where=asked.where,
         )
         cells = narrowing.cells(load_scenario(first))
-        said |= {*_TAKEN}  # its defaults are its own
+        said |= {*words_of_answers()["taken"]}  # its defaults are its own
     elif kind == "model":
         cells, remarks, settings = _of_model(first, asked)
     else:
@@ -198,16 +199,6 @@ def _checked(cell: Cell, micro_batch: int | None) -> Cell:
     return cell.model_copy(update={"engine": "virtual", "device": "cpu", "learning": None, "rank": None})
 
 
-#: settings that an answer names where nothing says them: in words, and the flag that gives another value
-_TAKEN = {
-    "training.micro_batches": ("micro-batch", "--micro-batch"),
-    "batch": ("batch", "--batch"),
-    "strategy": ("strategy", "--strategy"),
-    "strategy_options.placement": ("placement", "--set strategy_options.placement"),
-    "model_options.attention": ("kernel", "--set model_options.attention"),
-    "precision": ("precision", "--set precision"),
-    "training.backend": ("backend", "--set training.backend"),
-}
 #: experts of their own on a rank, each traced by itself, that take minutes
 _MANY = 4096
 #: axes along which a layer's weights are split and its tokens are not
@@ -252,7 +243,7 @@ def taken(cell: Cell, said: Collection[str]) -> list[Taken]:
     """
     nested, model = nesting(cell.strategy), model_preset(*cell.model_arguments)
     options = set_options(nested.options_type(), cell.strategy_options, cell.strategy)
-    values = (  # in the order of _TAKEN
+    values = (  # in the order of the words
         micro_batch_of(cell),
         cell.batch,
         cell.strategy if cell.sizes.world > 1 else "",
@@ -261,7 +252,7 @@ def taken(cell: Cell, said: Collection[str]) -> list[Taken]:
         cell.precision,
         cell.training.backend,
     )
-    both = zip(_TAKEN.items(), values, strict=True)
+    both = zip(words_of_answers()["taken"].items(), values, strict=True)
     return [Taken(what, n, flag) for (name, (what, flag)), n in both if name not in said and n != ""]
 
 
