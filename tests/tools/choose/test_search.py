@@ -36,7 +36,7 @@ from spbench.bench.tools.choose.ranking import (
 from spbench.bench.tools.choose.references import BackendFigures, as_text
 from spbench.impls.strategies.nesting import PLUS
 from tests.slow import slow
-from tests.tools.choose.questions import REFERENCES, SAVINGS, asked
+from tests.tools.choose.questions import REFERENCES, SAVINGS, asked, measured
 
 GIB = 2**30
 SEEDS = range(2)
@@ -116,10 +116,8 @@ class MadeUp:
                 yield task, Outcome("unsupported", "no candidate")
                 continue
             seconds, nbytes = self.seconds(candidate), int(self.nbytes(candidate))
-            status = "ok" if nbytes <= self.usable else "oom"
-            found = {"step_time_s": seconds, "peak_memory_bytes": nbytes, "rates": "sourced"}
-            found |= {"breakdown": {}, "parts": {}}
-            yield task, Outcome(status, measurement=found)
+            measurement = measured(seconds, nbytes, int(self.usable))
+            yield task, Outcome(measurement["status"], measurement=measurement)
 
 
 def searched(answers: MadeUp, monkeypatch: pytest.MonkeyPatch, toss: float = 1.0) -> SearchResult:
