@@ -220,19 +220,18 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
     Raises:
         UserError: the cell cannot be run or timed.
     """
-    verdicts = (tried := Tried(cell, asking)).verdicts
+    traced = (tried := Tried(cell, asking)).verdicts
 
     def timed(changes: Iterable[Change]) -> list[Verdict]:
-        n = verdicts.__len__
-        traced = tried.trace(changes, lambda *_: say(f"{n()} traced", min(1.0, n() / _TRACED)))
-        return [each for each in traced if each.step_s]
+        ran = tried.trace(changes, lambda *_: say(f"{len(traced)} traced", min(1.0, len(traced) / _TRACED)))
+        return [each for each in ran if each.step_s]
 
     def cost(verdict: Verdict) -> tuple[float, int]:
         return verdict.step_s or math.inf, len(verdict.change.settings) if verdict.change else 0
 
     def cheapest() -> Verdict | None:
         """The shortest step of all that fit; among equals the fewest settings."""
-        fitting = (each for each in verdicts.values() if each.within(budget_bytes))
+        fitting = (each for each in traced.values() if each.within(budget_bytes))
         return min(fitting, key=cost, default=None)
 
     def cheaper(sets: Iterator[tuple[float, Sequence[Change]]]) -> None:
@@ -261,9 +260,9 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
             cheaper(program.promising(taken, range(2, len(taken))))
             break
     cheaper(program.promising(range(len(rows)), (2,), [(n,) for n, row in enumerate(rows) if row.share < 1]))
-    alone = [each for each in verdicts.values() if each.step_s and each.change in every]
+    alone = [each for each in traced.values() if each.step_s and each.change in every]
     alone.sort(key=lambda each: each.step_s or math.inf)
-    return BudgetPlan(budget_bytes, before, cheapest(), alone, len(verdicts))
+    return BudgetPlan(budget_bytes, before, cheapest(), alone, len(traced))
 
 
 class _Row(NamedTuple):
@@ -306,7 +305,7 @@ class _Program:
         """Sets of switches that fit if their savings add up, the cheapest set first."""
         count = len(self.rows)
         rules = [scipy.optimize.LinearConstraint(self.saved, self.excess, np.inf)] if count else []
-        for pair in self.apart:
+        for pair in sorted(self.apart):
             row = np.isin(np.arange(count), pair).astype(float)
             rules.append(scipy.optimize.LinearConstraint(row, -np.inf, 1))
         while count:
