@@ -247,9 +247,3 @@ def test_no_array_of_lengths(tmp_path: Path) -> None:
     for name, message in (("b.npy", "cannot read"), ("b.parquet", "lie in files .csv, .txt, .npy")):
         with pytest.raises(UserError, match=message):
             lengths_in(tmp_path / name)
-
-
-@pytest.mark.parametrize("bins", [[[1, 2]], [[0, 3, 1]], [[5, 4, 1]], [[1, 2, 0]]])
-def test_no_bins(bins: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match=r"a bin of documents is \[shortest, longest, how many\]"):
-        model_preset("attention-call", {"documents": bins})
