@@ -35,6 +35,7 @@ from spbench.impls.layout import stacks_experts
 from spbench.impls.registries import model_preset
 from spbench.impls.training.step import Training
 from tests.cells import make_cell
+from tests.grid import tabled
 from tests.impls.backends.one_device import (
     LIMIT,
     errors_of_rank,
@@ -122,15 +123,7 @@ def test_a_scale_of_one_rank_and_parts_that_are_not_gathered_are_seen(fault: Any
         assert farthest()["loss"] > 1e-6
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sizes", "late", "fp8"),
-    [
-        ("single", {"dp": 4}, True, "tensorwise"),
-        ("megatron_sp", {"dp": 2, "tp": 2}, False, "tensorwise"),
-        ("single", {"dp": 2, "pp": 2}, True, "tensorwise"),
-        ("megatron_sp", {"dp": 2, "tp": 2}, True, "delayed"),
-    ],
-)
+@tabled(__file__, "bytes_sent_are_those_of_the_closed_form")
 def test_bytes_sent_are_those_of_the_closed_form(
     strategy: str, sizes: dict[str, int], late: bool, fp8: str
 ) -> None:

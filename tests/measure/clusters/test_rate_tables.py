@@ -28,6 +28,7 @@ from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measure.scenarios.select import ATTENTION, with_usual_attention
 from spbench.bench.tools.run.kinds_of_work import kinds_of_work
 from spbench.bench.tools.run.list_command import cluster_output
+from tests.grid import tabled
 from tests.measure.simulator.step_programs import cluster
 
 ERRORS = Path(__file__).parents[3] / "results" / "reproduction" / "interpolation.csv"
@@ -80,17 +81,7 @@ def test_attention_of_more_groups_reads_more_and_is_not_faster() -> None:
     assert table.rates(np.array([[2048, 32, 32.0]])) < table.rates(np.array([[2048, 32, 1.0]]))
 
 
-@pytest.mark.parametrize(
-    ("rows", "problem"),
-    [
-        ("", r"csv: there are no calls"),
-        ("32,32,32,2\n32,32,32,3\n", r"csv:3: 3 us, but line 2 has 2 for that call"),
-        ("32,32,32,-2\n", r"csv:2: give numbers above 0 for m, n, k, us"),
-        ("32,32,32,nan\n", r"csv:2: give numbers above"),
-        ("32,32,32,fast\n", r"csv:2: give a number for each of m, n, k, us"),
-        ("4096,4096,4096,0.1\n", r"csv:2: 1.37e\+18 FLOPs a second cannot be"),
-    ],
-)
+@tabled(__file__, "a_damaged_table_is_told_by_line")
 def test_a_damaged_table_is_told_by_line(rows: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rate_tables, "table_text", lambda name: f"m,n,k,us\n{rows}")
     with pytest.raises(UserError, match=problem):
@@ -107,18 +98,7 @@ def test_the_committed_errors_are_of_the_packaged_tables_and_within_what_is_prom
         assert 0 < float(row["median_error"]) <= most, row
 
 
-@pytest.mark.parametrize(
-    ("cluster", "kernel"),
-    [
-        ("dgx-h100", "cudnn"),
-        ("h800-sxm", "cudnn"),
-        ("b200-sxm", "cudnn"),
-        ("dgx-a100", "flash_attention_2"),
-        ("l20", "flash_attention_2"),
-        ("l40s", "flash"),
-        ("local", "flash"),
-    ],
-)
+@tabled(__file__, "the_usual_kernel_is_that_of_the_card")
 def test_the_usual_kernel_is_that_of_the_card(cluster: str, kernel: str) -> None:
     assert usual_kernel(load_cluster(cluster).device) == kernel
 

@@ -23,6 +23,7 @@ from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.selector import Selector
 from spbench.bench.yaml_files import packaged
 from tests.bench.fakes import SCENARIO
+from tests.grid import tabled
 from tests.tools.packaged import packaged_scenario
 
 
@@ -297,15 +298,7 @@ def test_sizes_that_are_made_keep_the_order(tmp_path: Path) -> None:
     assert Cell.model_validate(cell.model_dump()) == cell
 
 
-@pytest.mark.parametrize(
-    ("given", "selected"),
-    [
-        ({"mesh": ["sp", "dp"]}, ["sp2xdp2", "sp4xdp2"]),
-        ({"mesh": ["dp", "pp", "sp"]}, ["dp2xsp2", "dp2xsp4"]),
-        ({"mesh": ["pp", "sp", "dp"], "sizes": {"sp": 4}}, ["sp4xdp2"]),
-        ({"sizes": {"sp": 1}}, ["tp2xdp2"]),
-    ],
-)
+@tabled(__file__, "a_selector_names_the_order")
 def test_a_selector_names_the_order(tmp_path: Path, given: dict[str, Any], selected: list[str]) -> None:
     cells = scenario_of(tmp_path, GROUPS).cells[""]
     assert [cell.mesh_text for cell in Selector.model_validate(given).select(cells)] == selected
@@ -320,15 +313,7 @@ REAL = VIRTUAL.model_copy(update={"engine": "distributed"})
 EMULATED = VIRTUAL.model_copy(update={"engine": "emulated"})
 
 
-@pytest.mark.parametrize(
-    ("asked", "there", "expected"),
-    [
-        ("available", True, ["cpu", "cuda", "cuda"]),
-        ("available", False, ["cpu", "cpu", "cpu"]),
-        ("cpu", True, ["cpu", "cpu", "cpu"]),
-        ("cuda", True, ["cpu", "cuda", "cuda"]),
-    ],
-)
+@tabled(__file__, "real_tensors_are_on_the_device_that_is_there")
 def test_real_tensors_are_on_the_device_that_is_there(
     monkeypatch: pytest.MonkeyPatch, asked: str, there: bool, expected: list[str]
 ) -> None:
