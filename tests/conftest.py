@@ -24,8 +24,10 @@ from tests.slow import leave_out_slow_cases, slow_ones_are_left_out, thin
 if TYPE_CHECKING:
     from spbench.bench.measure.processes.rank_pool import RankPool
 
-#: the environment may forbid it, as images of containers do; each worker would compile all tests again
+#: the environment may forbid it, as images of containers do; each worker would compile all tests again, and
+#: each process that a test starts what it imports
 sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 processes._PRELOADED = "tests.preloaded"  # or each rank would import pytest
 
 
