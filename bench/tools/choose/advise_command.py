@@ -61,7 +61,7 @@ from spbench.bench.command_line.options import (
 @jobs
 @executor
 @printed
-@body("choose.ask:advise")
+@body("choose.advise_report:advise")
 def command() -> None:
     """Find the fastest layouts of a model that fit its cards.
 
