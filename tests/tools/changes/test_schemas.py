@@ -1,5 +1,4 @@
-"""github-action-benchmark and PyTorch HUD: what they take, as schemas made from their sources, and our
-values."""
+"""github-action-benchmark and PyTorch HUD: what they take, and our values."""
 
 from __future__ import annotations
 
@@ -12,16 +11,17 @@ import yaml
 
 from tests.tools.commands.conftest import Run
 
+SCHEMAS = yaml.safe_load(Path(__file__).with_name("schemas.yaml").read_text())
+
 
 def test_both_take_what_is_exported(results: Path, tmp_path: Path, command_line: Run) -> None:
     """Of HUD also that a Float32, which it keeps, holds the MiB."""
-    taken = yaml.safe_load(Path(__file__).with_name("taken.yaml").read_text())
     words = ("export", str(results), "--output", str(tmp_path / "o"), "--to")
     assert command_line(*words, "github-action")[0] == 0
     for path in (tmp_path / "o").iterdir():
-        jsonschema.validate(json.loads(path.read_text()), taken["github_action"])
+        jsonschema.validate(json.loads(path.read_text()), SCHEMAS["github-action"])
     records = json.loads(command_line("export", str(results), "--to", "hud")[1])
-    jsonschema.validate(records, taken["hud"])
+    jsonschema.validate(records, SCHEMAS["hud"])
     peaks = [record["metric"] for record in records if record["metric"]["name"] == "peak_memory_mib"]
     assert len(peaks) == 4
     for peak in peaks:

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs import JOBS as JOBS_BY_KIND
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
-from tests.grid import tabled as tabled
+from spbench.bench.yaml_files import read_yaml
 
 INPUTS = Path(__file__).parent / "inputs"
 #: called without the search for kinds of jobs, which takes longer than they
@@ -43,6 +45,12 @@ JOBS = {
 GPUS = {"70B": 64, "sizes": 16, "experts": 16}
 #: what files leave to run time, by the kind
 GIVEN = {"verl": {"1": "8", "2": "out"}}
+
+
+def tabled(file: str, test: str) -> pytest.MarkDecorator:
+    """The parameters of a test: the rows of its table in cases/, for the module that a file is."""
+    table = read_yaml(INPUTS.with_name("cases") / f"{Path(file).stem}.yaml")[test]
+    return pytest.mark.parametrize(table["names"], table["rows"])
 
 
 def read(
