@@ -1,4 +1,7 @@
-"""`spbench fit`: its answer, its exit codes, and suggestions that hold when they are run by hand."""
+"""`spbench fit`: its answer, its exit codes, and suggestions that hold when they are run by hand.
+
+What a terminal shows of `spbench fit`: the verdict and the first change on a screen of 40 lines.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -17,6 +21,9 @@ import torch.cuda._memory_viz as viewer
 
 from scripts.schemas import fit as fit_schema
 from spbench.bench.cell import Cell
+from spbench.bench.command_line import options
+from spbench.bench.command_line.output import Output, View
+from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.scenarios.scenario import changed, given
@@ -29,6 +36,8 @@ from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.fitting import Fitting
 from spbench.bench.tools.choose.subject import Subject, subject
 from spbench.bench.tools.choose.suggestions import Change
+from tests.slow import slow
+from tests.terminal import faults_of, screen_of
 from tests.tools.choose.questions import small_cards
 from tests.tools.commands.conftest import Run
 
@@ -340,3 +349,58 @@ def asked_about(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Subjec
     with suppress(UserError):
         command.main([*words], standalone_mode=False)
     return about[0]
+
+
+MOST_LINES = 40
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[Output]:
+    """The outputs of the commands that are run, which are not printed."""
+    found: list[Output] = []
+    forms = SimpleNamespace(load=lambda form: lambda output, out, err: found.append(output))
+    monkeypatch.setattr(options, "FORMS", forms)
+    return found
+
+
+def test_the_verdict_comes_before_changes_are_tried(
+    fit: Run,
+    card: Callable[[int], str],
+    few_changes: None,
+    shown: list[Output],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(Progress, "keep", lambda self, text: said.append(text))
+    monkeypatch.setattr(Progress, "at", lambda self, text, share: said.append(text))
+    assert fit(*TINY, "--cluster", card(30), "--seq-len", "1K")[0] == 0
+    verdict = "\n".join(str(shown[0].sections[0]).splitlines()[:2])
+    assert verdict.startswith("fits: no")
+    assert any("recompute" in text for text in said[said.index(verdict) :])
+    assert not any("recompute" in text for text in said[: said.index(verdict)])
+
+
+@pytest.mark.parametrize(
+    ("mib", "more"),
+    [
+        slow(100, ("--seq-len", "4K")),
+        (400, ("--seq-len", "1K", "--pp", "2", "--micro-batch", "1")),
+    ],
+)
+def test_an_answer_fits_a_screen(
+    fit: Run,
+    card: Callable[[int], str],
+    few_changes: None,
+    shown: list[Output],
+    mib: int,
+    more: tuple[str, ...],
+) -> None:
+    assert fit(*TINY, "--cluster", card(mib), *more)[0] == 0
+    (output,) = shown
+    assert faults_of(output, MOST_LINES) == []
+    assert faults_of(output, view=View(wide=True, details=True)) == []
+    screen = screen_of(output, 80)
+    assert screen.startswith("fits: ")
+    assert "--details shows: " in screen
+    assert "Memory of each rank class at each step, of" in screen
+    assert "Memory of each rank class" in screen_of(output, 80, View(details=True))

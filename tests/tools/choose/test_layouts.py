@@ -140,9 +140,9 @@ def test_embedding_and_loss_count_as_layers_of_unequal_stages(
 
 def test_why_a_layout_cannot_be() -> None:
     _, refused = every(asked(8, batch=12), layers=6)
-    assert refused.reasons["single 1 dp8 pp1"] == "12 sequences are no whole number for 8 replicas"
-    assert refused.reasons["single 1 dp1 pp8"] == "6 layers are no whole number for 8 stages"
-    assert "single 1 dp4 pp2" not in refused.reasons
+    assert refused["single 1 dp8 pp1"] == "12 sequences are no whole number for 8 replicas"
+    assert refused["single 1 dp1 pp8"] == "6 layers are no whole number for 8 stages"
+    assert "single 1 dp4 pp2" not in refused
 
 
 def test_the_layouts_of_many_ranks_are_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from spbench.bench.tools.choose.ranking import (
 from spbench.bench.tools.choose.references import BackendFigures, as_text
 from spbench.impls.strategies.nesting import PLUS
 from tests.slow import slow
-from tests.tools.choose.questions import REFERENCES, SAVINGS, asked
+from tests.tools.choose.questions import REFERENCES, SAVINGS, asked, measured
 
 GIB = 2**30
 SEEDS = range(2)
@@ -116,10 +116,8 @@ class MadeUp:
                 yield task, Outcome("unsupported", "no candidate")
                 continue
             seconds, nbytes = self.seconds(candidate), int(self.nbytes(candidate))
-            status = "ok" if nbytes <= self.usable else "oom"
-            found = {"step_time_s": seconds, "peak_memory_bytes": nbytes, "rates": "sourced"}
-            found |= {"breakdown": {}, "parts": {}}
-            yield task, Outcome(status, measurement=found)
+            measurement = measured(seconds, nbytes, int(self.usable))
+            yield task, Outcome(measurement["status"], measurement=measurement)
 
 
 def searched(answers: MadeUp, monkeypatch: pytest.MonkeyPatch, toss: float = 1.0) -> SearchResult:
@@ -274,7 +272,7 @@ def test_what_cannot_be_run_with_all_layers_is_left_out(monkeypatch: pytest.Monk
 def test_what_cannot_be_run_is_counted_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     found = searched(Refusing(lambda cell, _: cell.strategy == "ring_attention"), monkeypatch)
     assert found.counts["cannot be run"] > 0
-    assert "planted" in found.refused.reasons.values()
+    assert "planted" in found.refused.values()
     assert "ring_attention" not in {seen.cell.strategy for seen in found.traced}
 
 
