@@ -16,10 +16,9 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import compare, load_scenario
-from spbench.bench.tools.papers.answers.expressions import evaluate
 from spbench.bench.tools.papers.comparison import Comparison, as_frame
 from spbench.bench.tools.papers.paper_findings import comparison_table
-from spbench.bench.tools.papers.sources import published_file
+from spbench.bench.tools.papers.sources import evaluate, published_file
 from tests.grid import tabled
 
 GIB = 2**30
