@@ -1,5 +1,6 @@
-"""Arithmetic: values of some cells' quantities, such as a ratio, beside a published number or alone; and
-published formulas in shape letters, evaluated at the sizes of a cell, beside metered bytes::
+"""Claims: values of some cells' quantities, such as a ratio, beside a published number or alone; published
+formulas in shape letters, evaluated at the sizes of a cell, beside metered bytes; and loss curves, how far a
+training run's losses are from another's at the same steps::
 
 values:
   - claim: rsa-max-batch-base
@@ -17,11 +18,10 @@ values:
 
 from __future__ import annotations
 
-import ast
 import math
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -32,23 +32,101 @@ from spbench.bench.errors import UserError
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import Answer, ScenarioResults
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.selector import Mistake, Selector, unknown_quantity
-from spbench.bench.tools.papers.sources import PublishedPlace
+from spbench.bench.tools.papers.selector import QUANTITIES, Mistake, Selector, unknown
+from spbench.bench.tools.papers.sources import PublishedPlace, evaluate
 from spbench.bench.yaml_files import PublishedNumber
 from spbench.impls import PRECISIONS, model_preset
-
-_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.Pow: operator.pow,
-}
 
 _MEASURED = ("ok", "oom")
 LETTERS = ("B", "L", "H", "Z", "A", "N")
 #: the name of the cell, of several, whose value an expression is
 EACH = "each"
+Losses = Sequence[Mapping[str, float | None]]
+#: number of last steps whose mean is the final loss: one batch's loss says little
+LAST_STEPS = 20
+
+
+class CurveClaim(Answer):
+    """A claim that a cell's training run has the losses of another's, shown by curves that coincide.
+
+    For each loss, two numbers are compared: the largest relative deviation from the reference's over all
+    steps, and the final loss, the mean of the last steps. ``bound``: a larger deviation is not rounding.
+    """
+
+    name = "curves"
+
+    claim: str
+    cell: Selector
+    reference: Selector
+    bound: PositiveFloat
+    note: str = ""
+
+    def sides(self) -> dict[str, Selector]:
+        """The two cells, by their keys in the file."""
+        return {"cell": self.cell, "reference": self.reference}
+
+    def selected(self, declared: Sequence[Cell]) -> list[Cell]:
+        return [cell for selector in self.sides().values() for cell in selector.select(_learning(declared))]
+
+    def check(self, declared: Sequence[Cell], folder: Path) -> Iterator[Mistake]:
+        for side, selector in self.sides().items():
+            for message in selector.unclear(_learning(declared)):
+                yield [side], message
+
+    def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
+        learning = replace(results, cells=_learning(results.cells))
+        sides = {side: learning.measured(selector, "losses") for side, selector in self.sides().items()}
+        missing = [f"{side} {run.missing}" for side, run in sides.items() if run.missing]
+        ours, theirs = (run.value or [] for run in sides.values())
+        if not missing and [at["step"] for at in ours] != [at["step"] for at in theirs]:
+            missing = ["the two have other steps"]
+
+        def entry(quantity: str, loss: str, value: float | None, note: str, status: str = "") -> Comparison:
+            return Comparison.of(
+                f"{self.claim}: {quantity.replace('_', ' ')}, {loss}".rstrip(", "),
+                [run.cell for run in sides.values()],
+                None,
+                value,
+                role="curve",
+                notes=[self.note, note],
+                variant=results.variant,
+                quantity=quantity,
+                status_reproduced=status,
+            )
+
+        if missing:
+            yield entry("largest_deviation", "", None, "; ".join(missing))
+            return
+        for loss in (name for name in theirs[0] if name != "step"):
+            gaps = deviations(ours, theirs, loss)
+            largest = max(gaps)
+            note = f"at step {ours[gaps.index(largest)]['step']}; {gaps[0]:.1e} at step {ours[0]['step']}"
+            exceeded = largest > self.bound
+            if exceeded:
+                note += f"; above its bound {self.bound:g}"
+            yield entry("largest_deviation", loss, largest, note, "numerics" if exceeded else "")
+            last = min(LAST_STEPS, len(ours))
+            note = f"mean of the last {last} steps; reference {final(theirs, loss):.6g}"
+            yield entry("final_loss", loss, final(ours, loss), note)
+
+
+def deviations(ours: Losses, theirs: Losses, loss: str) -> list[float]:
+    """|ours - theirs| / |theirs| of each step."""
+    pairs: list[Any] = [(a[loss], b[loss]) for a, b in zip(ours, theirs, strict=True)]
+    return [0.0 if a == b else abs(a - b) / abs(b) if b else math.inf for a, b in pairs]
+
+
+def final(losses: Losses, loss: str) -> float:
+    """The mean of the last steps."""
+    last = [value for at in losses[-LAST_STEPS:] if (value := at[loss]) is not None]
+    return sum(last) / len(last)
+
+
+def _learning(cells: Sequence[Cell]) -> list[Cell]:
+    return [cell for cell in cells if cell.learning is not None]
+
+
+# -- values --------------------------------------------------------------------------------------------------
 
 
 class Value(Answer):
@@ -95,7 +173,7 @@ class Value(Answer):
         return [cell for selector in selectors for cell in selector.select(declared)]
 
     def check(self, declared: Sequence[Cell], folder: Path) -> Iterator[Mistake]:
-        yield from unknown_quantity("quantity", self.quantity)
+        yield from unknown(["quantity"], "unknown quantity", self.quantity, QUANTITIES)
         for name, selector in self.cells.items():
             for message in selector.unclear(declared):
                 yield ["cells", name], message
@@ -108,21 +186,21 @@ class Value(Answer):
             evaluate(self.expression, {name: 2.5**at for at, name in enumerate(names)})
         except UserError as error:
             yield ["ours"], str(error)
-        yield from self.unreadable(folder)
+        try:
+            self.numbers(folder)
+        except UserError as error:
+            yield ["published"], str(error)
 
     def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
-        if self.each is None:
-            yield self._compared(None, results, self.claim)
-            return
-        values = []
-        for cell in self.each.select(results.cells):
-            count = cell.training.micro_batches
-            parts = f", {count} micro-batches" if count > 1 else ""
-            label = f"{self.claim}: {cell.strategy} {cell.mesh_text}{parts}"
-            values.append(self._compared(cell, results, label))
+        cells = self.each.select(results.cells) if self.each else [None]
+        values = [self._compared(cell, results) for cell in cells]
         yield from sorted(values, key=lambda value: (value.reproduced is None, -(value.reproduced or 0.0)))
 
-    def _compared(self, each: Cell | None, results: ScenarioResults, label: str) -> Comparison:
+    def _compared(self, each: Cell | None, results: ScenarioResults) -> Comparison:
+        label = self.claim
+        if each:
+            count = each.training.micro_batches
+            label += f": {each.strategy} {each.mesh_text}" + f", {count} micro-batches" * (count > 1)
         ours = {
             name: results.measured_at(each, self.quantity)
             if name == EACH and each
@@ -205,14 +283,13 @@ class FormulaClaim(Answer):
         formula = self.published.text(self.claim, results.folder)
         for cell in self.selected(results.cells):
             other = cell.model_copy(update={"model_options": {**cell.model_options, **self.less}})
-            by_key = ((c.key, results.rows.get(c.key)) for c in (cell, other))
-            rows = {key: row for key, row in by_key if row and row["status"] in _MEASURED}
-            missing = [c.key for c in (cell, other) if c.key not in rows]
-            metered = None
-            if not missing:
-                whole, rest = (sent_elements(c, rows[c.key], self.phases) for c in (cell, other))
-                metered = whole - rest
-            note = f"no measurement of {' and '.join(missing)}" if missing else ""
+            rows = {c.key: results.rows.get(c.key) for c in (cell, other)}
+            measured = {key: row for key, row in rows.items() if row and row["status"] in _MEASURED}
+            metered, note = None, f"no measurement of {' and '.join(k for k in rows if k not in measured)}"
+            if len(measured) == len(rows):
+                width = PRECISIONS[cell.precision].parameters.itemsize
+                whole, rest = (sent_bytes(measured[c.key], phases=self.phases) for c in (cell, other))
+                metered, note = whole / width - rest / width, ""
             more = {"notes": [note], "source": self.published.source(self.claim)}
             expected = evaluate(formula, letters(cell))
             yield _of_cell(cell, self.claim, "sent_elements", expected, metered, **more)
@@ -226,10 +303,9 @@ class FormulaClaim(Answer):
         for cell in results.cells if entries else ():
             row = results.rows.get(cell.key)
             if row is not None and row["status"] in _MEASURED:
-                expected, metered = sent_bytes(row, "formula"), sent_bytes(row, "communication")
-                yield _of_cell(
-                    cell, f"closed form of {cell.strategy}, bytes", "sent_bytes", expected, metered
-                )
+                expected, metered = sent_bytes(row, "formula"), sent_bytes(row)
+                claim = f"closed form of {cell.strategy}, bytes"
+                yield _of_cell(cell, claim, "sent_bytes", expected, metered)
 
 
 def _of_cell(
@@ -247,42 +323,8 @@ def letters(cell: Cell) -> dict[str, float]:
     return dict(zip(LETTERS, (*cell.shape, hidden, heads, hidden // heads, cell.sizes.world), strict=True))
 
 
-def sent_elements(cell: Cell, row: Row, phases: Sequence[str]) -> float:
-    """Elements that one rank sent in these phases, by the meter."""
-    width = PRECISIONS[cell.precision].parameters.itemsize
-    sent = sum(r["sent_bytes"] for r in row["measurement"]["communication"] if r["phase"] in phases)
-    return sent / width
-
-
-def sent_bytes(row: Row, part: str) -> float:
-    """Bytes that one rank sent: by the meter (``communication``) or by the closed form (``formula``)."""
-    return sum(r["sent_bytes"] for r in row["measurement"][part])
-
-
-# -- arithmetic ----------------------------------------------------------------------------------------------
-
-
-def evaluate(formula: str, letters: Mapping[str, float]) -> float:
-    """The value of sums, products, quotients and powers of numbers and letters, in floating point; UserError
-    if something else stands in the formula, a letter has no value, or the result is no finite number."""
-
-    def value(node: ast.AST) -> float:
-        match node:
-            case ast.Constant(value=int() | float() as number):
-                return float(number)
-            case ast.Name(id=letter) if letter in letters:
-                return float(letters[letter])
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](value(left), value(right))
-        raise UserError(
-            f"cannot evaluate {ast.unparse(node)!r} in the formula {formula!r}; "
-            f"it may hold numbers, + - * / ** and {', '.join(letters)}"
-        )
-
-    try:
-        result = value(ast.parse(formula, mode="eval").body)
-    except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
-        raise UserError(f"cannot evaluate the formula {formula!r}: {error}") from error
-    if isinstance(result, complex) or not math.isfinite(result):
-        raise UserError(f"the formula {formula!r} gives {result}; a finite number is needed")
-    return result
+def sent_bytes(row: Row, part: str = "communication", phases: Sequence[str] | None = None) -> float:
+    """Bytes that one rank sent in some phases, or by default in all: by the meter (``communication``) or by
+    the closed form (``formula``)."""
+    entries = row["measurement"][part]
+    return sum(entry["sent_bytes"] for entry in entries if phases is None or entry["phase"] in phases)
