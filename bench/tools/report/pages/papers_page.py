@@ -1,6 +1,6 @@
 """The first page: whether papers reproduce and what changed; ours over published numbers, and how the methods
-compare; then errors and machines. And a page for each paper: its tables and claims beside ours, what is not met, and the scenarios' own
-text."""
+compare; then errors and machines. And a page for each paper: its tables and claims beside ours, what is not
+met, and the scenarios' own text."""
 
 from __future__ import annotations
 
