@@ -1,5 +1,4 @@
-"""`spbench export`: what is written where, and one line for each thing that a user can get wrong; asv and
-pytest-benchmark themselves read what is exported for them."""
+"""`spbench export`: what is written where; asv and pytest-benchmark read what is exported for them."""
 
 from __future__ import annotations
 
@@ -46,30 +45,6 @@ def test_a_terminal_breaks_no_line_of_another_system(results: Path, monkeypatch:
     monkeypatch.setattr(as_table, "show", lambda output, *streams: shown.append(output))
     assert exit_code(("export", "--to", "hud", str(results))) == 0
     assert max(map(len, screen_of(shown[0], 80).splitlines())) > 200
-
-
-#: arguments of `spbench export`, and words of the message
-MISTAKES = Path(__file__).with_name("mistakes.txt").read_text().splitlines()
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command_line: Run,
-    mistake: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments, _, message = mistake.partition(" -> ")
-    for name in ("suite", "other/suite", "third", "bases/suite"):
-        folder(Path(name), BASE)
-    folder(Path("bare"), [made_up("a", "unsupported")])
-    Path("file").write_text("")
-    before = sorted(Path().rglob("*"))
-    code, out, err = command_line("export", *arguments.split())
-    assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert message in err
-    assert sorted(Path().rglob("*")) == before
 
 
 def test_an_output_is_written_whole_or_not_at_all(results: Path, tmp_path: Path, command_line: Run) -> None:

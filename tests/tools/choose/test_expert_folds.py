@@ -38,6 +38,7 @@ from spbench.bench.tools.choose.references import BackendFigures, Depths, Refere
 from spbench.bench.tools.choose.suggestions import single_changes
 from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.registries import backend_class, model_preset
+from tests.grid import tabled
 from tests.slow import slow
 from tests.tools.choose import questions
 
@@ -83,16 +84,7 @@ def test_a_fixed_size_holds_and_is_refused_where_it_cannot_be() -> None:
     assert not why_impossible(asked(8, [("ep", "2")]))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "anew"),
-    [
-        ({"dp": 8, "ep": 8}, False),
-        ({"dp": 2, "sp": 4, "ep": 8}, True),
-        ({"dp": 4, "tp": 2, "etp": 2, "ep": 4}, False),
-        ({"dp": 4, "tp": 2, "ep": 4}, True),
-        ({"dp": 8}, False),
-    ],
-)
+@tabled(__file__, "folding_is_groups_of_their_own")
 def test_folding_is_groups_of_their_own(sizes: dict[str, int], anew: bool) -> None:
     assert folds_anew(sizes) is anew
 

@@ -29,13 +29,15 @@ from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.scenarios.scenario import changed, given
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.choose import fitting as module
+from spbench.bench.tools.choose import proofs
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.fit_command import command
 from spbench.bench.tools.choose.fit_report import _closest, flags_of
 from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.fitting import Fitting
 from spbench.bench.tools.choose.subject import Subject, subject
-from spbench.bench.tools.choose.suggestions import Change
+from spbench.bench.tools.choose.suggestions import Change, single_changes
+from tests.grid import tabled
 from tests.slow import slow
 from tests.terminal import faults_of, screen_of
 from tests.tools.choose.questions import small_cards
@@ -282,50 +284,7 @@ def test_changes_of_a_job_are_told_in_its_own_arguments(tmp_path: Path) -> None:
     assert flags_of(Fitting(Subject([cell]), answer.verdicts), verdict) == ""
 
 
-H100 = ("llama3-8b", "--cluster", "dgx-h100", "--seq-len", "8K")
-#: what is refused, what is said, and what then is asked for instead; (): that is not tried
-REFUSED: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
-    (("llama3-80b",), "'llama3-80b' is no scenario, model or file; did you mean 'llama3-8b'?", ()),
-    (("train.sh",), "'train.sh' is no scenario, model or file", ()),
-    (("llama3-8b",), "llama3-8b is a model: give --cluster NAME and --seq-len N too", ()),
-    (H100[:3], "llama3-8b is a model: give --seq-len N too", ()),
-    (("llama3-8b", "--cluster", "h100", "--seq-len", "8K"), "llama3-8b: cluster: unknown cluster 'h100'", ()),
-    (("max_seqlen",), "searches for its seq_len: give one, --seq-len N", ()),
-    ((*H100, "--variant", "x"), "--variant chooses among cells of a scenario", ()),
-    ((*H100, "--set", "batch=8,batch=4"), "given twice", ()),
-    ((*H100, "--figure", "m.gif"), "m.gif: a figure is written as .png, .svg, .pdf", ()),
-    ((*H100, "--given", "TP=8"), "--given is for the files of a job, which the model llama", ()),
-    ((*H100, "--must-fit", "--longest"), "--must-fit judges the sizes as they are, and --longest", ()),
-    ((*H100, "--gpus", "8", "--tp", "3"), "tp 3 is 3 ranks, and 8 no multiple of that", ()),
-    ((*H100, "--cluster", "local"), "cluster local has no memory limit: name one", ("--cluster", "l40s")),
-    (
-        (*H100, "--tp", "2"),
-        "--tp 2: nothing divides a sample along tp; give --strategy megatron_sp or ",
-        ("--tp", "2", "--strategy", "megatron_sp"),
-    ),
-    ((*H100, "--sp", "4"), "--strategy ring_attention", ("--sp", "4", "--strategy", "ring_attention")),
-    (
-        (*H100, "--cp", "2"),
-        "--strategy ulysses+ring_attention --sp N",
-        ("--cp", "2", "--sp", "2", "--strategy", "ulysses+ring_attention"),
-    ),
-    (
-        (*H100, "--tp", "2", "--strategy", "ulysses"),
-        "--strategy megatron_sp",
-        ("--tp", "2", "--strategy", "megatron_sp"),
-    ),
-    ((*H100, "--gpus", "6", "--dp", "4"), "--gpus 6: dp 4 is 4 ranks; leave", ("--gpus", "4", "--dp", "4")),
-    (
-        (*H100, "--batch", "7", "--micro-batch", "2"),
-        "--micro-batch 2: batch 7 over 1 replicas is no whole number of them; use --batch 6",
-        ("--batch", "6", "--micro-batch", "2"),
-    ),
-    ((*H100, "--set", "training.backend=zero4"), "'zero3'", ("--set", "training.backend=zero3")),
-    ((*H100, "--set", "model_options.recompute=ful"), "full", ("--set", "model_options.recompute=full")),
-]
-
-
-@pytest.mark.parametrize(("words", "problem", "mended"), REFUSED, ids=str)
+@tabled(__file__, "what_cannot_be_is_one_line_that_names_the_cause")
 def test_what_cannot_be_is_one_line_that_names_the_cause(
     fit: Run, words: tuple[str, ...], problem: str, mended: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,8 +292,8 @@ def test_what_cannot_be_is_one_line_that_names_the_cause(
     code, out, err = fit(*words)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert problem in err
-    if mended:
-        assert asked_about((*H100, *mended), monkeypatch).cells
+    question = ("llama3-8b", "--cluster", "dgx-h100", "--seq-len", "8K", *mended)
+    assert asked_about(question, monkeypatch).cells
 
 
 def asked_about(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Subject:
@@ -366,14 +325,18 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[Output]:
 def test_the_verdict_comes_before_changes_are_tried(
     fit: Run,
     card: Callable[[int], str],
-    few_changes: None,
     shown: list[Output],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def recomputed(cell: Cell) -> list[Change]:
+        return [each for each in single_changes(cell) if {*each.settings} == {"model_options.recompute"}]
+
+    monkeypatch.setattr(proofs, "single_changes", recomputed)
     said: list[str] = []
     monkeypatch.setattr(Progress, "keep", lambda self, text: said.append(text))
     monkeypatch.setattr(Progress, "at", lambda self, text, share: said.append(text))
-    assert fit(*TINY, "--cluster", card(30), "--seq-len", "1K")[0] == 0
+    two_layers = (*TINY[:-1], "model_options.layers=2", "--cluster", card(10), "--seq-len", "1K")
+    assert fit(*two_layers)[0] == 0
     verdict = "\n".join(str(shown[0].sections[0]).splitlines()[:2])
     assert verdict.startswith("fits: no")
     assert any("recompute" in text for text in said[said.index(verdict) :])

@@ -171,21 +171,24 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] =
     ),
     "tiles": ("ulysses", {"dp": 2, "sp": 2}, {"mlp_tile": 64, "loss_tile": 32}, {"backend": "zero3"}),
     "optimizer on hosts": ("single", {"dp": 4}, {}, {"backend": "zero3", "optimizer": "host"}),
-    "placements": ("ring_attention", {"sp": 4}, {"recompute": "full"}, {"backend": "zero2"}),
+    "placements": ("ring_attention", {"dp": 2, "sp": 2}, {"recompute": "full"}, {"backend": "zero2"}),
     "vocabulary": ("odysseus", {"dp": 2, "tp": 2}, {"cross_entropy": "in_place"}, {"backend": "zero1"}),
     "orders of the mesh": ("tensor_parallel", {"dp": 2, "tp": 2}, {"recompute": "full"}, {"backend": "ddp"}),
     "stages": ("single", {"pp": 4}, {"recompute": "full"}, {"backend": "megatron", "micro_batches": 4}),
     "nested": ("ulysses+ring_attention", {"cp": 2, "sp": 2}, {"mlp_tile": 64}, {"backend": "zero3"}),
-    "experts": ("single", {"dp": 4, "ep": 2}, {"recompute": "full", "loss_tile": 32}, {"backend": "zero3"}),
+    "experts, checkpoints on hosts": (
+        *("single", {"dp": 4, "ep": 2}, {"recompute": "full", "checkpoints": "host", "loss_tile": 32}),
+        {"backend": "zero3"},
+    ),
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(LAYOUTS, "checkpoints on hosts", "placements", "experts"))
+@pytest.mark.parametrize("case", mostly_slow(LAYOUTS, "placements", "experts, checkpoints on hosts"))
 def test_prices_are_what_runs_show(case: str, monkeypatch: pytest.MonkeyPatch, kept_traces: None) -> None:
     monkeypatch.setattr(module, "Crew", CrewHere)
     strategy, sizes, options, training = LAYOUTS[case]
-    of_model = {"model": "moe-tiny"} if case == "experts" else {}
-    about = asked(4, seq_len=128, batch=8, settings={**of_model, "model_options.layers": 8})
+    of_model = {"model": "moe-tiny"} if "ep" in LAYOUTS[case][1] else {}
+    about = asked(4, seq_len=128, batch=8, settings={**of_model, "model_options.layers": 4})
     settings = {"strategy": strategy, **{f"sizes.{axis}": n for axis, n in sizes.items()}}
     settings |= dotted("model_options", options) | dotted("training", training)
     cell = changed(about.cell, settings)

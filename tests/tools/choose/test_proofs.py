@@ -18,6 +18,7 @@ from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.proofs import ENOUGH, MOST, MOST_PAIRS, Proofs, prove
 from spbench.bench.tools.choose.suggestions import pairs, single_changes, together
 from spbench.impls.registries import all_backends, all_models, all_strategies
+from tests.grid import tabled
 from tests.tools.choose.questions import Answers, measured
 
 GIB = 2**30
@@ -201,16 +202,7 @@ def test_a_search_for_what_is_set_is_over() -> None:
     assert changed(searched, {"batch": 4}).search is not None
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"traning.steps": 2}, "--set traning.steps: unknown setting; did you mean 'training'?"),
-        ({"training.backend": "fsdp"}, "--set training.backend: unknown backend 'fsdp'"),
-        ({"batch.x": 2}, "--set batch.x: unknown setting; batch has no parts"),
-        ({"model_options.layers": "two"}, "--set model_options.layers: must be a valid integer"),
-        ({"sizes.cp": 2}, "--set sizes.cp: 2: the strategy ulysses does not use the axis cp"),
-    ],
-)
+@tabled(__file__, "a_change_that_cannot_be_is_named")
 def test_a_change_that_cannot_be_is_named(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError) as error:
         changed(cell(), settings)

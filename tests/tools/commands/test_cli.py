@@ -22,6 +22,7 @@ from tests.bench.fakes import SCENARIO
 from tests.slow import slow
 from tests.tools.calibrate.test_logs import SAMPLES
 from tests.tools.changes.records import nightly
+from tests.tools.changes.rows import BASE, folder, made_up
 from tests.tools.commands import test_history
 from tests.tools.commands.conftest import Run
 
@@ -197,6 +198,10 @@ def test_user_errors_are_one_line(
     shutil.copytree(SAMPLES, ".", dirs_exist_ok=True)
     if line.startswith("history"):
         nightly(Path("history"), 6, test_history.cells)
+    if line.startswith("export"):
+        for name in ("suite", "other/suite", "third", "bases/suite"):
+            folder(Path(name), BASE)
+        folder(Path("bare"), [made_up("a", "unsupported")])
     before = sorted(Path().rglob("*"))
     code, out, err = spbench(*("x " * 2000 if word == "LONG" else word for word in shlex.split(line)))
     *progress, last = err.splitlines()

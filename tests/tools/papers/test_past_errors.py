@@ -34,6 +34,7 @@ from spbench.bench.tools.papers.past_errors import (
     time_lines,
     with_cells,
 )
+from tests.grid import tabled
 
 
 def cell(**changes: Any) -> Cell:
@@ -231,16 +232,7 @@ def test_an_error_is_counted_by_the_first_word_of_its_reason() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "golden"),
-    [
-        # shares of heads and room for gradients, beside the buffer of Triton's autotuner
-        ("hybrid_mr_mcore_te_tp2_pp1_cp4_dgx_a100_1N8G", "dev_dgx_h100"),
-        # rows that an index_add keeps, with --deterministic-mode, and before that
-        ("gpt3_mcore_tp2_pp2_ep2_etp2_te_4experts2parallel_dp_last", "dev_dgx_h100"),
-        ("gpt3_mcore_tp2_pp2_ep2_etp2_te_4experts2parallel_dp_last", "dev_dgxa100_dracooci"),
-    ],
-)
+@tabled(__file__, "first_peaks_are_the_golden_ones")
 def test_first_peaks_are_the_golden_ones(name: str, golden: str) -> None:
     """Each of what these peaks hold is more than the tolerance: 0.7% and 1.2%."""
     (case,) = (case for case in cases(EXPERT_CASES) if (case.case, case.golden) == (name, golden))

@@ -20,6 +20,7 @@ from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.comparison import Comparison, frame_of
 from spbench.bench.tools.papers.paper_findings import PaperFindings, distinct
 from spbench.bench.yaml_files import packaged
+from tests.grid import tabled
 from tests.tools.packaged import packaged_scenario
 
 PUBLISHED = """ranks,memory,speed,longest
@@ -341,20 +342,7 @@ def test_each_measurement_is_counted_and_listed(tmp_path: Path) -> None:
     assert peaks[0]["measured"] == "tp2_pp2, dev_a100, last rank, first step"
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("repeated", False, "rows 1 and 2 both speak of bert-tiny/tensor_parallel/"),
-        ("settings", {"case": {"tp2_pp2": {"tpp": 2}}}, "settings.case.tp2_pp2.tpp: unknown field 'tpp'"),
-        ("settings", {}, "is 2 cells, such as "),
-        ("named_by", ["gold"], "named_by: goldens.csv has no column 'gold'; did you mean 'golden'?"),
-        ("table", "a: b", "table: "),
-        ("quantities", {"by_rank": {"field": "peak_memory_bytes"}}, "by_rank: row 1 of goldens.csv has no"),
-        ("quantities", {"case": {"field": "allocated_bytes", "rank": "each"}}, "number there but 'tp2_pp2'"),
-        ("quantities", {"iter_s": {"field": "step_time_s", "rank": "last"}}, "quantity 'step_time_s'"),
-        ("quantities", {"peak_last": {"field": "peak_memory_bytes", "rank": "first"}}, "peak_last.rank"),
-    ],
-)
+@tabled(__file__, "mistakes_are_one_line")
 def test_mistakes_are_one_line(tmp_path: Path, key: str, value: Any, message: str) -> None:
     with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
         loaded_of_ranks(tmp_path, **{key: value})

@@ -16,10 +16,10 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import compare, load_scenario
-from spbench.bench.tools.papers.answers.expressions import evaluate
 from spbench.bench.tools.papers.comparison import Comparison, as_frame
 from spbench.bench.tools.papers.paper_findings import comparison_table
-from spbench.bench.tools.papers.sources import published_file
+from spbench.bench.tools.papers.sources import evaluate, published_file
+from tests.grid import tabled
 
 GIB = 2**30
 
@@ -276,15 +276,7 @@ def test_a_formula_that_overflows_is_refused_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("formula", "changes", "message"),
-    [
-        ("B*K", {}, "formulas[0].published: cannot evaluate 'K'"),
-        ("B", {"claim": "g"}, "formulas[0].published: "),
-        ("B", {"cells": {"strategy": "single"}}, "formulas[0]: no group declares a cell that it speaks of"),
-        ("B", {"phases": ["forwards"]}, "formulas[0].phases[0]: must be 'forward'"),
-    ],
-)
+@tabled(__file__, "mistakes_name_the_key")
 def test_mistakes_name_the_key(
     tmp_path: Path, formula: str, changes: dict[str, object], message: str
 ) -> None:
