@@ -51,10 +51,12 @@ def kept_rows(results: Path) -> list[dict[str, Any]]:
 
 
 def site_of(results: Path, *cells: CellResult, rows: list[dict[str, Any]] | None = None) -> dict[str, str]:
-    """The pages of strategies as HTML, by path."""
+    """The pages of all strategies, of LASP and of the ring as HTML, by path."""
     shown = kept_rows(results) if rows is None else rows
     gathered = Gathered(results, results / "baseline", None, [], cells, shown)
-    return {page.path: str(page.rendered()[page.path]) for page in pages_of_strategies.pages(gathered)}
+    names = {"strategies.html", "strategy-lasp.html", "strategy-ring_attention.html"}
+    pages = [page for page in pages_of_strategies.pages(gathered) if page.path in names]
+    return {page.path: str(page.rendered()[page.path]) for page in pages}
 
 
 @pytest.fixture(scope="module")
