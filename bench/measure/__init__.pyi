@@ -38,7 +38,6 @@ from spbench.bench.measure.engines.engine import Engine as Engine
 from spbench.bench.measure.engines.engine import Quantity as Quantity
 from spbench.bench.measure.engines.engine import engine_classes as engine_classes
 from spbench.bench.measure.engines.listed import NotAlike as NotAlike
-from spbench.bench.measure.engines.pipeline_stages import SHORT as SHORT
 from spbench.bench.measure.engines.pipeline_stages import ShortSteps as ShortSteps
 from spbench.bench.measure.engines.pipeline_stages import stage_traces as stage_traces
 from spbench.bench.measure.engines.pipeline_stages import trace_of_class as trace_of_class
@@ -53,6 +52,7 @@ from spbench.bench.measure.engines.rank_memory import exchange_memory_bytes as e
 from spbench.bench.measure.engines.rank_memory import host_peaks as host_peaks
 from spbench.bench.measure.engines.rank_memory import limit_by_host as limit_by_host
 from spbench.bench.measure.engines.rank_memory import usable_memory_bytes as usable_memory_bytes
+from spbench.bench.measure.engines.rank_turns import SHORT as SHORT
 from spbench.bench.measure.engines.run_cell import Run as Run
 from spbench.bench.measure.engines.run_cell import run_cell as run_cell
 from spbench.bench.measure.engines.setup import set_up as set_up

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Cluster
 from spbench.bench.measure.engines.listed import NotAlike
-from spbench.bench.measure.engines.pipeline_stages import SHORT
+from spbench.bench.measure.engines.rank_turns import SHORT
 from spbench.bench.measure.simulator.program import Flops, Program
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline

@@ -20,9 +20,9 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.engines import traces, tracing, virtual
-from spbench.bench.measure.engines.interleaved_turns import InterleavedTurns
 from spbench.bench.measure.engines.listed import Listed, NotAlike
 from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.engines.rank_turns import RankTurns
 from spbench.bench.measure.engines.repeating_runs import DeepList, runs_of
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.step_line import StepNumbers, calls_on_line, counts_on_line, on_line
@@ -325,7 +325,7 @@ def test_every_turn_is_taken_once(turns: Turns) -> None:
 def test_each_action_is_a_copy_of_one_of_a_short_step(chunks: int, rank: int) -> None:
     """One of the same name, through the same chunk, with as many phases; the first and the last micro-batch
     of a backward are copies of such ones."""
-    whole = InterleavedTurns(Turns(rank, 8, chunks, 64))
+    whole = RankTurns(Turns(rank, 8, chunks, 64))
     short = next(whole.shorter())
     assert 5 * len(short) < 2 * len(whole)
     for place, (name, number) in enumerate(whole.actions):
@@ -347,7 +347,7 @@ def test_each_action_is_a_copy_of_one_of_a_short_step(chunks: int, rank: int) ->
 
 def test_a_step_that_is_short_is_run_whole() -> None:
     for turns in (Turns(1, 4, 2, 8), Turns(1, 4, 2, 64, 6), Turns(1, 4, 2, 64, overlapped=True)):
-        assert not [*InterleavedTurns(turns).shorter()]
+        assert not [*RankTurns(turns).shorter()]
 
 
 #: stages of which the default run has the first, the last, and one between them under overlaps
@@ -368,7 +368,7 @@ def test_a_rank_is_put_together_from_a_short_step(ranks: int, chunks: int, rank:
     layers = {"layers": ranks * chunks}
     cell = staged(count, batch=count, model_options=layers, sizes=sizes, training=training)
     turns, first = (
-        InterleavedTurns(Turns(rank, ranks, chunks, count), backend == "megatron"),
+        RankTurns(Turns(rank, ranks, chunks, count), backend == "megatron"),
         plan(cell).classes[rank].first,
     )
     short = next(turns.shorter())

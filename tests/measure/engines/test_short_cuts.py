@@ -19,8 +19,9 @@ from torch import nn
 from spbench.bench.cell import Cell
 from spbench.bench.measure.engines import deepened_traces, pipeline_stages, traces, tracing, virtual
 from spbench.bench.measure.engines.listed import NotAlike
-from spbench.bench.measure.engines.pipeline_stages import Turns, put_together
+from spbench.bench.measure.engines.rank_turns import OneRun, RankTurns
 from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.turn_parts import put_together
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.simulator.timeline import trace_events
 from spbench.bench.measure.trace import repeated_steps, step_records
@@ -402,13 +403,13 @@ def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_stage_is_put_together_or_refused_where_it_is_not_made_of_turns() -> None:
     trace, ahead = (tracing.trace(staged(), 2 * (PP - 1 - held), events=True) for held in (4, 5))
-    held = Turns(17, 4)
-    assert differences(put_together(trace, held, Turns(17, 5)), ahead) == []
-    with pytest.raises(NotAlike, match="turn 0 is"):
-        put_together(trace, Turns(17, 0), Turns(17, 5))
+    alternating, held, more = (RankTurns(OneRun.of(17, ahead)) for ahead in (0, 4, 5))
+    assert differences(put_together(trace, held, more), ahead) == []
+    with pytest.raises(NotAlike, match="turn 1 is forward"):
+        put_together(trace, alternating, more)
     trace.memory.marks.append(("forward", len(trace.memory.events)))
     with pytest.raises(NotAlike, match="forward comes after the last step"):
-        put_together(trace, held, Turns(17, 5))
+        put_together(trace, held, more)
 
 
 def test_all_are_run_where_points_of_streams_are_held(
