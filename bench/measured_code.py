@@ -73,13 +73,13 @@ def _digests(root: Path, paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
 
 
 def _digest(path: Path, kept: dict[str, list[str]]) -> str:
-    status = path.stat()
+    status, place = path.stat(), os.path.realpath(path)
     stamp = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
-    if kept.get(str(path), [""])[0] == stamp:
-        return kept[str(path)][1]
+    if kept.get(place, [""])[0] == stamp:
+        return kept[place][1]
     digest = hashlib.sha256(_meaning(path.read_bytes())).hexdigest()
     if time.time_ns() - status.st_ctime_ns > _SETTLED_NS:
-        kept[str(path)] = [stamp, digest]
+        kept[place] = [stamp, digest]
     return digest
 
 

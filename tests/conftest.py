@@ -24,8 +24,10 @@ from tests.slow import leave_out_slow_cases, slow_ones_are_left_out, thin
 if TYPE_CHECKING:
     from spbench.bench.measure.processes.rank_pool import RankPool
 
-#: the environment may forbid it, as images of containers do; each worker would compile all tests again
+#: the environment may forbid it, as images of containers do; each worker would compile all tests again, and
+#: each process that a test starts what it imports
 sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 processes._PRELOADED = "tests.preloaded"  # or each rank would import pytest
 
 
@@ -50,7 +52,7 @@ LONGEST = (
     "impls/test_green.py",
     "measure/verify/test_cases.py",
     "measure/engines/test_short_cuts.py",
-    "impls/backends/test_backends.py",
+    "impls/backends/test_training.py",
     "tools/choose/test_advise.py",
     "impls/strategies/test_grouped_query.py",
     "measure/engines/test_peaks.py",
@@ -59,8 +61,7 @@ LONGEST = (
     "impls/models/huggingface/test_config_files.py",
     "measure/sweep/test_sweep.py",
     "measure/engines/test_virtual.py",
-    "impls/backends/test_host_states.py",
-    "impls/backends/test_megatron.py",
+    "impls/backends/test_backends.py",
     "impls/backends/test_fully_shard.py",
     "impls/training/test_step.py",
     "impls/strategies/test_attention_alone.py",

@@ -1,6 +1,7 @@
 """Result rows and comparison tables for figures, without running anything. Finds what was drawn by the ids of
 artists, and checks figures and files."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -38,15 +39,7 @@ def searched(
         "variant": "first-steps",
         **cell,
     }
-    key = "/".join(map(str, (content["model"], strategy, ranks, quantity, content["variant"])))
-    reason = "" if status == "ok" else f"reason of {status}"
-    return {
-        "key": key,
-        "cell": content,
-        "status": status,
-        "reason": reason,
-        "measurement": {"answer": answer} if answer else {},
-    }
+    return row_of(Cell.model_validate(content), {"answer": answer} if answer else {}, status)
 
 
 def compared(
@@ -173,28 +166,22 @@ def assert_nothing_overlaps(figure: Figure) -> None:
     figure.draw_without_rendering()
     texts = [text for text in figure.findobj(Text) if isinstance(text, Text) and text.get_text()]
     assert min(text.get_fontsize() for text in texts) >= 7
-    boxes = [(t.get_text(), t.get_window_extent()) for t in texts if t.get_visible() and _shown(t)]
-    width, height = figure.canvas.get_width_height()
-    for index, (name, box) in enumerate(boxes):
-        assert box.x0 >= -1, f"{name!r} leaves the figure"
-        assert box.y0 >= -1, f"{name!r} leaves the figure"
-        assert box.x1 <= width + 1, f"{name!r} leaves the figure"
-        assert box.y1 <= height + 1, f"{name!r} leaves the figure"
-        for other, another in boxes[index + 1 :]:
-            # two pixels may touch: extents have margins
-            apart = (
-                min(box.x1, another.x1) - max(box.x0, another.x0) < 2
-                or min(box.y1, another.y1) - max(box.y0, another.y0) < 2
-            )
-            assert apart, f"{name!r} lies over {other!r}"
+    beyond = {*_beyond_limits(figure)}
+    shown = [text for text in texts if text.get_visible() and text not in beyond]
+    names, boxes = [t.get_text() for t in shown], np.array([t.get_window_extent().extents for t in shown])
+    low, high = boxes[:, :2], boxes[:, 2:]
+    leave = ((low < -1) | (high > np.array(figure.canvas.get_width_height()) + 1)).any(axis=1)
+    assert not leave.any(), f"{[names[at] for at in np.flatnonzero(leave)]} leave the figure"
+    shared = np.minimum(high[:, None], high[None]) - np.maximum(low[:, None], low[None])
+    # two pixels may touch: extents have margins
+    over = np.argwhere(np.triu((shared >= 2).all(axis=2), k=1))
+    assert not len(over), f"{[(names[a], names[b]) for a, b in over]} lie over each other"
 
 
-def _shown(text: Any) -> bool:
-    """Whether it is drawn; tick labels beyond the axis limits are not."""
-    if text.axes is None or not text.axes.axison:
-        return True
-    ax = text.axes
-    for axis, limits, at in ((ax.xaxis, ax.get_xlim(), 0), (ax.yaxis, ax.get_ylim(), 1)):
-        if any(text in (tick.label1, tick.label2) for tick in axis.get_major_ticks()):
-            return bool(min(limits) <= text.get_position()[at] <= max(limits))
-    return True
+def _beyond_limits(figure: Figure) -> Iterator[Text]:
+    """The labels of ticks beyond the limits of an axis, which are not drawn."""
+    for ax in figure.axes:
+        for axis, limits, at in ((ax.xaxis, ax.get_xlim(), 0), (ax.yaxis, ax.get_ylim(), 1)):
+            for label in (label for tick in axis.get_major_ticks() for label in (tick.label1, tick.label2)):
+                if ax.axison and not min(limits) <= label.get_position()[at] <= max(limits):
+                    yield label

@@ -198,7 +198,7 @@ def nothing_cut(views: Callable[[int], None]) -> Iterator[None]:
         views: takes a number of views that backward would have taken.
     """
     with (
-        replaced(fsdp_collectives, {"torch": _TorchThatCutsNothing()}),
+        replaced(fsdp_collectives(), {"torch": _TorchThatCutsNothing()}),
         replaced(permutation, {"reordered": _reordering(views)}),
     ):
         yield

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -31,15 +32,17 @@ def _moved(what: str) -> UserError:
 
 
 try:
-    from torch._C._distributed_c10d import FakeProcessGroup
-    from torch._ops import OpOverload
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
-    from torch.distributed.distributed_c10d import _resolve_process_group as group_named
-    from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torch.utils._mode_utils import no_dispatch
-    from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-    from torch.utils.flop_counter import flop_registry
+    from torch._C._distributed_c10d import FakeProcessGroup as FakeProcessGroup
+    from torch._ops import OpOverload as OpOverload
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch._subclasses.fake_tensor import disable_fake_tensor_cache as disable_fake_tensor_cache
+    from torch.distributed.distributed_c10d import _resolve_process_group as group_named  # noqa: F401
+    from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+    from torch.utils._mode_utils import no_dispatch as no_dispatch
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+    from torch.utils.flop_counter import flop_registry as flop_registry
 except ImportError as error:
     raise _moved(str(error)) from error
 
@@ -49,32 +52,10 @@ _OVERFLOW = re.compile(r"Storage size calculation overflowed with sizes=(\[[\d, 
 #: the attribute that a fake tensor has its device in; before torch 2.12 it is no property
 FAKE_DEVICE = "_fake_device" if hasattr(FakeTensor, "fake_device") else "fake_device"
 
-__all__ = [
-    "FAKE_DEVICE",
-    "FakeProcessGroup",
-    "FakeStore",
-    "FakeTensor",
-    "FakeTensorMode",
-    "OpOverload",
-    "TorchDispatchMode",
-    "backward_node",
-    "beyond_64_bits",
-    "check_internals",
-    "disable_fake_tensor_cache",
-    "fake_tensor",
-    "flop_registry",
-    "fsdp_collectives",
-    "group_named",
-    "in_backward",
-    "is_traceable_wrapper_subclass",
-    "next_node",
-    "no_dispatch",
-    "replaced",
-    "schema_of",
-    "storage_key",
-    "too_large_unsupported",
-    "without_dispatch",
-]
+
+def fsdp_collectives() -> Any:
+    """The module in which torch's FSDP gathers and sums; its import takes as long as all of ours."""
+    return import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
 
 
 def without_dispatch() -> Any:
@@ -264,4 +245,5 @@ _EXPECTED: dict[str, Callable[[], bool]] = {
     "torch._C._storage_Use_Count": _tensors_on_storages_are_counted,
     "torch._ops.OpOverload._schema": _schemas_are_known,
     "torch._C._current_graph_task_id": _backward_is_seen,
+    "torch.distributed.fsdp._fully_shard._fsdp_collectives": lambda: hasattr(fsdp_collectives(), "torch"),
 }

@@ -77,26 +77,29 @@ def _by(
         yield name, [point for point, _ in some], ", ".join(dict.fromkeys(source for _, source in some))
 
 
-def _how(fit: LeastSquares, form: str, count: int) -> str:
+def _curve(
+    form: str, values: Sequence[float], *columns: Sequence[float], fewest: int = _FEWEST
+) -> tuple[tuple[float, ...], str] | None:
+    """The coefficients of a form by least squares, and how they were fitted; None where the points have fewer
+    than ``fewest`` sizes."""
+    if len({*zip(*columns, strict=True)}) < fewest:
+        return None
+    fit = least_squares(values, *columns)
     off = f"off by {fit.mean_error:.1%} in the mean, {fit.largest_error:.1%} at most"
-    return f"{form}, fitted to {count} points, {off}"
+    return fit.coefficients, f"{form}, fitted to {len(values)} points, {off}"
 
 
 def product_rates(findings: Mapping[str, Findings]) -> dict[str, Rate]:
     """By precision, the rate of matmuls: seconds = FLOPs / limit + bytes of operands and result / other."""
     rates = {}
     for precision, points, source in _by(findings, lambda each: each.matmuls, lambda each: each.precision):
-        best = max(point.flops / point.seconds for point in points)
-        if len({(point.flops, point.nbytes) for point in points}) >= _FEWEST:
-            fit = least_squares(
-                [p.seconds for p in points], [p.flops for p in points], [p.nbytes for p in points]
-            )
-            flop_s, byte_s = fit.coefficients
-            if flop_s:
-                how = _how(fit, "FLOPs / limit + bytes / bandwidth", len(points))
-                rates[precision] = Rate(best, 1 / flop_s, 1 / byte_s if byte_s else None, how, source)
-                continue
+        seconds, flops = [p.seconds for p in points], [p.flops for p in points]
+        best = max(work / time for work, time in zip(flops, seconds, strict=True))
         rates[precision] = Rate(best, best, None, "the best matmul; most shapes reach less", source)
+        curve = _curve("FLOPs / limit + bytes / bandwidth", seconds, flops, [p.nbytes for p in points])
+        if curve and curve[0][0]:
+            (flop_s, byte_s), how = curve
+            rates[precision] = Rate(best, 1 / flop_s, 1 / byte_s if byte_s else None, how, source)
     return rates
 
 
@@ -110,18 +113,12 @@ def attention_rates(findings: Mapping[str, Findings]) -> dict[tuple[str, int, st
     for name, points, source in _by(findings, lambda each: each.attention, key):
         longest = max(point.length for point in points)
         best = median(point.flops_per_s for point in points if point.length == longest)
-        if len({point.length for point in points}) >= _FEWEST:
-            fit = least_squares(
-                [1 / point.flops_per_s for point in points],
-                [1.0] * len(points),
-                [1 / point.length for point in points],
-            )
-            slowness, by_length = fit.coefficients
-            if slowness:
-                how = _how(fit, "limit / (1 + half length / length)", len(points))
-                rates[name] = Rate(best, 1 / slowness, by_length / slowness or None, how, source)
-                continue
         rates[name] = Rate(best, best, None, f"at {longest} tokens; too few lengths for a curve", source)
+        slownesses, form = [1 / point.flops_per_s for point in points], "limit / (1 + half length / length)"
+        curve = _curve(form, slownesses, [1.0] * len(points), [1 / point.length for point in points])
+        if curve and curve[0][0]:
+            (slowness, by_length), how = curve
+            rates[name] = Rate(best, 1 / slowness, by_length / slowness or None, how, source)
     return rates
 
 
@@ -132,10 +129,10 @@ def memory_rate(findings: Mapping[str, Findings]) -> Rate | None:
         return [one for one in each.passes if one.nbytes >= LARGE_PASS_BYTES]
 
     for _, points, source in _by(findings, large, lambda each: 0):
-        fit = least_squares([p.seconds for p in points], [p.nbytes for p in points])
+        curve = _curve("bytes / bandwidth", [p.seconds for p in points], [p.nbytes for p in points], fewest=1)
+        assert curve is not None
         best = max(point.nbytes / point.seconds for point in points)
-        how = _how(fit, "bytes / bandwidth", len(points))
-        return Rate(best, 1 / fit.coefficients[0], None, f"element-wise kernels, {how}", source)
+        return Rate(best, 1 / curve[0][0], None, f"element-wise kernels, {curve[1]}", source)
     return None
 
 
@@ -161,13 +158,10 @@ def collective_rates(findings: Mapping[str, Findings]) -> dict[tuple[str, int, i
         seconds = [point.seconds for point in points]
         largest = max(range(len(points)), key=lambda i: moved[i])
         best = moved[largest] / seconds[largest]
-        if len(set(moved)) < _FEWEST:
+        form, ones = "latency + wire bytes / bandwidth", [1.0] * len(points)
+        if (curve := _curve(form, seconds, ones, moved)) is None:
             how = f"{points[largest].nbytes} bytes; too few sizes for a latency"
             rates[name] = Rate(best, best, None, how, source)
-            continue
-        fit = least_squares(seconds, [1.0] * len(points), moved)
-        latency, byte_s = fit.coefficients
-        if byte_s:
-            how = _how(fit, "latency + wire bytes / bandwidth", len(points))
-            rates[name] = Rate(best, 1 / byte_s, latency, how, source)
+        elif byte_s := curve[0][1]:
+            rates[name] = Rate(best, 1 / byte_s, curve[0][0], curve[1], source)
     return rates

@@ -8,9 +8,8 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
-
-import numpy as np
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure import FITS, NO, Certainty, certainty, load_cluster, packaged_model
@@ -305,8 +304,9 @@ class SameSteps:
         ranks = axes, layout.dp, layout.pp, layout.micro_batch, layout.virtual_stages, layout.fold
         settings = candidate.training_text, candidate.saving_text
         self._traced[*ranks, *settings][candidate.strategy] = seconds, nbytes
+        vars(self).pop("replaced", None)  # which the traces decide
 
-    @property
+    @cached_property
     def replaced(self) -> Mapping[str, str]:
         """For a strategy whose steps are those of another, the other, which is first in the alphabet."""
         #: by two strategies, whether their steps were the same on each of the axes
@@ -314,7 +314,7 @@ class SameSteps:
         for (axes, *_), traced in self._traced.items():
             for (one, a), (other, b) in itertools.combinations(traced.items(), 2):
                 if pair := _differing(one, other):
-                    same = np.allclose(a, b, rtol=_SAME, atol=0)
+                    same = all(abs(x - y) <= _SAME * y for x, y in zip(a, b, strict=True))
                     alike[pair][axes] = alike[pair].get(axes, True) and same
         same_pairs = sorted(pair for pair, of in alike.items() if len(of) >= _ENOUGH and all(of.values()))
         return {second: first for first, second in reversed(same_pairs)}

@@ -22,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
@@ -95,56 +95,52 @@ def diagnose(chosen: Mapping[str, Check]) -> list[Observation]:
     If a check's process dies, raises or does not end in time, an observation says so. No process is left when
     this returns or is interrupted.
     """
-    running: list[_Running] = []
-    with ThreadPoolExecutor(max(1, len(chosen))) as threads:
-        try:
-            running += (_Running(name, check) for name, check in chosen.items())
-            return [line for lines in threads.map(_Running.observations, running) for line in lines]
-        finally:
-            for each in running:
-                each.end()
+    with ThreadPoolExecutor(max(1, len(chosen))) as threads, ExitStack() as running:
+        processes = [running.enter_context(_running(check.look)) for check in chosen.values()]
+        of_checks = threads.map(_observations, chosen, chosen.values(), processes)
+        return [observation for observations in of_checks for observation in observations]
 
 
-class _Running:
-    """A check, and the process that runs it."""
+@contextmanager
+def _running(look: Callable[[], Iterable[Observation]]) -> Iterator[subprocess.Popen[str]]:
+    """The process that runs the function of a check; at the end it is killed with all that it has started."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, look.__module__, look.__qualname__],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=os.environ | environment_of_child(),
+        start_new_session=True,  # so that processes of the check end with it
+    )
+    try:
+        yield process
+    finally:
+        _kill(process)
 
-    def __init__(self, name: str, check: Check):
-        self.name, self.check = name, check
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, check.look.__module__, check.look.__qualname__],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=os.environ | environment_of_child(),
-            start_new_session=True,  # so that processes of the check end with it
-        )
 
-    def observations(self) -> list[Observation]:
-        """Wait for the process, at most for the check's limit."""
-        try:
-            printed, said = self.process.communicate(timeout=self.check.limit_s)
-        except subprocess.TimeoutExpired:
-            self.end()
-            with suppress(subprocess.TimeoutExpired):  # a process of its own session may hold the pipe
-                self.process.communicate(timeout=_REAPING_S)
-            return [self._failure(f"no answer within {self.check.limit_s:g} s")]
-        if code := self.process.returncode:
-            ending = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            last = next(reversed(said.strip().splitlines()), "")[-_SAID:]
-            return [self._failure(f"{ending}{last and f': {last}'}")]
-        return [Observation(**each) for each in json.loads(printed)]
+def _kill(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
-    def end(self) -> None:
-        """Kill the process and all that it has started."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
 
-    def _failure(self, what: str) -> Observation:
-        look = self.check.look
-        again = f"see: python -c 'from {look.__module__} import *; print([*{look.__qualname__}()])'"
-        return Observation(self.name, "missing", what, again, self.check.is_needed)
+def _observations(name: str, check: Check, process: subprocess.Popen[str]) -> list[Observation]:
+    """What the process of a check has observed, at most for the check's limit; or how the process failed."""
+    try:
+        printed, said = process.communicate(timeout=check.limit_s)
+        if not (code := process.returncode):
+            return [Observation(**each) for each in json.loads(printed)]
+        ending = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        last = next(reversed(said.strip().splitlines()), "")[-_SAID:]
+        failure = f"{ending}{last and f': {last}'}"
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        with suppress(subprocess.TimeoutExpired):  # a process of its own session may hold the pipe
+            process.communicate(timeout=_REAPING_S)
+        failure = f"no answer within {check.limit_s:g} s"
+    again = f"see: python -c 'from {check.look.__module__} import *; print([*{check.look.__qualname__}()])'"
+    return [Observation(name, "missing", failure, again, check.is_needed)]
 
 
 def print_observations() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import table_content
 from spbench.bench.tools.jobs.rules import Said
-from spbench.bench.tools.jobs.transformers_step import EXPERTS, Adapted
 from spbench.impls import (
     ALL,
     LATENT,
@@ -23,6 +22,8 @@ from spbench.impls import (
     model_from_config,
 )
 
+#: fields of a config.json that say how many experts a layer has
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 #: fields of a config.json that show linear attention, whose adapters are not modelled
 LINEAR_ATTENTION = ("linear_num_key_heads", "mamba_num_heads")
 #: the words by which programs name all linear layers of a model
@@ -31,6 +32,20 @@ _OF_MLP = (*OPENING, MLP_CLOSING)
 #: where a layer has its projections, and experts beside them, in models of text and of text and images
 _LAYERS = ("model.layers.0.", "model.language_model.layers.0.", "language_model.model.layers.0.")
 _EXPERTS = re.compile(r"experts\b(?!.*shared)")
+
+
+class Adapted(NamedTuple):
+    """What a job says of adapters beside their rank.
+
+    Attributes:
+        targets: modules with an adapter: a list of names, or a pattern of whole paths; None: all linear ones.
+        whole: modules that are trained whole, by name.
+        by_direction: DoRA (arXiv 2402.09353).
+    """
+
+    targets: Said = Said(None)
+    whole: Said = Said(())
+    by_direction: Said = Said(False)
 
 
 def set_adapters(

@@ -26,11 +26,10 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import MODEL_PATH, JobFile, JobFiles, mapping_in
 from spbench.bench.tools.jobs.launch import options_of, shell_of
 from spbench.bench.tools.jobs.python_values import training_script
-from spbench.bench.tools.jobs.rules import Rule, follow
+from spbench.bench.tools.jobs.rules import Rule, Said, follow
 from spbench.bench.tools.jobs.shell_syntax import shown_word
 from spbench.bench.tools.jobs.step_lines import precision_of, step_of, zero_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
-from spbench.bench.tools.jobs.transformers_step import Said
 
 _ACCELERATE = "accelerate."
 #: which configurations of TRL's trainers a job has, as keys; and that of supervised tuning

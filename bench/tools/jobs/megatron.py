@@ -14,13 +14,7 @@ from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.launch import Launch, launched
 from spbench.bench.tools.jobs.megatron_kernels import CONTAINER, container_problems
-from spbench.bench.tools.jobs.megatron_layers import (
-    expert_sizes,
-    has_experts,
-    length_of,
-    pattern_of,
-    set_schedule,
-)
+from spbench.bench.tools.jobs.megatron_layers import length_of, pattern_of, set_schedule
 from spbench.bench.tools.jobs.megatron_model import model_name, set_model
 from spbench.bench.tools.jobs.rules import call
 from spbench.bench.tools.jobs.shell import Shell
@@ -38,8 +32,14 @@ _WITHOUT_SETTING = ("no effect", "approximated")
 CONTEXT = {"p2p": ("ring_attention", True), "a2a": ("ulysses", False), "all_gather": ("all_gather_kv", True)}
 #: the strategy of two levels, and its --cp-comm-type
 HIERARCHICAL = "ulysses+ring_attention", "a2a+p2p"
-_AXES = {"tp": "tensor-model", "pp": "pipeline-model", "sp": "context"}
-_HIERARCHY = "--hierarchical-context-parallel-sizes"
+_CONTEXTS = {**CONTEXT, HIERARCHICAL[1]: (HIERARCHICAL[0], True), "": ("", False)}
+#: of context parallelism in two levels, the ranks of each
+_LEVELS = "--hierarchical-context-parallel-sizes"
+_SIZES = {
+    axis: f"--{kind}-parallel-size"
+    for axis, kind in (("tp", "tensor-model"), ("pp", "pipeline-model"), ("sp", "context"))
+}
+_SCHEDULE = "--step-batch-size-schedule"
 
 
 def read(files: JobFiles) -> Job | None:
@@ -228,116 +228,65 @@ def _text(value: Any) -> str:
 
 def _set_parallelism(a: Account, gpus: int | None) -> int | None:
     """Set strategy, sizes and mesh; returns how many replicas there are."""
-    names = {axis: f"--{kind}-parallel-size" for axis, kind in _AXES.items()}
-    sizes = {axis: a.value(name) for axis, name in names.items()}
-    for axis, name in names.items():
-        if sizes[axis] < 1:
-            a.problems.append(f"{a.spelled(name)} is no number of ranks")
-            return None
-    parts = prod(sizes.values())
+    sizes = {axis: a.value(name) for axis, name in _SIZES.items()}
+    if wrong := [name for axis, name in _SIZES.items() if sizes[axis] < 1]:
+        a.problems.append(f"{a.spelled(wrong[0])} is no number of ranks")
+        return None
+    parts, expert_parts = prod(sizes.values()), a.value("--expert-tensor-parallel-size") or sizes["tp"]
     replicas = gpus // parts if gpus is not None and gpus % parts == 0 else None
-    if gpus is not None and replicas is None:
-        a.problems.append(
-            f"{gpus} GPUs are no multiple of tensor x pipeline x context parallel sizes, which are {parts}"
-        )
-    sequence, mapping = "--sequence-parallel", "--use-tp-pp-dp-mapping"
-    split = [sequence] if a.has(sequence) and sizes["tp"] > 1 else []
-    a.ignore("Megatron-LM leaves it off at --tensor-model-parallel-size 1", sequence)
-    if has_experts(a) and sizes["tp"] > 1 and not split:
-        a.problems.append(f"a model with experts and {a.spelled(names['tp'])} needs {sequence}")
-    axes = ["pp", "dp", "sp", "tp"]
-    strategy, from_context = "megatron_sp" if split else "tensor_parallel", list[str]()
-    levels = _hierarchy(a)
-    hierarchical = False
-    if sizes["sp"] > 1:
-        context, zigzag = _context(a)
-        if pattern_of(a) and context == CONTEXT["p2p"][0]:
-            context, zigzag = CONTEXT["a2a"]
-            a.remarks.append(
-                "heads are exchanged for sequences in all layers; a hybrid's attention is a ring"
-            )
-        hierarchical = "+" in context
-        from_context = [names["sp"], "--cp-comm-type", *([_HIERARCHY] if hierarchical else [])]
-        strategy = f"{strategy}+{context}"
-    a.ignore("there is no context parallelism", "--cp-comm-type", _HIERARCHY)
-    a.set("strategy", strategy, *split, *from_context)
-    if split:
-        a.set("strategy_options.vocabulary", "split", sequence)
-    if from_context and zigzag:
-        a.set("strategy_options.placement", "zigzag", *from_context)
-    if hierarchical:
-        axes.insert(2, "cp")
-    if hierarchical and len(levels) == 2:
-        a.set("sizes.cp", levels[1], _HIERARCHY)
-        if prod(levels) != sizes["sp"]:
-            a.problems.append(f"{_HIERARCHY} do not make {names['sp']}")
-        sizes["sp"] = levels[0]
-    for axis, name in names.items():
-        if sizes[axis] > 1:
-            a.set(
-                f"sizes.{axis}", sizes[axis], name, *([_HIERARCHY] if axis == "sp" and hierarchical else [])
-            )
-        else:
-            a.ignore("one part: not split", name)
-    expert_sizes(a, sizes["tp"], gpus, sizes["pp"])
-    if replicas is not None:
-        a.set("sizes.dp", replicas, note=f"{gpus} GPUs / {parts} (tensor x pipeline x context)")
-    if a.has(mapping):
-        axes[:2] = ["dp", "pp"]
-    a.set("mesh", axes, mapping)
+    of_experts = (a.value("--expert-model-parallel-size") or 1) * expert_parts * sizes["pp"]
+    split = ["--sequence-parallel"] if sizes["tp"] > 1 and a.has("--sequence-parallel") else []
+    kinds = {*(a.value("--cp-comm-type") or "p2p").split()} if sizes["sp"] > 1 else {""}
+    kind = kinds.pop() if len(kinds) == 1 else "several"
+    context, zigzag = _CONTEXTS.get(kind, CONTEXT["p2p"])
+    if exchanged := bool(pattern_of(a)) and context == CONTEXT["p2p"][0]:
+        context, zigzag = CONTEXT["a2a"]
+    levelled = [_LEVELS] if kind == HIERARCHICAL[1] else []
+    levels = [int(size) for size in str(a.value(_LEVELS) or "").split()] if levelled else []
+    inner, outer = levels if len(levels) == 2 else (sizes["sp"], None)
+    outside = ["dp", "pp"] if a.has("--use-tp-pp-dp-mapping") else ["pp", "dp"]
+    a.facts |= {
+        "gpus": gpus,
+        "parts": parts,
+        "replicas": replicas,
+        "expert_parts": expert_parts,
+        "ranks_of_experts": of_experts,
+        "uneven_experts": gpus is not None and gpus % of_experts > 0,
+        "split": split,
+        "strategy": "+".join(filter(None, ["megatron_sp" if split else "tensor_parallel", context])),
+        "from_context": ["--context-parallel-size", "--cp-comm-type", *levelled] if context else [],
+        "zigzag": zigzag,
+        "exchanged": exchanged,
+        "unlike": kind not in _CONTEXTS,
+        "levelled": levelled,
+        "inner": inner,
+        "outer": outer,
+        "other_levels": outer is not None and inner * outer != sizes["sp"],
+        "axes": [*outside, *["cp"] * bool(levelled), "sp", "tp"],
+    }
+    call(a, "parallelism")
     return replicas
-
-
-def _hierarchy(a: Account) -> list[int]:
-    return [int(size) for size in str(a.value(_HIERARCHY) or "").split()]
-
-
-def _context(a: Account) -> tuple[str, bool]:
-    """The strategy of context parallelism, and whether it takes chunks in zigzag."""
-    kinds = {*(a.value("--cp-comm-type") or "p2p").split()}
-    if kinds == {HIERARCHICAL[1]}:
-        if len(_hierarchy(a)) != 2:
-            a.problems.append(f"--cp-comm-type {HIERARCHICAL[1]} needs two {_HIERARCHY}")
-        return HIERARCHICAL[0], True
-    if len(kinds) > 1 or not kinds <= CONTEXT.keys():
-        a.refuse_given("this kind of context parallelism, or several in one model", "--cp-comm-type")
-        return CONTEXT["p2p"]
-    return CONTEXT[kinds.pop()]
 
 
 def _set_batch(a: Account, replicas: int | None) -> None:
     """Set batch, length and precision."""
-    length = length_of(a)
-    if length is None:
-        a.problems.append("--seq-length is missing")
-    a.set("seq_len", length, "--seq-length", "--encoder-seq-length")
-    context = a.value("--context-parallel-size") or 1
-    if context > 1 and length is not None and length % (2 * context):
-        a.problems.append(f"--seq-length {length} is no multiple of 2 x --context-parallel-size {context}")
-    call(a, "precision")
-    name, micro_name = "--global-batch-size", "--micro-batch-size"
-    micro, total, schedule = a.value(micro_name), a.value(name), a.value("--step-batch-size-schedule")
+    length, context = length_of(a), a.value("--context-parallel-size") or 1
+    micro, total, schedule = map(a.value, ("--micro-batch-size", "--global-batch-size", _SCHEDULE))
+    first = (str(schedule or "").split() or [""])[0].rpartition(":")[2]
     if schedule is not None:
-        if total is not None:
-            a.problems.append(f"--step-batch-size-schedule and {name} are both given; leave one")
-        first = schedule.split()[0].rpartition(":")[2] if schedule.split() else ""
-        if not first.isdecimal():
-            a.problems.append(f"--step-batch-size-schedule {schedule!r} is not TOKENS:BATCH ...")
-            return
-        total, name = int(first), "--step-batch-size-schedule"
-        a.remarks.append("the batch is the first of the schedule; later ones have more micro-batches")
-    if micro is None or replicas is None:
-        a.ignore("the replicas are not known", name, micro_name)
-        return
-    note = "one micro-batch a replica" if total is None else ""
-    total = micro * replicas if total is None else total
-    if micro < 1 or total < 1 or total % (micro * replicas):
-        a.problems.append(
-            f"{name} {total} is no multiple of {micro_name} {micro} x {replicas} replicas"
-            f"{'' if a.has(name) else ' (by default)'}"
-        )
-        a.ignore("they do not divide", name, micro_name)
-        return
-    a.set("batch", total, name, *([micro_name] if note else []), note=note)
-    note = f"{total} / ({micro} x {replicas} replicas)"
-    a.set("training.micro_batches", total // (micro * replicas), micro_name, note=note)
+        total = int(first) if first.isdecimal() else None
+    at_once = 0 if micro is None or replicas is None else micro * replicas
+    whole = at_once if total is None else total
+    key = "--global-batch-size" if schedule is None else _SCHEDULE
+    a.facts |= {
+        "uneven_length": length is not None and context > 1 and length % (2 * context) > 0,
+        "schedule": repr(schedule),
+        "total_key": key,
+        "by_default": "" if a.has(key) else " (by default)",
+        "total": total,
+        "replicas": replicas,
+        "whole": whole,
+        "divides": at_once > 0 and whole > 0 and whole % at_once == 0,
+        "micro_batches": whole // at_once if at_once > 0 else None,
+    }
+    call(a, "batch")

@@ -18,9 +18,6 @@ _SIZES = ("--mamba-num-groups", "--mamba-state-dim", "--mamba-head-dim", "--mamb
 _MIXERS = {"M": "M", "*": "S"}
 #: a layer here: one that mixes tokens, and the MLP (-) or the experts (E) behind it
 _LAYER = re.compile(r"[M*][-E]?")
-_EXPERTS = "--num-experts"
-#: sizes of a layer's experts by the ranks of a stage
-EXPERT_RANKS, EXPERT_PARTS = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 #: a pattern of layers: digits, lists of them, sums and repetitions
 _LISTED = re.compile(r"[\d\s()\[\],+*]+")
 _MOST_LAYERS = 10_000
@@ -80,11 +77,6 @@ def stages_of(a: Account, stages: int) -> Sequence[int]:
     return sizes
 
 
-def has_experts(a: Account) -> bool:
-    """Whether the job's model has experts."""
-    return bool(a.value(_EXPERTS))
-
-
 def set_layers_with_experts(a: Account) -> None:
     """Set which layers have experts: each N-th, or as a list of 0 and 1 says."""
     name, layers = "--moe-layer-freq", a.facts["layers"]
@@ -135,25 +127,6 @@ def _evaluated(node: ast.expr) -> list[int] | int:
         if len(listed) * times <= _MOST_LAYERS:
             return listed * times
     raise ValueError("no list")
-
-
-def expert_sizes(a: Account, tensor: int, gpus: int | None, stages: int) -> None:
-    """Set over how many ranks of a stage experts are spread, and over how many each expert is split."""
-    if not has_experts(a):
-        return
-    ranks, parts = a.value(EXPERT_RANKS) or 1, a.value(EXPERT_PARTS) or tensor
-    if gpus is not None and gpus % (ranks * parts * stages):
-        a.problems.append(
-            f"{gpus} GPUs are no multiple of expert x expert tensor x pipeline parallel sizes, which are "
-            f"{ranks * parts * stages}"
-        )
-        return
-    if ranks > 1:
-        a.set("sizes.ep", ranks, EXPERT_RANKS)
-    if parts > 1:
-        note = "" if a.has(EXPERT_PARTS) else "as the tensor parallel size"
-        a.set("sizes.etp", parts, EXPERT_PARTS, note=note)
-    a.ignore("one part: not split", EXPERT_RANKS, EXPERT_PARTS)
 
 
 def windows_of(a: Account, layers: int | None) -> str:

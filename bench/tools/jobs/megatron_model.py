@@ -25,10 +25,6 @@ from spbench.bench.tools.jobs.rules import call
 from spbench.bench.units import gib
 from spbench.impls import published_model
 
-#: words of tokenizers that need no file to be known: GPT-2's, and BERT's two
-_WORDS = {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
-#: words of TikTokenizer's vocabulary, unless --vocab-size says otherwise
-_TIKTOKEN_WORDS = 2**17
 #: presets by the weights of their layers; a job has the name of the one that it is closest to
 _HYBRID = "nemotron-h-8b"
 _PRESETS = {"gpt3-345m": 3e8, "gpt3-7b": 6.4e9, "gpt3-175b": 1.7e11}
@@ -47,7 +43,7 @@ def set_model(a: Account, *, bert: bool, cluster: str | None) -> None:
         "switches_of_attention": check_switches,
         "first_steps": lambda a: a.first_steps(one=a.value("--train-iters") == 1),
     }
-    a.facts |= {**_facts(a), **facts_of_card(a, cluster)}
+    a.facts |= {**_facts(a), **_facts_of_sizes(a, bert), **facts_of_card(a, cluster)}
     hybrid = not bert and set_hybrid(a)
     windows = "" if hybrid or bert else windows_of(a, layers_of(a))
     preset = "bert-large" if bert else _HYBRID if hybrid or windows else _preset(a)
@@ -58,9 +54,8 @@ def set_model(a: Account, *, bert: bool, cluster: str | None) -> None:
     if not bert:
         call(a, "experts")
         call(a, "predicted_tokens")
-    _set_sizes(a, bert)
-    _set_vocabulary(a, bert)
-    call(a, "library")
+    for section in ("sizes", "vocabulary", "library"):
+        call(a, section)
     if bert:
         call(a, "bert")
         return
@@ -113,6 +108,28 @@ def _facts(a: Account) -> dict[str, Any]:
     }
 
 
+def _facts_of_sizes(a: Account, bert: bool) -> dict[str, Any]:
+    """What rules ask of the widths of layers and of the vocabulary."""
+    hidden, heads = a.value("--hidden-size") or 0, a.value("--num-attention-heads") or 0
+    inner, head_size = a.value("--ffn-hidden-size"), a.value("--kv-channels")
+    usual, note = 4 * hidden, "4 x --hidden-size"
+    if a.has("--swiglu"):
+        usual, note = int(4 * hidden * 2 / 3) // 64 * 64, "8/3 of --hidden-size, in 64s"
+    tokenizer = a.value("--tokenizer-type") or ("BertWordPieceLowerCase" if bert else "GPT2BPETokenizer")
+    published = published_model(str(a.value("--tokenizer-model") or ""))
+    return {
+        "bert": bert,
+        "inner": usual if inner is None else inner,
+        "inner_note": note if inner is None else "",
+        "four_times": (usual if inner is None else inner) == 4 * hidden,
+        "uneven_heads": heads < 1 or (head_size is None and hidden % heads > 0),
+        "own_head_size": head_size is not None and head_size * heads != hidden,
+        "tokenizer": tokenizer,
+        "words": a.table.content["tokenizers"].get(tokenizer),
+        "published_words": published.config["vocab_size"] if published else None,
+    }
+
+
 def model_name(bert: bool) -> str:
     """Megatron-Core's name of the model."""
     return "BertModel" if bert else "GPTModel"
@@ -121,66 +138,3 @@ def model_name(bert: bool) -> str:
 def _preset(a: Account) -> str:
     weights = 12 * (layers_of(a) or 1) * (a.value("--hidden-size") or 1) ** 2
     return min(_PRESETS, key=lambda name: max(weights / _PRESETS[name], _PRESETS[name] / max(1, weights)))
-
-
-def _set_sizes(a: Account, bert: bool) -> None:
-    layers, hidden = layers_of(a), a.value("--hidden-size")
-    heads, inner = a.value("--num-attention-heads"), a.value("--ffn-hidden-size")
-    if layers is None:
-        a.problems.append("--num-layers is missing")
-    patterns = "--hybrid-layer-pattern", "--hybrid-override-pattern"
-    names = patterns if pattern_of(a) else ("--num-layers", "--encoder-num-layers")
-    a.set("model_options.layers", layers, *names)
-    a.map("--hidden-size", "--num-attention-heads")
-    if hidden is None or heads is None:
-        return
-    note = ""
-    if inner is None:
-        swiglu = a.has("--swiglu")
-        inner = int(4 * hidden * 2 / 3) // 64 * 64 if swiglu else 4 * hidden
-        note = "8/3 of --hidden-size, in 64s" if swiglu else "4 x --hidden-size"
-    if not bert:
-        a.set("model_options.inner", inner, "--ffn-hidden-size", note=note)
-    elif inner == 4 * hidden:
-        a.ignore("is so by default", "--ffn-hidden-size")
-    call(a, "latents")
-    if a.has("--multi-latent-attention"):
-        return
-    size = a.value("--kv-channels")
-    if heads < 1 or (size is None and hidden % heads):
-        a.problems.append(f"--num-attention-heads {heads} does not divide --hidden-size {hidden}")
-    elif size is not None and size * heads != hidden:
-        a.map("--kv-channels")
-    else:
-        a.ignore("is so by default", "--kv-channels")
-
-
-def _set_vocabulary(a: Account, bert: bool) -> None:
-    multiple = "--make-vocab-size-divisible-by"
-    a.ignore("the number of its words comes from elsewhere", "--tokenizer-model")
-    padded, words = a.value("--padded-vocab-size"), a.value("--vocab-size")
-    kind = a.value("--tokenizer-type") or ("BertWordPieceLowerCase" if bert else "GPT2BPETokenizer")
-    if padded is not None:
-        a.set("model_options.vocabulary", padded, "--padded-vocab-size")
-        a.set("model_options.vocabulary_multiple", 1, "--padded-vocab-size", note="padded already")
-        a.ignore("--padded-vocab-size says all", "--vocab-size", "--tokenizer-type", multiple)
-        return
-    if words is not None:
-        a.set("model_options.vocabulary", words, "--vocab-size", "--tokenizer-type")
-        if kind == "NullTokenizer":
-            a.remarks.append("older versions add a word to the --vocab-size of a NullTokenizer")
-    elif kind in _WORDS:
-        a.set("model_options.vocabulary", _WORDS[kind], "--tokenizer-type", note=f"words of {kind}")
-        if bert:
-            a.remarks.append(
-                f"the words of --vocab-file are taken for {kind}'s {_WORDS[kind]}; --vocab-size says others"
-            )
-    elif published := published_model(str(a.value("--tokenizer-model") or "")):
-        names = "--tokenizer-type", "--tokenizer-model"
-        a.set("model_options.vocabulary", published.config["vocab_size"], *names, note="of its config.json")
-    elif kind == "TikTokenizer":
-        a.set("model_options.vocabulary", _TIKTOKEN_WORDS, "--tokenizer-type")
-    else:
-        a.ignore("the number of its words is missing", "--tokenizer-type")
-        a.problems.append(f"how many words the {kind} has is not said; --given vocab-size=N")
-    a.map(multiple)

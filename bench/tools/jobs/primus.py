@@ -13,13 +13,13 @@ from typing import Any
 
 from spbench.bench.errors import suggestion
 from spbench.bench.tools.jobs.account import Account, key_account, scalar_of
-from spbench.bench.tools.jobs.adapter_settings import set_adapters
+from spbench.bench.tools.jobs.adapter_settings import Adapted, set_adapters
 from spbench.bench.tools.jobs.argument_tables import ArgumentTable, argument_table, shown
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles, mapping_in
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
+from spbench.bench.tools.jobs.rules import Said
 from spbench.bench.tools.jobs.torchtitan import TorchtitanJob
-from spbench.bench.tools.jobs.transformers_step import Adapted, Said
 from spbench.bench.tools.jobs.underscored import as_arguments, job_of_both
 from spbench.bench.yaml_files import read_yaml
 

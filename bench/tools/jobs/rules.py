@@ -28,18 +28,27 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.argument_tables import shown
-from spbench.bench.tools.jobs.transformers_step import Said
 
 _WORD = re.compile(r"(!?)([^?=<>!]+)(?:(\?)|([=<>])(.*))?")
 _NAMED = re.compile(r"\{([^{}\s]+?)(=?)\}")
 
 Condition = str | Sequence[str]
 Rule = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Said:
+    """A job's word on one thing: the value, the keys that it came from, a note beside the setting."""
+
+    value: Any
+    names: Sequence[str] = ()
+    note: str = ""
 
 
 #: by the word of a line that calls it: what reads such a line; a mapping it returns has several fields

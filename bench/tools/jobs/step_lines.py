@@ -7,23 +7,32 @@ import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
+from types import SimpleNamespace
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
+from spbench.bench.tools.jobs.adapter_settings import Adapted
 from spbench.bench.tools.jobs.argument_tables import OF_DEEPSPEED, table_content
 from spbench.bench.tools.jobs.rules import Functions, Rule, Said, follow, holds, said, said_of
-from spbench.bench.tools.jobs.transformers_step import Adapted, TransformersStep
 from spbench.impls import LATENT, PROJECTIONS
 
 
-def step_of(account: Account, own: Functions | None = None) -> TransformersStep:
+def step_of(account: Account, own: Functions | None = None) -> SimpleNamespace:
     """What a job says of its step, by the section ``step`` of its program's table: fields, each with a line
     (:func:`said_of`, and the words of :data:`_FUNCTIONS`), or several such sections. One with a condition
     ``if`` counts where that holds, and its section ``else`` where not; its ``rules`` are followed first.
     Conditions of later fields have the value of a field as ``$FIELD``, and ``$FIELD.key`` the key that said
-    it; ``facts`` are lines that are no fields. ``own``: functions of the program's own words."""
+    it; ``facts`` are lines that are no fields. ``own``: functions of the program's own words.
+
+    Returns:
+        An attribute for each of transformers.yaml's ``fields``, of which those that the job leaves out have
+        the value and the note there: :class:`Said`, and ``adapted`` as :class:`Adapted`.
+    """
     content = account.table.content["step"]
-    fields: dict[str, Any] = {}
+    defaults = table_content("transformers")["fields"].items()
+    fields: dict[str, Any] = {name: Said(line["value"], (), line.get("note", "")) for name, line in defaults}
+    fields["adapted"] = Adapted()
+    known = {*fields}
     functions = {**_FUNCTIONS, **(own or {})}
     for section in content if isinstance(content, list) else [content]:
         if not holds(account, section.get("if", "")):
@@ -34,7 +43,8 @@ def step_of(account: Account, own: Functions | None = None) -> TransformersStep:
         for name, line in section.items():
             if name not in ("if", "else", "rules", "facts"):
                 fields |= _fields(account, name, line, functions)
-    return TransformersStep(**fields)
+    assert known == {*fields}, fields.keys() - known
+    return SimpleNamespace(**fields)
 
 
 def _fields(account: Account, name: str, line: Any, functions: Functions) -> dict[str, Any]:

@@ -8,15 +8,15 @@ from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.account import Account, key_account
-from spbench.bench.tools.jobs.adapter_settings import set_adapters
+from spbench.bench.tools.jobs.adapter_settings import Adapted, set_adapters
 from spbench.bench.tools.jobs.argument_tables import argument_table
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.launch import program_launch, values_of_launch
 from spbench.bench.tools.jobs.megatron import make_settings, megatron_account
 from spbench.bench.tools.jobs.model_names import named_model
+from spbench.bench.tools.jobs.rules import Said
 from spbench.bench.tools.jobs.step_lines import named_modules
-from spbench.bench.tools.jobs.transformers_step import Adapted, Said
 from spbench.bench.tools.jobs.underscored import as_arguments, job_of_both
 
 

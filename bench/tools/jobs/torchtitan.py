@@ -95,86 +95,48 @@ class TorchtitanJob(TorchtitanModel):
         """Set strategy, sizes and backend; returns whether the number of replicas is known."""
         k, gpus = self.keys, self.files.gpus
         kinds = ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel")
-        names = [self.named(f"{kind}_degree") for kind in kinds]
-        copies, tp, pp, cp = (k.count(name) for name in names)
-        shard_name = self.named("data_parallel_shard_degree")
-        shards, others = k.value(shard_name), copies * tp * pp * cp
+        keys = [self.named(f"{kind}_degree") for kind in kinds]
+        copies, tp, pp, cp = map(k.count, keys)
+        shard_key = self.named("data_parallel_shard_degree")
+        asked, others = k.value(shard_key), copies * tp * pp * cp
         self.stages = k.facts["stages"] = pp
-        set_pipeline(self, pp, names[2])
-        k.problems += self.files.machine_problems(others * shards if shards > 0 else None)
-        if shards == 0 or shards < -1:
-            k.problems.append(f"{shard_name}: {shards} is neither -1 nor a number of ranks")
-            return False
-        if gpus is None and shards < 0:
-            return False
-        ranks = gpus if gpus is not None else others * shards
-        if ranks % others or (shards > 0 and others * shards != ranks):
-            k.problems.append(
-                f"{ranks} GPUs are not the degrees multiplied: replicate {copies} x shard {shards} x "
-                f"context {cp} x tensor {tp} x pipeline {pp}"
-            )
-            return False
-        shards = ranks // others
-        if shards * cp == 1:
-            what = "weights in float32, which autocast makes bfloat16 where they are used"
-            k.problems.append(f"{shard_name} is 1: {what}: not modelled")
-        self._strategy(tp, cp, names[1], names[3])
-        self.set_experts(tp, names[1])
-        note = "" if k.value(shard_name) > 0 else f"{ranks} GPUs / {others // copies}"
-        k.set("sizes.dp", copies * shards, *names[:1] * (copies > 1), shard_name, note=note)
-        if copies > 1:
-            k.set("training.data_parallel_replicate_degree", copies, names[0])
-        for axis, size, name in (("pp", pp, names[2]), ("sp", cp, names[3]), ("tp", tp, names[1])):
-            if size > 1:
-                k.set(f"sizes.{axis}", size, name)
-        mesh = ["pp"] * (pp > 1) + ["dp", "sp", "tp"]
-        k.set("mesh", mesh, note="the order of torchtitan's meshes")
-        self._backend()
+        set_pipeline(self, pp, keys[2])
+        k.problems += self.files.machine_problems(others * asked if asked > 0 else None)
+        ranks = others * asked if gpus is None and asked > 0 else gpus
+        shards = 0 if ranks is None or ranks % others else ranks // others
+        fits = shards > 0 and asked in (-1, shards)
         self.replicas = shards * copies
-        return True
-
-    def _strategy(self, tp: int, cp: int, tp_name: str, cp_name: str) -> None:
-        k = self.keys
-        loss, rotation = self.named("disable_loss_parallel"), self.named("context_parallel_rotate_method")
-        balancer, parts = "parallelism.context_parallel_load_balancer", []
-        options: dict[str, tuple[str, str]] = {}
-        if tp > 1:
-            split = self.value("parallelism.enable_sequence_parallel", True)
-            parts.append("megatron_sp" if split else "tensor_parallel")
-            k.took(f"strategy: {parts[0]}", *filter(k.has, ("parallelism.enable_sequence_parallel",)))
-            options["vocabulary"] = "split", tp_name
-            options["loss"] = "gathered" if k.value(loss) else "parallel", loss
-        overlapped = self.named("enable_async_tensor_parallel")
-        k.ignore("of tensor parallelism, which the job has not", loss, overlapped)
-        if cp > 1:
-            strategy, own = ROTATIONS[k.value(rotation)]
-            parts.append(strategy)
-            options |= {name: (value, rotation) for name, value in own.items()}
-            balanced = self.value(balancer, "headtail")
-            if balanced == "ptrr":
-                k.refuse("sequences balanced by blocks of a mask", balancer)
-            options["placement"] = "zigzag" if balanced else "contiguous", balancer
-            if not self.recent:
-                k.approximate(
-                    "a sequence's keys and values are sent once; torchtitan repeats them first for the "
-                    "queries that share them"
-                )
-        k.ignore("of context parallelism, which the job has not", rotation, balancer)
-        names = [tp_name] * (tp > 1) + [cp_name, rotation] * (cp > 1)
-        note = "" if names else "no rank has a part of a layer or a sequence"
-        k.set("strategy", "+".join(parts) or "single", *names, note=note)
-        for option, (value, name) in options.items():
-            k.set(f"strategy_options.{option}", value, name)
-
-    def _backend(self) -> None:
-        k, policy = self.keys, "parallelism.fsdp_reshard_after_forward"
+        policy = "parallelism.fsdp_reshard_after_forward"
+        parts = self.value("parallelism.expert_tensor_parallel_degree", 1)
         kept = "FSDP2, which keeps a stage's weights between micro-batches"
+        k.facts |= {"shard_key": shard_key, "tensor_key": keys[1], "copied": keys[:1] if copies > 1 else []}
+        k.facts |= {"copies": copies, "tensor": tp, "context": cp, "asked": asked, "ranks": ranks}
+        k.facts |= {"fits": fits, "replicas": self.replicas, "unsharded": shards * cp == 1}
+        k.facts["replicas_note"] = "" if asked > 0 else f"{ranks} GPUs / {others // copies}"
+        k.facts |= {"mesh": ["pp"] * (pp > 1) + ["dp", "sp", "tp"], "freed": self.value(policy, "default")}
+        k.facts |= {"parts": parts, "unlike_parts": parts not in (1, tp)}
         k.facts |= {
-            "freed": self.value(policy, "default"),
             "policy": [policy] if policy in k.program_arguments else [],
-            "backend_note": kept if self.stages > 1 else "FSDP2",
+            "backend_note": kept if pp > 1 else "FSDP2",
         }
-        call(k, "backend")
+        k.facts |= self._facts_of_strategy(keys[1:2] * (tp > 1), keys[3:] * (cp > 1))
+        call(k, "parallelism")
+        return fits
+
+    def _facts_of_strategy(self, tensor: list[str], context: list[str]) -> dict[str, Any]:
+        """The facts of the strategy, from the keys of tensor and of context parallelism, if there is some."""
+        k, rotation = self.keys, self.named("context_parallel_rotate_method")
+        split = self.value("parallelism.enable_sequence_parallel", True)
+        tensor_by, context_by = "megatron_sp" if split else "tensor_parallel", ROTATIONS[k.value(rotation)][0]
+        keys = [*tensor, *context, *[rotation] * bool(context)]
+        return {
+            "tensor_by": tensor_by,
+            "strategy": "+".join([tensor_by] * bool(tensor) + [context_by] * bool(context)) or "single",
+            "strategy_keys": keys,
+            "strategy_note": "" if keys else "no rank has a part of a layer or a sequence",
+            "gathered": k.value(self.named("disable_loss_parallel")),
+            "balanced": self.value("parallelism.context_parallel_load_balancer", "headtail"),
+        }
 
     def _batch_of_tokens(self) -> None:
         """Set batch and length of a version that counts tokens of a micro-batch."""
@@ -229,17 +191,11 @@ class TorchtitanJob(TorchtitanModel):
         k.set("seq_len", k.count("training.seq_len"), "training.seq_len")
         k.map("training.mixed_precision_param")
 
-    def _micro_batches(
-        self, runs: int, parts: int, total_name: str, local_name: str, parts_name: str
-    ) -> None:
+    def _micro_batches(self, runs: int, parts: int, total_key: str, local_key: str, parts_key: str) -> None:
         """Set how many micro-batches a step has: a pipeline's, or runs whose gradients are added up."""
-        if parts_name and runs > 1:
-            self.keys.refuse_given("a pipeline that runs several times a step: not modelled", total_name)
-        if runs > 1:
-            self.keys.set("training.micro_batches", runs, total_name, local_name)
-        elif parts > 1:
-            self.keys.set("training.micro_batches", parts, local_name, parts_name)
-        self.keys.took("one micro-batch" if parts == 1 else f"micro_batches: {parts}", parts_name)
+        self.keys.facts |= {"runs": runs, "pieces": parts}
+        self.keys.facts |= {"total_key": total_key, "local_key": local_key, "parts_key": parts_key}
+        call(self.keys, "micro_batches")
 
     def _recomputation(self) -> None:
         k, stops = self.keys, "activation_checkpoint.early_stop"

@@ -100,13 +100,6 @@ class TorchtitanModel:
         """How many experts a layer of the model has; 0: none."""
         return int(getattr(self.preset, "experts", 0))
 
-    def set_experts(self, tensor: int, tensor_key: str) -> None:
-        """Set over how many ranks experts are spread, and over how many each expert is split."""
-        parts = self.value("parallelism.expert_tensor_parallel_degree", 1)
-        self.keys.facts |= {"parts": parts, "unlike_parts": parts not in (1, tensor)}
-        self.keys.facts |= {"tensor": tensor, "tensor_key": tensor_key}
-        call(self.keys, "experts")
-
     def set_fp8(self) -> None:
         """Set the recipe of matmuls in eight bits, if a job has them; refuse other converters."""
         k, switch, converters = self.keys, "float8.enable_float8_linear", "model.converters"

@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from spbench.bench.errors import UserError
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.adapter_settings import LINEAR_ATTENTION, set_adapters
+from spbench.bench.tools.jobs.adapter_settings import EXPERTS, LINEAR_ATTENTION, set_adapters
 from spbench.bench.tools.jobs.argument_tables import shown, table_content
 from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.model_names import named_model
-from spbench.bench.tools.jobs.rules import follow
-from spbench.bench.tools.jobs.transformers_step import EXPERTS, WHOLE_EMBEDDING, Said, TransformersStep
+from spbench.bench.tools.jobs.rules import Said, follow
 
 #: what torch.compile makes one kernel of that keeps fewer tensors: words of model_options.fusions
 FUSED_BY_COMPILER = ("swiglu", "rope")
 
 
-def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
-    """Make the settings of a step."""
+def set_step(k: Account, step: SimpleNamespace, files: JobFiles) -> None:
+    """Make the settings of a step, whose fields are those of :func:`step_lines.step_of`."""
     fields = _model(k, step.model, files)
+    k.facts |= _facts_of_fields(k, step)
     replicas = _layout(k, step, files)
     if replicas is not None:
         _batch(k, step, replicas)
@@ -48,16 +49,21 @@ def set_step(k: Account, step: TransformersStep, files: JobFiles) -> None:
     k.first_steps()
 
 
-def _facts(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that rules ask for: the fields of a step, the keys of each as ``FIELD.names``, their spelling
-    in the job as ``FIELD.spelled``, and its note as ``FIELD.note``; and facts that no field gives alone.
-    ``fields``: of the config.json."""
+def _facts_of_fields(k: Account, step: SimpleNamespace) -> dict[str, Any]:
+    """The fields of a step as facts of rules, the keys of each as ``FIELD.names``, their spelling in the job
+    as ``FIELD.spelled``, and its note as ``FIELD.note``."""
     facts: dict[str, Any] = {}
     for name, said in vars(step).items():
         if isinstance(said, Said):
             spelled = " and ".join(k.spelled(each) for each in said.names if k.has(each))
             facts |= {name: said.value, f"{name}.names": [*said.names], f"{name}.note": said.note}
             facts[f"{name}.spelled"] = spelled
+    return facts
+
+
+def _facts(k: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts of rules that no field of a step gives by itself. ``fields``: of the config.json."""
+    facts: dict[str, Any] = {}
     settings = {each.path: each.value for each in k.settings}
     of_ranks = [settings[path] for path in ("sizes.dp", "sizes.sp", "sizes.tp") if path in settings]
     experts = next((fields[name] for name in EXPERTS if fields.get(name)), 0)
@@ -152,7 +158,7 @@ def _count(k: Account, number: Said, what: str) -> bool:
     return False
 
 
-def _layout(k: Account, step: TransformersStep, files: JobFiles) -> int | None:
+def _layout(k: Account, step: SimpleNamespace, files: JobFiles) -> int | None:
     """Set strategy and sizes; returns how many replicas there are."""
     k.problems += files.machine_problems(step.gpus.value)
     parts = (
@@ -163,53 +169,23 @@ def _layout(k: Account, step: TransformersStep, files: JobFiles) -> int | None:
     if wrong:
         return None
     sp, tp, groups, pp, ep = (number.value for number, _ in parts)
-    names = list[str]()
-    strategies = list[str]()
-    if tp > 1:
-        strategies.append(step.tensor_by.value)
-        names += (*step.tensor.names, *step.tensor_by.names)
-        k.set("sizes.tp", tp, *step.tensor.names)
-        loss = step.tensor_loss
-        k.set("strategy_options.loss", loss.value, *loss.names, note=loss.note)
-        if step.tensor_by.value == "megatron_sp":
-            k.set("strategy_options.vocabulary", "split", *step.tensor.names)
-        elif loss == TransformersStep.tensor_loss:
-            k.approximate(WHOLE_EMBEDDING)
-    if sp > 1:
-        options = dict(table_content("transformers")["sequences"][step.sequence_by.value])
-        strategy = options.pop("strategy")
-        strategies.append(strategy)
-        names += (*step.sequence.names, *step.sequence_by.names)
-        k.set("sizes.sp", sp, *step.sequence.names)
-        for option, value in options.items():
-            k.set(f"strategy_options.{option}", value, *step.sequence_by.names, note=step.sequence_by.note)
-    k.ignore("one part: not split", *step.sequence.names, *step.tensor.names, *step.groups.names)
-    k.ignore("it has one part", *step.sequence_by.names, *step.tensor_by.names)
-    note = "" if names else "data parallel alone"
-    k.set("strategy", "+".join(strategies) or "single", *names, note=note)
     gpus = files.gpus if files.gpus is not None else step.gpus.value
-    k.took(f"{gpus} GPUs", *step.gpus.names)
-    if gpus is None:
-        return None
-    shared = sp * tp * pp
-    least = math.lcm(shared * groups, pp * ep)
-    if type(gpus) is not int or gpus < 1 or gpus % least:
-        k.problems.append(f"{shown(gpus)} GPUs are no multiple of {least}, which share a batch or a model")
-        return None
-    replicas = int(gpus // shared)
-    if step.replicas.value not in (None, replicas):
-        said = " and ".join(map(k.spelled, step.replicas.names))
-        k.problems.append(f"{said}: {gpus} GPUs / {shared} leave {replicas} for data parallelism")
-    k.took(f"sizes.dp: {replicas}", *step.replicas.names)
-    if groups > 1:
-        k.set("training.data_parallel_replicate_degree", groups, *step.groups.names)
-    k.set("sizes.dp", replicas, note=f"{gpus} GPUs" + f" / {shared}" * (shared > 1))
-    if pp > 1:
-        k.set("mesh", ["pp", "dp", "sp", "tp"], note="a stage's ranks follow on each other")
-    return replicas
+    shared, least = sp * tp * pp, math.lcm(sp * tp * pp * groups, pp * ep)
+    fits = type(gpus) is int and gpus > 0 and gpus % least == 0
+    table = table_content("transformers")
+    options = table["sequences"][step.sequence_by.value] if sp > 1 else {}
+    strategies = [*[step.tensor_by.value] * (tp > 1), *filter(None, [options.get("strategy")])]
+    split = [step.tensor, step.tensor_by] * (tp > 1) + [step.sequence, step.sequence_by] * (sp > 1)
+    k.facts |= {"strategy": "+".join(strategies) or "single", "cut": options.get("placement")}
+    k.facts |= {"strategy_keys": [name for each in split for name in each.names]}
+    k.facts |= {"summed": options.get("gradients"), "left": gpus // shared if fits else None}
+    k.facts |= {"ranks": gpus, "ranks_text": shown(gpus), "shared": shared, "least": least}
+    k.facts["tp_plan"] = step.tensor_loss.note == table["fields"]["tensor_loss"]["note"]
+    follow(k, table["layout"])
+    return gpus // shared if fits else None
 
 
-def _batch(k: Account, step: TransformersStep, replicas: int) -> None:
+def _batch(k: Account, step: SimpleNamespace, replicas: int) -> None:
     micro, parts, total = step.micro_batch, step.accumulation, step.batch
     if micro.value is None and type(total.value) is int:
         micro = Said(total.value // max((parts.value or 1) * replicas, 1), total.names)
@@ -260,7 +236,7 @@ def stages_of(layers: int, each: int | None, ranks: int, several: bool, rounded:
     return stages + -stages % ranks if rounded == "up" else stages
 
 
-def set_pipeline(k: Account, step: TransformersStep, fields: Mapping[str, Any]) -> None:
+def set_pipeline(k: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -> None:
     """Set the schedule of a pipeline and the layers of its stages; ``fields`` are of the config.json."""
     ranks, names = step.pipeline.value, step.pipeline.names
     of_pipelines = (step.schedule, step.stage_layers, step.rounded, step.piece)
@@ -294,27 +270,12 @@ def set_pipeline(k: Account, step: TransformersStep, fields: Mapping[str, Any]) 
     k.took(f"{stages} stages", *step.stage_layers.names, *step.rounded.names)
 
 
-def set_pieces(k: Account, step: TransformersStep, runs: int, names: Sequence[str]) -> None:
+def set_pieces(k: Account, step: SimpleNamespace, runs: int, names: Sequence[str]) -> None:
     """Set the micro-batches of a step: ``runs`` micro-batches whose gradients are added up, each cut in
     pieces if there is a pipeline."""
-    local, piece, ranks = step.micro_batch.value, step.piece.value, step.pipeline.value
-    if ranks == 1:
-        if runs > 1:
-            k.set("training.micro_batches", runs, *names)
-        if runs > 1 and step.deferred.value and str(step.sharding.value).startswith("fsdp"):
-            note = "gradients are whole, in the dtype of the sum, until the last micro-batch"
-            k.set("training.reduce_at", step.deferred.value, *step.deferred.names, note=note)
-        k.ignore("each step has one micro-batch, or a pipeline", *step.deferred.names)
-        return
-    k.took("a pipeline sums gradients once", *step.deferred.names)
-    if type(piece) is not int or piece < 1 or local % piece:
-        k.problems.append(f"a batch of {local} is no multiple of a pipeline's micro-batch of {piece}")
-        return
-    pieces = local // piece
-    k.set("training.micro_batches", pieces * runs, *step.micro_batch.names, *step.piece.names, *names)
-    if runs > 1:
-        because = (
-            f"one pipeline of {pieces * runs} micro-batches stands for {runs} of {pieces}: a step lacks the "
-            f"bubbles of {runs - 1}"
-        )
-        k.stand_in("a pipeline that runs several times a step", "time", because, *names)
+    local, piece = step.micro_batch.value, step.piece.value
+    even = isinstance(local, int) and type(piece) is int and piece > 0 and local % piece == 0
+    k.facts |= {"local": local, "runs": runs, "run_keys": [*names], "fewer_runs": runs - 1, "even": even}
+    pieces = local // piece if even else 0
+    k.facts |= {"pieces": pieces, "all_pieces": pieces * runs}
+    follow(k, table_content("transformers")["pieces"])

@@ -17,13 +17,13 @@ from typing import Any, ClassVar, Self, TypeVar
 from pydantic import create_model
 
 from spbench.bench.cell import Cell
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError
 from spbench.bench.measure import Document, Problem, RanScenario, Scenario, load_cluster
 from spbench.bench.measure import load_scenario as load_cells
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.comparison import Comparison, Role
 from spbench.bench.tools.papers.comparison import write as write_comparisons
-from spbench.bench.tools.papers.selector import QUANTITIES, Mistake, Selector
+from spbench.bench.tools.papers.selector import QUANTITIES, Mistake, Selector, unknown
 from spbench.bench.yaml_files import InferredSetting, PublishedNumber, StrictModel, validate
 from spbench.impls import named_classes
 from spbench.plots.series import grouped
@@ -267,17 +267,15 @@ def _wrong_inference(
 ) -> Iterator[Mistake]:
     """What an inference names that the scenario does not have. ``entries``: all answers by name, checked."""
     for index, variant in enumerate(inference.variants):
-        if variant not in variants:
-            yield ["variants", index], f"unknown variant {variant!r}{suggestion(variant, variants)}"
+        yield from unknown(["variants", index], "unknown variant", variant, variants)
     for index, name in enumerate(inference.answers):
         if name not in entries:
-            yield ["answers", index], f"no answer is called {name!r}{suggestion(name, entries)}"
+            yield from unknown(["answers", index], "no answer is called", name, entries)
             return
         numbers = entries[name].numbers(folder)
         quantities = dict.fromkeys(number.quantity for number in numbers)
         for at, quantity in enumerate(inference.quantities):
-            if quantity not in quantities:
-                yield ["quantities", at], f"{name} has no {quantity!r}{suggestion(quantity, quantities)}"
+            yield from unknown(["quantities", at], f"{name} has no", quantity, quantities)
         for at, row in enumerate(inference.rows):
             if not any(number.has(row) for number in numbers):
                 yield ["rows", at], f"no row of {name} is {row}"

@@ -159,21 +159,16 @@ def frame_of(entries: Iterable[Comparison | Mapping[str, Any]]) -> DataFrame:
     lines = [{**blank, **(vars(each) if isinstance(each, Comparison) else each)} for each in entries]
     frame = DataFrame(lines, columns=[*types]).astype(types)
     of_table = frame["status_published"] != ""
-    tables = [table.partition(": ") for table in frame["table"]]
-    sources = [source.split(":") for source in frame["source"]]
-    answers = [
-        f"{name}: {quantity}" if is_row else _ANSWERS.get(role, "claims")
-        for (name, *_), quantity, is_row, role in zip(
-            tables, frame["quantity"], of_table, frame["role"], strict=True
-        )
-    ]
+    tables = frame["table"].str.extract("^(.*?)(?:: (.*))?$").fillna("")
+    sources = frame["source"].str.split(":")
+    answers = (tables[0] + ": " + frame["quantity"]).where(of_table, frame["role"].map(_ANSWERS))
     return frame.assign(
         of_table=of_table,
-        table_name=[name for name, *_ in tables],
-        label=[label for *_, label in tables],
-        answer=answers,
-        file=[file for file, *_ in sources],
-        run=[":".join(source[:2]) for source in sources],
+        table_name=tables[0],
+        label=tables[1],
+        answer=answers.fillna("claims"),
+        file=sources.str[0],
+        run=sources.str[:2].str.join(":"),
         has_both=(frame[["published", "reproduced"]].fillna(0) != 0).all(axis=1),
         is_rate=frame["quantity"].map(is_rate).astype(bool),
         is_time=frame["quantity"].map(is_time).astype(bool),

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import median
@@ -50,7 +51,8 @@ LENGTHS_PAGE = Path("docs", "long_context.md")
 DETAILS_FOLDER = Path("results", "reproduction")
 TIMES_PAGE = DETAILS_FOLDER / "times.md"
 
-VERDICT, COMPARED = "verdict", "compared"
+#: what makes the text of a part of the findings of its paper
+PartText = Callable[[PaperFindings], str]
 #: by paper, a page with a part of its own, the part's name, and what makes it of the paper's records
 _FURTHER = {
     MEASURED: (DETAILS_FOLDER / f"{MEASURED}.md", "validation", validation_lines),
@@ -64,11 +66,19 @@ _PART = re.compile(
 _BEGIN = re.compile(r"^<!-- spbench reproduce ", re.MULTILINE)
 
 
-def parts_of(paper: str, scenarios: Sequence[str]) -> dict[Path, Sequence[str]]:
-    """The documents on a paper, below the working directory, with the names of their generated parts."""
-    further = {page: [name] for of, (page, name, _) in _FURTHER.items() if of == paper}
-    details = [COMPARED, *scenarios, *further.pop(_details(paper), [])]
-    return {SUMMARY_PAGE: [VERDICT], _details(paper): details, **further}
+def parts_of(paper: str, scenarios: Sequence[str]) -> dict[Path, dict[str, PartText]]:
+    """The documents on a paper, below the working directory: by the name of each generated part, what makes
+    its text of the paper's findings."""
+    details: dict[str, PartText] = {"compared": _titled}
+    details |= {name: partial(PaperFindings.part, name=name) for name in scenarios}
+    parts: dict[Path, dict[str, PartText]] = {
+        SUMMARY_PAGE: {"verdict": paper_sections},
+        _details(paper): details,
+    }
+    if paper in _FURTHER:
+        page, name, lines = _FURTHER[paper]
+        parts.setdefault(page, {})[name] = lambda findings: markdown(_once(lines(findings.records)))
+    return parts
 
 
 def _details(paper: str) -> Path:
@@ -80,35 +90,22 @@ def check_documents(paper: str, scenarios: Sequence[str]) -> None:
     also if one cannot be read, or a part has no end."""
     for path, names in parts_of(paper, scenarios).items():
         text = read_text(path)
-        parts = list(_PART.finditer(text))
-        if len(_BEGIN.findall(text)) != len(parts):
+        if len(_BEGIN.findall(text)) != len(_PART.findall(text)):
             what = "a part begins that does not end with <!-- end -->, or has no PAPER: NAME"
             raise UserError(f"{path}: {what}")
-        there = [part["name"] for part in parts if part["paper"] == paper]
-        for name in there:
+        for name in _names(text, paper):
             if name not in names:
                 raise UserError(f"{path}: it can have no part {name!r} of {paper}{suggestion(name, names)}")
-        if missing := [name for name in names if name not in there]:
-            add = f"add <!-- spbench reproduce {paper}: {missing[0]} --> and <!-- end --> to it"
-            raise UserError(f"{path} has no part for {', '.join(missing)}: {add}")
+        _with_parts(path, paper, dict.fromkeys(names, ""))
 
 
 def rendered_documents(findings: PaperFindings) -> dict[Path, str]:
     """By path, the text of each document in which the parts of the findings' paper are written anew;
-    UserError if a document cannot be read, or a part has the name of nothing that was reproduced."""
-    _, further, further_lines = _FURTHER.get(findings.paper, (None, "", None))
-
-    def content(name: str) -> str:
-        if name == VERDICT:
-            return paper_sections(findings)
-        if name == COMPARED:
-            return markdown(_titled(findings))
-        if further_lines and name == further:
-            return markdown(_once(further_lines(findings.records)))
-        return findings.part(name)
-
-    paths = parts_of(findings.paper, findings.scenarios)
-    return {path: _replaced(read_text(path), findings.paper, content) for path in paths}
+    UserError if a document cannot be read, or lacks a part."""
+    return {
+        path: _with_parts(path, findings.paper, {name: text(findings) for name, text in parts.items()})
+        for path, parts in parts_of(findings.paper, findings.scenarios).items()
+    }
 
 
 def write_documents(findings: PaperFindings) -> list[Path]:
@@ -118,14 +115,10 @@ def write_documents(findings: PaperFindings) -> list[Path]:
     return [*written, *write_shared()]
 
 
-def write_part(path: Path, paper: str, name: str, content: str) -> Path:
-    """Write one part of a document anew; UserError if the document cannot be read or written, or has no such
-    part."""
-    text = read_text(path)
-    if not _has_part(text, paper, name):
-        add = f"add <!-- spbench reproduce {paper}: {name} --> and <!-- end --> to it"
-        raise UserError(f"{path} has no part for {name}: {add}")
-    return write_whole(path, _replaced(text, paper, lambda part: content if part == name else None))
+def write_part(path: Path, paper: str, name: str, lines: Sequence[Line]) -> Path:
+    """Write one part of a document anew, as a table of these lines; UserError if the document cannot be read
+    or written, or has no such part."""
+    return write_whole(path, _with_parts(path, paper, {name: markdown(lines)}))
 
 
 def write_shared() -> list[Path]:
@@ -133,28 +126,30 @@ def write_shared() -> list[Path]:
     a result cannot be read, or a page cannot be written."""
     parts = ((FIRST_PAGE, "trust", trust_lines), (SUMMARY_PAGE, "headlines", headline_lines))
     return [
-        write_part(page, ALL, name, markdown(lines(DETAILS_FOLDER)))
+        write_part(page, ALL, name, lines(DETAILS_FOLDER))
         for page, name, lines in parts
-        if page.exists() and _has_part(read_text(page), ALL, name)
+        if page.exists() and name in _names(read_text(page), ALL)
     ]
 
 
-def _has_part(text: str, paper: str, name: str) -> bool:
-    return (paper, name) in [(part["paper"], part["name"]) for part in _PART.finditer(text)]
+def _names(text: str, paper: str) -> list[str]:
+    """The names of a paper's parts in a document."""
+    return [part["name"] for part in _PART.finditer(text) if part["paper"] == paper]
 
 
-def _replaced(text: str, paper: str, content: Callable[[str], str | None]) -> str:
-    """A document with the parts of a paper written anew.
-
-    Args:
-        content: returns the text of a part by its name; None: the part stays as it is.
-    """
+def _with_parts(path: Path, paper: str, texts: Mapping[str, str]) -> str:
+    """A document with these parts of a paper, by name, written anew; UserError if it cannot be read, or lacks
+    one of them."""
+    document = read_text(path)
+    if missing := [name for name in texts if name not in _names(document, paper)]:
+        add = f"add <!-- spbench reproduce {paper}: {missing[0]} --> and <!-- end --> to it"
+        raise UserError(f"{path} has no part for {', '.join(missing)}: {add}")
 
     def part(match: re.Match[str]) -> str:
-        new = content(match["name"]) if match["paper"] == paper else None
+        new = texts.get(match["name"]) if match["paper"] == paper else None
         return match[0] if new is None else f"{match['begin']}{new}{match['end']}"
 
-    return _PART.sub(part, text)
+    return _PART.sub(part, document)
 
 
 def _once(lines: Sequence[Line]) -> list[Line]:
@@ -164,15 +159,16 @@ def _once(lines: Sequence[Line]) -> list[Line]:
     return [{**line, **({own[0]: ""} if s else {})} for line, own, s in zip(lines, firsts, same, strict=True)]
 
 
-def _titled(findings: PaperFindings) -> list[Line]:
-    """All comparisons; a scenario's title, with a link to its part, stands in the first of its lines only."""
+def _titled(findings: PaperFindings) -> str:
+    """All comparisons, in Markdown; a scenario's title, with a link to its part, stands in the first of its
+    lines only."""
     lines: list[Line] = []
     for line in findings.verdict():
         scenario = line.pop("scenario")
         document = findings.documents.get(scenario)
         title = f"[{document.title}](#{scenario})" if document else "**all of the page**"
         lines.append({"table or figure": title, **line})
-    return _once(lines)
+    return markdown(_once(lines))
 
 
 HEADLINES_FILE = "headlines.csv"
@@ -288,12 +284,10 @@ def _number(records: DataFrame, claim: str) -> float:
     return float(records.loc[records["table"] == claim, "reproduced"].iloc[0])
 
 
-def _longest(records: DataFrame, table: str, **fields: str | Sequence[str]) -> float:
-    """The longest sequence, in tokens, of cells of a table that have these fields and fit."""
+def _longest(records: DataFrame, table: str, query: str) -> float:
+    """The longest sequence, in tokens, of the cells of a table that a query selects, and that fit."""
     wanted = records[(records["table"] == table) & (records["status_reproduced"] == "ok")]
-    for name, values in fields.items():
-        wanted = wanted[wanted[name].isin([values] if isinstance(values, str) else values)]
-    return float(wanted["tokens"].max())
+    return float(wanted.query(query)["tokens"].max())
 
 
 def _dsp_over_others(records: DataFrame, tables: str) -> Series:
@@ -308,11 +302,11 @@ def _dsp_over_others(records: DataFrame, tables: str) -> Series:
 _OURS: Mapping[str, Callable[[DataFrame], float]] = {
     "rsa-batch": lambda records: _number(records, "rsa-max-batch-base"),
     "rsa-length": lambda records: _number(records, "rsa-max-seqlen-base"),
-    "lasp-longest": lambda records: _longest(records, "lasp-scalability", sizes="sp128") / 1024,
+    "lasp-longest": lambda records: _longest(records, "lasp-scalability", "sizes == 'sp128'") / 1024,
     # over the longest of the other methods, as the first reading has them
     "lasp-longer": lambda records: (
-        _longest(records, "lasp-speed", model="tnl-1b", method="lasp")
-        / _longest(records, "lasp-speed-left-product", model="tnl-1b", method=("ulysses", "megatron_sp"))
+        _longest(records, "lasp-speed", "model == 'tnl-1b' and method == 'lasp'")
+        / _longest(records, "lasp-speed-left-product", "model == 'tnl-1b' and method != 'lasp'")
     ),
     "dsp-least": lambda records: _dsp_over_others(records, "dsp-scaling$").min(),
     "dsp-most": lambda records: _dsp_over_others(records, "dsp-scaling$").max(),

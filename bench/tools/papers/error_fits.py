@@ -13,9 +13,10 @@ quantile of that source's own errors. Times that rest on substitutes of rates ha
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import accumulate, combinations, pairwise
 from statistics import fmean, stdev
 from typing import Literal, NamedTuple
 
@@ -84,12 +85,6 @@ def fit(observations: Sequence[StepObservation]) -> ErrorModel:
     by_rates = {name: _by_bound(some) for name, some in classes.items() if name != ANY}
     widen(by_rates)
     ties = {name: _differences(some) for name, some in classes.items()}
-    #: by source, the errors of a class with the shares of their steps that have no rate
-    unknown = {
-        name: {s: [(o.log_error, o.unknown) for o in of] for s, of in _by_source(classes[name]).items()}
-        for name in NO_RATE
-        if name in classes
-    }
     return ErrorModel(
         intervals={ANY: {ANY: _by_bound(observations)[ANY]}, **by_rates},
         strategies=sorted({part for o in observations for part in o.strategy.split("+")}),
@@ -97,17 +92,29 @@ def fit(observations: Sequence[StepObservation]) -> ErrorModel:
         of_ties={name: half_width(by, ties[ANY]) for name, by in ties.items()} if ties[ANY] else {},
         of_orders={name: _by_distance(_pairs(some)) for name, some in classes.items()},
         of_unknown={
-            name: of_unknown(parts, max(i.half_width for i in by_rates[name].values()))
-            for name, parts in unknown.items()
+            name: of_unknown(classes[name], max(i.half_width for i in by_rates[name].values()))
+            for name in NO_RATE
+            if name in classes
         },
         of_stand_ins={name: of_stand_in(_errors(some)) for name, some in stood_in.items()},
     )
 
 
-def _by_bound(of_class: Sequence[StepObservation]) -> dict[str, Interval]:
-    """The intervals of a class by bound."""
-    by_bound = grouped(of_class, lambda o: o.bound)
-    return intervals_by_bound({bound: _errors(some) for bound, some in by_bound.items()})
+def _by_bound(of_class: Sequence[StepObservation]) -> ByBound:
+    """The intervals of a class of rates."""
+    errors = _errors(of_class)
+    centre = _centre([fmean(some) for some in errors.values()])
+    away = _away(errors, centre)
+    intervals = {ANY: _interval(centre, half_width(away), away)}
+    for bound, some in sorted(grouped(of_class, lambda o: o.bound).items()):
+        own = _away(_errors(some), centre)
+        width = half_width(own, away)
+        if len(own) < FEW:
+            width = max(width, intervals[ANY].half_width)
+        if len(own) == 1:
+            width = max(width, half_width(own))
+        intervals[bound] = _interval(centre, width, own)
+    return intervals
 
 
 def _by_source(observations: Sequence[StepObservation]) -> dict[str, list[StepObservation]]:
@@ -160,30 +167,6 @@ def _by_distance(compared: Iterable[ComparedTimes]) -> list[Pairs]:
     ]
 
 
-def intervals_by_bound(errors: Mapping[str, Errors]) -> ByBound:
-    """The intervals of a class of rates.
-
-    Args:
-        errors: by bound and source.
-    """
-    of_class: dict[str, list[float]] = {}
-    for by_source in errors.values():
-        for source, some in by_source.items():
-            of_class.setdefault(source, []).extend(some)
-    centre = _centre([fmean(some) for some in of_class.values()])
-    away = _away(of_class, centre)
-    intervals = {ANY: _interval(centre, half_width(away), away)}
-    for bound, by_source in sorted(errors.items()):
-        own = _away(by_source, centre)
-        width = half_width(own, away)
-        if len(own) < FEW:
-            width = max(width, intervals[ANY].half_width)
-        if len(own) == 1:
-            width = max(width, *(half_width({source: some}) for source, some in own.items()))
-        intervals[bound] = _interval(centre, width, own)
-    return intervals
-
-
 def _away(errors: Errors, centre: float) -> Errors:
     return {source: [e - centre for e in some] for source, some in errors.items()}
 
@@ -216,21 +199,18 @@ def _widen_by(by_rates: dict[str, ByBound], name: str, other: str) -> None:
         by_rates[name][bound] = replace(own, half_width=max(own.half_width, least))
 
 
-def of_unknown(parts: Mapping[str, Sequence[tuple[float, float]]], least: float) -> float:
+def of_unknown(observations: Sequence[StepObservation], least: float) -> float:
     """The half width of log(measured / simulated) of work without a rate, from the errors of steps of which
-    it is a share, if the rest of the step was right.
+    it is a share, if the rest of the step was right; steps without such a share say nothing.
 
     Args:
-        parts: by source, errors of steps with that share of each; those without a share say nothing.
         least: the half width of whole steps of the class, which is the least returned.
     """
     of_parts = {
-        source: [
-            math.log(max((math.exp(-error) - 1 + share) / share, SHORTEST)) for error, share in some if share
-        ]
-        for source, some in parts.items()
+        source: [math.log(max((math.exp(-o.log_error) - 1 + o.unknown) / o.unknown, SHORTEST)) for o in some]
+        for source, some in _by_source([o for o in observations if o.unknown]).items()
     }
-    return max(least, half_width({source: some for source, some in of_parts.items() if some}))
+    return max(least, half_width(of_parts))
 
 
 def of_stand_in(errors: Errors) -> Interval:
@@ -264,13 +244,9 @@ def half_width(own: Errors, others: Errors | None = None) -> float:
         weighted += [(error, weight * share) for error, weight in further]
     if not weighted:
         return 0.0
-    level = LEVEL * sum(weight for _, weight in weighted)
-    below = 0.0
-    for error, weight in sorted(weighted):
-        below += weight
-        if below >= level * (1 - 1e-12):
-            return error
-    return max(weighted)[0]
+    errors, weights = zip(*sorted(weighted), strict=True)
+    level = LEVEL * sum(weights) * (1 - 1e-12)
+    return float(errors[bisect_left([*accumulate(weights)], level)])
 
 
 def _weighted(errors: Errors) -> list[tuple[float, float]]:

@@ -49,7 +49,6 @@ from spbench.bench.tools.papers.document import (
 )
 from spbench.bench.tools.papers.error_fits import fit
 from spbench.bench.tools.papers.megatron_cases import CASES, EXPERT_CASES, of_all_machines, predicted_cases
-from spbench.bench.tools.papers.paper_findings import markdown
 from spbench.bench.tools.papers.past_errors import (
     WITHOUT_RATES,
     class_lines,
@@ -127,10 +126,8 @@ def read_trace(folder: Path, cell: Cell) -> Mapping[str, Any] | None:
 
 #: the intervals that the package comes with, below the working directory
 PACKAGED = Path("bench", "measure", "trust")
-#: the argument that fits the intervals, and the parts that it writes: of TIMES_PAGE, and two of docs/trust.md
-BANDS, TIMES, CLASSES, LEFT = "bands", "times", "classes", "left-out"
-#: of REPRODUCE.md: how sure verdicts on memory are
-CERTAINTY = "certainty"
+#: the argument that fits the intervals
+BANDS = "bands"
 
 
 def reproduce(output: Path | None, executor: str | None, **asked: Any) -> Iterator[Output]:
@@ -208,7 +205,7 @@ def _cases(request: Reproduction) -> Output:
     output = predicted_cases(request.run, request.output)
     if not request.write:
         return output
-    page = write_part(TRUST_PAGE, CASES, "errors", markdown(of_all_machines(output.content["summary"])))
+    page = write_part(TRUST_PAGE, CASES, "errors", of_all_machines(output.content["summary"]))
     return replace(output, files=[*output.files, page, *write_shared()])
 
 
@@ -248,10 +245,10 @@ def fit_bands(request: Reproduction) -> Output:
     ]
     if request.write:
         written += [
-            write_part(TIMES_PAGE, BANDS, TIMES, markdown(lines)),
-            write_part(TRUST_PAGE, BANDS, CLASSES, markdown(class_lines(records))),
-            write_part(TRUST_PAGE, BANDS, LEFT, markdown(left_out_lines(records, cells))),
-            write_part(SUMMARY_PAGE, BANDS, CERTAINTY, markdown(verdicts)),
+            write_part(TIMES_PAGE, BANDS, "times", lines),
+            write_part(TRUST_PAGE, BANDS, "classes", class_lines(records)),
+            write_part(TRUST_PAGE, BANDS, "left-out", left_out_lines(records, cells)),
+            write_part(SUMMARY_PAGE, BANDS, "certainty", verdicts),
             *write_shared(),
         ]
         packaged_model.cache_clear()

@@ -4,7 +4,7 @@ and a field of the cell's measurement, for a rank, a step and a phase."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -134,7 +134,8 @@ PEAKS = CLASS_QUANTITIES[:2]
 #: which of an entry's ``phase_ends`` answers to a field at the end of a phase
 AT_PHASE_ENDS = {"allocated_bytes": "allocated", "reserved_memory_bytes": "reserved"}
 
-RankName = int | Literal["last"]
+#: the rank that a number is of; None: the whole run
+RankName = int | Literal["last"] | None
 
 
 @dataclass(frozen=True)
@@ -172,23 +173,6 @@ def _amount(text: str) -> float:
     return number
 
 
-@dataclass(frozen=True)
-class RankNumber:
-    """A published number of a row, in the unit that is compared, and the rank that it is of.
-
-    Attributes:
-        rank: None for a number of the whole run.
-        value: None where nothing was published.
-    """
-
-    rank: RankName | None
-    value: float | None
-
-
-#: a number of the whole run, whatever its value
-WHOLE_RUN = RankNumber(None, None)
-
-
 class QuantityColumn(StrictModel):
     """A column of published numbers, and our number for it: ``field`` divided by ``unit``.
 
@@ -219,25 +203,24 @@ class QuantityColumn(StrictModel):
         of a step."""
         return self.rank is not None or self.step is not None or self.phase is not None
 
-    def numbers(self, row: PublishedRow, column: str) -> list[RankNumber]:
-        """The published numbers in a row; ValueError for a text that is no number."""
+    def numbers(self, row: PublishedRow, column: str) -> dict[RankName, float | None]:
+        """The published numbers in a row by rank, in the compared unit, None where nothing was published;
+        ValueError for a text that is no number."""
         scale = (self.published_unit or self.unit) / self.unit
         if self.rank == "each":
-            return [RankNumber(rank, value * scale) for rank, value in row.by_rank(column).items()]
+            return {rank: value * scale for rank, value in row.by_rank(column).items()}
         value = row.value(column)
-        return [RankNumber(self.rank, None if value is None else value * scale)]
+        return {self.rank: None if value is None else value * scale}
 
-    def words(self, number: RankNumber) -> list[str]:
+    def words(self, rank: RankName) -> list[str]:
         """The rank and the step of a number as texts, such as "last rank", "step 2"."""
-        named = ((number.rank, "rank"), (self.step, "step"), (self.phase and "end of", self.phase))
+        named = ((rank, "rank"), (self.step, "step"), (self.phase and "end of", self.phase))
         texts = [(f"{what} {at}" if isinstance(at, int) else f"{at} {what}", at) for at, what in named]
         return [text for text, at in texts if at is not None]
 
-    def ours(self, measurement: Mapping[str, Any], cell: Cell, number: RankNumber) -> float | None:
+    def ours(self, measurement: Mapping[str, Any], cell: Cell, rank: RankName) -> float | None:
         """Our number, in the compared unit; None where the measurement has none."""
-        value = (
-            self._of_classes(measurement, cell, number) if self.of_classes else measurement.get(self.field)
-        )
+        value = self._of_classes(measurement, cell, rank) if self.of_classes else measurement.get(self.field)
         return None if value is None else value / self.unit
 
     def measured(self, ours: float) -> float:
@@ -245,12 +228,12 @@ class QuantityColumn(StrictModel):
         value = ours * self.unit
         return round(value) if self.field.endswith("_bytes") else value
 
-    def _of_classes(self, measurement: Mapping[str, Any], cell: Cell, number: RankNumber) -> Any:
+    def _of_classes(self, measurement: Mapping[str, Any], cell: Cell, rank: RankName) -> Any:
         """The field's largest value over rank classes at the step (for a peak: up to that step), or its value
         in the class of one rank; None if there is none."""
         entries = [entry for entry in measurement.get("by_class") or [] if entry["step"]]  # 0 is set-up
-        if number.rank is not None:
-            rank = cell.sizes.world - 1 if number.rank == "last" else number.rank
+        if rank is not None:
+            rank = cell.sizes.world - 1 if rank == "last" else rank
             first = next((each.first for each in rank_classes(cell) if rank in each.ranks), None)
             entries = [entry for entry in entries if entry["rank"] == first]
         steps = sorted({entry["step"] for entry in entries})
@@ -267,11 +250,13 @@ class QuantityColumn(StrictModel):
 
     def mistakes(self) -> Iterator[Mistake]:
         """Mistakes in this column's entry, as (key path, message)."""
-        known = CLASS_QUANTITIES if self.of_classes else QUANTITIES
-        yield from unknown_quantity("field", self.field, known if self.phase is None else (*AT_PHASE_ENDS,))
+        known: Collection[str] = CLASS_QUANTITIES if self.of_classes else QUANTITIES
+        known = known if self.phase is None else tuple(AT_PHASE_ENDS)
+        yield from unknown(["field"], "unknown quantity", self.field, known)
 
 
-def unknown_quantity(key: str, name: str, known: Sequence[str] = QUANTITIES) -> Iterator[Mistake]:
-    """The mistake of a field of a measurement that is not one of ``known``, if it is not."""
+def unknown(path: Sequence[str | int], what: str, name: str, known: Collection[str]) -> Iterator[Mistake]:
+    """The mistake of a name at a key path that is not one of ``known``, if it is not; ``what``: the message
+    before the name."""
     if name not in known:
-        yield [key], f"unknown quantity {name!r}{suggestion(name, known)}"
+        yield path, f"{what} {name!r}{suggestion(name, known)}"

@@ -1,17 +1,15 @@
 """Published numbers: the CSV files that have them, and who published them: papers, and collections of what
 many people published (measurements of real machines, step times, runs of mixtures of experts), each of which
-is reproduced as one paper is. Golden values of Megatron-LM's tests may not be those of a case's arguments:
-the values show which."""
+is reproduced as one paper is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.measure import Scenario
 from spbench.bench.tools.papers.answer import load_scenario
@@ -121,7 +119,8 @@ class Paper:
 
 
 class MeasuredSource(NamedTuple):
-    """A file of measurements: who measured them, at which commit of their repository, on which machines."""
+    """A file of a collection: who measured its numbers, at which commit of their repository ("": the list of
+    sources does not say), on which machines."""
 
     file: str
     measured_by: str
@@ -129,10 +128,11 @@ class MeasuredSource(NamedTuple):
     machines: str
 
 
-def measured_sources() -> list[MeasuredSource]:
-    """The sources of results/measured/sources.csv, in its order."""
-    rows = published_file(SOURCES_FILE).rows
-    return [MeasuredSource(row["file"], row["measured by"], row["commit"], row["machines"]) for row in rows]
+def measured_sources(collection: str = MEASURED) -> list[MeasuredSource]:
+    """The sources of a collection, by default of results/measured/sources.csv, in the order of its file."""
+    rows = published_file(COLLECTIONS[collection][0]).rows
+    places = ("file", "measured by", "commit", "machines")
+    return [MeasuredSource(*(row.get(name, "") for name in places)) for row in rows]
 
 
 def papers() -> dict[str, Paper]:
@@ -141,9 +141,8 @@ def papers() -> dict[str, Paper]:
         Paper(row["paper"], row["source"], row["title"], row["finding"])
         for row in published_file(PAPERS_FILE).rows
     ]
-    for name, (file, title) in COLLECTIONS.items():
-        rows = published_file(file).rows
-        who = [row["measured by"] + (f" ({row['commit']})" if "commit" in row else "") for row in rows]
+    for name, (_, title) in COLLECTIONS.items():
+        who = [each.measured_by + f" ({each.commit})" * bool(each.commit) for each in measured_sources(name)]
         listed.append(Paper(name, ", ".join(dict.fromkeys(who)), title))
     return {paper.name: paper for paper in listed}
 
@@ -181,83 +180,10 @@ def scenarios_of(name: str) -> list[tuple[Paper, list[Scenario]]]:
     return [(paper, scenarios) for paper, scenarios in answering if scenarios]
 
 
-GOLDEN_FILES = ("megatron_lm_goldens.csv", "megatron_lm_goldens_more.csv", "megatron_moe_goldens.csv")
-#: quantities of memory that golden values have
-MEMORY = ("peak_first", "peak_last", "allocated_last")
-GPUS = ("a100", "h100", "gb200")
-#: the end of a golden value's name: of the run that goes on from a checkpoint
-RESUMED = "_2nd"
-
-
-def machine_of(golden: str) -> tuple[str, bool]:
-    """The kind of machine of a golden value, A100 where its name has none, and whether the run went on from
-    a checkpoint."""
-    return next((gpu for gpu in GPUS if gpu in golden), "a100"), golden.endswith(RESUMED)
-
-
-def varies_by(cell: Cell) -> str:
-    """What decides how many rows a rank's experts get, if the cell does not: "routing", what the router has
-    learned, or "sinkhorn", which shares each rank's own tokens out evenly, but for ties. "": no experts are
-    spread over ranks, a capacity is filled up, or tokens are forced to be even."""
-    options = dict(cell.model_options)
-    spread = cell.sizes.by_axis.get("ep", 1) > 1
-    filled = options.get("capacity") is not None and bool(options.get("capacity_padded"))
-    if not options.get("experts") or not spread or filled or "routing" in options:
-        return ""
-    return "sinkhorn" if options.get("router") == "sinkhorn" else "routing"
-
-
-def departures(varying: Mapping[str, str]) -> dict[tuple[str, str], str]:
-    """For each (case, golden value) that may not be of the case's arguments in this release, the reason that
-    the values show. "as CASE GOLDEN": all values of lts are those of another case or of dev. "machine": an
-    A100's step takes as long as an H100's and leaves as much allocated. "release": the first peak of lts is
-    over 5% from each of dev. "checkpoint": a run that went on from one has its largest peak before its first
-    step ends. Else: what the case is ``varying`` by."""
-    found: dict[tuple[str, str], str] = {}
-    before: dict[tuple[str, ...], tuple[str, str]] = {}
-    rows = [row for file in GOLDEN_FILES for row in published_file(file).rows]
-    of_h100 = {row["case"]: row for row in rows if row["golden"] == "dev_dgx_h100"}
-    of_dev: dict[str, list[float]] = {}
-    for row in rows:
-        if row["golden"].startswith("dev") and row["peak_first"] and not machine_of(row["golden"])[1]:
-            of_dev.setdefault(row["case"], []).append(float(row["peak_first"]))
-    for row in rows:
-        place, first = (row["case"], row["golden"]), row["peak_first"]
-        values = tuple(row[quantity] for quantity in MEMORY)
-        other = before.setdefault(values, place) if all(values) else place
-        another = other[0] != place[0] or other[1][:3] != place[1][:3]
-        if place[1].startswith("lts") and another:
-            found[place] = f"as {' '.join(other)}"
-        elif machine_of(place[1])[0] == "a100" and _alike(row, of_h100.get(place[0])):
-            found[place] = "machine"
-        elif place[1].startswith("lts") and first and _far(float(first), of_dev.get(place[0], [])):
-            found[place] = "release"
-        elif place[1].endswith(RESUMED) and first == row["peak_last"]:
-            found[place] = "checkpoint"
-        elif kind := varying.get(place[0]):
-            found[place] = kind
-    return found
-
-
-def _alike(row: Mapping[str, str], other: Mapping[str, str] | None) -> bool:
-    """Whether a golden value has the step time of another within 2%, and its memory at the end within 1 MiB:
-    of an A100 and an H100 workspaces alone differ by more, and steps of the same work by a third."""
-    if other is None or not all(each["iter_s"] and each["allocated_last"] for each in (row, other)):
-        return False
-    last, time = (abs(float(row[name]) - float(other[name])) for name in ("allocated_last", "iter_s"))
-    return last < 2**20 and time < 0.02 * float(other["iter_s"])
-
-
-def _far(value: float, others: Sequence[float]) -> bool:
-    """Whether a value is further than 5% from each of some others."""
-    return bool(others) and all(abs(value / each - 1) > 0.05 for each in others)
-
-
 def publishers() -> Callable[[str], str]:
     """A function from the ``source`` of a record to who published it: the figures and tables of a paper are
     one, under the first word of their files' names."""
-    rows = [row for file, _ in COLLECTIONS.values() for row in published_file(file).rows]
-    measured_by = {row["file"]: row["measured by"] for row in rows}
+    measured_by = {each.file: each.measured_by for name in COLLECTIONS for each in measured_sources(name)}
 
     def publisher(source: str) -> str:
         file = source.partition(":")[0]

@@ -68,15 +68,12 @@ def validation_lines(records: DataFrame) -> list[Line]:
     """A line for each source of measurements and quantity, with other predictors of the same runs; then a
     line for each predictor on other runs. ``records`` are of `spbench reproduce measured`."""
     others = published_file(PREDICTORS_FILE).rows
-    compared = [
-        (f"{source.measured_by}, {source.machines}", name, mine, (source.file, name))
+    of_runs = grouped(others, lambda row: (row["file"], row["quantity"]))
+    lines = [
+        (f"{source.measured_by}, {source.machines}", name, mine, of_runs.get((source.file, name), []))
         for source, some in records_by_source(records).items()
         for quantity, name in QUANTITY_NAMES.items()
         if len(mine := _of(some, quantity))
-    ]
-    lines = [
-        (measured, name, mine, [row for row in others if (row["file"], row["quantity"]) == same])
-        for measured, name, mine, same in compared
     ]
     lines += [(row["compared"], row["quantity"], records[:0], [row]) for row in others if not row["file"]]
     return [

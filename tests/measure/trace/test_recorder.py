@@ -191,7 +191,7 @@ def test_no_more_is_remembered_than_there_may_be(most: int, monkeypatch: pytest.
 
 def test_only_fake_pieces_that_are_alike_stay_uncut() -> None:
     with repeated_steps.nothing_cut(lambda views: None):
-        ours = fsdp_collectives.torch
+        ours = fsdp_collectives().torch
         real, fake = torch.arange(24.0).view(4, 6), FakeTensorMode().from_tensor(torch.empty(4, 6))
         assert torch.equal(
             ours.cat(ours.chunk(real, 3, dim=1), dim=0), torch.cat(torch.chunk(real, 3, dim=1), dim=0)
@@ -202,7 +202,7 @@ def test_only_fake_pieces_that_are_alike_stay_uncut() -> None:
         made = ours.cat(ours.chunk(fake, 3, dim=1), dim=0)
         assert type(ours.chunk(fake, 3, dim=1)) is repeated_steps._Uncut
         assert made.shape == (12, 2)
-    assert fsdp_collectives.torch is torch
+    assert fsdp_collectives().torch is torch
 
 
 class Layers(nn.Module):

@@ -1,7 +1,4 @@
-"""Reports: the forms they are printed in, and forms that other distributions add.
-
-spbench report.
-"""
+"""Reports: the forms they are printed in, and forms that other distributions add."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from spbench.bench.command_line.forms import FORMS
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Measurement, Outcome
-from spbench.bench.tools.report import build as building
-from spbench.bench.tools.report import report_command as report
 from spbench.bench.tools.run.run_output import result_table
 from spbench.impls.discovery import DiscoveryError
 from spbench.impls.registries import model_preset
@@ -189,28 +184,3 @@ def test_the_mesh_has_a_column_where_the_number_of_gpus_does_not_say_it() -> Non
     assert [(line["GPUs"], line["mesh"]) for line in found] == [(8, "dp2xsp4"), (8, "sp4xdp2"), (8, "sp8")]
     assert {line["options"] for line in found} == {""}
     assert not any("mesh" in line for line in lines((replicated, ["dp", "sp"]), ({"sp": 4}, ["sp"])))
-
-
-def test_a_missing_library_is_one_line(
-    command_line: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "NEEDED", ("itables", "no_such_module"))
-    code, out, err = command_line("report", "--output", str(tmp_path / "site"))
-    assert (code, out) == (2, "")
-    command = "pip install -c constraints.txt -e '.[report]'"  # as docs/ci.md has it
-    assert command in (Path(__file__).parents[3] / "docs/ci.md").read_text(encoding="utf-8")
-    assert err.startswith(f"spbench: spbench report needs no_such_module: {command} (from PyPI")
-
-
-def test_it_says_what_it_wrote_and_how_large_it_is(
-    command_line: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(building, "files", lambda *_: {"index.html": b"0123456789"})
-    folder = tmp_path / "site"
-    code, out, _ = command_line("report", "--output", str(folder), "--format", "json")
-    assert code == 0
-    content = json.loads(out)
-    assert content["index"] == str(folder / "index.html")
-    assert content["files"]["index.html"] == 10
-    assert content["bytes"] == sum(path.stat().st_size for path in folder.iterdir())
-    assert content["build_seconds"] > 0

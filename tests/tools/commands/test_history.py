@@ -139,13 +139,15 @@ ROWS = Path("results", "runs", "small", "cells.jsonl")
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The measured files of the imported tree in another folder, as a clone has them."""
+    """The measured files of the imported tree in another folder, as a clone has them; all but the one that is
+    edited are links, whose digests are kept."""
     tree, copy = imported_tree(), tmp_path_factory.mktemp("clone")
     (copy / "pyproject.toml").touch()
     for path in measured_code._measured_files(tree):
         target = copy / path.relative_to(tree)
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
+        target.symlink_to(path)
+    (copy / CHANGED).unlink()
     for words in ("init -q", "add pyproject.toml", "-c user.name=a -c user.email=a@b commit -qm first"):
         git(copy, *words.split())
     return copy

@@ -33,44 +33,6 @@ def test_every_key_has_an_outcome_and_the_scenario_is_a_cell(name: str) -> None:
     assert "\ngroups:\n" in job.scenario_text()
 
 
-def test_presets_of_torchtitan() -> None:
-    small, large = (settings(read("torchtitan", [f"llama3_{n}.toml"], gpus=64)) for n in ("8b", "70b"))
-    assert (small["batch"], small["model_options.recompute"]) == (64, "operators")
-    assert "model_options.recompute_early_stop" not in small
-    assert (small["training.wrap"], small["training.reduce_dtype"]) == ("embedding", "fp32")
-    assert (large["strategy"], large["strategy_options.loss"]) == ("megatron_sp", "parallel")
-    assert (large["sizes.dp"], large["sizes.tp"], large["batch"]) == (8, 8, 64)
-    with pytest.raises(UserError, match=r"model.converters = \[\"mx\"\]: .*eight bits"):
-        read("torchtitan", ["llama3_405b.toml"], {"llama3_405b.toml": ('"float8"', '"mx"')}, gpus=128).cell()
-    whole = read("torchtitan", ["llama3_405b.toml"], gpus=128)
-    assert settings(whole)["model_options.fp8"] == "tensorwise"
-    assert any("gathered in sixteen bits" in each.detail for each in whole.of("approximated"))
-    none = read("torchtitan", ["llama3_405b.toml"], {"llama3_405b.toml": ('["float8"]', "[]")}, gpus=128)
-    assert "model_options.fp8" not in settings(none)
-    assert settings(whole)["model"] == "llama3-405b"
-    assert any("Inductor" in remark for remark in whole.remarks)
-
-
-def test_matmuls_in_eight_bits_of_torchtitan() -> None:
-    old = {"llama3_8b_2024.toml": ("enable_float8_linear = false", "enable_float8_linear = true")}
-    assert (
-        settings(read("torchtitan", ["llama3_8b_2024.toml"], old, gpus=8))["model_options.fp8"]
-        == "tensorwise"
-    )
-    rows = {"llama3_405b.toml": ('filter_fqns = ["output"]', 'recipe_name = "rowwise"')}
-    by_rows = read("torchtitan", ["llama3_405b.toml"], rows, gpus=128)
-    assert settings(by_rows)["model_options.fp8"] == "rowwise"
-    assert any("the head is not" in remark for remark in by_rows.remarks)
-
-
-def test_the_version_of_torchtitan_is_told_by_its_keys() -> None:
-    old = read("torchtitan", ["llama3_8b_2024.toml"], gpus=8)
-    assert "December 2024" in old.program
-    assert settings(old)["model_options.recompute_early_stop"] is True
-    assert settings(old)["model_options.rms_norm"] == "plain"
-    assert "0.2.2" in read("torchtitan", ["llama3_8b.toml"], gpus=8).program
-
-
 QWEN3 = """
 [model]
 name = "qwen3"
@@ -167,32 +129,6 @@ def test_what_torchtitan_cannot_be_here_is_said(old: str, new: str, problem: str
         read("torchtitan", ["llama3_8b.toml"], {"llama3_8b.toml": (old, new)}, gpus=8).cell()
 
 
-def test_states_on_the_host() -> None:
-    on_host = {"training.optimizer": "host", "training.parameters": "host"}
-    both = '"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}'
-    found = settings(read(*JOBS["ZeRO-3"], {"zero3.json": ('"stage": 3', f'"stage": 3, {both}')}, gpus=8))
-    assert on_host.items() <= found.items()
-    optimizer = '"offload_optimizer": {"device": "cpu"}'
-    for n in (1, 2):
-        change = {f"zero{n}.json": (f'"stage": {n}', f'"stage": {n}, {optimizer}')}
-        found = settings(read(*JOBS[f"ZeRO-{n}"], change, gpus=8))
-        assert (found["training.optimizer"], "training.parameters" in found) == ("host", False)
-    change = {"llama3_8b.toml": ("seq_len = 8192", "seq_len = 8192\nenable_cpu_offload = true")}
-    assert on_host.items() <= settings(read("torchtitan", ["llama3_8b.toml"], change, gpus=8)).items()
-
-
-def test_stages_of_zero() -> None:
-    one, two, three = (settings(read(*JOBS[f"ZeRO-{n}"], gpus=8)) for n in (1, 2, 3))
-    assert (one["training.backend"], one["training.distributed_optimizer"]) == ("megatron", True)
-    assert (two["training.backend"], two["batch"], two["training.micro_batches"]) == ("zero2", 128, 8)
-    assert (two["model_options.recompute_early_stop"], two["seq_len"]) == (True, 4096)
-    assert (three["training.backend"], three["strategy"], three["sizes.sp"]) == ("zero3", "ulysses", 8)
-    assert "model_options.recompute_early_stop" not in three
-    assert three["model_options.recompute_reentrant"] is True
-    assert "model_options.recompute_reentrant" not in two
-    assert three["model_options.separate_projections"] is True
-
-
 @tabled(__file__, "what_deepspeed_cannot_be_here_is_said")
 def test_what_deepspeed_cannot_be_here_is_said(file: str, old: str, new: str, problem: str) -> None:
     if file == "config.json":
@@ -240,38 +176,6 @@ def test_context_parallelism_of_accelerate_is_torchs() -> None:
     ):
         with pytest.raises(UserError, match=problem):
             job.cell()
-
-
-def test_the_type_of_deepspeeds_messages() -> None:
-    """Where sequences are cut, gradients are summed in float32 unless another type is asked for."""
-    name = "seq_parallel_communication_data_type"
-    reduced = {}
-    for asked in ("", f'"{name}": "bf16", ', f'"{name}": "fp32", ', '"communication_data_type": "bf16", '):
-        change = {"zero3.json": ('"zero_optimization"', f'{asked}"zero_optimization"')}
-        reduced[asked] = settings(read(*JOBS["ZeRO-3"], change, gpus=8)).get("training.reduce_dtype")
-    assert [*reduced.values()] == ["fp32", None, "fp32", "fp32"]
-    change = {"zero2.json": ('"zero_optimization"', '"communication_data_type": "fp32", "zero_optimization"')}
-    assert settings(read(*JOBS["ZeRO-2"], change, gpus=8))["training.reduce_dtype"] == "fp32"
-    assert "training.reduce_dtype" not in settings(read(*JOBS["ZeRO-2"], gpus=8))
-    with pytest.raises(UserError, match="gradients of bf16 that are sent in fp16"):
-        read(
-            *JOBS["ZeRO-2"],
-            {"zero2.json": (change["zero2.json"][0], change["zero2.json"][1].replace("fp32", "fp16"))},
-        ).cell()
-
-
-def test_bridge_is_what_megatron_lm_would_be() -> None:
-    made = settings(read(*JOBS["sizes"], gpus=16))
-    assert (made["strategy"], made["sizes.tp"], made["sizes.sp"]) == ("megatron_sp+ring_attention", 2, 2)
-    assert (made["model_options.cross_entropy"], made["model_options.mlp"]) == ("in_place", "swiglu")
-    beside = settings(read(*JOBS["config.json"], gpus=8))
-    assert (beside["model_options.layers"], beside["model_options.rotary_base"]) == (32, 500_000)
-    assert (beside["sizes.pp"], beside["model_options.recompute"]) == (2, "full")
-    with pytest.raises(UserError, match="--hidden-size is missing"):
-        read("bridge", ["bridge_override.yaml"], gpus=8).cell()
-    fp8 = {"bridge_8b.yaml": ("bf16_mixed", "bf16_with_fp8_mixed")}
-    with pytest.raises(UserError, match="mixed_precision = bf16_with_fp8_mixed: this recipe"):
-        read(*JOBS["sizes"], fp8, gpus=16).cell()
 
 
 def test_experts_latents_and_eight_bits_of_bridge() -> None:

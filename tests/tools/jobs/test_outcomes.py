@@ -44,20 +44,6 @@ def test_what_is_compiled_fuses_layers(kind: str, file: str, before: str, after:
     assert settings(compiled).get("model_options.cross_entropy") == ("compiled" if file == TITAN else None)
 
 
-def test_a_loss_over_parts_of_the_vocabulary_is_torchs_until_it_is_compiled() -> None:
-    """A compiled one makes the gradient in forward, in the one full-precision tensor that there is."""
-    name, loss = "llama3_70b.toml", "model_options.cross_entropy"
-    changes = (
-        ("enable = false", "enable = true"),
-        ("tensor_parallel_degree = 8", "disable_loss_parallel = true"),
-    )
-    assert settings(read("torchtitan", [name], gpus=64))[loss] == "loss_parallel"
-    for change in changes:
-        assert loss not in settings(read("torchtitan", [name], {name: change}, gpus=64))
-    old = ("tensor_parallel_degree = 1\ncompile = false", "tensor_parallel_degree = 8\ncompile = true")
-    assert settings(read("torchtitan", [OLD], {OLD: old}, gpus=64))[loss] == "loss_parallel"
-
-
 @tabled(__file__, "the_trainer_compiles_what_transformers_has")
 def test_the_trainer_compiles_what_transformers_has(
     kind: str, files: list[str], changed: str, text: tuple[str, str]
@@ -72,14 +58,6 @@ def test_the_trainer_compiles_what_transformers_has(
     assert settings(compiled)[FUSIONS] == ["swiglu", "rope"]
     assert "model_options.rms_norm" not in settings(compiled)
     assert outcomes(compiled, "TrainingArguments.torch_compile") == {APPROXIMATED}
-
-
-def test_a_loss_that_is_compiled_alone_fuses_no_layer() -> None:
-    text = 'enable = true\ncomponents = ["loss"]'
-    job = read(
-        "torchtitan", [TITAN], {TITAN: ('enable = false\ncomponents = ["model", "loss"]', text)}, gpus=8
-    )
-    assert FUSIONS not in settings(job)
 
 
 @tabled(__file__, "an_update_is_torchs_default_where_a_job_has_it")
@@ -137,22 +115,6 @@ def test_what_a_file_leaves_to_run_time_is_asked_for_and_given() -> None:
     assert read_job(None, [job_file], gpus=8, cluster="dgx-a100", environment=given).cell().seq_len == 4096
 
 
-def test_weights_in_few_bits_are_packed_beside_adapters() -> None:
-    quantized = ("finetuning_type: lora", "finetuning_type: lora\nquantization_bit: 4")
-    job = read("llama_factory", ["llama_factory.yaml"], {"llama_factory.yaml": quantized}, gpus=8)
-    assert settings(job)["model_options.frozen_bits"] == 4
-    assert job.cell().model_options["frozen_bits"] == 4
-
-
-def test_weights_in_few_bits_say_how_much_too_many_bytes_are_counted() -> None:
-    quantized = ("bf16: auto", "bf16: auto\nadapter: qlora\nlora_r: 8\nload_in_4bit: true")
-    read_so = read("axolotl", ["axolotl.yaml"], {"axolotl.yaml": quantized}, gpus=8)
-    (argument,) = [each for each in read_so.arguments if each.name == "load_in_4bit"]
-    assert argument.missing == "weights in few bits (QLoRA)"
-    assert "about 1.5 bytes a weight more than in 4 bits" in argument.detail
-    assert settings(replace(read_so, strict=False))["model_options.lora_rank"] == 8
-
-
 @tabled(__file__, "words_that_change_no_size_are_passed_over")
 def test_words_that_change_no_size_are_passed_over(name: str, known: str) -> None:
     near = near_model(name)
@@ -166,15 +128,6 @@ def test_words_that_change_no_size_are_passed_over(name: str, known: str) -> Non
 )
 def test_other_words_make_another_model(name: str) -> None:
     assert near_model(name) is None
-
-
-def test_a_name_that_stands_for_another_is_said_and_refused_by_strict() -> None:
-    job = lenient("axolotl", ("NousResearch/Meta-Llama-3-8B", "nobody/Meta-Llama-3-8B-GPTQ"))
-    assert job.cell().model == "meta-llama/Meta-Llama-3-8B"
-    (said,) = [each for each in job.warnings if "base_model" in each]
-    assert "Meta-Llama-3-8B-GPTQ is taken to have the sizes of meta-llama/Meta-Llama-3-8B" in said
-    (argument,) = [each for each in job.arguments if each.name == "base_model"]
-    assert (argument.outcome, argument.missing) == ("approximated", "sizes of this model")
 
 
 def test_what_a_model_has_that_none_here_has_is_said(tmp_path: Path) -> None:

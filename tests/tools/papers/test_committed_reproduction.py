@@ -1,6 +1,5 @@
 """What `spbench reproduce` committed: the documents, and the published numbers and roles in its files."""
 
-import csv
 import json
 import re
 from functools import cache
@@ -12,8 +11,9 @@ from spbench.bench.measure.scenarios.scenario import Scenario
 from spbench.bench.measure.scenarios.select import Narrowing
 from spbench.bench.measure.trust.bands import MEMORY_ERRORS_FILE, packaged_errors, packaged_model
 from spbench.bench.measure.trust.fit_certainty import CERTAINTY_FILE, Evidence, packaged_evidence
+from spbench.bench.tools.papers import reproductions
 from spbench.bench.tools.papers.answer import compare
-from spbench.bench.tools.papers.comparison import frame_of, read_comparisons, read_records
+from spbench.bench.tools.papers.comparison import frame_of, read_comparisons, read_csv, read_records
 from spbench.bench.tools.papers.document import (
     DETAILS_FOLDER,
     FIRST_PAGE,
@@ -34,13 +34,13 @@ from spbench.bench.tools.papers.past_errors import (
     orders_by_scenario,
 )
 from spbench.bench.tools.papers.reproduction import Reproduction
-from spbench.bench.tools.papers.reproductions import fit_bands
 from spbench.bench.tools.papers.sources import papers, scenarios_of
 from spbench.bench.tools.papers.validation import trust_lines
 from spbench.bench.yaml_files import read_yaml
-from tests.tools.packaged import scenarios_of_papers
+from tests.tools.packaged import packaged_scenario, scenarios_of_papers
 
 ROOT = Path(__file__).parents[3]
+FILES = ROOT / DETAILS_FOLDER
 PAPERS = [*papers()]
 KEY = ["table", "cell", "quantity", "variant"]
 SAME = ["published", "role", "source"]
@@ -80,8 +80,7 @@ def loaded() -> dict[str, list[Scenario]]:
 
 @cache
 def findings(paper: str) -> PaperFindings:
-    folder = ROOT / "results" / "reproduction"
-    records, runs = read_comparisons(folder / f"{paper}.csv"), read_records(folder / f"{paper}_runs.csv")
+    records, runs = read_comparisons(FILES / f"{paper}.csv"), read_records(FILES / f"{paper}_runs.csv")
     documents = {scenario.name: scenario.document for scenario in loaded()[paper]}
     return PaperFindings(paper, records, runs, documents, orders_by_scenario(loaded()[paper], records))
 
@@ -105,11 +104,11 @@ def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pyte
     """`spbench reproduce bands --write` makes them; new results without new bands are found out."""
     monkeypatch.chdir(ROOT)
     written: dict[str, str] = {}
+    monkeypatch.setattr(reproductions, "load_scenario", packaged_scenario)
     monkeypatch.setattr(
-        "spbench.bench.tools.papers.reproductions.write_whole",
-        lambda path, content: written.update({path.name: content}),
+        reproductions, "write_whole", lambda path, content: written.update({path.name: content})
     )
-    output = fit_bands(Reproduction("bands", Path("results", "reproduction")))
+    output = reproductions.fit_bands(Reproduction("bands", Path("results", "reproduction")))
     assert json.loads(written[MEMORY_ERRORS_FILE]) == packaged_errors()
     assert Evidence(**json.loads(written[CERTAINTY_FILE])) == packaged_evidence()
     assert output.content["model"] == packaged_model().as_dict()
@@ -130,18 +129,16 @@ def test_the_committed_bands_are_what_the_committed_files_give(monkeypatch: pyte
 
 def test_pages_have_the_errors_of_all_committed_files() -> None:
     """`spbench reproduce PAPER --write` writes them anew."""
-    files = ROOT / "results" / "reproduction"
-    lines = trust_lines(files)
+    lines = trust_lines(FILES)
     assert markdown(lines) in (ROOT / FIRST_PAGE).read_text()
-    times = counted_times([*(files / f"{name}.csv" for name in papers()), files / "datasheets.csv"])
+    times = counted_times([*(FILES / f"{name}.csv" for name in papers()), FILES / "datasheets.csv"])
     assert sum(line["numbers"] for line in lines if "step" in line["quantity"]) == len(times)
-    assert markdown(headline_lines(files)) in (ROOT / SUMMARY_PAGE).read_text()
+    assert markdown(headline_lines(FILES)) in (ROOT / SUMMARY_PAGE).read_text()
 
 
 def test_the_page_has_the_errors_of_the_committed_cases() -> None:
     """`spbench reproduce megatron_cases` prints them."""
-    with (ROOT / "results" / "reproduction" / f"{CASES}_errors.csv").open() as stream:
-        decided = [line for line in csv.DictReader(stream) if not line["departs"]]
+    decided = [line for line in read_csv(FILES / f"{CASES}_errors.csv")[1] if not line["departs"]]
     lines = [{**line, "error": float(line["error"])} for line in decided]
     assert markdown(of_all_machines([*summary(lines)])) in (ROOT / TRUST_PAGE).read_text()
 
@@ -164,12 +161,12 @@ def test_each_saving_by_a_recomputed_module_is_within_a_quarter_of_a_gb() -> Non
 @pytest.mark.parametrize("paper", PAPERS)
 def test_the_page_links_to_what_is_there(paper: str) -> None:
     links = re.findall(rf"\(results/reproduction/{paper}\.md#(\w+)\)", (ROOT / "REPRODUCE.md").read_text())
-    details = (ROOT / "results" / "reproduction" / f"{paper}.md").read_text()
+    details = (FILES / f"{paper}.md").read_text()
     links = sorted({*links})
     assert links == sorted(findings(paper).scenarios)
     assert links == sorted(re.findall(r'<a id="(\w+)"></a>', details))
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", details):
-        assert (ROOT / "results" / "reproduction" / link).exists(), link
+        assert (FILES / link).exists(), link
 
 
 def test_the_page_is_a_page() -> None:

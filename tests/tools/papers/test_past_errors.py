@@ -3,7 +3,6 @@ Which golden values of Megatron-LM may not be those of their cases' arguments.""
 
 from __future__ import annotations
 
-import csv
 import math
 from collections import Counter
 from pathlib import Path
@@ -14,9 +13,17 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.virtual import VirtualEngine
-from spbench.bench.tools.papers.comparison import frame_of, write_csv
+from spbench.bench.tools.papers.comparison import frame_of, read_csv, write_csv
 from spbench.bench.tools.papers.document import write_part
-from spbench.bench.tools.papers.megatron_cases import ERRORS, EXPERT_CASES, GoldenCase, by_departure, cases
+from spbench.bench.tools.papers.megatron_cases import (
+    ERRORS,
+    EXPERT_CASES,
+    GoldenCase,
+    by_departure,
+    cases,
+    departures,
+    varies_by,
+)
 from spbench.bench.tools.papers.past_errors import (
     class_lines,
     counted_times,
@@ -27,7 +34,6 @@ from spbench.bench.tools.papers.past_errors import (
     time_lines,
     with_cells,
 )
-from spbench.bench.tools.papers.sources import departures, varies_by
 
 
 def cell(**changes: Any) -> Cell:
@@ -108,10 +114,13 @@ def test_each_source_has_a_line_with_its_errors_order_and_coverage() -> None:
 def test_a_part_of_a_document_is_written_alone(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text("by hand\n<!-- spbench reproduce bands: times -->\nold\n<!-- end -->\nmore\n")
-    write_part(page, "bands", "times", "new\n")
-    assert page.read_text() == "by hand\n<!-- spbench reproduce bands: times -->\nnew\n<!-- end -->\nmore\n"
+    write_part(page, "bands", "times", [{"a": "new"}])
+    table = "| a |\n|---|\n| new |\n"
+    assert (
+        page.read_text() == f"by hand\n<!-- spbench reproduce bands: times -->\n{table}<!-- end -->\nmore\n"
+    )
     with pytest.raises(UserError, match="has no part for other: add <!-- spbench reproduce bands: other -->"):
-        write_part(page, "bands", "other", "new\n")
+        write_part(page, "bands", "other", [])
 
 
 # -- the order of layouts ------------------------------------------------------------------------------------
@@ -203,8 +212,7 @@ def test_each_departure_is_one_that_the_values_show() -> None:
 
 def test_errors_of_the_committed_cases_are_those_of_the_page() -> None:
     """`spbench reproduce megatron_moe_cases` prints them; each class of reasons apart."""
-    with FILE.open() as stream:
-        lines = [{**line, "error": float(line["error"])} for line in csv.DictReader(stream)]
+    lines = [{**line, "error": float(line["error"])} for line in read_csv(FILE)[1]]
     found = {(line["departs"], line["quantity"]): line for line in by_departure(lines)}
     page = (ROOT / "results" / "experts" / "README.md").read_text()
     for kind in ("none", "sinkhorn", "routing", "checkpoint", "release"):
@@ -240,9 +248,7 @@ def test_first_peaks_are_the_golden_ones(name: str, golden: str) -> None:
     by_class = VirtualEngine().measure(case.cell).by_class
     stage = max(entry["stage"] for entry in by_class)
     (ours,) = (e["peak_memory_bytes"] for e in by_class if (e["stage"], e["step"]) == (stage, 1))
-    with FILE.open() as stream:
-        lines = [line for line in csv.DictReader(stream) if line["quantity"] == "peak_first"]
-    (measured,) = (
-        float(line["measured"]) for line in lines if (line["case"], line["golden"]) == (name, golden)
-    )
-    assert ours == pytest.approx(measured, rel=0.003)
+    measured = {
+        (line["case"], line["golden"], line["quantity"]): line["measured"] for line in read_csv(FILE)[1]
+    }
+    assert ours == pytest.approx(float(measured[name, golden, "peak_first"]), rel=0.003)

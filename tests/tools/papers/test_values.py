@@ -1,7 +1,6 @@
 """Values of an expression over cells: beside a published number, alone, and without an answer yet. A kind of
 answer is one file: section, checks and comparisons are taken up by its being there."""
 
-import csv
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from spbench.bench.tools.papers.answer import (
     document_model,
     load_scenario,
 )
-from spbench.bench.tools.papers.comparison import Comparison, as_frame, write
+from spbench.bench.tools.papers.comparison import Comparison, as_frame, read_csv, write
 from spbench.impls.discovery import _named_classes
 from tests.bench.fakes import SCENARIO, answer
 
@@ -145,17 +144,16 @@ def test_values_without_an_answer_stay_and_say_why(tmp_path: Path) -> None:
 
 def test_file(tmp_path: Path) -> None:
     entries = compared(loaded(tmp_path), 8)
-    path = write(entries, tmp_path)
-    with path.open() as file:
-        rows = list(csv.reader(file))
-    assert rows[0] == [
+    columns, rows = read_csv(path := write(entries, tmp_path))
+    assert columns == [
         *("claim", "published", "reproduced", "relative_error", "role", "note"),
         *("variant", "numerator", "denominator"),
         *("table", "cell", "strategy", "quantity", "status_published", "status_reproduced", "source"),
     ]
-    assert rows[1][1:6] == ["3.0", "", "", "predicted", "a ratio; numerator was not run"]
-    assert rows[2][1:3] == ["114000.0", "4000.0"]
-    assert as_frame([]).columns.tolist() == rows[0]
+    first, second = ([*row.values()] for row in rows)
+    assert first[1:6] == ["3.0", "", "", "predicted", "a ratio; numerator was not run"]
+    assert second[1:3] == ["114000.0", "4000.0"]
+    assert as_frame([]).columns.tolist() == columns
     with pytest.raises(UserError, match=r"^cannot write .*comparison.csv: Not a directory"):
         write(entries, path)  # a file, not a folder
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import json
 import re
 import shutil
 import sys
@@ -18,18 +19,23 @@ import pytest
 from spbench.bench.errors import UserError
 from spbench.bench.tools.report import build as building
 from spbench.bench.tools.report import pages as room
+from spbench.bench.tools.report import report_command
 from spbench.bench.tools.report.build import MARKER, PAGES, Site, build, check_place
 from spbench.bench.tools.report.gathered import Gathered, gather
 from spbench.bench.tools.report.page import DataTable, Figure, Page, folded, html_of, shown
 from spbench.bench.tools.report.pages.cells_page import _column, _pooled, script_json
+from tests.tools.commands.conftest import Run, command_line
+from tests.tools.report.conftest import ROOT
+
+__all__ = ["command_line"]
 
 LIMIT_BYTES = 10 * 2**20
 HOSTILE = "<script>alert('x')</script>|`*a*` [b](javascript:c) \"d\" & <img src=x onerror=e>"
 
 
 @pytest.fixture(scope="module")
-def small(small_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """The site of one table, one cell of which has a hostile reason and strategy."""
+def hostile_results(small_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One table, one cell of which has a hostile reason and strategy."""
     results = tmp_path_factory.mktemp("hostile") / "results"
     shutil.copytree(small_results, results)
     rows = results / "baseline" / "rsa_table4" / "cells.jsonl"
@@ -37,7 +43,13 @@ def small(small_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Site
     spoilt = re.sub(r'"reason": *""', lambda _: '"reason": "</script><script>alert(1)</script>"', first)
     assert spoilt != first
     rows.write_text("\n".join([spoilt, *others]) + "\n")
-    return build(gather(results, None), tmp_path_factory.mktemp("small") / "report")
+    return results
+
+
+@pytest.fixture(scope="module")
+def small(hostile_results: Path, tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """The site of these results."""
+    return build(gather(hostile_results, None), tmp_path_factory.mktemp("small") / "report")
 
 
 @dataclass
@@ -139,11 +151,11 @@ def test_published_numbers_stand_beside_ours_and_the_error_is_the_second_column(
             )
 
 
-def test_the_same_results_give_the_same_bytes(small_results: Path, tmp_path: Path) -> None:
-    one, two = (build(gather(small_results, None), tmp_path / name) for name in ("one", "two"))
-    assert one.files == two.files
-    for path in one.files:
-        assert (one.folder / path).read_bytes() == (two.folder / path).read_bytes(), path
+def test_the_same_results_give_the_same_bytes(small: Site, hostile_results: Path, tmp_path: Path) -> None:
+    again = build(gather(hostile_results, None), tmp_path / "again")
+    assert again.files == small.files
+    for path in again.files:
+        assert (again.folder / path).read_bytes() == (small.folder / path).read_bytes(), path
 
 
 def test_hostile_texts_stay_texts(small: Site) -> None:
@@ -255,3 +267,29 @@ def test_repeated_values_and_names_of_cells_stand_once() -> None:
         {"names": ["phase", "bytes"], "table": True},
         {"names": ["recompute", "tile"], "table": False},
     ]
+
+
+def test_a_missing_library_is_one_line(
+    command_line: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_command, "NEEDED", ("itables", "no_such_module"))
+    code, out, err = command_line("report", "--output", str(tmp_path / "site"))
+    assert (code, out) == (2, "")
+    command = "pip install -c constraints.txt -e '.[report]'"  # as docs/ci.md has it
+    assert command in (ROOT / "docs/ci.md").read_text(encoding="utf-8")
+    assert err.startswith(f"spbench: spbench report needs no_such_module: {command} (from PyPI")
+
+
+def test_it_says_what_it_wrote_and_how_large_it_is(
+    command_line: Run, small_results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(building, "files", lambda *_: {"index.html": b"0123456789"})
+    folder = tmp_path / "site"
+    words = ("--results", str(small_results), "--output", str(folder), "--format", "json")
+    code, out, _ = command_line("report", *words)
+    assert code == 0
+    content = json.loads(out)
+    assert content["index"] == str(folder / "index.html")
+    assert content["files"]["index.html"] == 10
+    assert content["bytes"] == sum(path.stat().st_size for path in folder.iterdir())
+    assert content["build_seconds"] > 0

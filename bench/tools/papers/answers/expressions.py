@@ -32,7 +32,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import Answer, ScenarioResults
 from spbench.bench.tools.papers.comparison import Comparison
-from spbench.bench.tools.papers.selector import Mistake, Selector, unknown_quantity
+from spbench.bench.tools.papers.selector import QUANTITIES, Mistake, Selector, unknown
 from spbench.bench.tools.papers.sources import PublishedPlace
 from spbench.bench.yaml_files import PublishedNumber
 from spbench.impls import PRECISIONS, model_preset
@@ -95,7 +95,7 @@ class Value(Answer):
         return [cell for selector in selectors for cell in selector.select(declared)]
 
     def check(self, declared: Sequence[Cell], folder: Path) -> Iterator[Mistake]:
-        yield from unknown_quantity("quantity", self.quantity)
+        yield from unknown(["quantity"], "unknown quantity", self.quantity, QUANTITIES)
         for name, selector in self.cells.items():
             for message in selector.unclear(declared):
                 yield ["cells", name], message
@@ -205,14 +205,13 @@ class FormulaClaim(Answer):
         formula = self.published.text(self.claim, results.folder)
         for cell in self.selected(results.cells):
             other = cell.model_copy(update={"model_options": {**cell.model_options, **self.less}})
-            by_key = ((c.key, results.rows.get(c.key)) for c in (cell, other))
-            rows = {key: row for key, row in by_key if row and row["status"] in _MEASURED}
-            missing = [c.key for c in (cell, other) if c.key not in rows]
-            metered = None
-            if not missing:
-                whole, rest = (sent_elements(c, rows[c.key], self.phases) for c in (cell, other))
-                metered = whole - rest
-            note = f"no measurement of {' and '.join(missing)}" if missing else ""
+            rows = {c.key: results.rows.get(c.key) for c in (cell, other)}
+            measured = {key: row for key, row in rows.items() if row and row["status"] in _MEASURED}
+            metered, note = None, f"no measurement of {' and '.join(k for k in rows if k not in measured)}"
+            if len(measured) == len(rows):
+                width = PRECISIONS[cell.precision].parameters.itemsize
+                whole, rest = (sent_bytes(measured[c.key], phases=self.phases) for c in (cell, other))
+                metered, note = whole / width - rest / width, ""
             more = {"notes": [note], "source": self.published.source(self.claim)}
             expected = evaluate(formula, letters(cell))
             yield _of_cell(cell, self.claim, "sent_elements", expected, metered, **more)
@@ -226,10 +225,9 @@ class FormulaClaim(Answer):
         for cell in results.cells if entries else ():
             row = results.rows.get(cell.key)
             if row is not None and row["status"] in _MEASURED:
-                expected, metered = sent_bytes(row, "formula"), sent_bytes(row, "communication")
-                yield _of_cell(
-                    cell, f"closed form of {cell.strategy}, bytes", "sent_bytes", expected, metered
-                )
+                expected, metered = sent_bytes(row, "formula"), sent_bytes(row)
+                claim = f"closed form of {cell.strategy}, bytes"
+                yield _of_cell(cell, claim, "sent_bytes", expected, metered)
 
 
 def _of_cell(
@@ -247,16 +245,11 @@ def letters(cell: Cell) -> dict[str, float]:
     return dict(zip(LETTERS, (*cell.shape, hidden, heads, hidden // heads, cell.sizes.world), strict=True))
 
 
-def sent_elements(cell: Cell, row: Row, phases: Sequence[str]) -> float:
-    """Elements that one rank sent in these phases, by the meter."""
-    width = PRECISIONS[cell.precision].parameters.itemsize
-    sent = sum(r["sent_bytes"] for r in row["measurement"]["communication"] if r["phase"] in phases)
-    return sent / width
-
-
-def sent_bytes(row: Row, part: str) -> float:
-    """Bytes that one rank sent: by the meter (``communication``) or by the closed form (``formula``)."""
-    return sum(r["sent_bytes"] for r in row["measurement"][part])
+def sent_bytes(row: Row, part: str = "communication", phases: Sequence[str] | None = None) -> float:
+    """Bytes that one rank sent in some phases, or by default in all: by the meter (``communication``) or by
+    the closed form (``formula``)."""
+    entries = row["measurement"][part]
+    return sum(entry["sent_bytes"] for entry in entries if phases is None or entry["phase"] in phases)
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------------

@@ -36,21 +36,21 @@ from typing import Any
 from pydantic import Field
 
 from spbench.bench.cell import Cell
-from spbench.bench.errors import UserError, suggestion
+from spbench.bench.errors import UserError
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import Answer, ScenarioResults
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.selector import (
     FIELDS,
-    WHOLE_RUN,
     Mistake,
     PublishedRow,
     QuantityColumn,
-    RankNumber,
+    RankName,
     field_value,
     has_fields,
     is_one,
     is_option,
+    unknown,
 )
 from spbench.bench.tools.papers.sources import published_file
 from spbench.bench.yaml_files import PublishedNumber, Scalar, StrictModel, stands_for
@@ -128,19 +128,22 @@ class PublishedTable(Answer):
             if all(any(stands_for(row[c], v) for v in values) for c, values in self.where.items())
         ]
 
-    def _published(self, row: PublishedRow, column: str, number: RankNumber) -> PublishedNumber:
+    def _of_row(self, row: PublishedRow, column: str) -> dict[RankName, PublishedNumber]:
+        """The published numbers of a row in a column, by rank."""
+        quantity = self.quantities[column]
         source = f"{self.published.file}:{row.line}:{column}"
-        if self.quantities[column].rank == "each":
-            source += f":{number.rank}"
-        return PublishedNumber(source, column, number.value, row.text)
+        return {
+            rank: PublishedNumber(source + f":{rank}" * (quantity.rank == "each"), column, value, row.text)
+            for rank, value in quantity.numbers(row, column).items()
+        }
 
     def numbers(self, folder: Path) -> list[PublishedNumber]:
         rows = self.rows(folder)
         return [
-            self._published(row, column, number)
-            for column, quantity in self.quantities.items()
+            number
+            for column in self.quantities
             for row in rows
-            for number in quantity.numbers(row, column)
+            for number in self._of_row(row, column).values()
         ]
 
     def selected(self, declared: Sequence[Cell]) -> list[Cell]:
@@ -166,15 +169,14 @@ class PublishedTable(Answer):
         named += [(["named_by"], column) for column in self.named_by]
         named += [(["status"], self.status)] if self.status is not None else []
         for path, column in named:
-            if column not in columns:
-                yield path, f"{self.published.file} has no column {column!r}{suggestion(column, columns)}"
+            yield from unknown(path, f"{self.published.file} has no column", column, columns)
         fields = [(["match", column], field) for column, field in self.match.items()]
         fields += [(["cells", field], field) for field in self.cells]
         for column, words in self.settings.items():
             fields += [(["settings", column, word, f], f) for word, given in words.items() for f in given]
         for path, field in fields:
-            if field not in FIELDS and not is_option(field):
-                yield path, f"unknown field {field!r}{suggestion(field, FIELDS)}"
+            if not is_option(field):
+                yield from unknown(path, "unknown field", field, FIELDS)
         for column, quantity in self.quantities.items():
             for below, message in quantity.mistakes():
                 yield ["quantities", column, *below], message
@@ -216,38 +218,38 @@ class PublishedTable(Answer):
 
     def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
         matched = self.matched(self.rows(results.folder), results.cells)
-        for column, quantity in self.quantities.items():
+        for column in self.quantities:
             for row, cells in matched:
-                for number in quantity.numbers(row, column):
+                for rank, number in self._of_row(row, column).items():
                     if number.value is not None or self._status(row) != "ok":
                         for cell in cells:
-                            yield self._entry(row, column, number, cell, results)
+                            yield self._entry(row, number, rank, cell, results)
 
     def _status(self, row: PublishedRow) -> str:
         return row.text[self.status] if self.status is not None else "ok"
 
     def _entry(
-        self, row: PublishedRow, column: str, number: RankNumber, cell: Cell, results: ScenarioResults
+        self, row: PublishedRow, number: PublishedNumber, rank: RankName, cell: Cell, results: ScenarioResults
     ) -> Comparison:
         """One number of the table, or the status of a run that has none."""
-        published, quantity = self._published(row, column, number), self.quantities[column]
+        column, quantity = number.quantity, self.quantities[number.quantity]
         result = results.rows.get(cell.key)
-        ours = None if result is None else quantity.ours(result["measurement"], cell, number)
+        ours = None if result is None else quantity.ours(result["measurement"], cell, rank)
         lacks = f"has no {quantity.field}" if ours is None and number.value is not None else ""
-        words = [_word(name, row.text[name]) for name in self.named_by] + quantity.words(number)
+        words = [_word(name, row.text[name]) for name in self.named_by] + quantity.words(rank)
         return Comparison.of(
-            self.label(row, column, number),
+            self.label(row, column, rank),
             [cell],
-            published.value,
+            number.value,
             ours,
-            role=results.role(self.table, published, quantity.field, [cell]),
+            role=results.role(self.table, number, quantity.field, [cell]),
             notes=[self._options(row), self.note, quantity.note, self._outcome(row, result, lacks)],
             variant=cell.variant,
             table=f"{self.table}: {', '.join(words)}" if words else self.table,
             quantity=quantity.named or column,
             status_published=self._status(row),
             status_reproduced="" if result is None else result["status"],
-            source=published.source,
+            source=number.source,
         )
 
     def _outcome(self, row: PublishedRow, result: Row | None, lacks: str) -> str:
@@ -260,11 +262,11 @@ class PublishedTable(Answer):
             return ended if result["status"] != "ok" else ""
         return f"published {status}, ours {ended}" if result["status"] != status else lacks
 
-    def label(self, row: PublishedRow, column: str, number: RankNumber = WHOLE_RUN) -> str:
+    def label(self, row: PublishedRow, column: str, rank: RankName = None) -> str:
         """A name for one number of the table that nothing else in the scenario has."""
         columns = dict.fromkeys((*self.named_by, *self.match))
         where = [f"{name} {row.text[name]}" for name in columns]
-        return f"{self.table}: {column}, {', '.join([*where, *self.quantities[column].words(number)])}"
+        return f"{self.table}: {column}, {', '.join([*where, *self.quantities[column].words(rank)])}"
 
     def _options(self, row: PublishedRow) -> str:
         """The options that a row gives; in their place, the name of its cell has a hash."""
