@@ -52,11 +52,11 @@ from spbench.bench.measure.engines.rank_memory import exchange_memory_bytes as e
 from spbench.bench.measure.engines.rank_memory import host_peaks as host_peaks
 from spbench.bench.measure.engines.rank_memory import limit_by_host as limit_by_host
 from spbench.bench.measure.engines.rank_memory import usable_memory_bytes as usable_memory_bytes
-from spbench.bench.measure.engines.rank_turns import SHORT as SHORT
 from spbench.bench.measure.engines.run_cell import Run as Run
 from spbench.bench.measure.engines.run_cell import run_cell as run_cell
 from spbench.bench.measure.engines.setup import set_up as set_up
 from spbench.bench.measure.engines.step_line import StepNumbers as StepNumbers
+from spbench.bench.measure.engines.step_line import steady_counts as steady_counts
 from spbench.bench.measure.engines.step_times import add_simulated_time as add_simulated_time
 from spbench.bench.measure.engines.step_times import add_step_time as add_step_time
 from spbench.bench.measure.engines.step_times import bound_of as bound_of

@@ -25,8 +25,11 @@ from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.trace.meter import CommunicationMeter
 from spbench.bench.setting_values import STAND_IN, StandIn
 
-#: groups of micro-batches of the steps: a first and a last one, and others between
-_GROUPS = (3, 4, 5)
+#: groups of micro-batches of steps: two, and with the proof a first and a last one, and others between
+_GROUPS, _PROOF_GROUPS = (1, 2), (3, 4, 5)
+#: stages of a pipeline whose steps of hardly more micro-batches than there are stages are traced as quickly
+#: as the short steps that longer ones are put together from
+_FEW_STAGES = 4
 #: how many times the micro-batches of all three steps together a cell has at least
 _WORTH = 2
 #: how far the second step may be from the line of the others, as a share of the step
@@ -35,13 +38,26 @@ _OFF = 1e-9
 Named = TypeVar("Named", str, Substitute)
 
 
-def counts_on_line(cell: Cell) -> tuple[int, int, int] | None:
-    """Three numbers of micro-batches whose steps give the cell's; None: running all takes no longer."""
+def steady_counts(cell: Cell, *, proved: bool = False) -> Sequence[int]:
+    """Two numbers of micro-batches from which on each further one, or group of them, takes equally long; with
+    ``proved`` three, of which the third shows that."""
     training, pp = cell.training, cell.sizes.pp
+    if training.schedule == "interleaved":
+        return [pp * n for n in (_PROOF_GROUPS if proved else _GROUPS)]
     # warm-up and end of a pipeline of one run of layers a rank take a group each, and one micro-batch between
     first = max(2 * pp + 1, SHORT)
-    a, b, c = (pp * n for n in _GROUPS) if training.schedule == "interleaved" else range(first, first + 3)
-    return (a, b, c) if pp > 1 and training.micro_batches >= _WORTH * (a + b + c) else None
+    # with so many, ranks between the first and the last are put together from one short step
+    long = training.schedule == "1f1b" and pp > _FEW_STAGES and training.micro_batches > first + 1
+    if not (proved or long):
+        first = pp + 1  # the second backward of a rank is neither its first, nor its last
+    return range(first, first + 2 + proved)
+
+
+def counts_on_line(cell: Cell) -> Sequence[int] | None:
+    """Three numbers of micro-batches whose steps give the cell's; None: running all takes no longer."""
+    counts = steady_counts(cell, proved=True)
+    worth = cell.sizes.pp > 1 and cell.training.micro_batches >= _WORTH * sum(counts)
+    return counts if worth else None
 
 
 @dataclass(frozen=True)

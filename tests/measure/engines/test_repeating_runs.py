@@ -280,9 +280,9 @@ def test_calls_on_a_line() -> None:
 
 def test_a_line_is_drawn_where_it_is_quicker() -> None:
     few = SHALLOW.training.model_copy(update={"micro_batches": 83})
-    assert counts_on_line(SHALLOW) == (13, 14, 15)
+    assert counts_on_line(SHALLOW) == range(13, 16)
     assert counts_on_line(SHALLOW.model_copy(update={"training": few})) is None
-    assert counts_on_line(INTERLEAVED) == (18, 24, 30)
+    assert counts_on_line(INTERLEAVED) == [18, 24, 30]
 
 
 CASES = [
