@@ -1,5 +1,5 @@
 """What a rank of a pipeline does in a step, action by action: of each kind of rank a short step is traced,
-and those of all ranks are put together from its actions (:mod:`measure.engines.pipeline_stages`).
+and those of all ranks are put together from its actions (:mod:`measure.engines.tracing`).
 
 A rank holds several runs of layers, in an interleaved schedule, or one, which is the same with one chunk. A
 step has a warm-up of forwards, a steady state of forwards and backwards, and an end of backwards. A short

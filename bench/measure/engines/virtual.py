@@ -13,7 +13,6 @@ from spbench.bench.measure.clusters.card_kernels import RatesUnknown
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.listed import NotAlike
-from spbench.bench.measure.engines.pipeline_stages import ShortSteps, stage_traces, without_one
 from spbench.bench.measure.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
 from spbench.bench.measure.engines.rank_memory import limit_by_host, usable_memory_bytes
 from spbench.bench.measure.engines.step_line import (
@@ -25,7 +24,14 @@ from spbench.bench.measure.engines.step_line import (
 )
 from spbench.bench.measure.engines.step_times import add_simulated_time, can_time
 from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.measure.engines.tracing import no_cyclic_collection, takes_plain_path, trace
+from spbench.bench.measure.engines.tracing import (
+    ShortSteps,
+    no_cyclic_collection,
+    stage_traces,
+    takes_plain_path,
+    trace,
+    without_one,
+)
 from spbench.bench.measure.engines.unlike_ranks import expert_load, imbalance, marked_axis
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.timeline import Timeline
@@ -172,7 +178,7 @@ class ClassTraces:
         return all(trace.program is not None for trace in self.traces)
 
     def without_one(self) -> ClassTraces:
-        """These traces with programs of one micro-batch less; see :func:`.pipeline_stages.without_one`.
+        """These traces with programs of one micro-batch less; see :func:`.tracing.without_one`.
 
         Raises:
             NotAlike: the traces do not determine them.

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import deepened_traces, pipeline_stages, traces, tracing, virtual
+from spbench.bench.measure.engines import deepened_traces, traces, tracing, virtual
 from spbench.bench.measure.engines.listed import NotAlike
 from spbench.bench.measure.engines.rank_turns import OneRun, RankTurns
 from spbench.bench.measure.engines.traces import Trace
@@ -96,15 +96,15 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
     def stages(cell: Cell, classes: Any, **asked: Any) -> list[Trace]:
         traced: list[int] = []
-        trace = pipeline_stages.trace
+        trace = tracing.trace
 
         def counted(cell: Cell, rank: int, **settings: Any) -> Trace:
             traced.append(rank)
             return trace(cell, rank, **settings)
 
         with monkeypatch.context() as counting:
-            counting.setattr(pipeline_stages, "trace", counted)
-            made = pipeline_stages.stage_traces(cell, classes, **asked)
+            counting.setattr(tracing, "trace", counted)
+            made = tracing.stage_traces(cell, classes, **asked)
         if len(traced) < len(classes):
             taken.add("stages")
         return made
@@ -372,8 +372,8 @@ FAULTS: dict[str, tuple[str, Any, str, Change]] = {
     "losses are not kept": ("micro-batches under zero3", step_records.KeptTensors, "repeat", nothing),
     "a step depends on more than its key": ("striped", Meetings, "of", other_fourth),
     "a micro-batch is not as the others": ("stages", StageRun, "forward", other_eighth),
-    "a stage's storage is larger": ("stages", pipeline_stages, "put_together", changed(larger)),
-    "a stage's kernel is slower": ("stages", pipeline_stages, "put_together", changed(slower)),
+    "a stage's storage is larger": ("stages", tracing, "put_together", changed(larger)),
+    "a stage's kernel is slower": ("stages", tracing, "put_together", changed(slower)),
     "stages differ otherwise": ("stages", DecoderBlock, "__init__", numbered_windows),
     "a layer is not as the others": ("main gradients", Decoder, "forward", other_fourth_layer),
     "layers refer elsewhere": (
