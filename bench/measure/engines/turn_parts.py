@@ -7,6 +7,7 @@ that its like refers to, as seen from the other step.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 
@@ -192,11 +193,10 @@ def _in_order(meter: CommunicationMeter, program: Program, source: np.ndarray) -
     before = len(meter.calls) - int(communicates.sum())
     if before < 0:
         raise NotAlike("it is not known which calls communicate")
-    calls = [*range(before), *(before + number[source[communicates[source]]]).tolist()]
-    other = CommunicationMeter(meter.axes)
-    other.current_phase = meter.current_phase
-    other.calls += [meter.calls[call] for call in calls]
-    other.counts.update(other.calls)
+    numbers = [*range(before), *(before + number[source[communicates[source]]]).tolist()]
+    calls = [meter.calls[call] for call in numbers]
+    other = meter.with_counts(Counter(calls))
+    other.calls += calls
     return other
 
 

@@ -20,7 +20,6 @@ from spbench.bench.measure.engines.step_line import (
     calls_on_line,
     counts_on_line,
     on_line,
-    unpriced_on_line,
 )
 from spbench.bench.measure.engines.step_times import add_simulated_time, can_time
 from spbench.bench.measure.engines.traces import Trace
@@ -295,10 +294,11 @@ def _class_on_line(of: ClassTraces, counts: Sequence[int], traces: Sequence[Trac
     """The measurement of a rank class from its traces with those numbers of micro-batches; None: its memory
     differs between them, for example if something is kept of each micro-batch."""
     micro_batches = of.cell.training.micro_batches
-    calls = calls_on_line(counts, [trace.communication for trace in traces], micro_batches)
-    programs = [trace.program for trace in traces if trace.program is not None]
-    unpriced = {"unpriced_operators": unpriced_on_line(counts, programs, micro_batches)}
-    different = {id(trace.memory): replace(trace, communication=calls) for trace in traces}
+    calls = calls_on_line(counts, [trace.communication.counts for trace in traces], micro_batches)
+    operators = [trace.program.unpriced_calls() for trace in traces if trace.program is not None]
+    unpriced = {"unpriced_operators": calls_on_line(counts, operators, micro_batches)}
+    sent = traces[-1].communication.with_counts(calls)
+    different = {id(trace.memory): replace(trace, communication=sent) for trace in traces}
     capacity = usable_memory_bytes(of.cell, of.planned)
     first, *others = (
         trace.measurement(capacity, of.planned).model_copy(update=unpriced) for trace in different.values()

@@ -30,7 +30,7 @@ from spbench.bench.measure.engines.traces import DamagedTrace, Trace, from_bytes
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.turn_parts import put_together
 from spbench.bench.measure.simulator.program import Flops
-from spbench.bench.measure.trace.meter import CommunicationMeter, Operation
+from spbench.bench.measure.trace.meter import Operation
 from spbench.impls.training.turns import Turns
 from tests.grid import tabled
 from tests.measure.engines.cells import SMALL, approximately, cell, differences, staged
@@ -261,21 +261,17 @@ def test_numbers_on_a_line() -> None:
             on_line((3, 4, 5), [numbers(3.0), second, numbers(5.0)], 11)
 
 
-def meter(*counts: int) -> CommunicationMeter:
-    sent = CommunicationMeter({})
-    for number, count in enumerate(counts):
-        sent.counts[Operation("forward", "send", "pp", 2, 512 * (1 + number))] = count
-    return sent
+def sends(*counts: int) -> dict[Operation, int]:
+    sizes = (512 * (1 + number) for number in range(len(counts)))
+    return {Operation("forward", "send", "pp", 2, n): count for n, count in zip(sizes, counts, strict=True)}
 
 
 def test_calls_on_a_line() -> None:
-    assert (
-        calls_on_line((3, 4, 5), [meter(6, 1), meter(8, 1), meter(10, 1)], 11).counts == meter(22, 1).counts
-    )
+    assert calls_on_line((3, 4, 5), [sends(6, 1), sends(8, 1), sends(10, 1)], 11) == sends(22, 1)
     with pytest.raises(NotAlike, match="calls of send"):
-        calls_on_line((3, 4, 5), [meter(6), meter(8), meter(11)], 11)
+        calls_on_line((3, 4, 5), [sends(6), sends(8), sends(11)], 11)
     with pytest.raises(NotAlike, match="calls of send"):
-        calls_on_line((3, 5, 7), [meter(6), meter(7), meter(8)], 10)
+        calls_on_line((3, 5, 7), [sends(6), sends(7), sends(8)], 10)
 
 
 def test_a_line_is_drawn_where_it_is_quicker() -> None:
