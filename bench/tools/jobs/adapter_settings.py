@@ -76,8 +76,7 @@ def set_adapters(
     if type(lora.value) is not int or lora.value < 0:
         account.problems.append(f"{' and '.join(map(account.spelled, lora.names))}: no rank of adapters")
         return
-    named = [_are_names(account, each) for each in (adapted.targets, adapted.whole)]
-    if not all(named):
+    if not all([_are_names(account, each) for each in (adapted.targets, adapted.whole)]):
         return
     model = _model(fields)
     fields = {**fields, **fields.get("text_config", {})}
@@ -94,15 +93,13 @@ def set_adapters(
         account.set("model_options.lora_targets", words, *adapted.targets.names, note=note)
     account.took("adapters of all linear layers", *adapted.targets.names)
     if separate and not any(each.path == "model_options.separate_projections" for each in account.settings):
-        account.set(
-            "model_options.separate_projections", True, note="each linear layer has adapters of its own"
-        )
+        note = "each linear layer has adapters of its own"
+        account.set("model_options.separate_projections", True, note=note)
     shared, linear = routed and experts == "shared", any(map(fields.get, LINEAR_ATTENTION))
     if lacking := ["experts that share one"] * shared + ["linear attention"] * linear:
         because = "they are frozen here; 16 r (F + H) bytes of each matrix that is adapted are missing"
-        account.stand_in(
-            f"adapters (LoRA) of {' and '.join(lacking)}", "time and memory", because, *lora.names
-        )
+        missing = f"adapters (LoRA) of {' and '.join(lacking)}"
+        account.stand_in(missing, "time and memory", because, *lora.names)
     _whole(account, adapted.whole, tied=bool(getattr(model, "tied", False)))
     if adapted.by_direction.value:
         because = (
