@@ -1,4 +1,5 @@
-"""Cases that are written in YAML: groups, each of rows, each row the product of its fields' alternatives."""
+"""Cases that are written in YAML: groups, each of rows, each row the product of its fields' alternatives; and
+tables of a test's parameters, by its name."""
 
 from itertools import product
 from pathlib import Path
@@ -33,3 +34,9 @@ def cases(path: Path) -> list[Any]:
                 marks = () if _often(case, default) else pytest.mark.slow
                 parameters.append(pytest.param(case, id=" ".join(words), marks=marks))
     return parameters
+
+
+def tabled(file: str, test: str) -> pytest.MarkDecorator:
+    """The parameters of a test: the names and rows of its table in the YAML file beside its module."""
+    table = yaml.safe_load(Path(file).with_suffix(".yaml").read_text())[test]
+    return pytest.mark.parametrize(table["names"], table["rows"])

@@ -22,6 +22,7 @@ from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.setting_values import MOST_BINS, bins_of, lengths_in
 from spbench.impls.registries import model_preset
 from tests.bench.hosts import files_of_at_most
+from tests.grid import tabled
 
 
 def test_text_and_bytes_with_missing_folders(tmp_path: Path) -> None:
@@ -212,21 +213,7 @@ def test_a_scenario_names_a_file_beside_it(tmp_path: Path) -> None:
         load_scenario(scenario)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "holds no lengths; write one a line"),
-        (b"length\n", "holds no lengths"),
-        (b"a\nb\n3\n", ":2: 'b' is no length"),
-        (b"1\n2,3\n", ":2: '2,3' is no length; write one length, an integer, a line"),
-        (b"0,12\n", ":1: '0,12' is no length"),
-        (b"1.5\n", ":1: '1.5' is no length"),
-        (b"1e30\n", ":1: '1e30' is no length"),
-        (b"nan\n", ":1: 'nan' is no length"),
-        (b"4\n-1\n", "document 2 has -1 positions, and a document has at least 1"),
-        (b"\xff\xfe", "a text file in UTF-16; save it in UTF-8"),
-    ],
-)
+@tabled(__file__, "no_lengths")
 def test_no_lengths(tmp_path: Path, content: bytes, message: str) -> None:
     (file := tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(UserError, match=message) as found:
@@ -247,9 +234,3 @@ def test_no_array_of_lengths(tmp_path: Path) -> None:
     for name, message in (("b.npy", "cannot read"), ("b.parquet", "lie in files .csv, .txt, .npy")):
         with pytest.raises(UserError, match=message):
             lengths_in(tmp_path / name)
-
-
-@pytest.mark.parametrize("bins", [[[1, 2]], [[0, 3, 1]], [[5, 4, 1]], [[1, 2, 0]]])
-def test_no_bins(bins: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match=r"a bin of documents is \[shortest, longest, how many\]"):
-        model_preset("attention-call", {"documents": bins})

@@ -31,6 +31,7 @@ from spbench.impls.place import ALONE, Place, global_ranks
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.strategies.sequence_chunks import SequenceChunks
 from spbench.impls.traffic import WIRE_SHARE, wire_bytes
+from tests.grid import tabled
 
 
 def test_a_place_is_where_the_mesh_has_its_rank() -> None:
@@ -132,14 +133,7 @@ def sum_over_a_run(mesh: DeviceMesh, axis: str, size: int, asking: int) -> tuple
     return int(x), place.flattened
 
 
-@pytest.mark.parametrize(
-    ("sizes", "axis", "size", "sums"),
-    [
-        ({"tp": 4}, "tp", 2, [1, 1, 5, 5]),
-        ({"tp": 4}, "tp", 1, [0, 1, 2, 3]),
-        ({"tp": 2, "sp": 2}, "tp", 2, [2, 4, 2, 4]),
-    ],
-)
+@tabled(__file__, "runs_along_an_axis")
 def test_runs_along_an_axis(
     pool: RankPool, sizes: dict[str, int], axis: str, size: int, sums: list[int]
 ) -> None:

@@ -12,6 +12,7 @@ from spbench.impls.discovery import DiscoveryError, FunctionModules, named_class
 from spbench.impls.models.model import Model
 from spbench.impls.registries import all_models, all_strategies
 from spbench.impls.strategies.base import Strategy
+from tests.grid import tabled
 
 Install = Callable[..., str]
 
@@ -91,14 +92,7 @@ def test_an_entry_point_names_a_class_or_a_module(install: Install, target: str)
     assert list(named_classes("tests.impls", Animal, f"test.{target.replace(':', '')}")) == ["cow"]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("import no_such_module\n", "of test.bad.* cannot be loaded: ModuleNotFound.*; mend or uninstall it"),
-        ("1 / 0\n", "plug = PACKAGE.plugin of test.bad.* cannot be loaded: ZeroDivisionError"),
-        ("x = 1\n", "plug = PACKAGE.plugin of test.bad.* names no class derived from Animal"),
-    ],
-)
+@tabled(__file__, "an_entry_point_that_cannot_be_used_is_named")
 def test_an_entry_point_that_cannot_be_used_is_named(install: Install, text: str, message: str) -> None:
     group = f"test.bad{abs(hash(text))}"
     package = install({"plugin": text}, f"[{group}]\nplug = PACKAGE.plugin\n")
@@ -113,14 +107,7 @@ def test_values_are_found_in_modules_and_plug_ins(install: Install) -> None:
     assert named_values(package, "SIZES", int, "test.values") == {"one": 1, "two": 2}
 
 
-@pytest.mark.parametrize(
-    ("modules", "entry", "message"),
-    [
-        ({"a": "SIZES = {'x': 1}", "b": "SIZES = {'x': 2}"}, "", "a.SIZES and .*b.SIZES .*'x'; rename one"),
-        ({"a": "SIZES = {'x': 'y'}"}, "", "a.SIZES: 'x' is a str, not a int"),
-        ({"a": ""}, "one = PACKAGE.a", "one = .*names neither a mapping nor a module with one called SIZES"),
-    ],
-)
+@tabled(__file__, "values_that_cannot_be_used")
 def test_values_that_cannot_be_used(
     install: Install, modules: dict[str, str], entry: str, message: str
 ) -> None:

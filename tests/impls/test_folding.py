@@ -76,28 +76,6 @@ def test_folded_axes_multiply_no_ranks() -> None:
     assert Sizes.model_validate({"sp": 4, "ep": 1}).model_dump() == Sizes(sp=4).model_dump()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (
-            {"dp": 2, "sp": 3, "ep": 4},
-            "ep 4 does not divide the 6 ranks of a pipeline stage; set ep to 1, 2, 3 or 6",
-        ),
-        (
-            {"dp": 4, "pp": 2, "ep": 8},
-            "ep 8 does not divide the 4 ranks of a pipeline stage; set ep to 1, 2 or 4",
-        ),
-        ({"sp": 4, "ep": 4, "etp": 2}, "ep 4 x etp 2 does not divide the 4 ranks .*; set ep to 1 or 2"),
-        ({"sp": 4, "ep": 2, "etp": 3}, "ep 2 x etp 3 does not divide the 4 ranks .*; set etp to 1, 2 or 4"),
-    ],
-)
-def test_sizes_that_do_not_divide_a_stage(sizes: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Sizes.model_validate(sizes)
-    with pytest.raises(ValueError, match=message):
-        Cell.model_validate({"model": "gpt-tiny", "strategy": "ulysses", "sizes": sizes})
-
-
 def sums_over_groups(mesh: DeviceMesh, sizes: dict[str, int]) -> tuple[dict[str, int], dict[str, str], int]:
     """The sum of global ranks over folded groups of this rank's, the names of the groups, and the ranks of
     the mesh along edp."""

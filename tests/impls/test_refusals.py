@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import yaml
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, Sizes
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.impls.layout import MEETINGS, Unsupported
 from spbench.impls.registries import all_backends as backends
 from spbench.impls.registries import all_strategies as strategies
 from spbench.impls.registries import model_preset
+from spbench.impls.strategies.nesting import nesting
 from tests.measure.verify.attention_model import AttentionModel
 
 REFUSALS: dict[str, list[Any]] = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text())
@@ -30,6 +31,19 @@ def test_sizes_of_a_strategy(
     preset = AttentionModel(model) if model in MEETINGS else model_preset(model)
     with pytest.raises(Unsupported, match=message):
         strategies()[name].planned(ranks, options=options).check(preset.sites(1, seq_len))
+
+
+@pytest.mark.parametrize(("name", "message"), REFUSALS["pairs"])
+def test_strategies_around_each_other(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        nesting(name)
+
+
+@pytest.mark.parametrize(("sizes", "message"), REFUSALS["sizes"])
+def test_ranks_by_axis(sizes: dict[str, int], message: str) -> None:
+    for content in (sizes, {"model": "gpt-tiny", "strategy": "ulysses", "sizes": sizes}):
+        with pytest.raises(ValueError, match=message):
+            (Sizes if content is sizes else Cell).model_validate(content)
 
 
 @pytest.mark.parametrize(("name", "options", "message"), REFUSALS["backends"])

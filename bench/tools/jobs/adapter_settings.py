@@ -76,16 +76,16 @@ def set_adapters(
     if type(lora.value) is not int or lora.value < 0:
         account.problems.append(f"{' and '.join(map(account.spelled, lora.names))}: no rank of adapters")
         return
-    if not all([_are_names(account, each) for each in (adapted.targets, adapted.whole)]):
+    named = [_are_names(account, each) for each in (adapted.targets, adapted.whole)]
+    if not all(named):
         return
     model = _model(fields)
     fields = {**fields, **fields.get("text_config", {})}
     routed = any(map(fields.get, EXPERTS))
     account.set("model_options.lora_rank", lora.value, *lora.names)
     there = model.adapted if isinstance(model, AdapterOptions) else PROJECTIONS
-    words = _targets(account, adapted.targets, there, separate)
-    if routed and experts == "each":
-        words = [*words, "experts"]
+    own = ["experts"] * (routed and experts == "each")
+    words = [*_targets(account, adapted.targets, there, separate), *own]
     if not words:
         account.refuse("adapters of none of the projections that have some here", *adapted.targets.names)
     elif words != [ALL]:

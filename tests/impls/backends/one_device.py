@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -36,9 +37,23 @@ set_weights = partial(initialize, seed=5, deviation=0.2, everything=True)
 
 
 def cell(backend: str, strategy: str = "lasp", micro_batches: int = 1, **changed: Any) -> Cell:
-    model = "tnl-tiny" if strategy == "lasp" else "bert-tiny"
+    model = {"lasp": "tnl-tiny", "ulysses": "causal-transformer-tiny"}.get(strategy, "bert-tiny")
     training = {"backend": backend, "micro_batches": micro_batches}
     return make_cell(model, strategy, {}, 12, LENGTH, "fp64", **{"training": training, **changed})
+
+
+def trained(
+    backend: str,
+    strategy: str,
+    sizes: Mapping[str, int],
+    micro_batches: int = 1,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    **changed: Any,
+) -> Cell:
+    """A cell of a backend with further options, on a mesh in the order of its sizes."""
+    training = {"backend": backend, "micro_batches": micro_batches, **options}
+    mesh = [axis for axis in sizes if axis not in ("ep", "etp")]
+    return cell(backend, strategy, **{"sizes": sizes, "mesh": mesh, "training": training, **changed})
 
 
 @dataclass(frozen=True)
@@ -172,8 +187,10 @@ def errors_of_rank(
     return errors | both.elements()
 
 
-def assert_right(pool: RankPool, asked: Cell, cls: type[Backend]) -> None:
-    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, cls):
+def assert_right(
+    pool: RankPool, asked: Cell, cls: type[Backend], updated: Callable[[Training], None] = as_it_is
+) -> None:
+    for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, cls, updated):
         assert max(errors.values()) < LIMIT, max(errors, key=errors.__getitem__)
 
 

@@ -1,11 +1,8 @@
-"""Every data-parallel backend trains as one device does. Where parameters lie in Megatron-Core's buffers, by
-hand. What Megatron-Core's stages keep of the hidden states that they received.
+"""Planted faults in every data-parallel backend; each stage of ZeRO holds less than the one before it. Where
+parameters lie in Megatron-Core's buffers, by hand. What Megatron-Core's stages keep of the hidden states that
+they received."""
 
-Every data-parallel backend sends what its closed form says, and holds less than the one before it.
-Every backend sums the gradients of experts over the ranks that have copies of them, and shards them over
-these alone."""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,13 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from spbench.bench.cell import Cell
 from spbench.bench.measure.engines.plan import model_parameters
 from spbench.bench.measure.engines.tracing import only_plain_traces
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.processes.rank_pool import RankPool
 from spbench.bench.measure.verify.verified_run import Case
-from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.buckets import FIRST_BUCKET_BYTES, BucketedGradients
 from spbench.impls.backends.buffer_layout import BucketLayout, Sharding, laid_out
 from spbench.impls.backends.megatron import Megatron
@@ -28,116 +23,21 @@ from spbench.impls.strategies.base import Unsupported
 from tests.cells import make_cell
 from tests.impls.backends.one_device import (
     LENGTH,
-    assert_first_wrong,
-    assert_right,
     cell,
     errors_of_rank,
     heavy,
     heavy_run,
+    trained,
 )
-from tests.measure.engines.real_ranks import assert_real_ranks_are_as_virtual_ones
-from tests.measure.verify import backend_faults as faults
 from tests.measure.verify.assertions import assert_green
 from tests.measure.verify.backend_faults import NormWithoutExperts
-from tests.slow import mostly_slow, slow
-
-SIZES: list[tuple[str, dict[str, int], int]] = [
-    ("lasp", {"sp": 2, "dp": 2}, 2),  # another order of the mesh
-    ("single", {"dp": 3}, 2),  # uneven shards
-    ("lasp", {"sp": 2, "dp": 2}, 1),
-    ("single", {"dp": 3}, 1),
-    ("tensor_parallel", {"dp": 2, "tp": 2}, 2),
-    ("single", {}, 2),
-    ("lasp", {"sp": 2}, 1),
-    ("lasp", {"dp": 2, "sp": 2}, 1),
-]
-
-
-def trained() -> Iterator[Any]:
-    """Backends and sizes, by default one of the first two."""
-    for number, backend in enumerate(all_backends()):
-        for place, (strategy, sizes, micro_batches) in enumerate(SIZES):
-            mesh = "x".join(f"{axis}{n}" for axis, n in sizes.items())
-            yield pytest.param(
-                cell(backend, strategy, micro_batches, sizes=sizes, mesh=[*sizes]),
-                id=f"{backend}-{strategy}-{mesh}-{micro_batches}",
-                marks=() if place == number % 2 else pytest.mark.slow,
-            )
-
-
-@pytest.mark.parametrize("asked", [*trained()])
-def test_gradients_and_updates_are_those_of_one_device(pool: RankPool, asked: Cell) -> None:
-    assert_right(pool, asked, all_backends()[asked.training.backend])
-
-
-PIPELINED = [name for name, cls in all_backends().items() if cls.pipelined]
-
-
-#: sharded stages have a test of their own
-@pytest.mark.parametrize("backend", mostly_slow(PIPELINED, "ddp", "megatron"))
-def test_in_pipeline_stages(pool: RankPool, backend: str) -> None:
-    assert_right(pool, cell(backend, "single", 2, sizes={"dp": 2, "pp": 2}), all_backends()[backend])
-
-
-@pytest.mark.parametrize(
-    ("backend", "schedule"),
-    [
-        ("zero3", {"schedule": "1f1b", "micro_batches": 3}),
-        slow("zero2", {"schedule": "interleaved", "virtual_stages": 2, "micro_batches": 6}),
-        slow("zero2", {"schedule": "1f1b", "micro_batches": 3}),
-        slow("zero3", {"schedule": "interleaved", "virtual_stages": 2, "micro_batches": 6}),
-        slow("zero3", {"schedule": "gpipe", "micro_batches": 3}),
-    ],
-)
-def test_sharded_stages_gather_and_sum_when_torch_does(
-    pool: RankPool, backend: str, schedule: dict[str, Any]
-) -> None:
-    training = {"backend": backend, **schedule}
-    asked = cell(backend, "single", sizes={"dp": 2, "pp": 2}, training=training, model_options={"layers": 4})
-    assert_right(pool, asked, all_backends()[backend])
-    assert_real_ranks_are_as_virtual_ones(pool, asked.model_copy(update={"precision": "fp16"}))
-
-
-HYBRID = {"backend": "zero3", "data_parallel_replicate_degree": 2, "micro_batches": 2}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "sizes", "training"),
-    [
-        ("lasp", {"dp": 2, "sp": 2}, HYBRID),
-        slow("single", {"dp": 4}, {**HYBRID, "micro_batches": 3}),
-        slow("single", {"dp": 4}, {**HYBRID, "backend": "zero2", "micro_batches": 1}),
-        slow("single", {"dp": 4}, {**HYBRID, "wrap": "whole", "micro_batches": 1}),
-    ],
-)
-def test_groups_of_ranks_share_a_copy_each(
-    pool: RankPool, strategy: str, sizes: dict[str, int], training: dict[str, Any]
-) -> None:
-    asked = cell(training["backend"], strategy, sizes=sizes, training=training)
-    assert_right(pool, asked, all_backends()[asked.training.backend])
-    assert_real_ranks_are_as_virtual_ones(pool, asked.model_copy(update={"precision": "fp16"}))
+from tests.slow import mostly_slow
 
 
 @pytest.mark.parametrize("backend", [name for name, cls in all_backends().items() if not cls.pipelined])
 def test_whole_models_only(backend: str) -> None:
     with pytest.raises(Unsupported, match=f"the backend {backend} .* no pipeline stages; use pp 1"):
         VirtualEngine().measure(cell(backend, "single", 2, sizes={"pp": 2}))
-
-
-@pytest.mark.parametrize(
-    ("fault", "where"),
-    [
-        (faults.ReplicasNotSummed, "gradient 0"),
-        (faults.WeightsNotGathered, "weight 0"),
-        (faults.UpdatesTheNextShard, "weight 0"),
-        (faults.FlatGradientNotSummed, "gradient 0"),
-        (faults.GradientNotSummed, "gradient 0"),
-        (faults.MeanOverRanks, "gradient 0"),
-        (faults.WeightsNotGatheredAnew, "gradient 1"),
-    ],
-)
-def test_planted_faults_are_seen(pool: RankPool, fault: type[Backend], where: str) -> None:
-    assert_first_wrong(pool, cell(fault.name, sizes={"dp": 2}), fault, where)
 
 
 @pytest.mark.parametrize("n", mostly_slow((1, 3, 4), 4))
@@ -205,24 +105,6 @@ def test_the_last_input_of_each_stage_and_its_gradient_stay(
     }
 
 
-#: of others the default run compares this in test_megatron.py and tests.measure.engines.test_peaks
-ALWAYS = ("ddp", "fsdp1", "zero1")
-
-
-@pytest.mark.parametrize(
-    ("sizes", "precision"),
-    [({"sp": 2, "dp": 2}, "fp16"), slow({"dp": 2, "sp": 2}, "fp16"), slow({"dp": 3}, "fp32")],
-    ids=["sp2xdp2-fp16", "dp2xsp2-fp16", "dp3-fp32"],
-)
-@pytest.mark.parametrize("backend", mostly_slow(all_backends(), *ALWAYS))
-def test_closed_form_virtual_and_real_ranks_send_the_same(
-    pool: RankPool, backend: str, sizes: dict[str, int], precision: str
-) -> None:
-    assert_real_ranks_are_as_virtual_ones(
-        pool, cell(backend, "lasp", 2, sizes=sizes, mesh=[*sizes], precision=precision)
-    )
-
-
 def test_each_stage_of_zero_holds_less() -> None:
     peaks = {name: heavy_run(name, 8).peak_memory_bytes or 0 for name in all_backends()}
     assert peaks["zero3"] < peaks["zero2"] < peaks["zero1"] < peaks["ddp"], peaks
@@ -264,74 +146,8 @@ def test_outputs_are_freed_where_the_library_does() -> None:
     assert [name for name, cls in all_backends().items() if cls.frees_sent_outputs] == ["megatron"]
 
 
-#: strategy, sizes, micro-batches
-MESHES: list[tuple[str, dict[str, int], int]] = [
-    ("ulysses", {"dp": 2, "sp": 2, "ep": 2}, 1),  # ep within sp, edp along dp
-    ("ulysses", {"sp": 2, "dp": 2, "ep": 2}, 2),  # ep over dp, edp along sp
-    ("single", {"dp": 4, "ep": 2, "etp": 2}, 1),  # no copies
-    ("megatron_sp", {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, 1),
-    ("ring_attention", {"sp": 3, "ep": 3}, 1),
-    ("megatron_sp+ring_attention", {"tp": 2, "sp": 2, "ep": 2}, 2),
-    ("single", {"dp": 4, "etp": 2}, 1),
-]
-#: options of backends that cut what they hold otherwise, each on the first of the meshes
-OPTIONS: list[dict[str, Any]] = [
-    {"backend": "megatron", "distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 2000},
-    {"backend": "megatron", "distributed_optimizer": True, "num_distributed_optimizer_instances": 2},
-    {"backend": "megatron", "distributed_optimizer": True, "optimizer": "host"},
-    {"backend": "zero1", "gradients": "late", "bucket_elements": 5000},
-    {"backend": "legacy_ddp", "gradients": "stale"},
-    {"backend": "zero3", "optimizer": "host"},
-    {"backend": "ddp", "optimizer": "host"},
-]
-
-
-def with_experts(
-    training: dict[str, Any], strategy: str, sizes: dict[str, int], n: int, **changed: Any
-) -> Cell:
-    mesh = [axis for axis in sizes if axis not in ("ep", "etp")]
-    training = {**training, "micro_batches": n}
-    return cell("", strategy, model="moe-tiny", sizes=sizes, mesh=mesh, training=training, **changed)
-
-
-def cells(*always: str, **changed: Any) -> Iterator[Any]:
-    """Each backend on each mesh, and options on the first; by default some backends on one mesh each. Experts
-    are a parameter each on every second mesh and with the options, else one."""
-    given = changed.pop("model_options", {})
-    for number, name in enumerate(all_backends()):
-        for place, (strategy, sizes, n) in enumerate(MESHES):
-            options = {**given, "stacked_experts": place % 2 == 0}
-            asked = with_experts({"backend": name}, strategy, sizes, n, model_options=options, **changed)
-            often = place == number % 3 and name in always
-            yield pytest.param(asked, id=f"{name}-{asked.mesh_text}", marks=() if often else pytest.mark.slow)
-    for number, training in enumerate(OPTIONS):
-        asked = with_experts(training, *MESHES[0], model_options=given, **changed)
-        name = "-".join(map(str, training.values()))
-        yield pytest.param(asked, id=name, marks=() if number < 1 else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("asked", [*cells("ddp", "zero3", "fsdp_flat", "megatron")])
-def test_gradients_and_updates_of_experts_are_those_of_one_device(pool: RankPool, asked: Cell) -> None:
-    assert_right(pool, asked, all_backends()[asked.training.backend])
-
-
 def test_a_norm_that_leaves_experts_out_is_seen(pool: RankPool) -> None:
-    options = {"backend": "megatron", "distributed_optimizer": True}
-    asked = with_experts(options, "ulysses", {"dp": 2, "sp": 2, "ep": 2}, 1)
+    sizes, options = {"dp": 2, "sp": 2, "ep": 2}, {"distributed_optimizer": True}
+    asked = trained("megatron", "ulysses", sizes, options=options, model="moe-tiny")
     for errors in pool.run(asked.mesh_sizes, errors_of_rank, asked, NormWithoutExperts):
         assert errors["norm 0 of all"] > 1e-3
-
-
-@pytest.mark.parametrize(
-    "backend", mostly_slow([name for name, cls in all_backends().items() if cls.pipelined], "megatron")
-)
-def test_experts_in_pipeline_stages(pool: RankPool, backend: str) -> None:
-    asked = with_experts({"backend": backend}, "ulysses", {"pp": 2, "sp": 2, "ep": 2}, 2)
-    assert_right(pool, asked, all_backends()[backend])
-
-
-@pytest.mark.parametrize(
-    "asked", [*cells("legacy_ddp", "zero3", precision="fp16", model_options={"routing": "even"})]
-)
-def test_closed_form_virtual_and_real_ranks_send_the_same_with_experts(pool: RankPool, asked: Cell) -> None:
-    assert_real_ranks_are_as_virtual_ones(pool, asked)

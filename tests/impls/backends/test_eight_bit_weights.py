@@ -35,16 +35,14 @@ from spbench.impls.layout import stacks_experts
 from spbench.impls.registries import model_preset
 from spbench.impls.training.step import Training
 from tests.cells import make_cell
+from tests.grid import tabled
 from tests.impls.backends.one_device import (
     LIMIT,
-    cell,
     errors_of_rank,
     set_weights,
+    trained,
 )
-from tests.impls.backends.test_backends import with_experts
 from tests.impls.models.test_recomputation import kernels, trace
-from tests.measure.engines.real_ranks import assert_real_ranks_are_as_virtual_ones
-from tests.slow import slow
 
 MODEL = {"fp8": "tensorwise", "library": "transformer-engine", "layers": 2}
 GATHERED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "bucket_size": 700}
@@ -125,15 +123,7 @@ def test_a_scale_of_one_rank_and_parts_that_are_not_gathered_are_seen(fault: Any
         assert farthest()["loss"] > 1e-6
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sizes", "late", "fp8"),
-    [
-        ("single", {"dp": 4}, True, "tensorwise"),
-        ("megatron_sp", {"dp": 2, "tp": 2}, False, "tensorwise"),
-        ("single", {"dp": 2, "pp": 2}, True, "tensorwise"),
-        ("megatron_sp", {"dp": 2, "tp": 2}, True, "delayed"),
-    ],
-)
+@tabled(__file__, "bytes_sent_are_those_of_the_closed_form")
 def test_bytes_sent_are_those_of_the_closed_form(
     strategy: str, sizes: dict[str, int], late: bool, fp8: str
 ) -> None:
@@ -216,9 +206,7 @@ def test_moments_are_narrow_on_weights_in_bf16_alone() -> None:
 
 
 MUON = {"update": "muon"}
-PACKED = {**MUON, "distributed_optimizer": True}
-DEALT = {**PACKED, "layer_wise_layout": False}
-BUCKETS = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 700}
+DEALT = {**MUON, "distributed_optimizer": True, "layer_wise_layout": False}
 #: the steps of torch.optim.Muon
 SIMPLE = (3.4445, -4.7750, 2.0315)
 
@@ -282,39 +270,6 @@ def by_torch(reference: Training) -> None:
     reference.optimizer.step = step  # type: ignore[method-assign]
 
 
-def by_muon(options: dict[str, Any], strategy: str, sizes: dict[str, int], **changed: Any) -> Cell:
-    if "ep" in sizes:
-        changed.setdefault("model_options", {"stacked_experts": "etp" in sizes})
-        return with_experts({"backend": "megatron", **options}, strategy, sizes, 2, **changed)
-    training = {"backend": "megatron", "micro_batches": 2, **options}
-    return cell("megatron", strategy, sizes=sizes, mesh=[*sizes], **{"training": training, **changed})
-
-
-CASES: list[Any] = [
-    (MUON, "tensor_parallel", {"dp": 2, "tp": 2}),
-    slow(MUON, "single", {}),
-    slow(PACKED, "single", {"dp": 3}),
-    (DEALT, "ulysses", {"dp": 2, "sp": 2, "ep": 2}),
-    slow(MUON, "single", {"dp": 2}),
-    slow({**PACKED, **BUCKETS}, "single", {"dp": 4}),
-    slow({**PACKED, **BUCKETS}, "tensor_parallel", {"dp": 2, "tp": 2}),
-    slow({**PACKED, **BUCKETS}, "single", {"dp": 2, "pp": 2}),
-    slow(PACKED, "ulysses", {"dp": 2, "sp": 2, "ep": 2}),
-    slow(PACKED, "megatron_sp", {"dp": 2, "tp": 2, "ep": 2, "etp": 2}),
-    slow(DEALT, "single", {"dp": 3}),
-    slow(DEALT, "megatron_sp", {"dp": 2, "tp": 2}),
-]
-
-
-@pytest.mark.parametrize(("options", "strategy", "sizes"), CASES)
-def test_updates_are_those_of_torchs_muon(
-    pool: RankPool, options: dict[str, Any], strategy: str, sizes: dict[str, int]
-) -> None:
-    one = by_muon(options, strategy, sizes)
-    for errors in pool.run(one.mesh_sizes, errors_of_rank, one, LikeTorch, by_torch):
-        assert max(errors.values()) < LIMIT, max(errors, key=errors.__getitem__)
-
-
 @pytest.mark.parametrize(
     ("fault", "options", "strategy", "sizes"),
     [
@@ -326,28 +281,11 @@ def test_updates_are_those_of_torchs_muon(
 def test_planted_faults_are_seen(
     pool: RankPool, fault: type[Megatron], options: dict[str, Any], strategy: str, sizes: dict[str, int]
 ) -> None:
-    one = by_muon(options, strategy, sizes)
+    one = trained("megatron", strategy, sizes, 2, options)
     for errors in pool.run(one.mesh_sizes, errors_of_rank, one, fault, by_torch):
         wrong = {name.rsplit(" ", 1)[0] for name, error in errors.items() if error > LIMIT}
         assert "gradient 0" not in wrong
         assert wrong & {"weight 0", "gradient 1"}
-
-
-@pytest.mark.parametrize(
-    ("options", "strategy", "sizes"),
-    [
-        (DEALT, "single", {"dp": 3}),
-        slow(MUON, "tensor_parallel", {"dp": 2, "tp": 2}),
-        slow({**PACKED, **BUCKETS}, "tensor_parallel", {"dp": 2, "tp": 2}),
-        slow(DEALT, "ulysses", {"dp": 2, "sp": 2, "ep": 2}),
-        slow({**MUON, "muon_tp_mode": "blockwise"}, "megatron_sp", {"dp": 2, "tp": 2}),
-    ],
-)
-def test_closed_form_virtual_and_real_ranks_send_the_same(
-    pool: RankPool, options: dict[str, Any], strategy: str, sizes: dict[str, int]
-) -> None:
-    even = {"model_options": {"routing": "even"}} if "ep" in sizes else {}
-    assert_real_ranks_are_as_virtual_ones(pool, by_muon(options, strategy, sizes, precision="bf16", **even))
 
 
 def test_singular_values_are_brought_near_one() -> None:

@@ -2,7 +2,7 @@
 that are seen. Their memory is compared with that of real ranks in tests/measure/engines/test_peaks.py. The
 backend `megatron` with a part of its optimizer on the host."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +12,8 @@ from torch import Tensor
 from spbench.bench.cell import Cell
 from spbench.bench.measure.processes.rank_pool import RankError, RankPool
 from spbench.impls.backends import megatron
-from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.host_optimizer import HostOptimizer, PartOnHost, first_of
-from spbench.impls.registries import all_backends, model_preset
+from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import PRECISIONS, Training, default_dtype, initialize
 from tests.impls.backends.one_device import (
@@ -22,15 +21,12 @@ from tests.impls.backends.one_device import (
     assert_right,
     cell,
 )
-from tests.impls.backends.test_backends import MESHES, with_experts
 from tests.impls.models.deferred_streams import Device
-from tests.measure.engines.real_ranks import assert_real_ranks_are_as_virtual_ones
 from tests.measure.verify import backend_faults as faults
 from tests.slow import slow
 
 OPTIMIZER = {"optimizer": "host"}
 PARAMETERS = {"optimizer": "host", "parameters": "host"}
-PAGEABLE = {**OPTIMIZER, "pinned_gradients": False}
 SHARED_OUT = {"distributed_optimizer": True, **OPTIMIZER}
 OVERLAPPED = {**SHARED_OUT, "overlap_cpu_optimizer_d2h_h2d": True}
 
@@ -39,54 +35,6 @@ def asked(backend: str, options: dict[str, Any], **changes: Any) -> Cell:
     settings = {"model": "causal-transformer-tiny", "sizes": {"dp": 2, "sp": 2}, **changes}
     training = {"backend": backend, "micro_batches": 2, **options}
     return cell(backend, "ulysses", **settings, training=training)
-
-
-def cases() -> Iterator[Any]:
-    for name, options in [
-        *((name, OPTIMIZER) for name in ("zero3", "zero2", "zero1", "ddp", "legacy_ddp", "fsdp_flat")),
-        *((name, PARAMETERS) for name in ("zero3", "zero2")),
-        ("zero3", PAGEABLE),
-        ("megatron", SHARED_OUT),
-        ("megatron", {**OVERLAPPED, "overlap_grad_reduce": True, "overlap_param_gather": True}),
-    ]:
-        often = name == "zero3" or options is SHARED_OUT
-        yield pytest.param(
-            name, options, id=f"{name}-{[*options][-1]}", marks=() if often else pytest.mark.slow
-        )
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(("backend", "options"), [*cases()])
-def test_weights_are_those_of_one_device(pool: RankPool, backend: str, options: dict[str, Any]) -> None:
-    assert_right(pool, asked(backend, options), all_backends()[backend])
-    assert_real_ranks_are_as_virtual_ones(pool, asked(backend, options, precision="fp16"))
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(("backend", "options"), [*cases()])
-def test_uneven_shards(pool: RankPool, backend: str, options: dict[str, Any]) -> None:
-    training = {"backend": backend, **options}
-    assert_right(pool, cell(backend, "single", sizes={"dp": 3}, training=training), all_backends()[backend])
-
-
-@pytest.mark.parametrize(
-    ("fault", "options", "where"),
-    [
-        (faults.HookFiresTwice, OPTIMIZER, "gradient 0"),
-        (faults.HookFiresTwice, PARAMETERS, "gradient 0"),
-        (faults.MicroBatchesNotSummed, OPTIMIZER, "gradient 0"),
-        (faults.GradientsOfTheStepBefore, OPTIMIZER, "gradient 1"),
-        (faults.GradientsOfTheStepBefore, PARAMETERS, "gradient 1"),
-        (faults.FlatGradientOfTheStepBefore, OPTIMIZER, "gradient 1"),
-        (faults.ShardsNotSentBack, OPTIMIZER, "weight 0"),
-        (faults.WeightsNotSentBack, OPTIMIZER, "weight 0"),
-        (faults.MainWeightsNotSentBack, SHARED_OUT, "weight 0"),
-    ],
-)
-def test_planted_faults_are_seen(
-    pool: RankPool, fault: type[Backend], options: dict[str, Any], where: str
-) -> None:
-    assert_first_wrong(pool, asked(fault.name, options, sizes={"dp": 2}), fault, where)
 
 
 @pytest.mark.parametrize("options", [OPTIMIZER, PARAMETERS], ids=["optimizer", "parameters"])
@@ -188,17 +136,6 @@ PART = {**ON_HOST, "optimizer_offload_fraction": 0.4}
 )
 def test_the_first_weights_are_on_the_host(fraction: float, there: list[bool]) -> None:
     assert [*first_of([10, 40, 30, 20], fraction)] == there
-
-
-@pytest.mark.parametrize("options", [slow(PART), {**PART, "overlap_cpu_optimizer_d2h_h2d": True}])
-def test_weights_partly_on_the_host_are_those_of_one_device(pool: RankPool, options: dict[str, Any]) -> None:
-    one = asked("megatron", options)
-    assert_right(pool, one, megatron.Megatron)
-    assert_real_ranks_are_as_virtual_ones(pool, asked("megatron", options, precision="bf16"))
-
-
-def test_weights_with_experts_are_those_of_one_device(pool: RankPool) -> None:
-    assert_right(pool, with_experts({"backend": "megatron", **PART}, *MESHES[0]), megatron.Megatron)
 
 
 class RestNotUpdated(megatron.Megatron):

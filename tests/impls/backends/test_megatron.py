@@ -30,12 +30,10 @@ from spbench.impls.training.turns import Turns
 from tests.impls.backends.one_device import (
     HEAVY,
     LIMIT,
-    assert_first_wrong,
     assert_right,
     cell,
     errors_of_rank,
 )
-from tests.measure.engines.real_ranks import assert_real_ranks_are_as_virtual_ones
 from tests.measure.verify import backend_faults as faults
 from tests.slow import slow
 
@@ -54,53 +52,6 @@ def megatron(
 
 
 # -- values -----------------------------------------------------------------------------------------------
-
-VALUES = [
-    ("lasp", {"dp": 2, "sp": 2}, GATHERED_LATE),
-    ("single", {"dp": 2, "pp": 2}, GATHERED_LATE),
-    ("single", {"dp": 4}, INSTANCES),
-    *(
-        slow(*value)
-        for value in (
-            ("lasp", {"dp": 2, "sp": 2}, SHARDED),
-            ("lasp", {"dp": 2, "sp": 2}, {**SHARDED, "num_distributed_optimizer_instances": 2}),
-            ("lasp", {"sp": 2, "dp": 2}, BUCKETS),
-            ("tensor_parallel", {"dp": 2, "tp": 2}, GATHERED_LATE),
-            ("megatron_sp", {"dp": 2, "tp": 2}, GATHERED_LATE),
-            ("single", {"dp": 3}, {**SHARDED, "pad_buckets_for_high_nccl_busbw": True}),
-            ("single", {"dp": 2, "pp": 2}, SHARDED),
-            ("single", {"dp": 2, "pp": 2}, BUCKETS),
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize(("strategy", "sizes", "options"), VALUES)
-def test_gradients_and_updates_are_those_of_one_device(
-    pool: RankPool, strategy: str, sizes: dict[str, int], options: dict[str, Any]
-) -> None:
-    asked = megatron(strategy, 2, options, sizes=sizes, mesh=[*sizes])
-    assert_right(pool, asked, Megatron)
-
-
-@pytest.mark.parametrize(
-    ("fault", "strategy", "sizes", "options", "where"),
-    [
-        (faults.GradientsNotSummed, "single", {"dp": 2}, {}, "gradient 0"),
-        (faults.GradientsNotSummed, "lasp", {"dp": 2, "sp": 2}, SHARDED, "gradient 0"),
-        (faults.InstancesNotSummed, "lasp", {"dp": 2, "sp": 2}, INSTANCES, "gradient 0"),
-        (faults.LastMicroBatchAlone, "single", {"dp": 2}, {}, "gradient 0"),
-        (faults.SentBeforeTheLastMicroBatch, "single", {"dp": 2}, BUCKETS, "gradient 0"),
-        (faults.UpdatedFromTheNextElement, "single", {"dp": 2}, SHARDED, "weight 0"),
-        (faults.PartsNotGathered, "single", {"dp": 2}, SHARDED, "gradient 1"),
-        (faults.WeightsNotGatheredInForward, "single", {"dp": 2}, GATHERED_LATE, "gradient 1"),
-        (faults.TiedEmbeddingNotSummed, "single", {"dp": 2, "pp": 2}, SHARDED, "gradient 0"),
-    ],
-)
-def test_planted_faults_are_seen(
-    pool: RankPool, fault: type[Backend], strategy: str, sizes: dict[str, int], options: Any, where: str
-) -> None:
-    assert_first_wrong(pool, megatron(strategy, 2, options, sizes=sizes), fault, where)
 
 
 @pytest.mark.parametrize(
@@ -130,24 +81,6 @@ def test_gradients_that_are_not_clipped(pool: RankPool, largest: float) -> None:
 
 
 # -- bytes sent and held ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("strategy", "sizes", "options", "precision"),
-    [
-        ("lasp", {"dp": 2, "sp": 2}, INSTANCES, "bf16"),
-        slow("lasp", {"dp": 2, "sp": 2}, GATHERED_LATE, "bf16"),
-        slow("lasp", {"sp": 2, "dp": 2}, SHARDED, "fp16"),
-        slow("lasp", {"dp": 3}, SHARDED, "fp32"),
-        slow("tensor_parallel", {"pp": 2, "tp": 2}, SHARDED, "fp16"),
-        slow("single", {"pp": 2, "dp": 2}, GATHERED_LATE, "bf16"),
-    ],
-)
-def test_closed_form_virtual_and_real_ranks_send_the_same(
-    pool: RankPool, strategy: str, sizes: dict[str, int], options: dict[str, Any], precision: str
-) -> None:
-    asked = megatron(strategy, 2, options, sizes=sizes, mesh=[*sizes], precision=precision)
-    assert_real_ranks_are_as_virtual_ones(pool, asked)
 
 
 ON_EIGHT: dict[str, Any] = {"sizes": {"dp": 8}, "batch": 8, "precision": "bf16"}
@@ -271,18 +204,6 @@ def in_stages(options: dict[str, Any], **changed: Any) -> Cell:
     options = {"gradient_accumulation_fusion": False, **options}
     changed = {"sizes": {"pp": 2}, "model": "causal-transformer-tiny", "batch": 8, **changed}
     return megatron("single", 4, options, **changed, model_options={"layers": 4, "tied": True})
-
-
-SLOW = [slow(o) for o in ({**INTERLEAVED, **SHARDED}, INTERLEAVED)]
-
-
-@pytest.mark.parametrize("options", [{**INTERLEAVED, **GATHERED_LATE}, *SLOW])
-def test_interleaved_stages(pool: RankPool, options: dict[str, Any]) -> None:
-    """Updates are those of one device, and what is sent is what the closed form says, also of fake ranks."""
-    sizes = {"dp": 2, "pp": 2}
-    asked = megatron("single", 2, options, sizes=sizes, model_options={"layers": 4})
-    assert_right(pool, asked, Megatron)
-    assert_real_ranks_are_as_virtual_ones(pool, asked)
 
 
 def test_ranks_begin_to_gather_a_chunk_while_the_first_begins_the_one_before() -> None:

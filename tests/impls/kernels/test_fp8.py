@@ -42,6 +42,7 @@ from spbench.impls.kernels.projection import project
 from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy
 from spbench.impls.training.step import initialize
+from tests.grid import tabled
 from tests.impls.backends.one_device import set_weights
 from tests.impls.kernels.made import bytes_kept, made
 from tests.impls.models.test_recomputation import kernels, trace
@@ -393,16 +394,7 @@ def test_scales_are_of_each_experts_rows(name: str) -> None:
     assert [each.shape for each in real] == shapes
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "strategy", "sizes"),
-    [
-        ("moe-tiny", {"fp8": "tensorwise"}, "megatron_sp", {"tp": 2}),
-        ("moe-tiny", {"fp8": "blockwise", "dispatcher": "all_to_all"}, "single", {"dp": 2, "ep": 2}),
-        ("mla-tiny", {"fp8": "tensorwise"}, "megatron_sp", {"tp": 2}),
-        ("mla-tiny", {"fp8": "delayed"}, "megatron_sp", {"tp": 2}),
-        ("mla-tiny", {"fp8": "blockwise"}, "tensor_parallel", {"tp": 2}),
-    ],
-)
+@tabled(__file__, "bytes_are_those_of_the_closed_form")
 def test_bytes_are_those_of_the_closed_form(
     model: str, options: dict[str, Any], strategy: str, sizes: dict[str, int]
 ) -> None:
@@ -519,16 +511,7 @@ def test_a_scale_of_one_rank_alone_is_seen() -> None:
     assert not torch.allclose(first["forward_scales"], second["forward_scales"], rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sizes", "options"),
-    [
-        ("megatron_sp", {"tp": 2, "dp": 2}, {}),
-        ("tensor_parallel", {"tp": 2}, {"kv_heads": 1}),
-        ("single", {"dp": 2, "pp": 2}, {"recompute": "full"}),
-        ("megatron_sp", {"tp": 2, "dp": 2}, {"biases": True}),
-        ("single", {"dp": 2}, {"qkv_bias": True}),
-    ],
-)
+@tabled(__file__, "bytes_of_magnitudes_are_those_of_the_closed_form")
 def test_bytes_of_magnitudes_are_those_of_the_closed_form(
     strategy: str, sizes: dict[str, int], options: dict[str, Any]
 ) -> None:

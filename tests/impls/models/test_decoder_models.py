@@ -34,6 +34,7 @@ from spbench.impls.registries import all_models, model_preset, strategy_class
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.training.step import initialize
+from tests.grid import tabled
 from tests.impls.models.test_fusions import kept_by_a_layer
 from tests.measure.verify.assertions import assert_green
 from tests.slow import slow
@@ -65,22 +66,7 @@ def counted(model: DecoderModel, stage: Stage = ONE_STAGE, parts: int = 1) -> di
     return dict(site.dims)
 
 
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [
-        ("tnl-0.4b", 0.436e9),
-        ("tnl-1b", 1.095e9),
-        ("tnl-7b", 7.08e9),
-        ("linear-transformer-0.4b", 0.4e9),
-        ("causal-transformer-1b", 1.0e9),
-        ("llama3-8b", 8.0e9),
-        ("llama3-70b", 70.6e9),
-        ("llama3-405b", 405.9e9),
-        ("gpt3-345m", 0.355e9),
-        ("gpt3-7b", 6.66e9),
-        ("gpt3-175b", 174.6e9),
-    ],
-)
+@tabled(__file__, "size_is_in_the_name")
 def test_size_is_in_the_name(name: str, published: float) -> None:
     assert counted(decoder(name))["elements"] == pytest.approx(published, rel=0.03)
     assert name != "llama3-8b" or counted(decoder(name))["elements"] == 8_030_261_248  # as released

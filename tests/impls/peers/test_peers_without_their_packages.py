@@ -27,6 +27,7 @@ from spbench.impls.place import Place
 from spbench.impls.registries import all_peers, all_strategies, model_preset
 from spbench.impls.strategies.nesting import nesting
 from tests.cells import make_cell
+from tests.grid import tabled
 
 ROOM = Path(spbench.impls.peers.__path__[0])
 LINE = "install the extra peers: pip install 'spbench[peers]'"
@@ -78,16 +79,7 @@ def test_one_that_is_missing_is_named_with_how_to_install_it(name: str) -> None:
 
 
 @pytest.mark.usefixtures("all_installed")
-@pytest.mark.parametrize(
-    ("peer", "ours", "sizes"),
-    [
-        ("ring_flash_attention", "ring_attention", {"sp": 4}),
-        ("yunchang_ring", "ring_attention", {"sp": 3}),
-        ("yunchang_ulysses", "ulysses", {"sp": 4}),
-        ("deepspeed_ulysses", "ulysses", {"sp": 2}),
-        ("yunchang_usp", "ulysses+ring_attention", {"sp": 2, "cp": 2}),
-    ],
-)
+@tabled(__file__, "its_closed_form_is_that_of_the_same_algorithm")
 def test_its_closed_form_is_that_of_the_same_algorithm(peer: str, ours: str, sizes: dict[str, int]) -> None:
     assert strategy_problem(peer) == ""
     sites = model_preset("causal-transformer-tiny-gqa").sites(2, 24)
@@ -112,14 +104,7 @@ def test_usp_has_the_positions_of_ulysses_around_a_ring(placement: str) -> None:
 
 
 @pytest.mark.usefixtures("all_installed")
-@pytest.mark.parametrize(
-    ("name", "sizes", "options", "reason"),
-    [
-        ("yunchang_ulysses", {"sp": 3}, {}, "does not repeat 4 heads"),
-        ("deepspeed_ulysses", {"sp": 2}, {"pad_heads": True}, "does not pad heads"),
-        ("yunchang_usp", {"sp": 3, "cp": 1}, {}, "4 attention heads cannot be split over 3 ranks along sp"),
-    ],
-)
+@tabled(__file__, "sizes_that_a_peer_has_not_are_refused")
 def test_sizes_that_a_peer_has_not_are_refused(
     name: str, sizes: dict[str, int], options: dict[str, bool], reason: str
 ) -> None:

@@ -485,9 +485,3 @@ def test_sets_of_ranks_have_the_heaviest_first() -> None:
     # the heaviest alone; of all sets the first stands for its mean
     assert many[0] == [999]
     assert sum(ranks[0] * len(ranks) for ranks in many) == sum(range(1000))
-
-
-def test_stripes_have_no_documents() -> None:
-    model = model_preset("causal-transformer-tiny", {"documents": [5, 7]})
-    with pytest.raises(Unsupported, match="striped placement; use placement contiguous or zigzag"):
-        RingAttention.planned(2, 0, {"placement": "striped"}).check(model.sites(1, 24))

@@ -30,7 +30,7 @@ from spbench.impls.place import Place
 from spbench.impls.registries import model_preset, strategy_class
 from spbench.impls.strategies.all_gather_kv import AllGatherKV, joint_meetings
 from spbench.impls.strategies.meetings import Meetings, meeting
-from spbench.impls.strategies.placed_chunks import PlacedChunks, PlacementOptions
+from spbench.impls.strategies.placed_chunks import PlacedChunks
 from spbench.impls.strategies.placements import PLACEMENTS
 from spbench.impls.strategies.plain_ring_attention import PlainRingAttention
 from spbench.impls.strategies.ring_attention import RingAttention
@@ -307,11 +307,6 @@ def test_joint_blocks_cover_what_causality_allows(n: int, placement: str, length
         assert found[0][1] == slice(None)  # all queries
         calls.add(len(found))
     assert max(calls) <= {"contiguous": 2, "zigzag": 3, "striped": n}[placement]
-
-
-def test_unknown_placement() -> None:
-    with pytest.raises(ValueError, match="one of contiguous, striped, zigzag, not 'spiral'"):
-        PlacementOptions(placement="spiral")
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])

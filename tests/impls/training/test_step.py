@@ -30,6 +30,7 @@ from spbench.impls.strategies.nesting import nesting
 from spbench.impls.training.pipeline import summed
 from spbench.impls.training.step import PRECISIONS, Precision, Training, default_dtype, initialize
 from spbench.impls.training.turns import Turns
+from tests.grid import tabled
 from tests.slow import slow
 
 AXES = {"tensor_parallel": "tp", "ring_self_attention": "sp"}
@@ -466,18 +467,7 @@ def test_loss_and_every_gradient(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "model", "options"),
-    [
-        ("tensor_parallel+ring_self_attention", "bert-tiny", {"layers": 4, "vocabulary_multiple": 1}),
-        ("megatron_sp+ring_self_attention", "bert-tiny-linformer", {}),
-        ("megatron_sp+ring_attention", "causal-transformer-tiny", {"tied": True}),
-        ("tensor_parallel+ulysses", "causal-transformer-tiny", {}),
-        ("megatron_sp+lasp", "linear-llama3-tiny", {}),
-        ("megatron_sp+ring_attention", "mla-tiny", {"layers": 4, "mtp_layers": 2}),
-        ("tensor_parallel+lasp2", "tnl-tiny", {"attention_norm": "head"}),
-    ],
-)
+@tabled(__file__, "four_axes_on_sixteen_ranks")
 def test_four_axes_on_sixteen_ranks(name: str, model: str, options: dict[str, Any]) -> None:
     sizes = {"dp": 2, "pp": 2, "tp": 2, "sp": 2}
     with RankPool(16) as pool:
@@ -508,15 +498,7 @@ def test_other_models(
     assert_right(pool.run(sizes, errors_of_rank, name, micro_batches, schedule, "contiguous", "", model))
 
 
-@pytest.mark.parametrize(
-    ("fault", "sizes", "schedule", "tensor"),
-    [
-        ("untied", {"pp": 2}, "1f1b", "embeddings.words.weight"),
-        ("untied", {"pp": 2}, "interleaved", "embeddings.words.weight"),
-        ("layers of the other chunk", {"pp": 2}, "interleaved", "embeddings.words.weight"),
-        ("one replica", {"dp": 2}, "1f1b", "blocks.0.attention.qkv.weight"),
-    ],
-)
+@tabled(__file__, "planted_faults_are_seen")
 def test_planted_faults_are_seen(
     pool: RankPool, fault: str, sizes: dict[str, int], schedule: str, tensor: str
 ) -> None:
@@ -547,13 +529,6 @@ def test_every_stage_sends_what_the_closed_form_says(strategy: str, pp: int, dp:
     assert result.formula_difference == []
     if pp * dp > 1 or cls.axes:
         assert result.communication
-
-
-def test_virtual_stages_are_those_of_one_schedule() -> None:
-    with pytest.raises(ValueError, match="virtual_stages is for schedule: interleaved"):
-        TrainingOptions(virtual_stages=2)
-    with pytest.raises(ValueError, match="schedule: interleaved needs virtual_stages: 2 or more"):
-        TrainingOptions(schedule="interleaved")
 
 
 def interleaved_cell(pp: int, virtual_stages: int, strategy: str = "single", **axes: int) -> Cell:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
@@ -29,6 +28,7 @@ from spbench.bench.measure.scenarios.scenario import changed
 from spbench.bench.measure.scenarios.select import ATTENTION, with_usual_attention
 from spbench.bench.tools.run.kinds_of_work import kinds_of_work
 from spbench.bench.tools.run.list_command import cluster_output
+from tests.grid import tabled
 from tests.measure.simulator.step_programs import cluster
 
 ERRORS = Path(__file__).parents[3] / "results" / "reproduction" / "interpolation.csv"
@@ -81,56 +81,7 @@ def test_attention_of_more_groups_reads_more_and_is_not_faster() -> None:
     assert table.rates(np.array([[2048, 32, 32.0]])) < table.rates(np.array([[2048, 32, 1.0]]))
 
 
-@pytest.mark.parametrize(
-    ("part", "problem"),
-    [
-        ("node_link.table: h200_sxm-colectives", "unknown table .*mean 'h200_sxm-collectives'"),
-        ("node_link.table: h200_sxm-matmul", "has matmuls; name a table of collectives, as a100"),
-        ("device.matmul.bf16.table: h100_sxm-collectives", "has collectives; name a table of matmuls"),
-        ("device.matmul.fp8.table: h200_sxm-matmul", "has matmuls in half precision alone"),
-        ("device.matmul.bf16.share: 74", "74 is above 1; is it a percentage.*write 0.74$"),
-        ("device.memory_efficiency: 1.4", "1.4 is above 1; give 0.02 to 1$"),
-        ("device.overlap_loss: 5", "is above 1"),
-        ("device.peak_flops_per_s.bf16: 989", "is it TFLOP/s. Then write 989e12$"),
-        (
-            "device.peak_flops_per_s: {bf16: 1.0e14, fp16: 1.0e14}",
-            "limit_flops_per_s: .* above the card's peak",
-        ),
-        ("device.memory_bandwidth_bytes_per_s: 3.35", "is it TB/s. Then write 3.35e12$"),
-        ("device.memory_total_bytes: 80", "is it GiB. Then write 85899345920$"),
-        ("node_link.latency_s: 5", "is it us. Then write 5e-6$"),
-        ("network.bandwidth_bytes_per_s: 400.0e9", "is it bit/s. Then write 50e9$"),
-        ("host.operator_s: 12.9", "is it us. Then write 12.9e-6$"),
-        ("device.operators.add: [[8.0, 25.3]]", "operators.add.0.1: 25.3 s"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_the_slip(part: str, problem: str, tmp_path: Path) -> None:
-    keys, file = part.partition(": ")[0].split("."), tmp_path / "mine.yaml"
-    given: Any = yaml.safe_load(part.partition(": ")[2])
-    sourced = (
-        {key: {"value": each, "source": "mine"} for key, each in given.items()}
-        if isinstance(given, dict)
-        else {}
-    )
-    content = sourced or {"value": given, "source": "mine"}
-    for key in reversed(keys):
-        content = {key: content}
-    file.write_text(yaml.safe_dump({"extends": "h200-sxm", "about": "mine", **content}))
-    with pytest.raises(UserError, match=rf"mine.yaml: {keys[0]}\..*{problem}"):
-        load_cluster(str(file))
-
-
-@pytest.mark.parametrize(
-    ("rows", "problem"),
-    [
-        ("", r"csv: there are no calls"),
-        ("32,32,32,2\n32,32,32,3\n", r"csv:3: 3 us, but line 2 has 2 for that call"),
-        ("32,32,32,-2\n", r"csv:2: give numbers above 0 for m, n, k, us"),
-        ("32,32,32,nan\n", r"csv:2: give numbers above"),
-        ("32,32,32,fast\n", r"csv:2: give a number for each of m, n, k, us"),
-        ("4096,4096,4096,0.1\n", r"csv:2: 1.37e\+18 FLOPs a second cannot be"),
-    ],
-)
+@tabled(__file__, "a_damaged_table_is_told_by_line")
 def test_a_damaged_table_is_told_by_line(rows: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rate_tables, "table_text", lambda name: f"m,n,k,us\n{rows}")
     with pytest.raises(UserError, match=problem):
@@ -147,18 +98,7 @@ def test_the_committed_errors_are_of_the_packaged_tables_and_within_what_is_prom
         assert 0 < float(row["median_error"]) <= most, row
 
 
-@pytest.mark.parametrize(
-    ("cluster", "kernel"),
-    [
-        ("dgx-h100", "cudnn"),
-        ("h800-sxm", "cudnn"),
-        ("b200-sxm", "cudnn"),
-        ("dgx-a100", "flash_attention_2"),
-        ("l20", "flash_attention_2"),
-        ("l40s", "flash"),
-        ("local", "flash"),
-    ],
-)
+@tabled(__file__, "the_usual_kernel_is_that_of_the_card")
 def test_the_usual_kernel_is_that_of_the_card(cluster: str, kernel: str) -> None:
     assert usual_kernel(load_cluster(cluster).device) == kernel
 

@@ -22,6 +22,7 @@ from spbench.bench.measure.trace.memory import PAGEABLE
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measurement import Measurement
 from tests.cells import make_cell
+from tests.grid import tabled
 from tests.measure.engines.cells import write_cluster
 
 KIB = 2**10
@@ -281,18 +282,7 @@ def nodes_of_four(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "sizes", "peers"),
-    [
-        ("ulysses", {"sp": 4}, 3),
-        ("ulysses", {"sp": 12}, 3),
-        ("ulysses", {"sp": 2}, 1),
-        ("ulysses", {"sp": 2, "dp": 4}, 1),
-        ("ring_attention", {"sp": 4}, 0),
-        ("single", {"dp": 4}, 0),
-        ("tensor_parallel+ulysses", {"tp": 2, "sp": 3}, 2),
-    ],
-)
+@tabled(__file__, "each_other_device_of_the_node_counts")
 def test_each_other_device_of_the_node_counts(
     strategy: str, sizes: dict[str, int], peers: int, nodes_of_four: str
 ) -> None:

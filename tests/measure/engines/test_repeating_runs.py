@@ -32,6 +32,7 @@ from spbench.bench.measure.engines.turn_parts import put_together
 from spbench.bench.measure.simulator.program import Flops
 from spbench.bench.measure.trace.meter import CommunicationMeter, Operation
 from spbench.impls.training.turns import Turns
+from tests.grid import tabled
 from tests.measure.engines.cells import SMALL, approximately, cell, differences, staged
 from tests.slow import slow
 
@@ -408,17 +409,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ring_self_attention",
-        "lasp under zero1",
-        "pipeline",
-        "two steps",
-        "inference",
-        "checkpoints on the host",
-    ],
-)
+@tabled(__file__, "a_trace_comes_back_as_it_was")
 def test_a_trace_comes_back_as_it_was(name: str) -> None:
     trace = tracing.trace(SMALL[name], 1, events=True)
     again = from_bytes(to_bytes(trace), SMALL[name])

@@ -41,6 +41,7 @@ from spbench.bench.measurement import Measurement
 from spbench.impls.strategies.base import Unsupported
 from spbench.impls.training.step import initialize
 from tests.cells import make_cell
+from tests.grid import tabled
 from tests.measure.simulator.step_programs import cluster
 
 
@@ -129,17 +130,7 @@ def test_without_a_peak_there_is_no_utilization() -> None:
     assert utilization(Cell(model="bert-tiny", strategy="single", batch=2, seq_len=32), 1.0) is None
 
 
-@pytest.mark.parametrize(
-    ("seconds", "bound"),
-    [
-        ({"matmul_s": 3, "attention_s": 2, "memory_bound_s": 1}, "matmul"),
-        ({"matmul_s": 1, "intra_node_s": 2, "inter_node_s": 3, "bubble_s": 2}, "inter-node links"),
-        ({"matmul_s": 3, "overhead_s": 2, "host_s": 2}, "host"),
-        ({"matmul_s": 3, "overhead_s": 2}, "matmul"),
-        ({"compute_s": 9, "hidden_communication_s": 9, "bubble_s": 1}, "bubble"),
-        ({}, ""),
-    ],
-)
+@tabled(__file__, "the_largest_part_bounds_the_step")
 def test_the_largest_part_bounds_the_step(seconds: dict[str, float], bound: str) -> None:
     assert bound_of(seconds) == bound
 

@@ -298,21 +298,6 @@ def test_a_tensor_between_stages_is_sent_in_parts_of_both_axes() -> None:
     assert sent["sent_bytes"] == 4 * 24 * 48 * 4 / (2 * 2)  # B L H in float32
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("ring_attention+ulysses", r"cannot be around another strategy; write ulysses\+ring_attention"),
-        ("ring_attention+lasp", r"ring_attention cannot be around another strategy$"),
-        ("ulysses+tensor_parallel", "tensor_parallel splits weights, which only the outermost strategy can"),
-        ("ulysses+single", "single uses no ranks; leave it out"),
-        ("tensor_parallel+ulysses+ulysses+ring_attention", "no axis is left for ring_attention"),
-    ],
-)
-def test_what_cannot_be_around_what(name: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        nesting(name)
-
-
 def test_pairs_are_all_that_can_be() -> None:
     found = {pair.name for pair in all_pairs()}
     inner = {name for name, cls in all_strategies().items() if cls.axes and not cls.splits_features}

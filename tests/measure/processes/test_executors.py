@@ -27,6 +27,7 @@ from spbench.bench.measure.sweep.worker import Crew, Worker
 from tests.bench import fakes
 from tests.bench.fakes import cell
 from tests.bench.hosts import until
+from tests.grid import tabled
 
 # imported where it is used: each process of a test run would do so to collect its tests
 if TYPE_CHECKING:
@@ -216,15 +217,7 @@ def test_without_dask(monkeypatch: pytest.MonkeyPatch) -> None:
         opened("dask://127.0.0.1:1")
 
 
-@pytest.mark.parametrize(
-    ("executor", "message"),
-    [
-        ("dask", "no executor has the address 'dask'; addresses look like dask://HOST:PORT"),
-        ("dusk://h:1", "no executor has the address 'dusk://h:1'; did you mean 'dask'?"),
-        ("dask://h", "dask://h: the address of a Dask scheduler looks like dask://HOST:PORT"),
-        ("dask://127.0.0.1:1", "no Dask scheduler answers at 127.0.0.1:1 ("),
-    ],
-)
+@tabled(__file__, "addresses_that_are_none")
 def test_addresses_that_are_none(
     executor: str,
     message: str,

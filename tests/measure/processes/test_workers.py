@@ -29,6 +29,7 @@ from spbench.bench.row import FINAL, Row
 from tests.bench import fails_to_import, fakes, slow_to_import
 from tests.bench.fakes import cell
 from tests.bench.hosts import left_of, needs_proc, until
+from tests.grid import tabled
 from tests.measure.processes.command_process import LIGHT_PATH
 
 #: of the cells that hang; the others may take as long as they do
@@ -138,16 +139,7 @@ def test_no_file_of_a_worker_is_left_by_a_parent_that_is_killed(tmp_path: Path) 
 LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("WORLD_SIZE", "x", "WORLD_SIZE='x'"),
-        ("MASTER_PORT", "p", "MASTER_PORT='p'"),
-        ("MASTER_PORT", "70000", "MASTER_PORT='70000'"),
-        ("LOCAL_RANK", "-1", "LOCAL_RANK='-1'"),
-        ("RANK", "2", "RANK=2 of WORLD_SIZE=2"),
-    ],
-)
+@tabled(__file__, "variables_that_no_launcher_sets")
 def test_variables_that_no_launcher_sets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, value: str, said: str
 ) -> None:

@@ -175,26 +175,6 @@ def test_the_models_option_names_the_kernel() -> None:
     assert made["flash_attention_1"][1] > made["flash"][1]
 
 
-@pytest.mark.parametrize(
-    ("attention", "message"),
-    [
-        (
-            {"default": "triton", "kernels": {"flash_attention_1": [rate(1.0)]}},
-            "default 'triton' has no rates",
-        ),
-        ({"default": "flash_attention_9", "kernels": {}}, "Input should be 'flash_attention_1'"),
-        ({"default": "triton", "kernels": {"triton": [rate(-1.0)]}}, "greater than 0"),
-        (
-            {"default": "triton", "kernels": {"triton": [{**rate(1.0), "mask": "none"}]}},
-            "'causal' or 'whole'",
-        ),
-    ],
-)
-def test_wrong_attention_rates_are_refused(attention: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        with_card(attention=attention)
-
-
 def test_operators_take_what_was_measured_of_them() -> None:
     times = {"value": [[100.0, 5.0], [200.0, 7.0]], "source": "made up"}
     on = changed(cluster(memory=10), "device.operators", {"gelu": times})
@@ -204,12 +184,6 @@ def test_operators_take_what_was_measured_of_them() -> None:
     b.kernel("other", nbytes=400)
     # as the smallest, on the line between, twice the largest; the other by its bytes
     assert Costs(on, Calibration()).kernels(b.program()).tolist() == [5.0, 6.0, 14.0, 40.0]
-
-
-@pytest.mark.parametrize("times", [[], [[1.0]], [[2.0, 1.0], [1.0, 1.0]], [[1.0, 1.0], [1.0, 2.0]]])
-def test_times_of_operators_are_pairs_in_order(times: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match="by ascending bytes"):
-        changed(cluster(), "device.operators", {"gelu": {"value": times, "source": "made up"}})
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,6 @@ def test_a_kernel_takes_at_least_the_floor(flops: float, nbytes: float, seconds:
     assert found.breakdown["overhead_s"] == 0
 
 
-def test_a_floor_and_a_launch_overhead_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="exclude each other: set one to null"):
-        changed(cluster(launch=1.0), "device.kernel_floor_s", 2.0)
-
-
 def test_attention_has_an_efficiency_of_its_own() -> None:
     """Which replaces that of matmuls; elsewhere both are the calibration's."""
     b = ProgramBuilder((1, 1, 1, 1))
@@ -151,10 +146,6 @@ def test_rings_between_nodes_take_longer_with_each_rank() -> None:
 def test_rates_are_in_ascending_order_of_ranks() -> None:
     with pytest.raises(ValueError, match="ascending"):
         changed(measured(), "node_link.collectives.any", [rate(1.0, 1.0, 4), rate(1.0, 1.0, 2)])
-    with pytest.raises(ValueError, match="needs collectives"):
-        changed(cluster(), "collective_model", "measured")
-    with pytest.raises(ValueError, match="needs the settings nccl"):
-        changed(cluster(), "collective_model", "nccl")
 
 
 def nccl(channels: float | None = None, **settings: Any) -> Cluster:

@@ -32,6 +32,7 @@ from spbench.impls.strategies.ring_self_attention import RingSelfAttention
 from spbench.impls.strategies.tensor_parallel import TensorParallel
 from spbench.impls.strategies.ulysses import Ulysses
 from spbench.impls.training.step import initialize
+from tests.grid import tabled
 from tests.measure.verify import attention_faults as attention
 from tests.measure.verify import document_faults
 from tests.measure.verify import expert_faults as faults
@@ -353,20 +354,7 @@ def test_in_half_precision_choices_are_those_of_the_reference(pool: RankPool) ->
     assert verify_case(pool, replace(tossed, dtype="bf16"), 2).status == "green"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "model", "folds", "reason"),
-    [
-        ("tensor_parallel", "moe-tiny", {}, "ranks along tp of tensor_parallel hold the same tokens"),
-        ("ulysses", "moe-tiny", {"ep": 5}, "12 experts are not divisible by ep 5; use ep 4 or 6"),
-        (
-            "ulysses",
-            "moe-tiny",
-            {"etp": 5},
-            "24 features of an expert are not divisible by etp 5; use etp 4 or 6",
-        ),
-        ("ulysses", "causal-transformer-tiny", {"ep": 2}, "has no experts, .*; leave ep and etp out"),
-    ],
-)
+@tabled(__file__, "sizes_that_cannot_be")
 def test_sizes_that_cannot_be(
     pool: RankPool, strategy: str, model: str, folds: dict[str, int], reason: str
 ) -> None:

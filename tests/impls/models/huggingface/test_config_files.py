@@ -18,6 +18,7 @@ from spbench.impls.models.hybrid import HybridModel
 from spbench.impls.models.model import Model
 from spbench.impls.registries import all_models, model_preset
 from spbench.impls.strategies.base import Strategy
+from tests.grid import tabled
 from tests.slow import slow
 
 FOLDER = Path(__file__).parent
@@ -185,38 +186,19 @@ def test_families_that_are_not_here_are_refused_by_name(fields: dict[str, Any], 
         counting_fields(fields)
 
 
-@pytest.mark.parametrize(
-    ("name", "preset"),
-    [
-        ("mixtral-8x7b", "mixtral-8x7b"),
-        ("qwen3-30b-a3b", "qwen3-30b-a3b"),
-        ("deepseek-v2-lite", "deepseek-v2-lite"),
-        ("deepseek-v3", "deepseek-v3"),
-        ("gpt-oss-20b", "gpt-oss-20b"),
-        ("qwen3-next-80b-a3b", "qwen3-next-80b-a3b"),
-        ("llama4-scout", "llama4-scout"),
-        ("nemotron-3-nano", "nemotron-3-nano-30b-a3b"),
-    ],
-)
+@tabled(__file__, "a_file_is_the_preset_of_its_model")
 def test_a_file_is_the_preset_of_its_model(name: str, preset: str) -> None:
     assert model_from_config(content(name)) == model_preset(preset)
 
 
-@pytest.mark.parametrize(
-    ("step", "without", "options"),
-    [
-        (1, [], {"dense_layers": 0, "expert_pattern": (1,)}),
-        (2, [], {"dense_layers": 0, "expert_pattern": (0, 1)}),
-        (1, [0, 1], {"dense_layers": 2, "expert_pattern": (1,)}),
-        (3, [2], {"dense_layers": 5, "expert_pattern": (1,)}),
-    ],
-)
+@tabled(__file__, "layers_with_experts_are_those_of_transformers")
 def test_layers_with_experts_are_those_of_transformers(
     step: int, without: list[int], options: dict[str, Any]
 ) -> None:
     changed = {"decoder_sparse_step": step, "mlp_only_layers": without, "num_hidden_layers": 6}
     model = model_from_config(content("qwen3-30b-a3b") | changed)
-    assert {name: getattr(model, name) for name in options} == options
+    expected = {**options, "expert_pattern": tuple(options["expert_pattern"])}
+    assert {name: getattr(model, name) for name in options} == expected
 
 
 def test_every_second_layer_of_llama_4_may_have_an_mlp_of_its_own_size() -> None:
@@ -264,15 +246,7 @@ def test_parameters_are_as_published(known: Published) -> None:
         assert ours == pytest.approx(float(rounded[1]) * UNITS[rounded[2]], rel=0.015)
 
 
-@pytest.mark.parametrize(
-    ("name", "preset"),
-    [
-        ("meta-llama/Llama-3.1-8B-Instruct", "llama3-8b"),
-        ("Qwen/Qwen3-30B-A3B", "qwen3-30b-a3b"),
-        ("deepseek-ai/DeepSeek-V3", "deepseek-v3"),
-        ("openai/gpt-oss-20b", "gpt-oss-20b"),
-    ],
-)
+@tabled(__file__, "a_name_and_a_preset_are_one_size")
 def test_a_name_and_a_preset_are_one_size(name: str, preset: str) -> None:
     known = published_model(name.upper())
     assert known.name == name

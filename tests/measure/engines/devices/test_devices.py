@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import spbench
+from tests.grid import tabled
 from tests.measure.engines.devices import accelerator
 
 ROOT = Path(spbench.__file__).resolve().parents[1]
@@ -44,15 +45,7 @@ def test_a_step_on_the_accelerator_is_the_step_on_the_cpu(few: dict[str, Any]) -
     assert few["traces"] >= 4
 
 
-@pytest.mark.parametrize(
-    ("fault", "caught"),
-    [
-        ("buffer", "forward: spbench.linear_attention_states.default: argument [0][2] [12] is on cpu"),
-        ("loss scale", "backward: aten.mul.Tensor: argument [0][1] [] is on cpu"),
-        ("pipeline buffer", "forward: aten.empty.memory_format: result  [1152] is on cpu"),
-        ("input", "forward: aten.embedding.default: argument [0][1] [2, 24] is on cpu"),
-    ],
-)
+@tabled(__file__, "a_tensor_left_on_the_cpu_is_named")
 def test_a_tensor_left_on_the_cpu_is_named(few: dict[str, Any], fault: str, caught: str) -> None:
     assert few["planted"][fault] == f"ElsewhereError: {caught}"
 
