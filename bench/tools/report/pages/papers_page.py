@@ -1,11 +1,11 @@
-"""The first page: whether papers reproduce and what changed; then errors, machines, and which method goes how
-far. And a page for each paper: its tables and claims beside ours, what is not met, and the scenarios' own
-text."""
+"""The first page: whether papers reproduce and what changed; ours over published numbers, and how the methods
+compare; then errors and machines. And a page for each paper: its tables and claims beside ours, what is not
+met, and the scenarios' own text."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pandas import DataFrame
@@ -23,6 +23,7 @@ from spbench.bench.tools.papers.sources import MEASURED
 from spbench.bench.tools.papers.validation import records_by_source, validation_lines
 from spbench.bench.tools.report.gathered import Gathered, PaperResults
 from spbench.bench.tools.report.page import DataTable, Page, dated, folded, most_misses, quantity_words
+from spbench.bench.tools.report.pages.advice_page import FOLDER, drawing, kept
 from spbench.bench.tools.report.pages.regressions_page import changes
 from spbench.plots.series import grouped
 
@@ -31,28 +32,31 @@ _LONG = 12
 _STATUSES = {"ok": "ok", "oom": "out of memory", "unsupported": "unsupported", "failed": "failed"}
 #: lines of the table of errors on the page
 _MOST_ERRORS = 100
-#: figures of how far methods go, by name
-_LARGEST = {
-    "max_seqlen_today": "The longest sequence that fits, by method and number of GPUs",
-    "max_batch": "The largest batch that fits, by method and number of GPUs",
-}
+#: the question whose kept answer compares methods: model, cluster, GPUs, length
+_COMPARED = ("llama3-8b", "dgx-h100", "64", "131072")
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
     """The page index.html, and paper-NAME.html for each paper."""
-    figures = [gathered.figure(name, title) for name, title in _LARGEST.items()]
+    of_question = (lines for lines in kept(gathered.results / FOLDER) if _is_compared(lines[0]))
     values = {
+        "scatter": gathered.figure("predicted_and_measured", "Ours over the published number, by source"),
+        "compared": [drawing("compared", lines) for lines in of_question],
         "papers": list(map(_paper, gathered.papers)),
         "changes": list(changes(gathered)),
         "errors": [_by_role(gathered), _errors(gathered)],
         **_measured(gathered),
-        "largest": [figure for figure in figures if figure],
         "machines": _machines(gathered),
         **_cells(gathered),
     }
     title = "Sequence parallelism, reproduced"
     yield Page("index.html", title, "overview.md", values, order=0, short_title="Overview")
     yield from _pages_of_papers(gathered)
+
+
+def _is_compared(line: Mapping[str, str]) -> bool:
+    """Whether a line of kept answers belongs to the question that the first page shows."""
+    return tuple(line[name] for name in ("model", "cluster", "gpus", "seq_len")) == _COMPARED
 
 
 def _paper(paper: PaperResults) -> dict[str, Any]:
