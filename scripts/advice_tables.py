@@ -23,8 +23,8 @@ from spbench.bench.command_line.progress import message
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measured_code import code_digest
 from spbench.bench.tools.choose.advice import Advice
-from spbench.bench.tools.choose.ask import answered
 from spbench.bench.tools.choose.asked import Asked
+from spbench.bench.tools.choose.layout_search import answered
 from spbench.bench.tools.choose.question import question
 from spbench.plots.axes import length_text
 

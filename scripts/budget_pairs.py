@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking
 from spbench.bench.tools.choose.fit_verdict import Verdict
+from spbench.bench.tools.choose.proofs import BudgetPlan, Tried, plan_budget
 from spbench.bench.tools.choose.subject import subject
-from spbench.bench.tools.choose.suggestions import switches
-from spbench.bench.tools.choose.under_budget import BudgetPlan, Search, as_one, plan_budget
+from spbench.bench.tools.choose.suggestions import as_one, switches
 from spbench.bench.units import GIB
 
 
@@ -78,8 +78,7 @@ def beside_pairs(job: Job) -> BesidePairs:
         plan = plan_budget(cell, job.gib * GIB, asking)
     seconds = time.perf_counter() - start
     with Asking() as asking:
-        search = Search(cell, job.gib * GIB, asking, lambda *_: None)
-        pairs = search.trace(as_one(itertools.combinations(switches(cell), 2)))
+        pairs = Tried(cell, asking).trace(as_one(itertools.combinations(switches(cell), 2)))
     fitting = filter(plan.fits, [*plan.alone, *pairs])
     return BesidePairs(plan, seconds, pairs, sorted(fitting, key=_step_s))
 

@@ -135,7 +135,7 @@ def advise(
     """
     from pandas import DataFrame
 
-    from spbench.bench.tools.choose.ask import answered
+    from spbench.bench.tools.choose.layout_search import answered
     from spbench.bench.tools.choose.question import question
     from spbench.bench.tools.choose.subject import Asked
 

@@ -160,7 +160,8 @@ def exit_code(arguments: Sequence[str] | None) -> int:
     except _StreamError as error:
         cause = error.__cause__
         assert isinstance(cause, OSError)
-        _discard_unwritten(output)
+        # what the output still buffers goes nowhere; it would fail again as the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
         if isinstance(cause, BrokenPipeError):
             return 141
         return _complain(f"standard output: {cause.strerror}", 2, traced=True)
@@ -214,11 +215,6 @@ def _complain(text: str, code: int, *, traced: bool = False) -> int:
         traceback.print_exc()
     print(for_stream(f"spbench: {one_line(text)}", sys.stderr), file=sys.stderr)
     return code
-
-
-def _discard_unwritten(output: TextIO) -> None:
-    """Let what the output still buffers go nowhere; it would fail again as the interpreter ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ everything in it, which reads as plain text.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -93,10 +94,8 @@ def _kept(table: Table, view: View) -> tuple[list[Mapping[str, Any]], dict[str, 
     """The lines that are shown as rows, and how many lines each text of a fold stands for."""
     if view.details:
         return list(table.lines), {}
-    folded: dict[str, int] = {}
-    for text in table.folded.values():
-        folded[text] = folded.get(text, 0) + 1
-    return [line for index, line in enumerate(table.lines) if index not in table.folded], folded
+    kept = [line for index, line in enumerate(table.lines) if index not in table.folded]
+    return kept, Counter(table.folded.values())
 
 
 def _by_importance(table: Table, names: Sequence[str]) -> list[str]:

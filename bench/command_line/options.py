@@ -28,24 +28,33 @@ Function = Callable[..., Any]
 Command = TypeVar("Command", bound=Function)
 
 
-class Several(click.ParamType[tuple[Any, ...]]):
+class Text(click.ParamType[Any]):
+    """A value that ``read`` makes of the text of an option, or refuses by ValueError with what is wrong."""
+
+    def __init__(self, name: str, read: Callable[[str], Any]):
+        self.name, self.read = name, read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self.read(value) if isinstance(value, str) else value
+        except ValueError as error:
+            return self.fail(str(error), param, ctx)
+
+
+def several(name: str, read: Callable[[str], Any] = str) -> Text:
     """Values separated by commas; ``read`` makes one of each word, or raises ValueError with what is
     wrong."""
 
-    def __init__(self, name: str, read: Callable[[str], Any] = str):
-        self.name, self.read = name, read
+    def values(text: str) -> tuple[Any, ...]:
+        words = tuple(read(word.strip()) for word in text.split(",") if word.strip())
+        if not words:  # as of a shell's variable that is not set: all cells would run
+            raise ValueError(f"{shown(text)} names nothing; leave the option out for all")
+        return words
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            values = tuple(self.read(word.strip()) for word in str(value).split(",") if word.strip())
-        except ValueError as error:
-            return self.fail(str(error), param, ctx)
-        if not values:  # as of a shell's variable that is not set: all cells would run
-            self.fail(f"{shown(str(value))} names nothing; leave the option out for all", param, ctx)
-        return values
+    return Text(name, values)
 
 
-def numbers(least: int = 1) -> Several:
+def numbers(least: int = 1) -> Text:
     """Whole numbers of at least ``least``."""
 
     def number(word: str) -> int:
@@ -54,7 +63,7 @@ def numbers(least: int = 1) -> Several:
             raise ValueError(f"{shown(word)} is not a whole number of at least {least}")
         return count
 
-    return Several("n[,n...]", number)
+    return several("n[,n...]", number)
 
 
 def _setting(word: str) -> tuple[str, str]:
@@ -64,9 +73,9 @@ def _setting(word: str) -> tuple[str, str]:
     return name, wanted
 
 
-WORDS = Several("name[,name...]")
+WORDS = several("name[,name...]")
 #: pairs of a setting's name and its value
-SETTINGS = Several("setting=value[,...]", _setting)
+SETTINGS = several("setting=value[,...]", _setting)
 
 
 class WholeNumber(click.IntRange):
@@ -80,65 +89,51 @@ class WholeNumber(click.IntRange):
             self.fail(f"must be a whole number of at least {self.min}, not {given}", param, ctx)
 
 
-class Length(click.ParamType[int]):
-    """A size: a whole number of at least 1, which may end in K, M or G: powers of 1024."""
+def _length(text: str) -> int:
+    number = size(text)
+    if number is None:
+        raise ValueError(no_size(text))
+    if not 1 <= number <= MOST_POSITIONS:
+        raise ValueError(f"{number} is not in the range 1 to {MOST_POSITIONS}")
+    return number
 
-    name = "n"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        number = value if isinstance(value, int) else size(value)
-        if number is None:
-            self.fail(no_size(str(value)), param, ctx)
-        if not 1 <= number <= MOST_POSITIONS:
-            self.fail(f"{number} is not in the range 1 to {MOST_POSITIONS}", param, ctx)
+def _bytes(text: str) -> int:
+    if number := nbytes_of(text):
         return number
+    raise ValueError(f"{shown(text)} is no number of bytes; write it {WAYS_OF_BYTES}")
 
 
-class Bytes(click.ParamType[int]):
-    """A number of bytes with its unit."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        number = value if isinstance(value, int) else nbytes_of(value)
-        if not number:
-            self.fail(f"{shown(value)} is no number of bytes; write it {WAYS_OF_BYTES}", param, ctx)
-        return number
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError as error:
+        raise ValueError(f"{shown(text)} is not a number of seconds") from error
+    if not 0 < seconds <= MOST_SECONDS:  # NaN is neither
+        raise ValueError(f"{text} is no time to wait: give seconds above 0, up to {MOST_SECONDS}")
+    return seconds
 
 
-class Limit(click.ParamType[float]):
-    """A time in seconds after which something is given up."""
-
-    name = "seconds"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        try:
-            seconds = float(value)
-        except ValueError:
-            self.fail(f"{shown(value)} is not a number of seconds", param, ctx)
-        if not 0 < seconds <= MOST_SECONDS:  # NaN is neither
-            self.fail(f"{value} is no time to wait: give seconds above 0, up to {MOST_SECONDS}", param, ctx)
-        return seconds
+def _counts(text: str) -> tuple[int, ...]:
+    counts: list[int] = []
+    for word in text.split(","):
+        first, *last = (_length(end.strip()) for end in word.split("..", 1))
+        counts.append(first)
+        if last and last[0] < first:
+            raise ValueError(f"{word}: write the smaller number first")
+        while last and counts[-1] * 2 <= last[0]:
+            counts.append(counts[-1] * 2)
+    return tuple(dict.fromkeys(counts))
 
 
-class Counts(click.ParamType[tuple[int, ...]]):
-    """Whole numbers as :class:`Length` has them, separated by commas; ``8..512`` is 8 and its doublings up to
-    512."""
-
-    name = "n[,n...]"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple):
-            return value
-        counts: list[int] = []
-        for word in str(value).split(","):
-            first, *last = (Length().convert(end.strip(), param, ctx) for end in word.split("..", 1))
-            counts.append(first)
-            if last and last[0] < first:
-                self.fail(f"{word}: write the smaller number first", param, ctx)
-            while last and counts[-1] * 2 <= last[0]:
-                counts.append(counts[-1] * 2)
-        return tuple(dict.fromkeys(counts))
+#: a size: a whole number of at least 1, which may end in K, M or G: powers of 1024
+LENGTH = Text("n", _length)
+#: sizes separated by commas; ``8..512`` is 8 and its doublings up to 512
+COUNTS = Text("n[,n...]", _counts)
+#: a number of bytes with its unit
+BYTES = Text("size", _bytes)
+#: a time in seconds after which something is given up
+LIMIT = Text("seconds", _seconds)
 
 
 def refuse_given(names: Iterable[str], why: str) -> None:
@@ -154,7 +149,7 @@ def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[tuple[A
     return tuple(dict.fromkeys(value for several in values for value in several))
 
 
-def many(flag: str, kind: Several, text: str, *name: str) -> Callable[[Command], Command]:
+def many(flag: str, kind: Text, text: str, *name: str) -> Callable[[Command], Command]:
     """An option that may be repeated, or given several values at once; ``name``: of its parameter."""
     return click.option(flag, *name, type=kind, multiple=True, callback=_joined, help=text)
 
@@ -288,9 +283,9 @@ def shape(command: Command) -> Function:
     def shaped(batch: int | None, seq_len: int | None, **arguments: Any) -> Any:
         return command(shape={"batch": batch, "seq_len": seq_len}, **arguments)
 
-    of_batch = click.option("--batch", type=Length(), help="Only this batch; where one is searched for, it.")
+    of_batch = click.option("--batch", type=LENGTH, help="Only this batch; where one is searched for, it.")
     length = "Likewise for the sequence length, as 131072 or 128K."
-    return of_batch(click.option("--seq-len", type=Length(), help=length)(shaped))
+    return of_batch(click.option("--seq-len", type=LENGTH, help=length)(shaped))
 
 
 def body(place: str) -> Callable[[Command], Function]:

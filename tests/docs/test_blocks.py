@@ -23,6 +23,7 @@ from spbench.bench.tools.jobs.argument_tables import argument_table
 from tests.docs import blocks as module
 from tests.docs.blocks import ALL_BLOCKS, ROOT, SHELL_BLOCKS, Block, blocks, simple_commands
 from tests.docs.reader import Reader
+from tests.grid import tabled
 
 
 @pytest.fixture
@@ -51,16 +52,7 @@ def test_what_is_quoted_right_passes(page: Path) -> None:
     assert follow(page, "\n\n".join([scenario, listed, unknown, dry_run])) == 3
 
 
-@pytest.mark.parametrize(
-    ("lines", "complaint"),
-    [
-        (["$ spbench list backends", "backends:", "  zero9 ..."], "Expected:"),
-        (["$ spbench list backends", "spbench: no backend"], "exit code 0"),
-        (["$ spbench list clustrs"], "exit code 2"),
-        (["$ spbench list clustrs", "spbench: another error"], "Expected:"),
-        (["$ rm -rf results"], "mark the block as slow"),
-    ],
-)
+@tabled(__file__, "what_is_quoted_wrong_fails")
 def test_what_is_quoted_wrong_fails(page: Path, lines: list[str], complaint: str) -> None:
     with pytest.raises(AssertionError, match=complaint):
         follow(page, console(*lines))

@@ -12,6 +12,7 @@ import pytest
 import spbench
 from spbench.bench.command_line.cli import COMMANDS
 from tests.docs.blocks import ROOT
+from tests.grid import tabled
 
 #: what a browser fetches by itself: not the targets of links
 FETCHED = re.compile(
@@ -30,17 +31,7 @@ def test_the_python_reference_has_every_public_name() -> None:
     assert sorted(listed) == sorted(spbench.__all__)
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ('<a href="https://a.b/c">', []),
-        ('<link rel="canonical" href="https://a.b/c">', []),
-        ("<script async src=https://a.b/c.js></script>", ["https://a.b/c.js"]),
-        ('<link href="//a.b/c.css" rel="stylesheet">', ["//a.b/c.css"]),
-        ("src: url(https://a.b/c.woff)", ["https://a.b/c.woff"]),
-        ("@import 'https://a.b/c.css';", ["https://a.b/c.css"]),
-    ],
-)
+@tabled(__file__, "what_would_be_fetched_is_found")
 def test_what_would_be_fetched_is_found(text: str, found: list[str]) -> None:
     assert fetched(text) == found
 

@@ -15,6 +15,7 @@ from spbench.bench.measure.sweep.dask_task import Installation
 from spbench.bench.measured_code import code_digest
 from spbench.impls import loose_files
 from spbench.impls.loose_files import LOOSE_FILES, exits_refused
+from tests.grid import tabled
 from tests.plugins.additions import EXAMPLES
 
 STRATEGY = (EXAMPLES / "gathered_attention.py").read_text()
@@ -102,28 +103,7 @@ def test_files_of_another_process_must_be_the_same_here(folder: Path) -> None:
         loose_files.share_files(there)
 
 
-WRONG = [
-    ("strategy", "absent.py", "unknown strategy 'absent.py': there is no file"),
-    ("strategy", "lm.py", "lm.py: has no class derived from spbench.Strategy"),
-    ("model", "naive.py", "naive.py: has no mapping PRESETS"),
-    ("strategy", "naive.py:nave", "unknown strategy 'nave'; did you mean 'naive'?"),
-    ("strategy", "broken.py", "broken.py:2: cannot be imported: NameError: name 'brokn'"),
-    ("strategy", "exits.py", "exits.py:2: cannot be imported: sys.exit(0) would end the command"),
-    ("model", "exits.py", "exits.py:2: cannot be imported: sys.exit(0) would end the command"),
-    ("strategy", "ends.py", "ends.py:2: cannot be imported: RuntimeError: os._exit(0) would end the command"),
-    ("strategy", "odd.py", "odd.py:5: cannot be imported: Odd: its message cannot be built: ValueError"),
-    (
-        "strategy",
-        "train.py",
-        "train.py: has no class derived from spbench.Strategy with a name, so it is not",
-    ),
-    ("model", "train.py", "so it is not run; a script that trains is read by spbench import, beside its"),
-    ("strategy", "../naive.py", "have one name; rename one"),
-    ("strategy", "taken.py", "two of one name"),
-]
-
-
-@pytest.mark.parametrize(("kind", "name", "message"), WRONG)
+@tabled(__file__, "a_file_that_cannot_be_used")
 def test_a_file_that_cannot_be_used(folder: Path, kind: str, name: str, message: str) -> None:
     holding = "class A(B): name = 'a'\nPRESETS = {}\n"  # what a file must have to be imported at all
     (folder / "broken.py").write_text(f"import spbench\nbrokn\n{holding}")

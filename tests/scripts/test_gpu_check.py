@@ -19,6 +19,7 @@ from spbench.bench.measure.scenarios.scenario import load_scenario
 from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Outcome
 from spbench.bench.row import json_line
+from tests.grid import tabled
 from tests.slow import slow
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -51,15 +52,7 @@ def test_all_is_well(tmp_path: Path) -> None:
     assert line[:4] == ["bert-tiny", "ring_self_attention", "sp4", "2"]
 
 
-@pytest.mark.parametrize(
-    ("measured_bytes", "status", "code", "said"),
-    [
-        (1100, "ok", 0, "10.00% at most"),
-        (None, "oom", 0, "ring_self_attention sp4: ok virtually, oom measured"),
-        (1000, "ok", 1, "| memory | exit code 1 |"),
-        (1000, "ok", 124, "| memory | out of time |"),
-    ],
-)
+@tabled(__file__, "what_is_not_well")
 def test_what_is_not_well(
     tmp_path: Path, measured_bytes: int | None, status: str, code: int, said: str
 ) -> None:

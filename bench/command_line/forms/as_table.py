@@ -47,16 +47,11 @@ def _on_a_terminal(output: Output, out: TextIO) -> Iterator[str]:
             yield screen.paragraph(section) if isinstance(section, str) else screen.table(section)
     yield screen.paragraph("\n".join(_files_by_folder(output.files)))
     if output.details and not output.view.details:
-        names = [*dict.fromkeys(map(_name_of, output.details))]
+        titles = [each.title if isinstance(each, Table) else each.split("\n")[0] for each in output.details]
+        # up to a colon or a bracket
+        names = [*dict.fromkeys(title.split(": ")[0].split(" (")[0].rstrip(":") for title in titles)]
         yield screen.aside(f"--details shows: {_first(names, '; ')}")
     yield screen.paragraph("\n".join(output.notes))
-
-
-def _name_of(section: Table | str) -> str:
-    """The name of a section that is not shown: the first line of its title or text, up to a colon or a
-    bracket."""
-    title = section.title if isinstance(section, Table) else section.split("\n")[0]
-    return title.split(": ")[0].split(" (")[0].rstrip(":")
 
 
 def _files_by_folder(files: Sequence[Path]) -> Iterator[str]:

@@ -34,7 +34,7 @@ import numpy as np
 import scipy  # whose parts, a second of imports, are imported as they are first used
 
 from spbench.bench.row import Row
-from spbench.bench.tools.changes.metrics import Difference, Reading, Verdict, readings
+from spbench.bench.tools.changes.metrics import Difference, Reading, readings, verdict_of_change
 from spbench.bench.tools.changes.result_files import origin_of
 from spbench.bench.units import shown_bytes, shown_time
 
@@ -72,8 +72,7 @@ class _Tested:
 
 
 def _difference(key: str, base: Reading, new: Reading, change: float) -> Difference:
-    verdict: Verdict = "worse" if change > 0 else "better"
-    return Difference(verdict, key, base.metric.name, base.value, new.value, change)
+    return Difference(verdict_of_change(change), key, base.metric.name, base.value, new.value, change)
 
 
 def measured_changes(
@@ -96,9 +95,10 @@ def measured_changes(
                     changes[key].append(_difference(key, *pair, change))
             else:
                 tested.append(_test(key, *pair, in_turns=_in_turns(base[key], new[key])))
-    for judged, p in zip(tested, _corrected(tested), strict=True):
+    corrected = scipy.stats.false_discovery_control([judged.p for judged in tested]) if tested else ()
+    for judged, p in zip(tested, corrected, strict=True):
         if p < ALPHA and abs(math.expm1(judged.effect)) > judged.least:
-            changes[judged.key].append(judged.difference(p))
+            changes[judged.key].append(judged.difference(float(p)))
     notes = [f"{_metrics(count)} not judged: {why}" for why, count in reasons.items()]
     return changes, unjudged, [*notes, *_precision(tested)]
 
@@ -168,13 +168,6 @@ def _test(key: str, base: Reading, new: Reading, *, in_turns: bool) -> _Tested:
     bounds = (effect, effect) if math.isnan(interval.low) else (interval.low, interval.high)
     least = LEAST_EFFECT_OF_ONE_PROCESS if alone else LEAST_EFFECT
     return _Tested(key, base, new, float(effect), (float(bounds[0]), float(bounds[1])), p, least)
-
-
-def _corrected(tested: Sequence[_Tested]) -> Sequence[float]:
-    """The p-values of the tests, corrected for how many tests there are."""
-    if not tested:
-        return []
-    return [float(p) for p in scipy.stats.false_discovery_control([judged.p for judged in tested])]
 
 
 def _precision(tested: Sequence[_Tested]) -> Iterable[str]:

@@ -71,18 +71,14 @@ def change_points(values: Sequence[float]) -> list[ChangePoint]:
     if len(values) < 2 * MINIMUM_LENGTH or min(values) <= 0:
         return []
     logs = np.log(np.asarray(values, dtype=float))  # so that noise and effects are relative
-    noise = max(noise_of(logs), _LEAST_NOISE)
+    differences = np.diff(logs)  # of neighbours, whose deviation is that of independent noise times sqrt(2)
+    deviation = np.median(np.abs(differences - np.median(differences)))
+    noise = max(float(_NORMAL * deviation / math.sqrt(2)), _LEAST_NOISE)
     logs = _without_outliers(logs, noise)
     if np.ptp(logs) < math.log1p(MINIMUM_EFFECT):
         return []
     bounds = _confirmed(logs, _candidates(logs / noise))
     return _merged(logs, bounds, noise)
-
-
-def noise_of(logs: NDArray[Any]) -> float:
-    """The standard deviation of independent noise, from the median absolute difference of neighbours."""
-    differences = np.diff(logs)
-    return float(_NORMAL * np.median(np.abs(differences - np.median(differences))) / math.sqrt(2))
 
 
 def _without_outliers(logs: NDArray[Any], noise: float) -> NDArray[Any]:

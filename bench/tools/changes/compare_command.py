@@ -31,7 +31,7 @@ from spbench.bench.files import resolved, write_whole
 from spbench.bench.git import DIRTY, CodeVersion, checked_out, checkout_around, own_checkout, working_tree
 from spbench.bench.measure import RESULTS_FILE, commit_of, read_rows
 from spbench.bench.row import Row, json_line
-from spbench.bench.tools.changes.judgement import check_gate, judge
+from spbench.bench.tools.changes.judgement import judge, read_suite
 from spbench.bench.tools.changes.judgement_report import judgement_report
 from spbench.bench.tools.changes.metrics import merged_rounds
 from spbench.bench.tools.changes.result_files import read_results
@@ -265,10 +265,9 @@ def command(
         raise click.UsageError(f"{arguments[0]} needs --run")
     if new is None:
         raise click.UsageError("name the results NEW too, or give --run and a --scenario")
-    results = read_results(Path(base)), read_results(Path(new), judged=True)
-    check_gate(*results)
-    judgement = judge(*results, subset=subset)
-    return judgement_report(judgement, f"{new} against {base}")
+    suite = read_suite(Path(new), Path(base))
+    assert suite.base
+    return judgement_report(judge(suite.base, suite, subset=subset), f"{new} against {base}")
 
 
 def _compared_in_turns(

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,32 +20,12 @@ from spbench.bench.measure import RESULTS_FILE
 from spbench.bench.row import Row
 from spbench.bench.tools.changes import EXPORTS
 from spbench.bench.tools.changes.history import TARGETS_FILE, Target, read_entries
-from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
-from spbench.bench.tools.changes.metrics import Reading, has_exact_engine, readings
-from spbench.bench.tools.changes.result_files import Origin, Results, origin_of, read_results, suite_of
+from spbench.bench.tools.changes.judgement import Suite, read_suite
+from spbench.bench.tools.changes.metrics import Reading, readings
+from spbench.bench.tools.changes.result_files import Origin, read_results, suite_of
 
 #: statuses of cells whose numbers count, as in the gate
 WITH_VALUES = ("ok", "oom")
-
-
-def shown_origin(results: Results, commit: str = "") -> str:
-    """The commits, machines and versions of torch of results, such as "0123456789ab, torch 2.13.0, any
-    machine".
-
-    Numbers of engines that are exact are the same on any machine.
-
-    Args:
-        commit: the commit of all rows, whatever they say.
-    """
-    rows = results.cells.values()
-    origins = [origin_of(row, results.path, commit) for row in rows]
-    commits = dict.fromkeys(origin.shown_commit for origin in origins)
-    torch = dict.fromkeys(f"torch {o.versions['torch']}" for o in origins if "torch" in o.versions)
-    machines = dict.fromkeys(
-        "any machine" if has_exact_engine(row) else origin.host or "unknown machine"
-        for row, origin in zip(rows, origins, strict=True)
-    )
-    return ", ".join(" and ".join(words) for words in (commits, torch, machines) if words)
 
 
 class ExportedValue(NamedTuple):
@@ -71,49 +50,14 @@ def integral(value: float) -> float:
     return int(value) if float(value).is_integer() else value
 
 
-@dataclass(frozen=True)
-class Suite:
-    """Results with a name, and what they are compared with.
-
-    Attributes:
-        name: the name of their folder, or of their file without its ending: the same from run to run.
-        base: results to compare them with; None: there are none.
-        previous_base: the base before the change that made the results; None if it is not known.
-        commit: the commit of all rows, whatever they say; "": each row says its own.
-    """
-
-    name: str
-    results: Results
-    base: Results | None = None
-    previous_base: Results | None = None
-    commit: str = ""
-
-    @cached_property
-    def judgement(self) -> Judgement | None:
-        """What the gate says; None without a base."""
-        return judge(self.base, self.results) if self.base else None
-
-    @cached_property
-    def meant(self) -> Judgement | None:
-        """How the base differs from the base before the change; None if one of them is not known."""
-        return judge(self.previous_base, self.base) if self.previous_base and self.base else None
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        return list(self.results.cells.values())
-
-    def origin(self, row: Row) -> Origin:
-        """Where a row of the results comes from: machine, versions and commit."""
-        return origin_of(row, self.results.path, self.commit)
-
-    def values(self, *metrics: str) -> Iterator[ExportedValue]:
-        """The numbers of these metrics (none named: of all), cell by cell in the order of the rows and of
-        :data:`METRICS`."""
-        for row in self.rows:
-            if row["status"] in WITH_VALUES:
-                for name, reading in readings(row).items():
-                    if reading.is_finite and (not metrics or name in metrics):
-                        yield ExportedValue(self, row, reading)
+def numbers_of(suite: Suite, *metrics: str) -> Iterator[ExportedValue]:
+    """The numbers of these metrics (none named: of all), cell by cell in the order of the rows and of
+    :data:`METRICS`."""
+    for row in suite.rows:
+        if row["status"] in WITH_VALUES:
+            for name, reading in readings(row).items():
+                if reading.is_finite and (not metrics or name in metrics):
+                    yield ExportedValue(suite, row, reading)
 
 
 @dataclass(frozen=True)
@@ -140,7 +84,7 @@ class ExportRequest:
         Raises:
             UserError: there are no such numbers; with what there is instead.
         """
-        values = [value for suite in self.suites for value in suite.values(*metrics)]
+        values = [value for suite in self.suites for value in numbers_of(suite, *metrics)]
         if not values:
             raise UserError(f"nothing to export: {'; '.join(self.left_out(*metrics))}")
         return values
@@ -157,7 +101,7 @@ class ExportRequest:
         what = " or ".join(metrics) or "value"
         lines = []
         for suite in self.suites:
-            with_value = {value.row["key"] for value in suite.values(*metrics)}
+            with_value = {value.row["key"] for value in numbers_of(suite, *metrics)}
             left = Counter(row["status"] for row in suite.rows if row["key"] not in with_value)
             if left:
                 counts = ", ".join(f"{count} {status}" for status, count in left.items())
@@ -196,19 +140,16 @@ def read_suites(
             does not judge them (:func:`check_gate`).
     """
     suites: dict[str, Suite] = {}
+    alone = len(paths) == 1
     for name, path in ((suite_of(path), path) for path in paths):
         if name in suites:
-            other = suites[name].results.path
-            raise UserError(f"{other} and {path} are both called {name!r}; rename one of them")
-        before = base and read_results(_base_of(name, base, alone=len(paths) == 1))
-        previous = None
-        if previous_base and (len(paths) == 1 or _is_results(previous_base / name)):
+            raise UserError(f"{suites[name].path} and {path} are both called {name!r}; rename one of them")
+        suite = read_suite(path, base and _base_of(name, base, alone=alone), commit)
+        if previous_base and (alone or _is_results(previous_base / name)):
             place = _base_of(name, previous_base, alone=True)
-            previous = read_results(place) if _is_results(place) or not place.is_dir() else None
-        results = read_results(path, judged=base is not None)
-        if before:
-            check_gate(before, results)
-        suites[name] = Suite(name, results, before or None, previous, commit)
+            if _is_results(place) or not place.is_dir():
+                suite = replace(suite, previous_base=read_results(place))
+        suites[name] = suite
     return [*suites.values()]
 
 

@@ -254,13 +254,8 @@ def _steps_table(assessments: Sequence[Assessment]) -> Iterator[Table]:
 
 
 def _names(series: Series) -> dict[str, str]:
-    return {
-        "suite": series.suite,
-        "machine": series.machine,
-        "cell": series.cell,
-        "metric": series.metric.name,
-        "unit": series.unit,
-    }
+    own = {name: getattr(series, name) for name in ("suite", "machine", "cell")}
+    return {**own, "metric": series.metric.name, "unit": series.unit}
 
 
 def _points(series: Series) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,15 @@ from spbench.bench.errors import UserError
 from spbench.bench.measured_code import code_digest, is_baseline, refuse_unmeasured_checkout
 from spbench.bench.row import Row
 from spbench.bench.tools.changes.change_evidence import measured_changes, why
-from spbench.bench.tools.changes.metrics import METRICS, STATUSES, VERDICTS, Difference, Verdict, readings
-from spbench.bench.tools.changes.result_files import Results
+from spbench.bench.tools.changes.metrics import (
+    METRICS,
+    STATUSES,
+    VERDICTS,
+    Difference,
+    readings,
+    verdict_of_change,
+)
+from spbench.bench.tools.changes.result_files import Results, read_results
 from spbench.bench.tools.papers.comparison import COMPARISON_FILE
 
 #: metrics of a search that are judged even if its answer has changed
@@ -146,10 +154,6 @@ def _lacking(base: Results, new: Results) -> Iterator[str]:
         yield f"{base.path} lacks metrics that the new results have, so that they are not judged: {named}"
 
 
-def _verdict(change: float) -> Verdict:
-    return "worse" if change > 0 else "better"
-
-
 def _explained(difference: Difference, base: Row | None, new: Row | None) -> Difference:
     """The difference with its cell's strategy added, and why the values differ."""
     either = new or base
@@ -189,7 +193,7 @@ def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator
         return
     if base["status"] != new["status"]:
         change = STATUSES.index(new["status"]) - STATUSES.index(base["status"])
-        yield Difference(_verdict(change), key, "status", base["status"], new["status"])
+        yield Difference(verdict_of_change(change), key, "status", base["status"], new["status"])
         if new["status"] not in ("ok", "oom"):
             return
     before, now = (
@@ -207,7 +211,7 @@ def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator
             yield Difference("missing" if is_now is None else "new", key, metric.name, was, is_now)
         elif abs(is_now - was) > metric.tolerance * abs(was):  # never of NaN, which has a line of its own
             excess = metric.excess(was, is_now)
-            yield Difference(_verdict(excess), key, metric.name, was, is_now, excess)
+            yield Difference(verdict_of_change(excess), key, metric.name, was, is_now, excess)
 
 
 def _claim(
@@ -232,7 +236,7 @@ def _claim(
     if right[0] != right[1]:
         was, is_now = base["status_reproduced"], new["status_reproduced"]
         yield Difference(
-            _verdict(right[0] - right[1]), where, "published status", was, is_now, allowed=allowed
+            verdict_of_change(right[0] - right[1]), where, "published status", was, is_now, allowed=allowed
         )
     if now is not None and not math.isfinite(now):
         yield Difference("worse", where, "error", before, math.nan)
@@ -242,7 +246,7 @@ def _claim(
         elif now is not None:
             yield Difference("new", where, "error", None, now)
     elif abs(now - before) > ERROR_TOLERANCE:
-        yield Difference(_verdict(now - before), where, "error", before, now, now - before)
+        yield Difference(verdict_of_change(now - before), where, "error", before, now, now - before)
 
 
 def check_gate(base: Results, new: Results) -> None:
@@ -261,3 +265,42 @@ def check_gate(base: Results, new: Results) -> None:
             f"{new.path}: {others} of {len(digests)} rows come from other code than this checkout has "
             "now; run the scenario again, so that the gate judges this code"
         )
+
+
+@dataclass(frozen=True)
+class Suite(Results):
+    """Results, and what they are compared with.
+
+    Attributes:
+        base: results to compare them with; None: there are none.
+        previous_base: the base before the change that made the results; None if it is not known.
+    """
+
+    base: Results | None = None
+    previous_base: Results | None = None
+
+    @cached_property
+    def judgement(self) -> Judgement | None:
+        """What the gate says; None without a base."""
+        return judge(self.base, self) if self.base else None
+
+    @cached_property
+    def meant(self) -> Judgement | None:
+        """How the base differs from the base before the change; None if one of them is not known."""
+        return judge(self.previous_base, self.base) if self.previous_base and self.base else None
+
+
+def read_suite(path: Path, base: Path | None = None, commit: str = "") -> Suite:
+    """The results at a path, and those of their base, if one is named, as the gate reads them.
+
+    Args:
+        commit: of all rows of the results, whatever they say.
+
+    Raises:
+        UserError: one of them cannot be read, or the gate does not judge them (:func:`check_gate`).
+    """
+    before = read_results(base) if base else None
+    results = Suite(**vars(read_results(path, judged=base is not None, commit=commit)), base=before)
+    if before:
+        check_gate(before, results)
+    return results

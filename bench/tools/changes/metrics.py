@@ -109,6 +109,11 @@ Verdict = Literal["worse", "missing", "better", "new"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
+def verdict_of_change(change: float) -> Verdict:
+    """The verdict on a change, which is positive where the new value is worse."""
+    return "worse" if change > 0 else "better"
+
+
 @dataclass(frozen=True)
 class Difference:
     """One number, status, cell or claim that is not what it was.

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -206,21 +206,15 @@ class _Head(BaseModel):
     suite: str
     date: str
     commit: Commit
-    cells: int
     host: str = ""
+    cells: int
 
 
 def content_of(record: RunRecord) -> str:
     """The content of a record's file."""
-    head = {
-        "spbench_record": FORMAT,
-        "suite": record.suite,
-        "date": record.date,
-        "commit": asdict(record.commit),
-        "host": record.host,
-        "cells": len(record.rows),
-    }
-    return "".join(map(json_line, (head, *record.rows)))
+    about = {name: getattr(record, name) for name in ("suite", "date", "commit", "host")}
+    head = _Head(spbench_record=FORMAT, **about, cells=len(record.rows))
+    return "".join(map(json_line, (head.model_dump(), *record.rows)))
 
 
 def add_record(record: RunRecord, folder: Path) -> tuple[Path, bool]:

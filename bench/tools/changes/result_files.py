@@ -20,7 +20,7 @@ from spbench.bench.git import DIRTY, SHORT_HASH, full_commit, last_change
 from spbench.bench.measure import COMMITS, RESULTS_FILE, commit_of, read_all_rows, read_new_rows
 from spbench.bench.measurement import Measured, Number
 from spbench.bench.row import Row, problem
-from spbench.bench.tools.changes.metrics import merged_rounds
+from spbench.bench.tools.changes.metrics import has_exact_engine, merged_rounds
 from spbench.bench.tools.papers.comparison import COMPARISON_FILE, NUMBERS, read_records
 
 Claims = dict[tuple[str, ...], Mapping[str, Any]]
@@ -45,6 +45,7 @@ class Results:
             such file.
         notes: a line for each part that the files lack.
         not_finite: the fields of rows whose numbers are not finite, by key; empty unless asked for.
+        commit: the commit of all rows, whatever they say; "": each row says its own.
     """
 
     path: Path
@@ -52,17 +53,46 @@ class Results:
     claims: Claims | None = None
     notes: Sequence[str] = ()
     not_finite: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    commit: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the suite that they are of (:func:`suite_of`), the same from run to run."""
+        return suite_of(self.path)
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """The rows in the order of the file."""
+        return list(self.cells.values())
 
     @property
     def commits(self) -> list[str]:
-        """The commits that the rows stand for, in the order in which they first appear; "" stands for rows
-        that do not say."""
-        return list(dict.fromkeys(map(commit_of, self.cells.values())))
+        """The commits that rows name, in the order in which they first appear; if none does, the commit that
+        changed the file last, as far as git knows it."""
+        named = filter(None, dict.fromkeys(map(commit_of, self.cells.values())))
+        return list(named) or list(filter(None, [last_change(self.path)[:SHORT_HASH]]))
 
     @property
     def machines(self) -> list[str]:
         """The machines that made the rows, in the order in which they first appear."""
         return list(dict.fromkeys(origin_of(row).machine_name for row in self.cells.values()))
+
+    def origin(self, row: Row) -> Origin:
+        """Where a row of these comes from: machine, versions and commit."""
+        return origin_of(row, self.path, self.commit)
+
+    @property
+    def shown_origin(self) -> str:
+        """The commits, machines and versions of torch of the rows, such as "0123456789ab, torch 2.13.0, any
+        machine": numbers of engines that are exact are the same on any machine."""
+        origins = list(map(self.origin, self.rows))
+        commits = dict.fromkeys(origin.shown_commit for origin in origins)
+        torch = dict.fromkeys(f"torch {o.versions['torch']}" for o in origins if "torch" in o.versions)
+        machines = dict.fromkeys(
+            "any machine" if has_exact_engine(row) else origin.host or "unknown machine"
+            for row, origin in zip(self.rows, origins, strict=True)
+        )
+        return ", ".join(" and ".join(words) for words in (commits, torch, machines) if words)
 
 
 @dataclass(frozen=True)
@@ -149,7 +179,7 @@ def suite_of(path: Path) -> str:
     return place.parent.name if place.name == RESULTS_FILE else place.stem
 
 
-def read_results(path: Path, *, judged: bool = False) -> Results:
+def read_results(path: Path, *, judged: bool = False, commit: str = "") -> Results:
     """Read a cells.jsonl, or a folder with one and, perhaps, a comparison.csv; or a JSON file of
     pytest-benchmark, or a folder of such files of one commit, each of which is a round.
 
@@ -176,7 +206,7 @@ def read_results(path: Path, *, judged: bool = False) -> Results:
         raise UserError(f"{cells} has no rows, so that nothing can be compared")
     claims = path / COMPARISON_FILE
     read = _read_claims(claims, judged) if claims.is_file() else None
-    return Results(path, by_key, read, notes, not_finite)
+    return Results(path, by_key, read, notes, not_finite, commit)
 
 
 def _read_claims(path: Path, judged: bool) -> Claims:

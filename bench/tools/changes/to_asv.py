@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from spbench.bench.errors import UserError
 from spbench.bench.git import commit_time_s
 from spbench.bench.row import FAULTS, Row
-from spbench.bench.tools.changes.export_command import WITH_VALUES, Exported, ExportRequest, Suite, integral
+from spbench.bench.tools.changes.export_command import WITH_VALUES, Exported, ExportRequest, integral
+from spbench.bench.tools.changes.judgement import Suite
 from spbench.bench.tools.changes.metrics import METRICS, Metric, Reading, has_exact_engine, readings
 from spbench.bench.tools.changes.result_files import Origin
 
@@ -89,7 +90,7 @@ def export(request: ExportRequest) -> Exported:
 
 
 def _known_time_s(commit: str, suite: Suite) -> int:
-    seconds = commit_time_s(commit, suite.results.path) if commit else None
+    seconds = commit_time_s(commit, suite.path) if commit else None
     if seconds is None:
         raise UserError(
             f"{suite.name}: asv shows results by commit, and git knows no commit {commit or '(none)'} here; "

@@ -210,7 +210,7 @@ def _to_pytest_benchmark(request: ExportRequest) -> Exported:
     origins = [suite.origin(row) for suite in request.suites for row in suite.rows]
     newest = max(origins, key=lambda origin: origin.time)
     content = {
-        **_origin(newest, request.suites[0].results.path),
+        **_origin(newest, request.suites[0].path),
         "benchmarks": benchmarks,
         "datetime": newest.time or datetime.now(UTC).isoformat(),
         "version": pytest_benchmark.__version__,

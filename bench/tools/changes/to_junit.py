@@ -16,7 +16,8 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 from spbench.bench.command_line.shown_times import shown_band
 from spbench.bench.measure import with_band
 from spbench.bench.row import Row
-from spbench.bench.tools.changes.export_command import Exported, ExportRequest, Suite, integral, shown_origin
+from spbench.bench.tools.changes.export_command import Exported, ExportRequest, integral
+from spbench.bench.tools.changes.judgement import Suite
 from spbench.bench.tools.changes.judgement_report import shown_difference
 from spbench.bench.tools.changes.metrics import Difference, readings
 from spbench.plots.series import grouped
@@ -54,11 +55,11 @@ def export(request: ExportRequest) -> Exported:
 def _cells(root: Element, suite: Suite, differences: Mapping[str, Sequence[Difference]]) -> None:
     element = SubElement(root, "testsuite", name=suite.name)
     properties = SubElement(element, "properties")
-    origins = {"head": shown_origin(suite.results, suite.commit)}
-    origins |= {"base": shown_origin(suite.base)} if suite.base else {}
+    origins = {"head": suite.shown_origin}
+    origins |= {"base": suite.base.shown_origin} if suite.base else {}
     for name, value in origins.items():
         SubElement(properties, "property", name=name, value=_clean(value))
-    rows = suite.results.cells
+    rows = suite.cells
     gone = [key for key in (suite.base.cells if suite.base else ()) if key not in rows]
     for key in (*rows, *gone):
         row = rows.get(key)
@@ -81,9 +82,7 @@ def _cells(root: Element, suite: Suite, differences: Mapping[str, Sequence[Diffe
 
 def _claims(root: Element, suite: Suite, differences: Mapping[str, Sequence[Difference]]) -> None:
     of_base = (suite.base.claims if suite.base else None) or {}
-    names = dict.fromkeys(
-        " ".join(filter(None, name[:2])) for name in [*(suite.results.claims or {}), *of_base]
-    )
+    names = dict.fromkeys(" ".join(filter(None, name[:2])) for name in [*(suite.claims or {}), *of_base])
     if not names:
         return
     element = SubElement(root, "testsuite", name=f"{suite.name} claims")

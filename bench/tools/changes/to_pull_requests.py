@@ -7,7 +7,7 @@ below the most characters that GitHub takes for a comment: lines that have no ro
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -17,11 +17,13 @@ from spbench.bench.command_line.shown_times import shown_band
 from spbench.bench.errors import UserError
 from spbench.bench.measure import with_band
 from spbench.bench.row import Row
-from spbench.bench.tools.changes.export_command import Exported, ExportRequest, Suite, shown_origin
+from spbench.bench.tools.changes.export_command import Exported, ExportRequest
+from spbench.bench.tools.changes.judgement import Suite
 from spbench.bench.tools.changes.judgement_report import grouped, shown_difference, shown_number
 from spbench.bench.tools.changes.metrics import STATUSES, Difference, Reading, readings
 from spbench.bench.tools.changes.result_files import Claims
 from spbench.bench.units import three_digits
+from spbench.plots.series import grouped as by_value
 
 MARK = "<!-- spbench -->"
 
@@ -105,7 +107,7 @@ def _compared(suite: Suite) -> Iterator[str | Listing]:
     assert judgement
     assert suite.base
     yield f"### {suite.name}: {judgement.word}"
-    head, base = shown_origin(suite.results, suite.commit), shown_origin(suite.base)
+    head, base = suite.shown_origin, suite.base.shown_origin
     yield f"Head: {head}\nBase: {base}\n{judgement.counted('unchanged')}.".replace("\n", "  \n")
     failing = [difference for difference in judgement.differences if difference.fails]
     others = [difference for difference in judgement.differences if not difference.fails]
@@ -118,11 +120,11 @@ def _compared(suite: Suite) -> Iterator[str | Listing]:
         assert suite.previous_base
         yield (
             f"**Meant:** this change brings another baseline of {suite.name} "
-            f"(before: {shown_origin(suite.previous_base)}). {suite.meant.counted('unchanged')}."
+            f"(before: {suite.previous_base.shown_origin}). {suite.meant.counted('unchanged')}."
         )
         yield _differences("What the baseline's change moves", suite.meant.differences)
-    if suite.results.claims:
-        yield _claims(suite.results.claims, suite.base.claims or {})
+    if suite.claims:
+        yield _claims(suite.claims, suite.base.claims or {})
     yield from judgement.notes
 
 
@@ -151,11 +153,9 @@ def _claims(claims: Claims, before: Claims) -> Listing:
 
 
 def _errors(claims: Claims) -> Mapping[str, list[float]]:
-    by_role = defaultdict(list)
-    for row in claims.values():
-        if row["relative_error"] is not None:
-            by_role[row.get("role", "")].append(abs(row["relative_error"]))
-    return by_role
+    compared = [row for row in claims.values() if row["relative_error"] is not None]
+    by_role = by_value(compared, lambda row: row.get("role", ""))
+    return {role: [abs(row["relative_error"]) for row in rows] for role, rows in by_role.items()}
 
 
 def _percent(errors: Sequence[float] | None) -> str:
@@ -171,14 +171,14 @@ def _alone(suite: Suite) -> Iterator[str | Listing]:
     metrics = list(dict.fromkeys(name for _, name in values))
     counts = ", ".join(f"{count} {status}" for status, count in Counter(r["status"] for r in rows).items())
     yield f"### {suite.name}: {counts}"
-    yield f"Commit: {shown_origin(suite.results, suite.commit)}"
+    yield f"Commit: {suite.shown_origin}"
     lines = [
         (f"`{row['key']}`", row["status"], *(values.get((row["key"], name), "") for name in metrics))
         for row in rows
     ]
     yield Listing(f"{len(rows)} cells", ("cell", "status", *metrics), lines)
-    if suite.results.claims:
-        yield _claims(suite.results.claims, {})
+    if suite.claims:
+        yield _claims(suite.claims, {})
 
 
 def _shown(row: Row, reading: Reading) -> str:

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from spbench.bench.cell import Cell
-from spbench.bench.measure import packaged_model, priced_by_in_words, with_band, written
-from spbench.bench.tools.choose.collective_prices import compute_floor_s, links_floor_s
+from spbench.bench.measure import load_cluster, packaged_model, priced_by_in_words, with_band, written
+from spbench.bench.tools.choose.fit_verdict import words
 from spbench.bench.tools.choose.layouts import folds_anew
 from spbench.bench.tools.choose.possible import Absence
 from spbench.bench.tools.choose.question import Question
@@ -29,20 +31,12 @@ from spbench.bench.tools.choose.suggestions import dotted
 from spbench.bench.tools.choose.whole_looks import Price
 from spbench.bench.units import GIB, shown_price
 from spbench.bench.yaml_text import dump
-from spbench.impls import model_preset
+from spbench.impls import Place, model_preset
 
-#: parts of a step, as :attr:`Measurement.breakdown` and :attr:`Measurement.parts` have them, in words
-_PARTS = {
-    "matmul_s": "matmul",
-    IN_BLOCKS: "matmul in blocks, by a fitted charge",
-    "attention_s": "attention",
-    "memory_bound_s": "memory-bound operators",
-    "intra_node_s": "exposed intra-node communication",
-    "inter_node_s": "exposed inter-node communication",
-    "bubble_s": "bubble",
-    "overhead_s": "launch overhead",
-    "host_s": "waiting for the host",
-}
+#: collectives of which a rank sends to each of the others, so that a share of it leaves the node
+_TO_EACH = "all_to_all"
+#: messages from a rank to the next, which leave a node by one card
+_TO_NEXT = ("send", "recv")
 
 
 @dataclass(frozen=True)
@@ -76,11 +70,6 @@ class Advice:
     def tie_limit(self) -> float:
         """The ratio to the shortest time up to which times are a tie; 1.0: nothing fits."""
         return tie_limit(self.result.best)
-
-    @property
-    def _rates(self) -> str:
-        rates: str = self.result.best[0].measured["rates"]
-        return rates
 
     def is_tie(self, seen: Seen) -> bool:
         """Whether the layout fits, and its time ties with the shortest; see :func:`.ranking.is_tie`."""
@@ -175,8 +164,8 @@ class Advice:
         if other is None:
             return f"{head}; none without it that was traced fits"
         mine, theirs = _parts(whole[0]), _parts(other)
-        name = max(_PARTS, key=lambda part: theirs[part] - mine[part])
-        cause = f"{_PARTS[name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
+        name = max(mine, key=lambda part: theirs[part] - mine[part])
+        cause = f"{words()['step_parts'][name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
         return f"{head}; without it {other} takes {other.step_s / whole[0].step_s - 1:+.0%}: {cause}"
 
     def measured(self, seen: Seen) -> Mapping[str, Any]:
@@ -203,7 +192,7 @@ class Advice:
     def bars(self) -> list[dict[str, Any]]:
         """The records of the layouts, with the seconds of each part of a step, for a drawing."""
         return [
-            {**record, "parts": {words: _parts(seen)[name] for name, words in _PARTS.items()}}
+            {**record, "parts": {text: _parts(seen)[name] for name, text in words()["step_parts"].items()}}
             for seen, record in zip(self.ranked, self.records(), strict=True)
         ]
 
@@ -251,7 +240,7 @@ class Advice:
         else:
             apart = other.uncharged_s / winner.uncharged_s
             head = f"a tie: {than}, but {apart - 1:+.1%} without a charge fitted where it is little"
-        order = packaged_model().order(self._rates, apart)
+        order = packaged_model().order(self.result.best[0].measured["rates"], apart)
         return "; ".join(filter(None, [head, causes, order]))
 
 
@@ -268,18 +257,18 @@ def beside_in_words(seen: Seen, other: Seen, named: str = "") -> str:
 def causes_in_words(other: Seen, winner: Seen) -> str:
     """The two parts of a step that explain most of why ``other`` takes longer than ``winner``, or less."""
     mine, theirs = (_parts(seen) for seen in (winner, other))
-    differences = {name: theirs[name] - mine[name] for name in _PARTS}
+    differences = {name: theirs[name] - mine[name] for name in mine}
     sign = 1 if other.step_s >= winner.step_s else -1
     reasons = sorted(differences, key=lambda name: -sign * differences[name])[:2]
     return ", ".join(
-        f"{_PARTS[name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
+        f"{words()['step_parts'][name]} {theirs[name]:.3g} s against {mine[name]:.3g}"
         for name in reasons
         if sign * differences[name] > 0.001 * winner.step_s
     )
 
 
 def _parts(seen: Seen) -> dict[str, float]:
-    seconds = {name: float(seen.parts.get(name, 0.0)) for name in _PARTS}
+    seconds = {name: float(seen.parts.get(name, 0.0)) for name in words()["step_parts"]}
     return {**seconds, "matmul_s": seconds["matmul_s"] - seconds[IN_BLOCKS]}
 
 
@@ -301,3 +290,47 @@ def scenario_text(cells: Sequence[Cell], title: str) -> str:
     for group in groups:
         group["sizes"] = {axis: n for axis, n in group.get("sizes", {}).items() if n > 1}
     return dump({"title": title, "groups": groups})
+
+
+def compute_floor_s(measurement: Mapping[str, Any]) -> float | None:
+    """Seconds of the FLOPs of the model (nothing computed again) at what the card's datasheet promises; None:
+    it promises nothing of this precision."""
+    utilization, step_s = measurement["mfu"], measurement["step_time_s"]
+    return None if utilization is None else float(utilization * step_s)
+
+
+def links_floor_s(cell: Cell, measurement: Mapping[str, Any]) -> float | None:
+    """Seconds of the bytes that a rank sends at the bandwidth of the links, those within a node and those
+    across nodes at the same time; None: the cluster lacks a bandwidth that they need."""
+    within_s = across_s = 0.0
+    for row in measurement["formula"]:
+        times = _row_s(cell, row)
+        if times is None:
+            return None
+        within_s, across_s = within_s + times[0], across_s + times[1]
+    return max(within_s, across_s)
+
+
+def _row_s(cell: Cell, row: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Seconds of one row of the closed form: within a node, and across nodes."""
+    cluster, sent = load_cluster(cell.cluster), float(row["sent_bytes"])
+    nodes = np.array(Place(cell.mesh_sizes).members(*row["axis"].split("_"))) // cluster.devices_per_node
+    ranks, here = len(nodes), int((nodes == nodes[0]).sum())  # of the group, and of it in one node
+    if not sent or ranks == 1:
+        return 0.0, 0.0
+    card = cluster.network.bandwidth_bytes_per_s.value
+    node = cluster.node_link.bandwidth_bytes_per_s.value if cluster.node_link else card
+    if not node or (here < ranks and not card):
+        return None
+    if here == ranks:
+        return sent / node, 0.0
+    assert card is not None
+    share = card * min(1.0, cluster.network.nics_per_node / cluster.devices_per_node)
+    if row["collective"] == _TO_EACH:
+        leaves = (ranks - here) / (ranks - 1)
+        return sent * (1 - leaves) / node, sent * leaves / share
+    # of a ring one rank of a node sends to the next node, by the cards of all its ranks there
+    by = share * here
+    if row["collective"] in _TO_NEXT:
+        by = min(by, card)
+    return (sent / node if here > 1 else 0.0), sent / by

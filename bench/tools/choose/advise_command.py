@@ -5,10 +5,10 @@ from __future__ import annotations
 import click
 
 from spbench.bench.command_line.options import (
+    COUNTS,
+    LENGTH,
     SETTINGS,
     WORDS,
-    Counts,
-    Length,
     body,
     changes,
     executor,
@@ -32,10 +32,10 @@ from spbench.bench.command_line.options import (
     help="A model (name, config.json or .py file), a scenario, or the files of a job, one option each.",
 )
 @click.option("--cluster", metavar="NAME", help="That it runs on: its name (spbench list) or file.")
-@click.option("--gpus", type=Counts(), metavar="N[,N...]", help="How many, as 64, or 8,64 or 8..512.")
-@click.option("--seq-len", type=Counts(), metavar="L[,L...]", help="Positions of a sequence, as 128K.")
-@click.option("--batch-tokens", type=Length(), help="Tokens of the whole batch, as 4M; 4M if left out.")
-@click.option("--batch", type=Length(), help="Samples of the whole batch instead.")
+@click.option("--gpus", type=COUNTS, metavar="N[,N...]", help="How many, as 64, or 8,64 or 8..512.")
+@click.option("--seq-len", type=COUNTS, metavar="L[,L...]", help="Positions of a sequence, as 128K.")
+@click.option("--batch-tokens", type=LENGTH, help="Tokens of the whole batch, as 4M; 4M if left out.")
+@click.option("--batch", type=LENGTH, help="Samples of the whole batch instead.")
 @many("--only", WORDS, "Only these strategies, such as ulysses+ring_attention, and these backends.")
 @many("--without", WORDS, "None of these strategies, alone or around others, and none of these backends.")
 @files_of("strategy", "A file of yours whose strategies are searched too; give it once for each.")
@@ -61,7 +61,7 @@ from spbench.bench.command_line.options import (
 @jobs
 @executor
 @printed
-@body("choose.ask:advise")
+@body("choose.advise_report:advise")
 def command() -> None:
     """Find the fastest layouts of a model that fit its cards.
 

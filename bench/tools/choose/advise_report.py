@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from spbench.bench.cell import Cell
 from spbench.bench.command_line.output import Column, Output, Table
+from spbench.bench.command_line.progress import Progress
 from spbench.bench.command_line.shown_times import TIE, shown_band
 from spbench.bench.errors import UserError
 from spbench.bench.files import write_whole
 from spbench.bench.measure import TIGHT
+from spbench.bench.measure import given as settings_given
 from spbench.bench.tools.choose.advice import Advice, scenario_text
-from spbench.bench.tools.choose.behind import NOTHING, own_content, own_in_words, turns
+from spbench.bench.tools.choose.asked import Asked, is_figure, swept_figures
+from spbench.bench.tools.choose.behind import NOTHING, own_content, own_in_words, turns, varying
+from spbench.bench.tools.choose.layout_search import answered
 from spbench.bench.tools.choose.possible import left_out_by_length, spelled
+from spbench.bench.tools.choose.question import question, whole_numbers
 from spbench.bench.tools.choose.ranking import Seen, simpler
 from spbench.bench.tools.jobs.flags import program_flags
+from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import GIB, shown_price, shown_share, three_digits
 from spbench.impls import PLUS
 
@@ -71,7 +78,7 @@ def report(
             "own": own_content(answer),
             "impossible": answer.result.impossible,
             "counts": dict(answer.result.counts),
-            "refused": answer.result.refused.reasons,
+            "refused": answer.result.refused,
             "seconds": answer.seconds,
             "cpu_s": answer.cpu_s,
         }
@@ -166,8 +173,11 @@ def _details(answer: Advice) -> Iterator[Table | str]:
     """The sections on the price of settings, on what else was traced, and on what became of all layouts."""
     if answer.prices:
         yield Table.of(f"What single settings of {answer.winner} cost", _PRICE, answer.prices)
-    if answer.winner is not None and (strategies := [*_others(answer)]):
-        yield f"other strategies (~: by traces of few layers): {', '.join(strategies)}"
+    named, best = {seen.cell.strategy for seen in answer.ranked}, answer.result.best
+    others = [seen for seen in answer.result.of_strategies if seen.cell.strategy not in named]
+    if answer.winner is not None and others:
+        steps = (f"{s} {'' if s.exact else '~'}{s.step_s / best[0].step_s - 1:+.0%}" for s in others)
+        yield f"other strategies (~: by traces of few layers): {', '.join(steps)}"
     counts = answer.result.counts
     if counts["looked at"]:
         yield (
@@ -238,15 +248,6 @@ def _floors(record: Mapping[str, Any]) -> str:
     return ", ".join(f"{what} {seconds:.3g} s" for what, seconds in floors.items() if seconds is not None)
 
 
-def _others(answer: Advice) -> Iterator[str]:
-    """The strategies that are not among the best."""
-    shown = {seen.cell.strategy for seen in answer.ranked}
-    best = answer.result.best[0].step_s
-    for seen in answer.result.of_strategies:
-        if seen.cell.strategy not in shown:
-            yield f"{seen} {'' if seen.exact else '~'}{seen.step_s / best - 1:+.0%}"
-
-
 def _as_job(program: str, cell: Cell) -> str:
     """A layout as arguments of a program, or what that lacks."""
     flags = program_flags(program, cell)
@@ -284,3 +285,47 @@ _PRICE = [
     Column("step", "ratio", shown_price),
     Column("peak GiB", "saved_bytes", lambda saved: f"{-saved / GIB:+.1f}"),
 ]
+
+
+def advise(
+    subject: tuple[str, ...],
+    cluster: str | None,
+    gpus: tuple[int, ...] | None,
+    seq_len: tuple[int, ...] | None,
+    batch_tokens: int | None,
+    batch: int | None,
+    only: tuple[str, ...],
+    without: tuple[str, ...],
+    fixed: tuple[tuple[str, str], ...],
+    changes: tuple[tuple[str, str], ...],
+    given: tuple[str, ...],
+    why: tuple[tuple[str, str], ...],
+    program: str | None,
+    figure: Path | None,
+    output: Path | None,
+    jobs: int | None,
+    executor: str | None,
+) -> Output:
+    """The outcome of `spbench advise`, whose options the arguments are."""
+    if batch is not None and batch_tokens is not None:
+        raise UserError("--batch and --batch-tokens say the same: give one")
+    asked_about = whole_numbers("--why", why)
+    of_cluster = [(name, text) for name, text in changes if is_figure(name)]
+    settings = settings_given([pair for pair in changes if pair not in of_cluster])
+    if batch is not None:
+        settings["batch"] = batch
+    values = given_values(given)
+    questions = []
+    for length, n in itertools.product(seq_len or [None], gpus or [None]):
+        own = settings if length is None else {**settings, "seq_len": length}
+        asked = Asked(cluster, n, None, own, given=values)
+        one = question(subject, asked, batch_tokens, only, without, fixed, program or "")
+        one.check_axes("--why", asked_about)
+        questions += [one.with_figures(figures) for figures in swept_figures(of_cluster)]
+    varying([each.place for each in questions])
+    answers = []
+    with Progress() as progress:
+        for answer in answered(questions, jobs, progress.at, executor, asked_about):
+            answers.append(answer)
+            progress.at(f"answered in {answer.seconds:.0f} s", len(answers) / len(questions))
+    return report(answers, asked_about, figure, output, program or "")

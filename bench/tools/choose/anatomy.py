@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -141,7 +142,7 @@ def anatomy(
         held=dict(sorted(((k, n) for k, n in held.items() if n), key=lambda item: -item[1])),
         parts=_parts(log, blocks, kinds, alive),
         curve=_curve(live, signed, kinds[np.abs(events) - 1]),
-        phases=_phases(log),
+        phases=[next(run) for _, run in groupby([("set-up", 0), *log.marks], itemgetter(0))],
         events=len(events),
     )
 
@@ -203,9 +204,17 @@ def _curve(live: np.ndarray, signed: np.ndarray, kinds: np.ndarray) -> dict[str,
     return curve
 
 
-def _phases(log: MemoryLog) -> list[tuple[str, int]]:
-    phases = [("set-up", 0), *log.marks]
-    return [each for each, before in zip(phases, [("", 0), *phases], strict=False) if each[0] != before[0]]
+def peaks_by_phase(anatomy: Anatomy) -> dict[tuple[int, str], int]:
+    """Bytes at the largest moment of each phase, by the number of its kind's occurrence and its name; from
+    the curve, whose moments are the largest of their runs of events."""
+    kinds = [values for name, values in anatomy.curve.items() if name != "event"]
+    totals = np.sum(np.array(kinds), axis=0)
+    names, starts = zip(*anatomy.phases, strict=True)
+    places = np.maximum(0, np.searchsorted(starts, anatomy.curve["event"], side="right") - 1)
+    return {
+        (names[:place].count(names[place]), names[place]): int(totals[places == place].max(initial=0))
+        for place in dict.fromkeys(places.tolist())
+    }
 
 
 def least_usable(

@@ -1,24 +1,31 @@
-"""What a command line asks about: its options, and what its words stand for.
-
-Nothing here imports torch, so that a mistake in the words is shown at once.
-"""
+"""What a command line asks about: its options, and what its words stand for; a cluster with some figures
+changed, as a file, so that workers and scenarios can name it; and the layout that a job or a scenario has
+already, with what of it every other layout keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import hashlib
+import itertools
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.errors import UserError, shown, suggestion
-from spbench.bench.files import read_file
-from spbench.bench.measure import PACKAGE, names
+from spbench.bench.files import cache_folder, read_file, write_whole
+from spbench.bench.measure import ASKED, PACKAGE, Cluster, load_cluster, names, written
 from spbench.bench.setting_values import CONFIG, names_a_file, remote_name
+from spbench.bench.tools.choose.suggestions import dotted
+from spbench.bench.tools.jobs.flags import several_ranks
 from spbench.bench.tools.jobs.job_files import path_and_part
 from spbench.bench.tools.jobs.python_values import makes_configurations
-from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml
+from spbench.bench.yaml_files import SUFFIXES, packaged, read_yaml, validate
+from spbench.bench.yaml_text import dump
 from spbench.impls import SUFFIX as PYTHON
-from spbench.impls import published_model, published_models
+from spbench.impls import backend_class, published_model, published_models, set_options
 
 #: a mapping with this key is a scenario
 _OF_SCENARIOS = "groups"
@@ -48,7 +55,7 @@ class Asked:
 
 
 def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
-    """What words stand for.
+    """What the words of a command line name.
 
     Raises:
         UserError: nothing.
@@ -104,3 +111,213 @@ def ask_for(needed: Mapping[str, Any], model: str) -> None:
         flags = ", ".join(missing[:-1]) + " and " * (len(missing) > 1) + missing[-1]
         hint = "; spbench list clusters has the names" if "--cluster NAME" in missing else ""
         raise UserError(f"{model} is a model: give {flags} too{hint}")
+
+
+#: parts of a cluster's file whose figures can be changed
+PARTS = ("device", "node_link", "network", "nccl", "host", "host_memory")
+#: a figure times a factor, and factors from one to another by doubling
+_FACTOR = re.compile(r"x(\d*\.?\d+)")
+_FACTORS = re.compile(r"x(\d*\.?\d+)\.\.x?(\d*\.?\d+)")
+#: values of one figure at the most
+_MOST = 64
+
+
+def is_figure(name: str) -> bool:
+    """Whether a dotted name may be the name of a cluster's figure."""
+    part, separator, _ = name.partition(".")
+    return bool(separator) and part in PARTS
+
+
+def values_of(text: str) -> list[str]:
+    """The values that a text stands for: ``x0.5..x4`` is x0.5 and its doublings up to x4; else the text.
+
+    Raises:
+        UserError: the range has none, or too many.
+    """
+    if (match := _FACTORS.fullmatch(text)) is None:
+        return [text]
+    first, last = float(match[1]), float(match[2])
+    if not 0 < first <= last <= first * 2.0**_MOST:
+        raise UserError(f"{text}: give factors above 0, the smaller first, as x0.5..x4")
+    values = [first]
+    while values[-1] * 2 <= last * (1 + 1e-9):
+        values.append(values[-1] * 2)
+    return [f"x{value:g}" for value in values]
+
+
+def swept_figures(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    """The figures of each cluster that pairs of name and text ask for, of which one may be a range.
+
+    Raises:
+        UserError: a name is given twice, or a range has no values.
+    """
+    values: dict[str, list[str]] = {}
+    for name, text in pairs:
+        if name in values:
+            raise UserError(f"--set {name} is given twice; leave one out, or give a range as x0.5..x4")
+        values[name] = values_of(text)
+    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+
+
+def changed_cluster(name: str, figures: Mapping[str, str]) -> str:
+    """The path of a file with a cluster, some figures of which are changed.
+
+    Where a figure of a link is changed, the rates that collectives were measured to reach on that link change
+    by the same factor. The file is in the folder of what is kept between runs.
+
+    Args:
+        figures: by dotted name, as ``network.bandwidth_bytes_per_s``: a number, or a factor such as ``x2``.
+
+    Raises:
+        UserError: the cluster has no such figure, or a value is no number or factor.
+    """
+    cluster = load_cluster(name)
+    content = cluster.content
+    for figure, text in figures.items():
+        _change(content, cluster.name, figure, text)
+    said = ", ".join(f"{figure} {text}" for figure, text in figures.items())
+    content["about"] = f"{cluster.name} with {said}"
+    text = dump(content)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    words = [cluster.name, *(f"{figure.rpartition('.')[2]}-{value}" for figure, value in figures.items())]
+    stem = re.sub(r"[^A-Za-z0-9._-]", "_", "-".join([*words, digest]))
+    validate(Cluster, {**content, "name": stem}, f"--set {said}")
+    kept = cache_folder()
+    folder = Path(tempfile.mkdtemp(prefix="spbench-clusters-")) if kept is None else kept / "clusters"
+    return str(write_whole(folder / f"{stem}.yaml", text))
+
+
+def _change(content: dict[str, Any], cluster: str, figure: str, text: str) -> None:
+    places = dict(_figures(content, ""))
+    if figure not in places:
+        part = figure.partition(".")[0]
+        figures = [name for name in places if name.startswith(f"{part}.")]
+        raise UserError(f"--set {figure}: cluster {cluster} has no such figure{suggestion(figure, figures)}")
+    holder, key = places[figure]
+    before = holder[key]
+    factor = _FACTOR.fullmatch(text)
+    try:
+        times = float(factor[1]) if factor else float(text) / before if before else None
+        value = before * times if factor and before is not None else float(text.removeprefix("x"))
+    except ValueError:
+        raise UserError(f"--set {figure}={text}: give a number, or a factor as x2") from None
+    if factor and before is None:
+        raise UserError(f"--set {figure}={text}: cluster {cluster} has no number there to multiply; give one")
+    if not 0 <= value < float("inf"):
+        raise UserError(f"--set {figure}={text}: give a number from 0 on")
+    part, leaf = figure.partition(".")[0], figure.rpartition(".")[2]
+    alike = [name for name in places if name.startswith(f"{part}.collectives.") and name.endswith(f".{leaf}")]
+    for name in [figure, *(alike if figure == f"{part}.{leaf}" and times is not None else [])]:
+        holder, key = places[name]
+        number = value if name == figure else (holder[key] or 0.0) * (times or 1.0)
+        holder[key] = round(number) if isinstance(holder[key], int) else number
+        if "source" in holder:
+            holder["note"] = "; ".join(filter(None, [holder.get("note"), f"{text}, {ASKED}"]))
+
+
+def _figures(part: Any, path: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The numbers of a part of a cluster's file: by dotted name the mapping or list that holds it, and under
+    which key."""
+    entries = enumerate(part) if isinstance(part, list) else part.items()
+    for key, value in entries:
+        name = f"{path}{key}"
+        if isinstance(value, dict) and "source" in value and "value" in value:
+            if value["value"] is None or isinstance(value["value"], int | float):
+                yield name, (value, "value")
+        elif isinstance(value, dict | list):
+            yield from _figures(value, f"{name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, (part, key)
+
+
+#: options of a model that save memory, which a search chooses anew: names begin or end so
+_SWITCHES, _TILES = ("recompute", "checkpoint"), "_tile"
+#: options of a backend that count ranks, that another backend stands for, or of an optimizer on the host,
+#: which a search chooses anew
+_CHOSEN = {
+    *("data_parallel_replicate_degree", "num_distributed_optimizer_instances", "gradients"),
+    *("optimizer_offload_fraction", "use_precision_aware_optimizer"),
+}
+#: settings of ``training`` that say which steps are measured
+_OF_MEASUREMENT = {"steps", "moments"}
+
+
+@dataclass(frozen=True)
+class OwnLayout:
+    """A layout that is asked about beside those that are searched.
+
+    Attributes:
+        cell: as it is.
+        kept: options of its backend, which every layout has whose backend has them.
+        released: options of its model that other layouts choose anew.
+        job: the kind of job that it was read from; "": of none.
+    """
+
+    cell: Cell
+    kept: Mapping[str, Any]
+    released: Mapping[str, Any]
+    job: str = ""
+
+    @classmethod
+    def of(cls, cell: Cell, said: Mapping[str, Any], job: str = "") -> OwnLayout:
+        """The layout of a cell.
+
+        Args:
+            said: settings that are given of every layout, by dotted name.
+        """
+        released = {
+            name: value
+            for name, value in cell.model_options.items()
+            if (name.startswith(_SWITCHES) or name.endswith(_TILES)) and f"model_options.{name}" not in said
+        }
+        return cls(cell, _kept(cell.training), released, job)
+
+    @property
+    def looked_at(self) -> Cell:
+        """The cell in the form that a search gives to all: one step, with Adam's moments, and the strategy
+        "single" if its strategy divides nothing."""
+        content = self.cell.training.model_dump(exclude_defaults=True, exclude=_OF_MEASUREMENT)
+        update: dict[str, Any] = {"training": TrainingOptions.model_validate(content), "variant": ""}
+        if several_ranks(self.cell)[0].name == "single":
+            update |= {"strategy": "single", "strategy_options": {}}
+        return self.cell.model_copy(update=update)
+
+    def without_switches(self) -> Cell:
+        """The cell without the options that other layouts choose anew."""
+        rest = {name: v for name, v in self.cell.model_options.items() if name not in self.released}
+        return self.cell.model_copy(update={"model_options": rest})
+
+    def training(self, backend: str, searched: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The settings of ``training`` of a layout with a backend: some that are searched, and those that are
+        kept; None: they cannot be together, or the backend lacks the job's update, as Muon's."""
+        usual = backend_class(backend).options_type()
+        there = asdict(usual)
+        if self.kept.get("update", "adam") != there.get("update", "adam") and "update" not in there:
+            return None
+        own = {name: value for name, value in self.kept.items() if there.get(name, value) != value}
+        try:
+            set_options(usual, {**own, **searched}, backend)
+        except ValueError:
+            return None
+        return {"backend": backend, **own, **searched}
+
+    def remarks(self) -> list[str]:
+        """Remarks on the options that other layouts choose anew, and on those that they keep."""
+        lines = []
+        if self.released:
+            switches = written(dotted("model_options", self.released))
+            lines.append(f"other layouts than yours choose anew: {switches}; --set keeps one")
+        if own := {name: self.kept[name] for name in self.cell.training.backend_options if name in self.kept}:
+            lines.append(f"kept where a backend has it: {written(dotted('training', own))}")
+        return lines
+
+
+def _kept(training: TrainingOptions) -> dict[str, Any]:
+    """The options of a backend that other layouts keep, by name: all but those that a search chooses."""
+    kind = backend_class(training.backend).options_type
+    options = asdict(set_options(kind(), training.backend_options, training.backend))
+    searched = {name for each in kind.searched() for name in each}
+    kept = {name: value for name, value in options.items() if name not in {*searched, *_CHOSEN}}
+    if kept.get("accumulate_allreduce_grads_in_fp32"):
+        kept["reduce_dtype"] = "fp32"  # what Megatron-LM's buffers are to fully_shard
+    return kept

@@ -132,7 +132,8 @@ class Asking:
             else:
                 yield task, self._counted(outcome)
         for task, outcome in self._here(waiting, enough) if self.executor is None else self._there(waiting):
-            self._write(task, outcome)
+            if self._cache is not None and outcome.status in _KEPT and outcome.final:
+                self._cache.write(self._key(task), json.dumps(asdict(outcome)).encode())
             yield task, self._counted(outcome)
 
     def _here(self, tasks: Sequence[Task], enough: Callable[[], bool]) -> Iterator[tuple[Task, Outcome]]:
@@ -166,7 +167,3 @@ class Asking:
             return None if content is None else Outcome(**json.loads(content))
         except (ValueError, TypeError):  # damaged
             return None
-
-    def _write(self, task: Task, outcome: Outcome) -> None:
-        if self._cache is not None and outcome.status in _KEPT and outcome.final:
-            self._cache.write(self._key(task), json.dumps(asdict(outcome)).encode())

@@ -30,7 +30,7 @@ def own_in_words(answer: Advice) -> Iterator[str]:
     if asked is None:
         return
     if own is None:
-        reasons = answer.result.refused.reasons
+        reasons = answer.result.refused
         cell = asked.looked_at
         reason = reasons.get(f"{cell.strategy} {cell.mesh_text}", "")
         yield f"yours cannot be timed{f': {reason}' if reason else ''}"
@@ -75,7 +75,7 @@ def _changes_in_words(answer: Advice) -> Iterator[str]:
 
 
 def _settings_changed(answer: Advice, seen: Seen) -> str:
-    """The settings that make the job's own layout another one."""
+    """In words, the settings that turn the job's own layout into another layout."""
     assert answer.result.own is not None
     differing = _differing(answer.result.own, seen)
     words = [f"{path.partition('.')[2] or path} {shown(a)} to {shown(b)}" for path, a, b in differing]
@@ -84,7 +84,7 @@ def _settings_changed(answer: Advice, seen: Seen) -> str:
 
 
 def _differing(own: Seen, seen: Seen) -> list[tuple[str, Any, Any]]:
-    """The settings of the job's own layout that another one has not, with both values."""
+    """The settings in which the job's own layout differs from another layout, with both values."""
     return [each for each in differences(own.cell, seen.cell) if each[0] not in OWN_WAYS]
 
 
@@ -98,11 +98,7 @@ def _changes(answer: Advice) -> Iterator[tuple[Seen, FlagChanges | None]]:
     whole = [seen for seen in answer.result.best if seen.exact]
     towards = sorted(whole[:NAMED], key=lambda seen: seen.is_full)
     if not own.fits:  # and of those that tie, to what differs in least of it
-
-        def away(seen: Seen) -> tuple[bool, bool, int]:
-            return seen.is_full, not answer.is_tie(seen), len(_differing(own, seen))
-
-        towards = sorted(towards, key=away)
+        towards.sort(key=lambda seen: (seen.is_full, not answer.is_tie(seen), len(_differing(own, seen))))
     for seen in towards:
         if own.fits and seen.step_s >= own.step_s:
             continue
@@ -150,7 +146,7 @@ def varying(points: Sequence[Point]) -> list[str]:
 
 
 def turns(points: Sequence[Point]) -> Iterator[str]:
-    """A line for each value of what varies second: which strategy wins from where on, and where it is a tie.
+    """A line for each value of the field that varies second: which strategy wins from where on, and the ties.
 
     Args:
         points: with ``gpus``, ``seq_len``, ``figures``, ``strategy`` ("" where nothing fits) and ``tie``, in

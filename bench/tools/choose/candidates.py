@@ -52,23 +52,15 @@ _DOMINATED = 1.1
 
 
 def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str] | None:
-    """The axes of several ranks in that order; None if this is the default order."""
+    """The axes of several ranks in an order; None if that is the default order."""
     axes = [axis for axis in order if sizes.get(axis, 1) > 1]
     return None if axes == sorted(axes, key=MESH_AXES.index) else axes
 
 
-def mesh_alone(cell: Cell) -> str:
-    """The mesh of a cell as text, without the ranks of its experts and whatever the order of its axes."""
-    return _mesh_alone(cell.mesh_sizes)
-
-
-def _mesh_alone(sizes: Mapping[str, int]) -> str:
-    return spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
-
-
-def kind_of_layout(layout: Layout) -> tuple[str, str]:
-    """Strategy and mesh, as of a cell (:func:`mesh_alone`)."""
-    return layout.way.strategy, _mesh_alone(layout.sizes)
+def kind_of_layout(strategy: str, sizes: Mapping[str, int]) -> tuple[str, str]:
+    """Strategy and mesh as text, without the ranks of experts and whatever the order of the axes: the best
+    layout of each kind is named."""
+    return strategy, spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
 
 
 #: a choice and its value
@@ -107,12 +99,12 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """Strategy and mesh, as of a cell (:func:`mesh_alone`): of each kind the best layout is named."""
-        return kind_of_layout(self.layout)
+        """See :func:`kind_of_layout`."""
+        return kind_of_layout(self.strategy, self.layout.sizes)
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """How many strategies and memory switches it has, and axes of several ranks."""
+        """How many strategies and memory switches the candidate has, and axes of several ranks."""
         things = things_to_set(self.strategy, self.saving, self.training)
         return things, sum(n > 1 for n in self.layout.sizes.values())
 
@@ -124,7 +116,7 @@ class Candidate:
         return of_all if fold is None else (*of_all, ("fold", str(fold)))
 
     def cell(self, asked: Cell) -> Cell:
-        """The cell that it makes of the one that was asked about."""
+        """The cell with this layout, made of the cell that was asked about."""
         layout, (batch, _) = self.layout, asked.shape
         training = {**asked.training.model_dump(exclude_defaults=True), **self.training}
         if asked.training.step == "training":
@@ -218,8 +210,8 @@ def candidates(
 
 @dataclass(frozen=True)
 class _Choices:
-    """What each layout can have: settings of backends, whether these have stages, the places of their twins,
-    settings of the model, and both settings as text; the bytes that it can have, and the seconds."""
+    """What each layout can have: settings of backends, whether the backends have stages, the places of their
+    twins, settings of the model, and both settings as text; the bytes of a card, and the bar of seconds."""
 
     backends: Sequence[Mapping[str, Any]]
     pipelined: Sequence[bool]
@@ -328,12 +320,12 @@ def promising(times: np.ndarray, fitting: np.ndarray, of_twin: float) -> np.ndar
 def figures_of(
     estimates: Estimates, way: Way, question: Question, refused: Refused
 ) -> tuple[WayFigures, Mapping[str, Any]] | None:
-    """The figures of a way, and the first of its strategy's settings that can be; None: none can be."""
+    """The figures of a way, and the first settings of its strategy that can be; None: no settings can."""
     reason = ""
     for options in settings_of(question, way.strategy):
         try:
             return estimates.figures(way, options), options
         except Unsupported as refusal:
             reason = str(refusal)
-    refused.add(str(way), reason)
+    refused.setdefault(str(way), reason)
     return None

@@ -17,11 +17,20 @@ from typing import Any
 import numpy as np
 
 from spbench.bench.cell import Cell, Sizes
-from spbench.bench.measure import load_cluster, planned_strategy
-from spbench.bench.tools.choose.collective_prices import CollectivePrices
-from spbench.bench.tools.choose.layouts import Fold, Layout, Way
+from spbench.bench.measure import Costs, GroupLinks, load_cluster, model_parameters, planned_strategy
+from spbench.bench.tools.choose.layouts import ORDER, Fold, Layout, Way, groups_of, of_one_axis
 from spbench.bench.tools.choose.references import BackendFigures, Depths, Reference, at_depth
-from spbench.impls import PRECISIONS, Model, Site, folds, model_preset, planned_sums, ranks_along
+from spbench.impls import (
+    PRECISIONS,
+    Model,
+    Site,
+    folded_sizes,
+    folds,
+    given_folds,
+    model_preset,
+    planned_sums,
+    ranks_along,
+)
 
 #: shares of computation behind which what a backend sends is taken to be hidden: what it sends once a step,
 #: behind one micro-batch; what it sends with each, behind each. Nothing is where rows go to experts of other
@@ -59,6 +68,61 @@ class WayFigures:
     dispatched: Depths = _NOTHING
 
 
+#: the axes of a mesh that have several ranks, and the ranks along all
+_Place = tuple[tuple[str, ...], tuple[int, ...]]
+
+
+class CollectivePrices:
+    """Seconds of collectives among the ranks of a mesh, each worked out once for all layouts that have it.
+
+    Args:
+        cell: of the question.
+
+    Attributes:
+        s_of_byte: seconds of a byte that a kernel moves through the card's memory; 0: not known.
+    """
+
+    def __init__(self, cell: Cell):
+        cluster = load_cluster(cell.cluster)
+        self._costs = Costs(cluster, cluster.calibration_of(cell.precision), model_parameters(cell))
+        bandwidth = self._costs.memory_bandwidth()
+        self.s_of_byte = 1 / bandwidth if bandwidth > 0 else 0.0
+        self._prices: dict[tuple[str, float, _Place], float] = {}
+        #: by axes and sizes
+        self._meshes: dict[tuple[Any, ...], tuple[dict[str, int], _Place]] = {}
+        self._groups: dict[_Place, tuple[list[list[int]], list[GroupLinks]]] = {}
+
+    def seconds(
+        self, collective: str, nbytes: float, axes: tuple[str, ...], sizes: Mapping[str, int]
+    ) -> float:
+        """Seconds of one call among the ranks along these axes, while all their groups call at once."""
+        asked = (axes, *sizes.items())
+        if asked not in self._meshes:
+            mesh = {axis: sizes.get(axis, 1) for axis in ORDER}
+            if axes and folds(axes):
+                mesh = of_one_axis(mesh) | folded_sizes(mesh | given_folds(sizes))
+            around = tuple(axis for axis in axes if mesh[axis] > 1)
+            self._meshes[asked] = mesh, (around, tuple(mesh.values()))
+        mesh, place = self._meshes[asked]
+        if not place[0] or not nbytes or collective in ("recv", "barrier"):
+            return 0.0
+        key = (collective, nbytes, place)
+        if key not in self._prices:
+            self._prices[key] = self._seconds(collective, nbytes, place, mesh)
+        return self._prices[key]
+
+    def _seconds(self, collective: str, nbytes: float, place: _Place, mesh: Mapping[str, int]) -> float:
+        if place not in self._groups:
+            groups = groups_of(place[0], mesh).tolist()
+            self._groups[place] = groups, self._costs.links(groups)
+        groups, links = self._groups[place]
+        if collective == "send":
+            nexts = np.roll(groups, -1, axis=1)
+            latency, per_byte = self._costs.transfers(np.ravel(groups).tolist(), nexts.ravel().tolist(), 1)
+            return float((latency + per_byte * nbytes).max())
+        return max(self._costs.collectives(collective, nbytes, groups, links))
+
+
 class Estimates:
     """Estimates for one question.
 
@@ -90,7 +154,7 @@ class Estimates:
         self.seconds, self._s_of_byte = (prices := CollectivePrices(cell)).seconds, prices.s_of_byte
 
     def figures(self, way: Way, options: Mapping[str, Any]) -> WayFigures:
-        """What a way sends and holds.
+        """What a rank sends and holds with a way to divide a sample.
 
         Raises:
             Unsupported: it cannot divide the model so.
@@ -184,14 +248,12 @@ class Estimates:
             return 0.0
         # folded axes have the same groups whatever the axes that divide a sample
         key = (layout.fold, layout.dp, layout.pp, layout.way.ranks, nbytes)
-        if (known := self._dispatched.get(key)) is not None:
-            return known
-        ep, etp = layout.fold
-        to_each = self.seconds("all_to_all", float(f"{nbytes:.2g}"), ("ep",), layout.sizes) if ep > 1 else 0.0
-        gathered = float(f"{nbytes * etp:.2g}")
-        of_parts = self.seconds("all_gather", gathered, ("etp",), layout.sizes) if etp > 1 else 0.0
-        seconds = self._dispatched[key] = 4 * (to_each + of_parts)
-        return seconds
+        if key not in self._dispatched:
+            ep, etp = layout.fold
+            both = ("all_to_all", nbytes, "ep", ep), ("all_gather", nbytes * etp, "etp", etp)
+            calls = ((name, float(f"{n:.2g}"), (axis,)) for name, n, axis, ranks in both if ranks > 1)
+            self._dispatched[key] = 4 * sum(self.seconds(*call, layout.sizes) for call in calls)
+        return self._dispatched[key]
 
     def _expert_elements(self, layout: Layout, way: WayFigures) -> tuple[float, int]:
         """(elements of routed experts that a rank has, replicas that have the same ones)."""
@@ -203,25 +265,18 @@ class Estimates:
         return elements / ranks, layout.stage_ranks // ranks
 
     def _host_s(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
-        """Seconds of an update on the host and of its copies, [layouts, backends]; all ranks of a node update
-        at once."""
+        """Seconds in which the host updates its part of the parameters, and of the copies over the link,
+        [layouts, backends]; all ranks of a node update at once."""
         sharing = layouts[0].dp * ranks_along(way.alike, layouts[0].sizes)
         elements = self._elements(layouts[0], way) / sharing
         held = [self._expert_elements(each, way) for each in layouts]
         own = np.array([elements + experts / replicas for experts, replicas in held])
-        seconds: np.ndarray = own[:, None] * self._host_s_of_parameter
-        return seconds
-
-    @cached_property
-    def _host_s_of_parameter(self) -> np.ndarray:
-        """[backends]: seconds of a parameter of a rank's part: its update on the host, copies over the
-        link."""
         cluster = load_cluster(self.cell.cluster)
         host, ranks = cluster.host_memory, min(self.gpus, cluster.devices_per_node)
-        held = np.array([each.host_bytes for each in self.backends.values()], dtype=float)
-        updated = _UPDATED * ranks * held / (host.update_bytes_per_s.value or float("inf"))
-        seconds: np.ndarray = updated + _COPIED * held / (host.bytes_per_s or float("inf"))
-        return seconds
+        nbytes = np.array([each.host_bytes for each in self.backends.values()], dtype=float)
+        updated_s = _UPDATED * ranks * nbytes / (host.update_bytes_per_s.value or float("inf"))
+        copied_s = _COPIED * nbytes / (host.bytes_per_s or float("inf"))
+        return np.asarray(own[:, None] * (updated_s + copied_s))
 
     def _replicas_s(self, layout: Layout, way: WayFigures) -> np.ndarray:
         """[4, backends]: seconds of what a backend sends once a step, with each micro-batch, and with each
@@ -260,7 +315,8 @@ class Estimates:
     def states(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
         """Bytes of states of training on a rank, [layouts, backends]."""
         sharing = layouts[0].dp * ranks_along(way.alike, layouts[0].sizes)
-        whole, shared = self._of_states
+        held_bytes = [(each.whole_bytes, each.shared_bytes) for each in self.backends.values()]
+        whole, shared = np.array(held_bytes, dtype=float).T
         held = np.array([self._expert_elements(each, way) for each in layouts], dtype=float)[..., None]
         layout = layouts[0]
         several = self.cell.shape[0] > layout.dp * layout.micro_batch
@@ -269,16 +325,10 @@ class Estimates:
         of_others = (whole + shared / sharing) * self._elements(layout, way)
         experts = [way.experts.layer / math.prod(each.fold or (1,)) for each in layouts]
         at_once = (way.elements.layer + np.array(experts)[:, None]) / self.layers * self.periods
-        nbytes: np.ndarray = of_others + (whole + shared / held[:, 1]) * held[:, 0]
-        return nbytes + of_layer * at_once
-
-    @cached_property
-    def _of_states(self) -> np.ndarray:
-        """[2, backends]: bytes an element of states that each replica holds, and that replicas share out."""
-        return np.array([(e.whole_bytes, e.shared_bytes) for e in self.backends.values()], dtype=float).T
+        return np.asarray(of_others + (whole + shared / held[:, 1]) * held[:, 0] + of_layer * at_once)
 
     def activations(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
-        """Bytes of everything else on the fullest rank at its peak, [layouts, savings]."""
+        """Bytes of all but states of training on the fullest rank at its peak, [layouts, savings]."""
         (batch, _), layout = self.cell.shape, layouts[0]
         stages, runs = layout.pp, layout.virtual_stages
         # of runs of layers in turns, the first rank has as many before its first backward, and one more

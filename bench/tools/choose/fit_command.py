@@ -7,10 +7,10 @@ import functools
 import click
 
 from spbench.bench.command_line.options import (
+    BYTES,
+    LENGTH,
     SETTINGS,
-    Bytes,
     Function,
-    Length,
     WholeNumber,
     body,
     changes,
@@ -32,9 +32,9 @@ def _asking(command: Function) -> Function:
         click.option("--cluster", metavar="NAME", help="That it runs on: its name (spbench list) or file."),
         click.option("--gpus", type=positive, help="How many; what scenario, job or sizes say if left out."),
         click.option("--strategy", help="How a sample is divided; of a scenario, its cells of this one."),
-        click.option("--seq-len", type=Length(), help="Positions of a sequence, as 131072 or 128K."),
-        click.option("--batch", type=Length(), help="Samples of the whole batch."),
-        click.option("--micro-batch", type=Length(), help="Samples of a micro-batch of a replica."),
+        click.option("--seq-len", type=LENGTH, help="Positions of a sequence, as 131072 or 128K."),
+        click.option("--batch", type=LENGTH, help="Samples of the whole batch."),
+        click.option("--micro-batch", type=LENGTH, help="Samples of a micro-batch of a replica."),
         *(click.option(f"--{axis}", type=positive, help=f"Ranks along {axis}.") for axis in MESH_AXES),
         changes,
         many("--where", SETTINGS, "Only cells of the scenario with this setting."),
@@ -49,7 +49,7 @@ def _asking(command: Function) -> Function:
 @_asking
 @click.option("--suggest", is_flag=True, help="Try more changes, where it fits too.")
 @click.option("--longest", is_flag=True, help="Find the longest length and the largest micro-batch that fit.")
-@click.option("--budget", type=Bytes(), help="Choose the switches that need no more at the least cost.")
+@click.option("--budget", type=BYTES, help="Choose the switches that need no more at the least cost.")
 @figure_option("Draw memory over the steps, by kind, into this file (.png, .pdf or .svg).")
 @path_option("--snapshot", "Write what PyTorch's memory viewer (pytorch.org/memory_viz) opens.")
 @click.option(

@@ -15,7 +15,7 @@ from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
 from spbench.bench.measure import PEAK, RESERVED, past_errors, priced_by_in_words
 from spbench.bench.measure import given as settings_given
-from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
+from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.fit_verdict import (
     MEMORY_COLUMNS,
     VERDICT_COLUMNS,
@@ -25,11 +25,11 @@ from spbench.bench.tools.choose.fit_verdict import (
     part_of_experts,
     settings_of,
     step_of,
+    words,
 )
 from spbench.bench.tools.choose.fitting import Fitting, fitting
-from spbench.bench.tools.choose.proofs import Proofs
+from spbench.bench.tools.choose.proofs import BudgetPlan, Proofs
 from spbench.bench.tools.choose.subject import experts_line, model_line, taken, taken_line, tokens_of_rank
-from spbench.bench.tools.choose.under_budget import BudgetPlan
 from spbench.bench.tools.jobs.flag_changes import flag_changes
 from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import card_gib, shown_price, shown_share
@@ -39,14 +39,6 @@ from spbench.impls import model_preset
 _SMALL = 0.002
 #: parts of the peak, changes and switches that a terminal shows where no details are asked for
 _PARTS, _CHANGES, _SWITCHES = 4, 2, 4
-#: what no number here has in it
-NOT_MODELLED = (
-    "NCCL's buffers, but for all-to-alls on clusters that know them",
-    "what kernels allocate inside (cuDNN)",
-    "settings of PYTORCH_CUDA_ALLOC_CONF other than expandable_segments and max_split_size_mb",
-    "blocks that record_stream holds back",
-    "what else runs on the card",
-)
 
 
 def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
@@ -71,7 +63,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
         sections.append(f"priced by something else, with shares of the step: {priced_by}")
     details.append(memory_table({fullest.cell.key: fullest.measurement}))
     details.append("\n".join(f"beside real machines: {each}" for each in errors))
-    details.append(f"not modelled: {'; '.join(NOT_MODELLED)}")
+    details.append(f"not modelled: {'; '.join(words()['not_modelled'])}")
     cells = records(VERDICT_COLUMNS, answer.verdicts)
     cells += [{"cell": cell.key, "fits": None, "reason": reason} for cell, reason in answer.others]
     content = {
@@ -89,7 +81,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
         "largest": answer.sizes and asdict(answer.sizes),
         "budget": answer.plan and _plan_content(answer, answer.plan),
         "errors": [vars(each) for each in errors],
-        "not_modelled": list(NOT_MODELLED),
+        "not_modelled": words()["not_modelled"],
         "model": model,
         "taken": {each.what: vars(each) for each in taken(fullest.cell, said)},
         "tokens_of_rank": tokens_of_rank(fullest.cell),
@@ -148,7 +140,7 @@ def _holding(verdict: Verdict) -> Iterator[Table | str]:
 
 
 def _parts(verdict: Verdict, program: str) -> Table:
-    """What holds the peak, by kind and the module in whose forward or backward it was made."""
+    """What holds the peak: tensors by kind and by the module in whose forward or backward they were made."""
     peak = verdict.anatomy.peak_memory_bytes
     experts = bool(getattr(model_preset(*verdict.cell.model_arguments), "experts", 0))
     of_experts = Column("of", "of", of=lambda part: part_of_experts(part.kind, part.module, experts) or None)
@@ -337,8 +329,6 @@ def fit(
         raise UserError(
             "--must-fit judges the sizes as they are, and --longest looks for others; leave one out"
         )
-    if kind_of(subject) == "model":
-        ask_for({"--cluster NAME": cluster, "--seq-len N": settings.get("seq_len")}, subject[0])
     with Progress() as progress:
 
         def verdict_first(answer: Fitting) -> None:

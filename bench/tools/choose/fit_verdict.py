@@ -112,7 +112,7 @@ class Verdict:
         return all(entry["status"] == "ok" for entry in self.measurement["by_class"])
 
     def within(self, budget_bytes: int) -> bool:
-        """Whether the cell needs at most so many bytes of a card, and its hosts have the memory."""
+        """Whether the cell needs at most so many bytes of a card, and the hosts have the memory for it."""
         on_host = self.devices_fit and not self.fits
         return self.memory.total_bytes <= budget_bytes and not on_host
 
@@ -139,7 +139,7 @@ class Verdict:
         return f"{ranks_text(self.anatomy.ranks)} ({at}{self.moment_in(program)})"
 
     def moment_in(self, program: str = "") -> str:
-        """The moment at which memory is largest; its module has the name that the program gives it."""
+        """The moment at which memory is largest, its module by the program's name for that module."""
         moment = self.anatomy.moment
         return str(replace(moment, module=moment.module and in_program_words(moment.module, program)))
 
@@ -254,9 +254,9 @@ _USUAL = "huggingface"
 
 
 @functools.cache
-def _programs() -> Mapping[str, Mapping[str, str]]:
-    """By the kind of job, what its program calls the modules of the decoder."""
-    return read_yaml(Path(__file__).with_name("module_words.yaml"))
+def words() -> Mapping[str, Any]:
+    """The words of answers: names of modules by the kind of job, and other tables."""
+    return read_yaml(Path(__file__).with_name("words.yaml"))
 
 
 def in_program_words(module: str, program: str) -> str:
@@ -266,14 +266,14 @@ def in_program_words(module: str, program: str) -> str:
         module: its path here, as ``blocks.*.mlp``; the name of a class: the decoder itself.
         program: the kind of its job; "" for none.
     """
-    programs = _programs()
-    words = {**programs.get(program, programs[_USUAL]), "loader_mask": "the data loader's attention mask"}
+    programs = words()["modules"]
+    names = {**programs.get(program, programs[_USUAL]), "loader_mask": "the data loader's attention mask"}
     if "Decoder" in module:
-        return words[""]
+        return str(names[""])
     parts = module.split(".")
     for end in range(len(parts), 0, -1):
-        if (path := ".".join(parts[:end])) in words:
-            return words[path]
+        if (path := ".".join(parts[:end])) in names:
+            return str(names[path])
     return module
 
 

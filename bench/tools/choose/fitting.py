@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spbench.bench.cell import Cell
+from spbench.bench.cell import Cell, SearchRequest
 from spbench.bench.errors import UserError
 from spbench.bench.files import cache_folder, write_whole
 from spbench.bench.measure import (
@@ -27,13 +27,19 @@ from spbench.bench.measure import (
     written,
 )
 from spbench.bench.measurement import Outcome
-from spbench.bench.tools.choose.anatomy import examine, trace_stage
+from spbench.bench.tools.choose.anatomy import attempt, examine, trace_stage
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking, Say, Task, within
 from spbench.bench.tools.choose.fit_verdict import Verdict
-from spbench.bench.tools.choose.proofs import ENOUGH, MOST, Largest, Proofs, largest, prove
+from spbench.bench.tools.choose.proofs import (
+    ENOUGH,
+    MOST,
+    BudgetPlan,
+    Proofs,
+    plan_budget,
+    prove,
+)
 from spbench.bench.tools.choose.subject import Subject, model_line, slow_words, subject
-from spbench.bench.tools.choose.under_budget import BudgetPlan, plan_budget
 from spbench.plots.style import length_text, model_name, strategy_name
 
 #: share of the time that tracing the cells takes, roughly, where changes are tried after it
@@ -44,7 +50,7 @@ _OF_THE_JOB = ("precision", "model_options")
 
 @dataclass(frozen=True)
 class Fitting:
-    """Whether cells fit, and what would help.
+    """The answer whether cells fit, with the changes that would help.
 
     Attributes:
         verdicts: of the cells that can run.
@@ -143,6 +149,28 @@ def fitting(
             say("looking for the longest length and the largest micro-batch", behind)
             sizes = largest(fullest.cell, asking)
     return Fitting(about, verdicts, others, proofs, sizes, plan, advise_command(words, fullest.cell, asked))
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest sizes that fit, each with all else as it is; None: not even the smallest fits, or it cannot
+    be searched for. ``batch`` is the whole one, of micro-batches of ``micro_batch`` samples."""
+
+    seq_len: int | None
+    micro_batch: int | None
+    batch: int | None
+
+
+def largest(cell: Cell, asking: Asking) -> Largest:
+    """Search for the largest sizes, each proved by a trace that fits and one that does not."""
+    searches = {
+        each: cell.model_copy(update={each: None, "search": SearchRequest(quantity=each)})
+        for each in ("seq_len", "batch")
+    }
+    tasks = [Task(each, attempt) for each in searches.values()]
+    answers = {task.cell.key: outcome.measurement.get("answer") for task, outcome in asking(tasks)}
+    seq_len, batch = (answers[each.key] for each in searches.values())
+    return Largest(seq_len, batch and batch // (cell.sizes.dp * cell.training.micro_batches), batch)
 
 
 def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:

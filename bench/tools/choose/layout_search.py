@@ -9,15 +9,19 @@ many traces in a row have gained the best nothing.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 
 from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
-from spbench.bench.tools.choose.asking import Asking, Say, unheard
+from spbench.bench.measure import executor_at
+from spbench.bench.tools.choose.advice import Advice
+from spbench.bench.tools.choose.asking import Asking, Say, unheard, within
 from spbench.bench.tools.choose.candidates import (
     FAR_TOO_LARGE,
     SLOWER,
@@ -26,12 +30,11 @@ from spbench.bench.tools.choose.candidates import (
     Bar,
     Candidate,
     candidates,
-    mesh_alone,
 )
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layouts import Way, things_to_set
 from spbench.bench.tools.choose.learned import UNKNOWN, Learned, Waiting
-from spbench.bench.tools.choose.possible import why_impossible
+from spbench.bench.tools.choose.possible import absence, why_impossible
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import (
     NAMED,
@@ -138,12 +141,12 @@ class Search(LookedAt):
         every = candidates(question, estimates, savings, refused, self.usable, counts, bar=self.bar)
         self.every = [*every]
         if not self.every:
-            reasons = ", or ".join(dict.fromkeys(refused.reasons.values()))
+            reasons = ", or ".join(dict.fromkeys(refused.values()))
             reason = reasons or "no backend or setting can be traced"
             raise UserError(f"no layout of {question.gpus} GPUs can be traced: {reason}")
-        counts["cannot be"] = len(refused.reasons)
+        counts["cannot be"] = len(refused)
         others = sum(counts[each] for each in (SLOWER, TOO_SLOW, TOO_LARGE))
-        counts["looked at"] = len(self.every) + others + len(refused.reasons)
+        counts["looked at"] = len(self.every) + others + len(refused)
 
     # -- few layers ------------------------------------------------------------------------------------
 
@@ -173,7 +176,7 @@ class Search(LookedAt):
         """Take the most promising that could be among the best, one of each way and of each new strategy."""
         best = self.best_layouts()
         bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
-        of_kind = {(seen.cell.strategy, mesh_alone(seen.cell)): seen.step_s for seen in best}
+        of_kind = {seen.kind: seen.step_s for seen in best}
         expected_s, least_s = self.learned.bounds(waiting)
         places = np.flatnonzero(waiting.left & (least_s <= bar))
         chosen: dict[int, Candidate] = {}
@@ -273,3 +276,43 @@ class Search(LookedAt):
 
 def _peak(seen: Seen) -> int:
     return seen.peak
+
+
+def answered(
+    questions: Sequence[Question],
+    jobs: int | None = None,
+    say: Say = unheard,
+    executor: str | None = None,
+    asked_about: Mapping[str, int] = {},
+) -> Iterator[Advice]:
+    """The answers to questions, each as soon as it is there. If there are several, a question without any
+    layout has an answer that says so.
+
+    Args:
+        jobs: how many workers; None: one for each usable core.
+        say: takes what is being done, and the share that is done.
+        executor: the address where layouts are traced, as of :func:`executor_at`; None: here.
+        asked_about: ranks along axes; each answer says what became of layouts with them.
+
+    Raises:
+        UserError: no layout of the only question is possible.
+    """
+    elsewhere = executor_at(executor)
+    with elsewhere as there, Asking(jobs, there) as asking:
+        for number, each in enumerate(questions):
+            say_here = within(say, number / len(questions), (number + 1) / len(questions))
+            begun, cpu_s = time.monotonic(), time.process_time() + asking.cpu_s
+            search = Search(each, asking, say_here)
+            try:
+                answer = Advice(each, search.run())
+            except UserError as error:
+                if len(questions) == 1:
+                    raise
+                answer = Advice(each, SearchResult(impossible=str(error)))
+            if winner := answer.winner:
+                answer = replace(answer, prices=search.whole.prices(winner))
+            if asked_about:
+                why = absence(each, answer.result, asked_about, search.every, search.too_large, search.bar)
+                answer = replace(answer, absence=why)
+            cpu_s = time.process_time() + asking.cpu_s - cpu_s
+            yield replace(answer, seconds=time.monotonic() - begun, cpu_s=cpu_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -121,15 +121,8 @@ def things_to_set(strategy: str, model: Iterable[str], training: Mapping[str, An
     return strategies + len({*map(switch_of, model)}) + ("host" in training.values())
 
 
-@dataclass
-class Refused:
-    """Layouts that cannot be, and why, as far as no trace is needed to say so."""
-
-    reasons: dict[str, str] = field(default_factory=dict)
-
-    def add(self, what: str, reason: str) -> None:
-        """One more."""
-        self.reasons.setdefault(what, reason)
+#: layouts that cannot be, and why, as far as no trace is needed to say so
+Refused = dict[str, str]
 
 
 def divisors(n: int) -> list[int]:
@@ -195,11 +188,13 @@ def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iter
         what = f"{way} dp{dp} pp{pp}"
         sizes = unequal_stages(question, layers, pp)
         if batch % dp:
-            refused.add(what, f"{batch} sequences are no whole number for {dp} replicas")
+            refused.setdefault(what, f"{batch} sequences are no whole number for {dp} replicas")
         elif sizes is None:
-            refused.add(what, f"{layers} layers are no whole number for {pp} stages")
+            refused.setdefault(what, f"{layers} layers are no whole number for {pp} stages")
         elif given and not folded(question, Layout(way, dp, pp, 1)):
-            refused.add(what, f"{given} fits neither the experts nor the {dp * way.ranks} ranks of a stage")
+            refused.setdefault(
+                what, f"{given} fits neither the experts nor the {dp * way.ranks} ranks of a stage"
+            )
         else:
             samples_of = _micro_batches(question, way, batch // dp, length)
             for samples in [batch // dp] if forward_only else samples_of:

@@ -115,8 +115,8 @@ class Excess(NamedTuple):
         return candidate.estimated_bytes + max(self.more * share for share in self._shares(candidate))
 
     def _shares(self, candidate: Candidate) -> tuple[float, ...]:
-        """For each of these kinds, how many times as large the excess of another candidate is, if that of
-        the traced one is of this kind."""
+        """By kind of bytes, how many times as large the excess of another candidate is as the traced one's,
+        if the excess is of that kind."""
         here, there = candidate.layout, self.of.layout
         ranks = here.way.ranks / there.way.ranks
         activations = max(1.0, candidate.activation_bytes) / max(1.0, self.of.activation_bytes)
@@ -137,15 +137,6 @@ class Bounds(NamedTuple):
     least_s: np.ndarray
 
 
-class Nearest(NamedTuple):
-    """The traced way that is most like another one of its strategy, and how many doublings of ranks along an
-    axis lie between; ``factor`` is the logarithm of its own. None, and nan doublings, if none was traced."""
-
-    factor: float
-    doublings: float
-    way: Way | None
-
-
 class Learned:
     """Corrections to the estimates, from traced candidates.
 
@@ -157,19 +148,14 @@ class Learned:
 
     def __init__(self) -> None:
         self._seen: list[tuple[Candidate, float]] = []
-        self._parts: dict[str, list[Way]] = {}
-        self._of_ways: dict[Way, float] = {}
-        self._of_variants: dict[Variant, float] = {}
-        #: of each way, the largest micro-batch that was traced
+        #: of each way that was traced, the largest micro-batch; and the ways by the parts of their strategies
         self._largest: dict[Way | None, int] = {}
-        self._columns: dict[Hashable, int] = {}
-        self._covariance: np.ndarray = np.zeros((0, 0))
-        self._nearest: dict[Way, Nearest] = {}
-        self._of_relatives: dict[str, float] = {}
+        self._parts: dict[str, list[Way]] = {}
         self._excess: dict[Hashable, list[Excess]] = {}
+        self.fit()
 
     def knows(self, strategy: str) -> bool:
-        """Whether a layout of it was traced."""
+        """Whether a layout of a strategy was traced."""
         return strategy in self._excess
 
     def unsettled_parts(self, strategy: str) -> set[str]:
@@ -184,7 +170,7 @@ class Learned:
         return ways if part in strategies or len(strategies) > 1 else ()
 
     def knows_parts(self, strategy: str) -> bool:
-        """Whether a layout of it was traced, or of each of its parts one."""
+        """Whether a layout with each part of a strategy was traced."""
         return all(part in self._parts for part in strategy.split(PLUS))
 
     def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
@@ -193,69 +179,69 @@ class Learned:
         excess = Excess(nbytes - candidate.estimated_bytes, candidate)
         for _, key in _likenesses(candidate):
             self._excess.setdefault(key, []).append(excess)
-        if candidate.layout.way not in self._of_ways:
-            for part in candidate.strategy.split(PLUS):
-                self._parts.setdefault(part, []).append(candidate.layout.way)
-        self._of_ways[candidate.layout.way] = 0.0
         layout = candidate.layout
+        if layout.way not in self._largest:
+            for part in candidate.strategy.split(PLUS):
+                self._parts.setdefault(part, []).append(layout.way)
         self._largest[layout.way] = max(layout.micro_batch, self._largest.get(layout.way, 0))
 
     def fit(self) -> None:
-        """Work out the factors, once something was traced."""
-        self._nearest.clear()
-        self._of_relatives.clear()
-        if not self._seen:
-            return
-        ways = list(self._of_ways)
+        """Work out the logarithms of the factors, and their covariance."""
         variants = list(dict.fromkeys(each for c, _ in self._seen for each in c.variants))
-        self._columns = columns = {name: at for at, name in enumerate([*ways, *variants])}
+        columns: dict[Hashable, int] = {name: at for at, name in enumerate([*self._largest, *variants])}
         matrix = np.zeros((len(self._seen), len(columns)))
         for row, (candidate, _) in enumerate(self._seen):
-            for name in (candidate.layout.way, *candidate.variants):
-                matrix[row, columns[name]] = 1.0
+            matrix[row, [columns[name] for name in (candidate.layout.way, *candidate.variants)]] = 1.0
         off = np.array([each for _, each in self._seen])
-        before = np.array([_SD_OF_WAY] * len(ways) + [_SD] * len(variants))
+        before = np.array([_SD_OF_WAY] * len(self._largest) + [_SD] * len(variants))
+        self._columns = columns
         self._covariance = np.linalg.inv(matrix.T @ matrix / _NOISE**2 + np.diag(before**-2.0))
-        factors = self._covariance @ matrix.T @ off / _NOISE**2
-        self._of_ways = {way: float(factors[columns[way]]) for way in ways}
-        self._of_variants = {name: float(factors[columns[name]]) for name in variants}
+        # the last is of a way or a variant that was not traced
+        self._factors = np.append(self._covariance @ matrix.T @ off / _NOISE**2, 0.0)
 
     def bounds(self, waiting: Waiting) -> Bounds:
-        """The seconds and bytes that candidates take. If micro-batches are larger than the traced
-        candidate's, the excess of its step over the estimate may come with each micro-batch, as where the
-        host is slower than the card."""
-        nearest = [self._of_way(way) for way in waiting.ways]
-        variants = np.array([self._of_variants.get(each, 0.0) for each in waiting.variants], dtype=float)
+        """The seconds that candidates take; each way is taken for the traced one of its strategy that is
+        fewest doublings of ranks away. If micro-batches are larger than the traced candidate's, the excess of
+        its step over the estimate may come with each micro-batch, as where the host is slower than the
+        card."""
+        unknown, strategies = len(self._columns), [way.strategy for way in waiting.ways]
+        relatives = {each: self._relatives(each) for each in dict.fromkeys(strategies)}
+        nearest = [self._nearest(way) for way in waiting.ways]
         way_at, *variants_at = waiting.alike.T
-        off = np.array([each.factor for each in nearest], dtype=float)[way_at]
-        off = off + sum(variants[at] for at in variants_at)
-        largest = np.array([self._largest.get(each.way, math.inf) for each in nearest], dtype=float)[way_at]
+        ways = np.array([self._columns.get(each, unknown) for each in nearest], dtype=int)[way_at]
+        variants = np.array([self._columns.get(each, unknown) for each in waiting.variants], dtype=int)
+        columns = [ways, *(variants[at] for at in variants_at)]
+        off = np.array([relatives[each] for each in strategies], dtype=float)[way_at]
+        off = np.where(ways < unknown, self._factors[ways], off)
+        off = off + sum(self._factors[each] for each in columns[1:])
+        largest = np.array([self._largest.get(each, math.inf) for each in nearest], dtype=float)[way_at]
         fewer = np.minimum(1.0, largest / waiting.micro_batches)
         at_least = np.where(off > 0, np.log1p(np.expm1(off) * fewer), off)
-        doublings = np.array([each.doublings for each in nearest], dtype=float)[way_at]
-        margins = self._deviations(waiting, nearest) + doublings * math.log(_MARGIN_OF_STEP)
-        of_parts = np.array([self._least_of_parts(way.strategy) for way in waiting.ways], dtype=float)[way_at]
-        least = np.where(np.isnan(doublings), of_parts, at_least - margins)
+        both = zip(waiting.ways, nearest, strict=True)
+        doublings = np.array([_doublings(*each) for each in both], dtype=float)[way_at]
+        margins = self._deviations(columns) + doublings * math.log(_MARGIN_OF_STEP)
+        parts = np.array([self._slowest_part(each) for each in strategies], dtype=float)[way_at]
+        of_parts = np.maximum(parts - math.log(_OF_PARTS), -math.log(UNKNOWN))
+        least = np.where(ways < unknown, at_least - margins, of_parts)
         return Bounds(*(waiting.estimated_s * np.exp(each)[waiting.alike_at] for each in (off, least)))
 
-    def _deviations(self, waiting: Waiting, nearest: Sequence[Nearest]) -> np.ndarray:
-        """Standard deviations of the factors, each way taken for the one that is nearest to it."""
-        unknown = len(self._columns)  # has the variance that it had before, and depends on nothing
-        ways = np.array([self._columns.get(each.way, unknown) for each in nearest], dtype=int)
-        variants = np.array([self._columns.get(each, unknown) for each in waiting.variants], dtype=int)
-        way_at, *variants_at = waiting.alike.T
-        columns = [ways[way_at], *(variants[at] for at in variants_at)]
+    def _deviations(self, columns: Sequence[np.ndarray]) -> np.ndarray:
+        """Standard deviations of sums of factors; an unknown factor has its variance of before any trace, and
+        depends on no other factor."""
         own = np.append(np.diag(self._covariance), _SD**2)
         others = np.pad(self._covariance - np.diag(np.diag(self._covariance)), (0, 1))
-        variance = sum(own[at] for at in columns) + 2 * sum(
-            others[a, b] for a, b in itertools.combinations(columns, 2)
-        )
-        deviations: np.ndarray = np.sqrt(variance)
+        crossed = sum(others[a, b] for a, b in itertools.combinations(columns, 2))
+        deviations: np.ndarray = np.sqrt(sum(own[at] for at in columns) + 2 * crossed)
         return deviations
 
+    def _nearest(self, way: Way) -> Way | None:
+        """The traced way of the same strategy that is most like a way; None: no such way was traced."""
+        alike = (traced for traced in self._largest if traced and traced.strategy == way.strategy)
+        return min(alike, key=lambda traced: _doublings(way, traced), default=None)
+
     def least_bytes(self, candidate: Candidate) -> float:
-        """The least bytes of a candidate: the closest of the bounds that traced candidates give which are
-        like it in some way."""
+        """The least bytes of a candidate: the closest of the bounds that traced candidates give, if these are
+        like the candidate in some way."""
         like = ((margin, self._excess.get(key)) for margin, key in _likenesses(candidate))
         bounds = (min(each.least(candidate) for each in known) / margin for margin, known in like if known)
         return max(bounds, default=candidate.estimated_bytes / _MARGIN_OF_UNKNOWN)
@@ -266,38 +252,23 @@ class Learned:
         bounds = (max(each.most(candidate) for each in known) * margin for margin, known in like if known)
         return min(bounds, default=candidate.estimated_bytes * SURELY)
 
-    def _of_way(self, way: Way) -> Nearest:
-        if way not in self._nearest:
-            alike = [traced for traced in self._of_ways if traced.strategy == way.strategy]
-            nearest = min(alike, key=lambda traced: _doublings(way, traced), default=None)
-            self._nearest[way] = (
-                Nearest(self._relatives(way.strategy), math.nan, None)
-                if nearest is None
-                else Nearest(self._of_ways[nearest], float(_doublings(way, nearest)), nearest)
-            )
-        return self._nearest[way]
-
-    def _least_of_parts(self, strategy: str) -> float:
-        """The factor of a strategy that was not traced, at the least."""
-        return max(self._slowest_part(strategy) - math.log(_OF_PARTS), -math.log(UNKNOWN))
-
     def _slowest_part(self, strategy: str) -> float:
         """The largest factor of the parts of a strategy that were traced alone, or in several others: none of
         them takes less than in any of these. Where no part was, -inf."""
         of_parts = [ways for part in strategy.split(PLUS) if (ways := self._ways_of_part(part))]
-        return max((min(self._of_ways[way] for way in ways) for ways in of_parts), default=-math.inf)
+        return max((min(map(self._factor, ways)) for ways in of_parts), default=-math.inf)
 
     def _relatives(self, strategy: str) -> float:
         """The factor of a strategy that was not traced: that of its slowest traced part, and else the mean of
         those that share a part with it, or of all, and no more than 1, with the benefit of the doubt, so that
         none is left to the end."""
-        if strategy not in self._of_relatives:
-            ways = [way for part in strategy.split(PLUS) for way in self._parts.get(part, ())]
-            factors = [self._of_ways[way] for way in ways or self._of_ways]
-            mean = sum(factors) / len(factors) if factors else 0.0
-            doubted = min(0.0, mean) - _BENEFIT
-            self._of_relatives[strategy] = max(doubted, self._slowest_part(strategy))
-        return self._of_relatives[strategy]
+        ways = [way for part in strategy.split(PLUS) for way in self._parts.get(part, ())]
+        factors = [*map(self._factor, ways or self._largest)]
+        mean = sum(factors) / len(factors) if factors else 0.0
+        return max(min(0.0, mean) - _BENEFIT, self._slowest_part(strategy))
+
+    def _factor(self, way: Way | None) -> float:
+        return float(self._factors[self._columns[way]])
 
 
 def _likenesses(candidate: Candidate) -> Iterator[tuple[float, Hashable]]:
@@ -310,5 +281,8 @@ def _likenesses(candidate: Candidate) -> Iterator[tuple[float, Hashable]]:
     yield 1.06, candidate.strategy
 
 
-def _doublings(way: Way, other: Way) -> int:
+def _doublings(way: Way, other: Way | None) -> float:
+    """How many doublings of ranks along an axis lie between two ways; infinitely many to none."""
+    if other is None:
+        return math.inf
     return round(sum(abs(math.log2(n / other.axes[axis])) for axis, n in way.axes.items()))

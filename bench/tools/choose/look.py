@@ -79,8 +79,8 @@ def looks(
     depth: Depth,
     ended: Callable[[int, int], None] = lambda n, of: None,
 ) -> Iterator[tuple[Cell, Outcome]]:
-    """Look at cells; yields each with what was found: "ok", "oom" or "unsupported". They come as they were
-    asked for: no answer depends on which worker was quick.
+    """Look at cells; yields each with its outcome, "ok", "oom" or "unsupported". Cells come in the order in
+    which they were asked for, so that no answer depends on which worker was quick.
 
     Args:
         ended: takes how many looks have ended, and of how many, as soon as one has.

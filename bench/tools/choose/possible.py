@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from spbench.bench.tools.choose.candidates import Bar, Candidate, figures_of, kind_of_layout, mesh_alone
+from spbench.bench.tools.choose.candidates import Bar, Candidate, figures_of, kind_of_layout
 from spbench.bench.tools.choose.estimates import Estimates
 from spbench.bench.tools.choose.layouts import (
     Layout,
@@ -50,14 +50,14 @@ def possible(question: Question, refused: Refused) -> bool:
     for way in ways(question):
         around = [*islice(layouts(question, way, estimates.layers, refused), 1)]
         if around and around[0].pp > 1 and not pipelined:  # the first has the fewest stages
-            refused.add(f"{way} pp{around[0].pp}", NO_STAGES)
+            refused.setdefault(f"{way} pp{around[0].pp}", NO_STAGES)
         elif around and figures_of(estimates, way, question, refused) is not None:
             return True
     return False
 
 
 def why_impossible(question: Question, kept: Collection[str] = ()) -> str:
-    """Why a question has no layout, in a sentence; "" if it has one.
+    """Why a question has no layout, in a sentence; "" if the question has a layout.
 
     Args:
         kept: axes of ``fixed`` that are not what is wrong.
@@ -66,7 +66,7 @@ def why_impossible(question: Question, kept: Collection[str] = ()) -> str:
     if possible(question, refused):
         return ""
     cell = question.cell
-    reasons = {*refused.reasons.values()}
+    reasons = {*refused.values()}
     if len(reasons) == 1:
         reason = f": {reasons.pop()}"
     elif reasons:
@@ -102,7 +102,7 @@ def left_out_by_length(question: Question, traced: Collection[str]) -> str:
 
 
 def _ways_out(question: Question, kept: Collection[str]) -> Iterator[str]:
-    """Changes of a question with which it has a layout; each was tried."""
+    """Changes of a question, each of which was tried, with which the question has a layout."""
     for text, narrowed in _without(question, kept):
         if possible(narrowed, Refused()):
             yield f"without {text}"
@@ -230,13 +230,14 @@ def absence(
     wanted = {f"{axis}{n}" for axis, n in asked_about.items() if n > 1}
     lines += [
         {"layout": what, "why": reason}
-        for what, reason in result.refused.reasons.items()
+        for what, reason in result.refused.items()
         if wanted <= {part for word in what.split() for part in word.split("x")}
     ]
-    kinds = {(each.cell.strategy, mesh_alone(each.cell)) for each in result.traced}
+    kinds = {each.kind for each in result.traced}
     left = [each for each in every if each.kind not in kinds and _has(each.layout.sizes, asked_about)]
     far_layouts = [(Layout(*which, 1), s) for which, s in bar.far.items()] if bar else []
-    far = {kind_of_layout(each): s for each, s in far_layouts if _has(each.sizes, asked_about)}
+    far_sizes = [(each.way.strategy, each.sizes, s) for each, s in far_layouts]
+    far = {kind_of_layout(name, n): s for name, n, s in far_sizes if _has(n, asked_about)}
     for kind in (*kinds, *(each.kind for each in left)):
         far.pop(kind, None)
     return Absence(lines, _untraced(left, far, named, best_s, too_large) if left or far else "")

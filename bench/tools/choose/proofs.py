@@ -1,17 +1,42 @@
-"""The changes that make a cell fit, each proved by a trace, and the largest sizes that fit."""
+"""The changes that make a cell fit, each proved by a trace; and the switches of `spbench fit --budget`.
+
+For a budget each switch is traced alone; but recomputation of some layers, whose trace runs all of them,
+counts as that share of what recomputing all layers does. What a switch takes off the peak of each phase, and
+what it adds to the step, are the coefficients of an integer program, in which the savings of switches add up.
+Its solution is traced; where the solution needs more than the program took it to, it is ruled out and the
+next one is solved for. Since savings do not add up exactly, parts of the solution, pairs that may fit, and
+what counts as a share are traced too, the cheapest first, until none is left that would be cheaper.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from spbench.bench.cell import Cell, SearchRequest
+import numpy as np
+import scipy  # whose parts, a second of imports, are imported as they are first used
+
+from spbench.bench.cell import Cell
+from spbench.bench.errors import UserError
 from spbench.bench.measure import written
-from spbench.bench.tools.choose.anatomy import Anatomy, attempt
-from spbench.bench.tools.choose.asking import Asking, Say, Task, unheard, within
+from spbench.bench.tools.choose.anatomy import attempt, examine, peaks_by_phase
+from spbench.bench.tools.choose.asking import Asking, Run, Say, Task, unheard, within
 from spbench.bench.tools.choose.fit_verdict import Verdict
-from spbench.bench.tools.choose.suggestions import Change, both, cells_of, pairs, single_changes
+from spbench.bench.tools.choose.suggestions import (
+    MODULES,
+    RECOMPUTE,
+    Change,
+    as_one,
+    cells_of,
+    pairs,
+    share_of_layers,
+    single_changes,
+    switches,
+    together,
+)
 
 #: share of the time that single changes take, roughly, where pairs follow
 _SINGLE = 0.7
@@ -21,6 +46,52 @@ MOST, ENOUGH = 10, 3
 MOST_PAIRS = 12
 #: kinds of memory that no switch of the model takes off
 _STATES = ("parameters", "gradients", "optimizer_state")
+#: the settings of recomputation of all layers
+_ALL_LAYERS = {RECOMPUTE: "full"}
+#: solutions of the integer program that are traced at the most; cells that are traced for a budget, roughly
+_MOST_SOLVED, _TRACED = 12, 40
+#: a pair is traced where it would fit if the two together took off so many times what they do apart
+_MORE_TOGETHER = 1.5
+#: part of a step that each switch costs beside its own time, so that none is taken for nothing
+_LEAST_COST = 1e-6
+
+
+@dataclass
+class Tried:
+    """Changes of a cell that were tried.
+
+    Attributes:
+        cell: the cell without changes.
+        asking: runs ``run`` on changed cells.
+        verdicts: by key, the cells that can be run, in the order in which they were tried.
+    """
+
+    cell: Cell
+    asking: Asking
+    run: Run = examine
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+
+    def trace(
+        self, changes: Iterable[Change], say: Say = unheard, enough: Callable[[], bool] = lambda: False
+    ) -> list[Verdict]:
+        """The verdicts of changes that can be run; those that were traced before are not traced again.
+
+        Args:
+            say: takes each change that was tried, and the share of them that is behind.
+            enough: asked before a trace begins; true: no more is begun.
+        """
+        by_key = cells_of(self.cell, changes)
+        tasks = [Task(other, self.run) for key, (other, _) in by_key.items() if key not in self.verdicts]
+        for number, (task, outcome) in enumerate(self.asking(tasks, enough), 1):
+            change = by_key[task.cell.key][1]
+            if outcome.status in ("ok", "oom"):
+                self.verdicts[task.cell.key] = Verdict(task.cell, outcome.measurement, change)
+            ending = "fits" if outcome.status == "ok" else outcome.reason or outcome.status
+            say(f"{written(change.settings)}: {ending}", number / len(tasks))
+        return [self.verdicts[key] for key in by_key if key in self.verdicts]
+
+
+# -- changes that make a cell fit ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -39,45 +110,6 @@ class Proofs:
     pairs_tried: int = 0
 
 
-class Prover:
-    """Tries changes of a cell, until enough fit.
-
-    Args:
-        cell: the cell without changes.
-        total_bytes: what a card must have for it; changes that need no less are no help.
-        asking: runs :func:`attempt`.
-
-    Attributes:
-        fitting, missed: cells with changes that fit and help, and cells that do not fit, in the order in
-            which they were tried; cells that cannot be run are in neither.
-    """
-
-    def __init__(self, cell: Cell, total_bytes: int, asking: Asking):
-        self.cell, self.total_bytes, self.asking = cell, total_bytes, asking
-        self.fitting: list[Verdict] = []
-        self.missed: list[Verdict] = []
-
-    def attempt(self, changes: Iterable[Change], enough: int, say: Say) -> int:
-        """Run changes until so many more fit; returns how many were run."""
-        by_key = cells_of(self.cell, changes)
-        by_key.pop(self.cell.key, None)
-        tried, before = 0, len(self.fitting)
-        tasks = [Task(other, attempt) for other, _ in by_key.values()]
-        outcomes = self.asking(tasks, lambda: len(self.fitting) - before >= enough)
-        for number, (task, outcome) in enumerate(outcomes, 1):
-            change = by_key[task.cell.key][1]
-            if outcome.status in ("ok", "oom"):
-                tried += 1
-                verdict = Verdict(task.cell, outcome.measurement, change)
-                if outcome.status == "oom":
-                    self.missed.append(verdict)
-                elif verdict.memory.total_bytes < self.total_bytes:
-                    self.fitting.append(verdict)
-            ending = "fits" if outcome.status == "ok" else outcome.reason or outcome.status
-            say(f"{written(change.settings)}: {ending}", number / len(by_key))
-        return tried
-
-
 def prove(before: Verdict, asking: Asking, most: int = MOST, say: Say = unheard) -> Proofs:
     """Try the single changes of a cell, the likely cheapest first. If none is enough that leaves the job what
     it is, pairs of changes that may be enough are tried; if strategies were tried and none is enough, also
@@ -85,88 +117,232 @@ def prove(before: Verdict, asking: Asking, most: int = MOST, say: Say = unheard)
 
     Args:
         before: the cell as it is.
-        asking: as of :class:`Prover`.
+        asking: runs :func:`attempt`.
         most: so many single changes that fit are enough.
         say: takes each change that was tried, and the share that is done.
     """
-    changes, prover = single_changes(before.cell), Prover(before.cell, before.memory.total_bytes, asking)
+    changes = single_changes(before.cell)
+    tried = Tried(before.cell, asking, attempt, {before.cell.key: before})
+
+    def fitting() -> list[Verdict]:
+        fit = (each for each in tried.verdicts.values() if each is not before and each.fits)
+        return [each for each in fit if each.memory.total_bytes < before.memory.total_bytes]
+
+    def run(some: Iterable[Change], most: int, say: Say) -> int:
+        """Try changes until so many more fit; returns how many were run."""
+        several, fit = len(tried.verdicts), len(fitting())
+        tried.trace(some, say, lambda: len(fitting()) - fit >= most)
+        return len(tried.verdicts) - several
+
     usable = before.measurement["usable_memory_bytes"]
-    enough = [change for change in changes if left_bytes(change, before.anatomy) <= usable]
-    tried, pairs_tried = prover.attempt(enough, most, within(say, 0, _SINGLE)), 0
-    alone = [change for each in prover.fitting if (change := each.change) and not change.other_job]
-    divided = [each for each in prover.missed if each.change and each.change.divides]
-    dividing = bool(divided) and not any(change.divides for change in alone)
+    # what each step has, and so a change of the model alone surely leaves
+    states = sum(before.anatomy.held.get(kind, 0) for kind in _STATES)
+    may_fit = [change for change in changes if states <= usable or not change.of_model]
+    singles, pairs_tried = run(may_fit, most, within(say, 0, _SINGLE)), 0
+    alone = [change for each in fitting() if (change := each.change) and not change.other_job]
+    divides = [each.fits for each in tried.verdicts.values() if each.change and each.change.divides]
+    dividing = not all(divides) and not any(change.divides for change in alone)
     if dividing or not alone:
-        tried += prover.attempt([each for each in changes if each not in enough], most, unheard)
-        promising = [*_promising_pairs(changes, prover, dividing=bool(alone))]
-        pairs_tried = prover.attempt(promising, ENOUGH, within(say, _SINGLE, 1))
+        singles += run([each for each in changes if each not in may_fit], most, unheard)
+        promising = [*_promising_pairs(changes, before, tried.verdicts.values(), dividing=bool(alone))]
+        pairs_tried = run(promising, ENOUGH, within(say, _SINGLE, 1))
 
     def order(each: Verdict) -> tuple[bool, float, int]:
         """Other jobs last, and before them what cannot be timed, as without a link to the hosts."""
         other_job = each.change is not None and each.change.other_job
         return other_job, each.step_s or math.inf, each.memory.total_bytes
 
-    closest = min(prover.missed, key=lambda each: each.memory.total_bytes, default=None)
-    return Proofs(sorted(prover.fitting, key=order)[:MOST], tried, closest, pairs_tried)
+    missed = (each for each in tried.verdicts.values() if each is not before and not each.fits)
+    closest = min(missed, key=lambda each: each.memory.total_bytes, default=None)
+    return Proofs(sorted(fitting(), key=order)[:MOST], singles, closest, pairs_tried)
 
 
-def left_bytes(change: Change, anatomy: Anatomy) -> int:
-    """Bytes that a change surely leaves of a cell's largest moment: the states of training, which each step
-    has, if the change is only in how the model computes; else 0."""
-    of_model = all(name.startswith("model_options.") for name in change.settings)
-    return sum(anatomy.held.get(kind, 0) for kind in _STATES) if of_model else 0
-
-
-def _promising_pairs(changes: Iterable[Change], prover: Prover, dividing: bool) -> Iterator[Change]:
+def _promising_pairs(
+    changes: Iterable[Change], before: Verdict, tried: Iterable[Verdict], dividing: bool
+) -> Iterator[Change]:
     """Pairs of changes, each of which helps, that fit together if each takes off the same share as it does
     alone: the likely cheapest first, at most :data:`MOST_PAIRS`. If there are none, the few pairs that come
     nearest.
 
     Args:
         changes: single changes, the cheapest first.
-        prover: has tried them.
+        before: the cell as it is.
+        tried: the cells with single changes.
         dividing: only pairs with a strategy that divides samples.
     """
-    proofs = [*prover.fitting, *prover.missed]
-    left = {
-        written(each.change.settings): each.memory.total_bytes / prover.total_bytes
-        for each in proofs
-        if each.change
-    }
+    needed = before.memory.total_bytes
+    left = {written(v.change.settings): v.memory.total_bytes / needed for v in tried if v.change}
     helping = [each for each in changes if left.get(written(each.settings), 1.0) < 1]
     shares = [
-        (left[written(one.settings)] * left[written(other.settings)], both(one, other))
+        (left[written(one.settings)] * left[written(other.settings)], change)
         for one, other in pairs(helping)
-        if one.divides or other.divides or not dividing
+        if (one.divides or other.divides or not dividing) and (change := together([one, other]))
     ]
-    wanted = proofs[0].memory.card_bytes / prover.total_bytes if proofs else 0.0
-    likely = [change for share, change in shares if share <= wanted]
+    likely = [change for share, change in shares if share <= before.memory.card_bytes / needed]
     nearest = [change for _, change in sorted(shares, key=lambda pair: pair[0])]
     yield from likely[:MOST_PAIRS] or nearest[:ENOUGH]
 
 
+# -- switches for a budget -----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Largest:
-    """The largest sizes that fit, each with all else as it is; None: not even the smallest fits, or it cannot
-    be searched for. ``batch`` is the whole one, of micro-batches of ``micro_batch`` samples."""
+class BudgetPlan:
+    """The switches that bring a cell within a budget.
 
-    seq_len: int | None
-    micro_batch: int | None
-    batch: int | None
+    Attributes:
+        budget_bytes: what the fullest rank may need.
+        before: the cell without further switches.
+        chosen: the cell with the switches that cost least; None: no switches that were tried fit.
+        alone: the cell with each switch by itself, the cheapest first; switches for a part of the layers are
+            left out if they would cost more than what is chosen.
+        traced: how many cells were traced.
+    """
+
+    budget_bytes: int
+    before: Verdict
+    chosen: Verdict | None
+    alone: Sequence[Verdict]
+    traced: int
+
+    def fits(self, verdict: Verdict) -> bool:
+        """Whether the cell needs no more than the budget, and its hosts have the memory."""
+        return verdict.within(self.budget_bytes)
 
 
-def largest(cell: Cell, asking: Asking) -> Largest:
-    """Search for the largest sizes, each proved by a trace that fits and one that does not."""
-    quantities = ("seq_len", "batch")
-    searches = [
-        cell.model_copy(update={quantity: None, "search": SearchRequest(quantity=quantity)})
-        for quantity in quantities
-    ]
-    answers = {
-        task.cell.search.quantity: outcome.measurement.get("answer")
-        for task, outcome in asking([Task(each, attempt) for each in searches])
-        if task.cell.search
-    }
-    batch = answers["batch"]
-    parts = cell.sizes.dp * cell.training.micro_batches
-    return Largest(answers["seq_len"], batch and batch // parts, batch)
+def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unheard) -> BudgetPlan:
+    """Choose the switches of a cell for a budget.
+
+    Args:
+        asking: runs :func:`examine`.
+        say: takes what is done, and the share that is behind.
+
+    Raises:
+        UserError: the cell cannot be run or timed.
+    """
+    traced = (tried := Tried(cell, asking)).verdicts
+
+    def timed(changes: Iterable[Change]) -> list[Verdict]:
+        ran = tried.trace(changes, lambda *_: say(f"{len(traced)} traced", min(1.0, len(traced) / _TRACED)))
+        return [each for each in ran if each.step_s]
+
+    def cost(verdict: Verdict) -> tuple[float, int]:
+        return verdict.step_s or math.inf, len(verdict.change.settings) if verdict.change else 0
+
+    def cheapest() -> Verdict | None:
+        """The shortest step of all that fit; among equals the fewest settings."""
+        fitting = (each for each in traced.values() if each.within(budget_bytes))
+        return min(fitting, key=cost, default=None)
+
+    def cheaper(sets: Iterator[tuple[float, Sequence[Change]]]) -> None:
+        """Trace sets of switches, until none is left that would be cheaper than what fits."""
+        while several := [*itertools.islice(sets, asking.jobs)]:
+            limit, _ = cost(best) if (best := cheapest()) else (math.inf, 0)
+            if not (fast := [changes for seconds, changes in several if seconds < limit]):
+                return
+            timed(as_one(fast))
+
+    if (before := next(iter(timed([Change({}, "as it is")])), None)) is None:
+        raise UserError(f"{cell.key}: --budget weighs times, and its step cannot be timed")
+    if before.within(budget_bytes):
+        return BudgetPlan(budget_bytes, before, before, (), 1)
+    every = switches(cell)
+    shares = {n: share for n, each in enumerate(every) if (share := share_of_layers(cell, each))}
+    alone = timed(each for n, each in enumerate(every) if n not in shares)
+    full = next((each for each in alone if each.change and each.change.settings == _ALL_LAYERS), None)
+    if full is None:
+        alone = timed(every)
+    rows = [_Row(each.change, each) for each in alone if each.change]
+    rows += [_Row(every[n], full, share) for n, share in shares.items() if full is not None]
+    program = _Program(before, rows, budget_bytes)
+    for taken in itertools.islice(program.solutions(), _MOST_SOLVED):
+        if any(each.within(budget_bytes) for each in timed(as_one([program.changes(taken)]))):
+            cheaper(program.promising(taken, range(2, len(taken))))
+            break
+    cheaper(program.promising(range(len(rows)), (2,), [(n,) for n, row in enumerate(rows) if row.share < 1]))
+    alone = [each for each in traced.values() if each.step_s and each.change in every]
+    alone.sort(key=lambda each: each.step_s or math.inf)
+    return BudgetPlan(budget_bytes, before, cheapest(), alone, len(traced))
+
+
+class _Row(NamedTuple):
+    """A switch by itself: it does a ``share`` of what was traced; 1 if the switch itself was traced."""
+
+    change: Change
+    traced: Verdict
+    share: float = 1.0
+
+
+class _Program:
+    """The integer program: x is 1 for a switch that is taken. Sets of switches are places among the rows.
+
+    Args:
+        before: the cell as it is.
+        rows: each switch by itself.
+        budget_bytes: what the fullest rank may need.
+    """
+
+    def __init__(self, before: Verdict, rows: Sequence[_Row], budget_bytes: int):
+        self.rows, self.seconds = rows, before.step_s or 0.0
+        peaks = peaks_by_phase(before.anatomy)
+        # what is needed beside the tensors' peak: fragmentation, and what is outside PyTorch
+        beside = before.memory.total_bytes - before.anatomy.peak_memory_bytes
+        self.excess = np.array([n + beside - budget_bytes for n in peaks.values()], dtype=float)
+        self.shares = np.array([each.share for each in rows])
+        after = [peaks_by_phase(each.traced.anatomy) for each in rows]
+        saved = np.array([[n - each.get(key, n) for each in after] for key, n in peaks.items()], float)
+        self.saved = saved * self.shares
+        more = np.array([(each.traced.step_s or 0.0) - self.seconds for each in rows])
+        self.costs = more * self.shares + _LEAST_COST * self.seconds
+        both_of = itertools.combinations(range(len(rows)), 2)
+        self.apart = {pair for pair in both_of if together(self.changes(pair)) is None}
+
+    def changes(self, taken: Iterable[int]) -> list[Change]:
+        """The switches at these places."""
+        return [self.rows[at].change for at in taken]
+
+    def solutions(self) -> Iterator[Sequence[int]]:
+        """Sets of switches that fit if their savings add up, the cheapest set first."""
+        count = len(self.rows)
+        rules = [scipy.optimize.LinearConstraint(self.saved, self.excess, np.inf)] if count else []
+        for pair in sorted(self.apart):
+            row = np.isin(np.arange(count), pair).astype(float)
+            rules.append(scipy.optimize.LinearConstraint(row, -np.inf, 1))
+        while count:
+            bounds, whole = scipy.optimize.Bounds(0, 1), np.ones(count)
+            answer = scipy.optimize.milp(self.costs, constraints=rules, integrality=whole, bounds=bounds)
+            if answer.x is None:
+                return
+            if taken := np.flatnonzero(answer.x > 0.5).tolist():
+                yield taken
+            row = np.where(answer.x > 0.5, 1.0, -1.0)  # not this one again
+            rules.append(scipy.optimize.LinearConstraint(row, -np.inf, len(taken) - 1))
+
+    def promising(
+        self, among: Sequence[int], sizes: Iterable[int], further: Iterable[Sequence[int]] = ()
+    ) -> Iterator[tuple[float, Sequence[Change]]]:
+        """The further sets, and sets of these sizes of switches that go together, which fit if together they
+        save somewhat more than the sum of each; with the seconds of their steps if costs add up, the cheapest
+        first."""
+        sets = (each for n in sizes for each in itertools.combinations(among, n))
+        apart = (each for each in sets if not self.apart & {*itertools.combinations(each, 2)})
+        fitting = []
+        for taken in itertools.chain(further, apart):
+            saved, costs = self._beside_each_other(taken)
+            if np.all(saved.sum(axis=1) * _MORE_TOGETHER >= self.excess):
+                settings = [{*each.settings} - {MODULES, RECOMPUTE} for each in self.changes(taken)]
+                shared = sum(map(len, settings)) > len(set[str]().union(*settings))
+                fitting.append((self.seconds + float(costs.max() if shared else costs.sum()), taken))
+        yield from ((seconds, self.changes(taken)) for seconds, taken in sorted(fitting))
+
+    def _beside_each_other(self, taken: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(bytes saved in each phase, cost) of each of several switches. Beside a switch for a share of the
+        layers, the recomputation of all layers counts only for the other layers."""
+        saved, costs, shares = self.saved[:, [*taken]], self.costs[[*taken]], self.shares[[*taken]]
+        some = int(shares.argmin())
+        if (share := shares[some]) < 1:
+            recompute = [each.settings.get(RECOMPUTE) for each in self.changes(taken)]
+            of_all = [value == "full" and at != some for at, value in enumerate(recompute)]
+            saved -= np.outer(saved[:, some] / share, of_all)
+            costs -= costs[some] / share * np.array(of_all)
+        return saved, costs

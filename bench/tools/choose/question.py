@@ -19,9 +19,7 @@ from spbench.bench.measure import (
     written,
 )
 from spbench.bench.setting_values import MOST_RANKS, VARIABLES
-from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
-from spbench.bench.tools.choose.changed_figures import changed_cluster
-from spbench.bench.tools.choose.own_layout import OwnLayout
+from spbench.bench.tools.choose.asked import Asked, OwnLayout, ask_for, changed_cluster, kind_of
 from spbench.bench.tools.choose.subject import subject
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.impls import FOLDED_AXES, HEEDED, LIBRARIES, MESH_AXES, PLUS, Model, Unsupported, model_preset
@@ -41,7 +39,7 @@ _FIXED, _WITH_OPTIONS = (*MESH_AXES, *FOLDED_AXES, "micro_batch"), ("training", 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """The question of a search.
 
     Attributes:
         cell: the model, its options, precision, batch, length and cluster; on one rank.
@@ -278,7 +276,7 @@ def _set_batch(settings: dict[str, Any], batch_tokens: int | None, gpus: int | N
 
 
 def _of_every_layout(cell: Cell) -> Cell:
-    """The cell on one rank, without that in which layouts differ."""
+    """The cell on one rank, without the settings in which layouts differ."""
     training = {name: getattr(cell.training, name) for name in _OF_EVERY_LAYOUT}
     return cell.model_copy(
         update={

@@ -15,7 +15,7 @@ from spbench.bench.cell import Cell
 from spbench.bench.measure import FITS, NO, Certainty, certainty, load_cluster, packaged_model
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose.asking import Asking, Behind, Say, unheard
-from spbench.bench.tools.choose.candidates import Candidate, mesh_alone
+from spbench.bench.tools.choose.candidates import Candidate, kind_of_layout
 from spbench.bench.tools.choose.fit_verdict import CardMemory, card_memory
 from spbench.bench.tools.choose.layouts import Refused, things_to_set
 from spbench.bench.tools.choose.look import NEEDED, Depth, looks
@@ -45,6 +45,11 @@ class Seen:
     def measured(self) -> Mapping[str, Any]:
         """The measurement, as rows have it."""
         return self.outcome.measurement
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """See :func:`.kind_of_layout`."""
+        return kind_of_layout(self.cell.strategy, self.cell.mesh_sizes)
 
     @property
     def fits(self) -> bool:
@@ -127,7 +132,7 @@ class SearchResult:
 
 
 def has_experts(cell: Cell) -> bool:
-    """Whether its model has routed experts."""
+    """Whether the model of a cell has routed experts."""
     return bool(getattr(model_preset(*cell.model_arguments), "experts", 0))
 
 
@@ -141,8 +146,8 @@ def tie_limit(best: Sequence[Seen]) -> float:
 
 
 def is_tie(seen: Seen, best: Sequence[Seen]) -> bool:
-    """Whether its time differs from the shortest by less than the errors of two layouts do, with what a
-    fitted scalar charges for blocks or without it: that was fitted where it is little."""
+    """Whether the time of a layout differs from the shortest by less than the errors of two layouts do, with
+    what a fitted scalar charges for blocks or without: the scalar was fitted where the charge is little."""
     fastest, limit = best[0], tie_limit(best)
     return seen.step_s <= fastest.step_s * limit or seen.uncharged_s <= fastest.uncharged_s * limit
 
@@ -156,25 +161,6 @@ def ranked(best: Sequence[Seen]) -> list[Seen]:
         return not tie, complexity(seen.cell) if tie else (), seen.step_s
 
     return sorted(best, key=place)
-
-
-def best_of(
-    fitting: Sequence[Seen], kind: Callable[[Cell], Hashable], seconds: Callable[[Seen], float]
-) -> list[Seen]:
-    """The fastest of each kind of cells, or the simplest of those that are about as fast; the fastest first.
-
-    Args:
-        fitting: cells that fit, the fastest first.
-        seconds: of a step.
-    """
-    of_kinds: dict[Hashable, list[Seen]] = {}
-    for seen in fitting:
-        of_kinds.setdefault(kind(seen.cell), []).append(seen)
-    best = []
-    for alike in of_kinds.values():
-        as_fast = [each for each in alike if seconds(each) <= TOSS * seconds(alike[0])]
-        best.append(min(as_fast, key=lambda each: complexity(each.cell)))
-    return sorted(best, key=seconds)
 
 
 def stands_for(own: Seen, seen: Seen) -> bool:
@@ -242,7 +228,7 @@ class LookedAt:
         seen = []
         for cell, outcome in looks(self.asking, cells, depth, self.behind.ended):
             if outcome.status == "unsupported":
-                self.result.refused.add(f"{cell.strategy} {cell.mesh_text}", outcome.reason)
+                self.result.refused.setdefault(f"{cell.strategy} {cell.mesh_text}", outcome.reason)
                 self.result.counts["cannot be run"] += 1
                 self.seen.pop(cell.key, None)
             else:
@@ -268,15 +254,23 @@ class LookedAt:
         return seen.step_s * (min(ratios) if not seen.exact and len(ratios) > 1 else 1.0)
 
     def best_layouts(self) -> list[Seen]:
-        """The best layout for each strategy and mesh; see :func:`best_of`."""
-        return self._best_of(lambda cell: (cell.strategy, mesh_alone(cell)))
+        """The best layout for each strategy and mesh, the fastest first."""
+        return self._best_of(lambda seen: seen.kind)
 
     def best_strategies(self) -> list[Seen]:
-        """The best layout for each strategy."""
-        return self._best_of(lambda cell: cell.strategy)
+        """The best layout for each strategy, the fastest first."""
+        return self._best_of(lambda seen: seen.cell.strategy)
 
-    def _best_of(self, kind: Callable[[Cell], Hashable]) -> list[Seen]:
-        return best_of(self.fitting(), kind, self._least_whole_s)
+    def _best_of(self, kind: Callable[[Seen], Hashable]) -> list[Seen]:
+        """The fastest of each kind of cells, or the simplest of those that are about as fast."""
+        of_kinds, seconds = defaultdict[Hashable, list[Seen]](list), self._least_whole_s
+        for seen in self.fitting():
+            of_kinds[kind(seen)].append(seen)
+        best = []
+        for alike in of_kinds.values():
+            as_fast = [each for each in alike if seconds(each) <= TOSS * seconds(alike[0])]
+            best.append(min(as_fast, key=lambda each: complexity(each.cell)))
+        return sorted(best, key=seconds)
 
 
 #: steps are the same whose seconds and bytes differ by no larger part

@@ -50,7 +50,7 @@ class Depths:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one sample takes on one rank.
+    """The time and the memory of one sample on one rank.
 
     Attributes:
         seconds: of a step without communication.
@@ -221,18 +221,14 @@ def _updating_s(outcomes: _Outcomes, layers: int) -> float:
     return max(0.0, 2 * one_s - two_s)
 
 
-def _held(measurement: Mapping[str, Any]) -> float:
-    """Bytes of the training states (weights, gradients, moments) at the peak."""
-    return float(sum(measurement["peak_held"].get(name, 0) for name in STATES))
-
-
 def _backend(outcomes: _Outcomes, text: str) -> BackendFigures | None:
     both = [outcomes.get(("backend", text, dp)) for dp in _REPLICAS]
     if None in both:
         return None
     (cell, fewest), (_, most) = (each for each in both if each)
     elements = float(model_parameters(cell)) or 1.0  # a model without weights has no states either
-    few_bytes, many_bytes = (_held(outcome.measurement) / elements for outcome in (fewest, most))
+    held = (outcome.measurement["peak_held"] for outcome in (fewest, most))
+    few_bytes, many_bytes = (sum(float(at.get(name, 0)) for name in STATES) / elements for at in held)
     # bytes = whole + shared / replicas, at both numbers of replicas
     a, b = _REPLICAS
     shared = max(0.0, (few_bytes - many_bytes) / (1 / a - 1 / b))

@@ -26,6 +26,7 @@ from spbench.bench.measure import (
     with_usual_attention,
 )
 from spbench.bench.tools.choose.asked import Asked, ask_for, kind_of
+from spbench.bench.tools.choose.fit_verdict import words as words_of_answers
 from spbench.bench.tools.choose.suggestions import usual_placement, usual_strategies
 from spbench.bench.tools.jobs.job_files import read_job
 from spbench.bench.units import shown_count
@@ -70,52 +71,39 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
     first, kind = words[0], kind_of(words)
     if asked.given and kind != "job":
         raise UserError(f"--given is for the files of a job, which the {kind} {first} is not; leave it out")
-    settings = dict(asked.settings)
-    remarks: Sequence[str] = ()
-    program, said = "", {*asked.settings}
+    for flag in ("--where", "--variant"):
+        if kind != "scenario" and getattr(asked, flag.removeprefix("--")):
+            raise UserError(f"{flag} chooses among cells of a scenario, which {first} is not; leave it out")
+    settings, remarks, program = {**asked.settings}, list[str](), ""
+    both = {"strategy": asked.strategy, "training.micro_batches": asked.micro_batch}
+    said = {*settings, *(name for name, value in both.items() if value)}
     if kind == "scenario":
-        cells = _of_scenario(first, asked)
-        said |= {*_TAKEN}  # its defaults are its own
+        narrowing = Narrowing(
+            strategies=() if asked.strategy is None else (asked.strategy,),
+            clusters=() if asked.cluster is None else (asked.cluster,),
+            engines=("virtual",),
+            world_sizes=() if asked.gpus is None else (asked.gpus,),
+            variant=asked.variant,
+            where=asked.where,
+        )
+        cells = narrowing.cells(load_scenario(first))
+        said |= {*words_of_answers()["taken"]}  # its defaults are its own
     elif kind == "model":
-        _refuse_narrowing(first, asked)
         cells, remarks, settings = _of_model(first, asked)
     else:
-        _refuse_narrowing(first, asked)
         job = read_job(None, words, gpus=asked.gpus, cluster=asked.cluster, environment=asked.given)
-        cells, remarks, program = [job.cell()], job.remarks, job.kind
+        cells, remarks, program = [job.cell()], [*job.remarks], job.kind
         said |= {setting.path for setting in job.settings}
         # with a batch that the job has, no accumulation means that it is one micro-batch
-        said |= (
-            {"training.micro_batches"} if any(s.path == "batch" and s.given for s in job.settings) else set()
-        )
+        if any(each.path == "batch" and each.given for each in job.settings):
+            said.add("training.micro_batches")
         if asked.strategy is not None:
             settings["strategy"] = asked.strategy
-    cells = [changed(cell, settings) if settings else cell for cell in cells]
-    cells = [
-        *{cell.key: cell for cell in cells}.values()
-    ]  # cells of a scenario that differed in a setting alone
-    said |= {"strategy"} if asked.strategy else set()
-    said |= {"training.micro_batches"} if asked.micro_batch else set()
-    checked_cells = [_checked(_with_micro_batch(cell, asked.micro_batch)) for cell in cells]
+    changed_cells = [changed(cell, settings) if settings else cell for cell in cells]
+    # once each: cells of a scenario may have differed in a setting that is changed
+    distinct = {cell.key: cell for cell in changed_cells}.values()
+    checked_cells = [_checked(cell, asked.micro_batch) for cell in distinct]
     return Subject(checked_cells, remarks, program, said, Path(first).name if kind == "job" else "")
-
-
-def _of_scenario(name: str, asked: Asked) -> list[Cell]:
-    narrowing = Narrowing(
-        strategies=() if asked.strategy is None else (asked.strategy,),
-        clusters=() if asked.cluster is None else (asked.cluster,),
-        engines=("virtual",),
-        world_sizes=() if asked.gpus is None else (asked.gpus,),
-        variant=asked.variant,
-        where=asked.where,
-    )
-    return narrowing.cells(load_scenario(name))
-
-
-def _refuse_narrowing(name: str, asked: Asked) -> None:
-    for flag, value in (("--where", asked.where), ("--variant", asked.variant)):
-        if value:
-            raise UserError(f"{flag} chooses among cells of a scenario, which {name} is not; leave it out")
 
 
 def _made(group: Mapping[str, Any]) -> Cell:
@@ -155,30 +143,24 @@ def _check_axes(group: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         raise UserError(f"--{axis} {sizes[axis]}: {who} a sample along {axis}; give {give}")
 
 
-def _usual_backend(sizes: Mapping[str, int]) -> str:
-    """The backend that programs take by default: over several ranks fully sharded states (torchtitan, TRL,
-    FSDP 2 of accelerate), but with stages of a pipeline the buffers of Megatron-LM, which has stages."""
-    if sizes.get("pp", 1) > 1:
-        return "megatron"
-    return "zero3" if math.prod(sizes.values()) > 1 else "ddp"
-
-
 def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str, Any]]:
     """The cell of a model, what was taken for granted, and the settings that are still to be made."""
     settings = {**asked.settings}
     ask_for({"--cluster NAME": asked.cluster, "--seq-len N": settings.get("seq_len")}, model)
     sizes = {axis: settings.pop(f"sizes.{axis}") for axis in MESH_AXES if f"sizes.{axis}" in settings}
-    around = 1
     for axis, ranks in sizes.items():
         if not isinstance(ranks, int) or ranks < 1:
             raise UserError(f"--set sizes.{axis}: must be a whole number of ranks, not {ranks!r}")
-        around *= ranks
+    around = math.prod(sizes.values())
     gpus = around if asked.gpus is None else asked.gpus
     if gpus % around or ("dp" in sizes and gpus != around):
         given = " x ".join(f"{axis} {ranks}" for axis, ranks in sizes.items())
         multiple = "" if "dp" in sizes else f", and {gpus} no multiple of that"
         raise UserError(f"--gpus {gpus}: {given} is {around} ranks{multiple}; leave one of them out")
     sizes.setdefault("dp", gpus // around)
+    # what programs take by default: over several ranks fully sharded states (torchtitan, TRL, FSDP 2 of
+    # accelerate), but with stages of a pipeline the buffers of Megatron-LM, which has stages
+    backend = "megatron" if sizes.get("pp", 1) > 1 else "zero3" if gpus > 1 else "ddp"
     group: dict[str, Any] = {
         "model": model,
         "strategy": asked.strategy or settings.pop("strategy", "single"),
@@ -187,7 +169,7 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
         "sizes": sizes,
         "batch": settings.pop("batch", (asked.micro_batch or 1) * sizes["dp"]),
         "seq_len": settings.pop("seq_len"),
-        "training": {"backend": _usual_backend(sizes), **_TRAINING},
+        "training": {"backend": backend, **_TRAINING},
     }
     _check_axes(group, sizes)
     cell = _made(group)
@@ -199,19 +181,16 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
     return [cell], remarks, settings
 
 
-def _with_micro_batch(cell: Cell, samples: int | None) -> Cell:
-    if samples is None or cell.batch is None:
-        return cell
-    parts, rest = divmod(cell.batch, cell.sizes.dp * samples)
-    if rest:
-        raise UserError(
-            f"--micro-batch {samples}: batch {cell.batch} over {cell.sizes.dp} replicas is no whole number "
-            f"of them; use --batch {cell.sizes.dp * samples * max(1, parts)}"
-        )
-    return changed(cell, {"training.micro_batches": parts})
-
-
-def _checked(cell: Cell) -> Cell:
+def _checked(cell: Cell, micro_batch: int | None) -> Cell:
+    """The cell on virtual ranks, with micro-batches of so many samples; None: with its own."""
+    if micro_batch is not None and cell.batch is not None:
+        parts, rest = divmod(cell.batch, cell.sizes.dp * micro_batch)
+        if rest:
+            raise UserError(
+                f"--micro-batch {micro_batch}: batch {cell.batch} over {cell.sizes.dp} replicas is no whole "
+                f"number of them; use --batch {cell.sizes.dp * micro_batch * max(1, parts)}"
+            )
+        cell = changed(cell, {"training.micro_batches": parts})
     if cell.search is not None:
         flag = f"--{cell.search.quantity.replace('_', '-')}"
         raise UserError(f"{cell.key} searches for its {cell.search.quantity}: give one, {flag} N")
@@ -220,16 +199,6 @@ def _checked(cell: Cell) -> Cell:
     return cell.model_copy(update={"engine": "virtual", "device": "cpu", "learning": None, "rank": None})
 
 
-#: settings that an answer names where nothing says them: in words, and the flag that gives another value
-_TAKEN = {
-    "training.micro_batches": ("micro-batch", "--micro-batch"),
-    "batch": ("batch", "--batch"),
-    "strategy": ("strategy", "--strategy"),
-    "strategy_options.placement": ("placement", "--set strategy_options.placement"),
-    "model_options.attention": ("kernel", "--set model_options.attention"),
-    "precision": ("precision", "--set precision"),
-    "training.backend": ("backend", "--set training.backend"),
-}
 #: experts of their own on a rank, each traced by itself, that take minutes
 _MANY = 4096
 #: axes along which a layer's weights are split and its tokens are not
@@ -274,22 +243,22 @@ def taken(cell: Cell, said: Collection[str]) -> list[Taken]:
     """
     nested, model = nesting(cell.strategy), model_preset(*cell.model_arguments)
     options = set_options(nested.options_type(), cell.strategy_options, cell.strategy)
-    values = {
-        "training.micro_batches": micro_batch_of(cell),
-        "batch": cell.batch,
-        "strategy": cell.strategy if cell.sizes.world > 1 else "",
-        "strategy_options.placement": getattr(options, "placement", None) or "",
-        "model_options.attention": model.attention_kernel if hasattr(model, "attention") else "",
-        "precision": cell.precision,
-        "training.backend": cell.training.backend,
-    }
-    unsaid = {name: value for name, value in values.items() if name not in said and value != ""}
-    return [Taken(_TAKEN[name][0], value, _TAKEN[name][1]) for name, value in unsaid.items()]
+    values = (  # in the order of the words
+        micro_batch_of(cell),
+        cell.batch,
+        cell.strategy if cell.sizes.world > 1 else "",
+        getattr(options, "placement", None) or "",
+        model.attention_kernel if hasattr(model, "attention") else "",
+        cell.precision,
+        cell.training.backend,
+    )
+    both = zip(words_of_answers()["taken"].items(), values, strict=True)
+    return [Taken(what, n, flag) for (name, (what, flag)), n in both if name not in said and n != ""]
 
 
 def model_line(cell: Cell, name: str = "") -> str:
-    """The line of an answer on what its model is taken for: its parameters, those that a token meets where
-    experts are routed to, and its layers.
+    """The line of an answer on its model: the parameters, those of them that a token meets where experts are
+    routed to, and the layers.
 
     Args:
         name: what the user calls it; "": as the cell does.

@@ -54,6 +54,11 @@ class Change:
         """Whether the change takes another strategy, which divides samples."""
         return "strategy" in self.settings
 
+    @property
+    def of_model(self) -> bool:
+        """Whether the change is only in how the model computes."""
+        return all(name.startswith("model_options.") for name in self.settings)
+
 
 def cells_of(cell: Cell, changes: Iterable[Change]) -> dict[str, tuple[Cell, Change]]:
     """By key, the cells that changes make of ``cell``, each with the first change that makes it; changes
@@ -85,7 +90,7 @@ def dotted(section: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def savings_of(cell: Cell) -> list[Change]:
-    """The changes that the options of its model, strategy and backend declare, and other backends."""
+    """The changes that the options of a cell's model, strategy and backend declare, and other backends."""
     training = cell.training
 
     def changes(section: str, savings: Iterable[Saving]) -> list[Change]:
@@ -219,13 +224,8 @@ def pairs(changes: Sequence[Change]) -> Iterator[tuple[Change, Change]]:
             yield one, other
 
 
-def both(one: Change, other: Change) -> Change:
-    """One change that makes both changes."""
-    return Change({**one.settings, **other.settings}, f"{one.words}; {other.words}")
-
-
 def _parts(change: Change) -> set[str]:
-    """The settings that a change has; all settings that divide the ranks count as one, "ranks"."""
+    """The settings of a change; all settings that divide the ranks count as one, "ranks"."""
     divides = ("sizes.", "strategy", "training.micro_batches")
     return {"ranks" if name.startswith(divides) else name for name in change.settings}
 
@@ -256,11 +256,10 @@ _OF_NUMBERS = ("training.reduce_dtype", "training.state_dtype")
 def switches(cell: Cell) -> list[Change]:
     """The switches of a cell: recomputation by module and by layers, checkpoints on the host, tiles, how much
     of the optimizer is there, and what else its options declare that leaves the numbers as they are."""
-    declared = [
-        each
-        for each in savings_of(cell)
-        if not {_BACKEND, *_OF_NUMBERS} & {*each.settings} and not _whole(each)
-    ]
+    apart = {_BACKEND, *_OF_NUMBERS}
+    declared = [each for each in savings_of(cell) if not apart & {*each.settings}]
+    # recomputation without modules is by module below
+    declared = [each for each in declared if each.settings != {RECOMPUTE: "selective"}]
     model = model_preset(*cell.model_arguments)
     return [*declared, *_by_module(model), *part_on_host(cell)]
 
@@ -272,11 +271,6 @@ def share_of_layers(cell: Cell, change: Change) -> float | None:
     stages = cell.sizes.pp * cell.training.virtual_stages
     layers = getattr(model_preset(*cell.model_arguments), "layers", 0) // stages
     return change.settings[_LAYERS] / layers if layers else None
-
-
-def _whole(change: Change) -> bool:
-    """Whether a change is selective recomputation without modules; :func:`_by_module` has it by module."""
-    return change.settings == {RECOMPUTE: "selective"}
 
 
 def _by_module(model: Model) -> Iterator[Change]:
@@ -313,6 +307,11 @@ def together(changes: Sequence[Change]) -> Change | None:
     if any(_within(a, b) for a in changes for b in changes if a is not b):
         return None
     return Change(settings, "; ".join(change.words for change in changes))
+
+
+def as_one(several: Iterable[Sequence[Change]]) -> Iterator[Change]:
+    """Each set of switches that go together, as one change."""
+    return filter(None, map(together, several))
 
 
 def _within(a: Change, b: Change) -> bool:

@@ -18,7 +18,7 @@ from spbench.bench.tools.choose.look import looks
 from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.ranking import NAMED, TOSS, LookedAt, Seen, ranked, simpler
 from spbench.bench.tools.choose.subject import ATTENTION
-from spbench.bench.tools.choose.suggestions import dotted
+from spbench.bench.tools.choose.suggestions import Change, cells_of, dotted
 from spbench.impls import FOLDED_AXES, backend_class, model_preset
 
 #: so many of the fastest are traced whole, named or not
@@ -242,9 +242,5 @@ def other_settings(question: Question, cell: Cell) -> dict[str, Cell]:
 
 def _changed(question: Question, cell: Cell, changes: Iterable[Mapping[str, Any]]) -> list[Cell]:
     """The cells that these changes make of the cell; changes that cannot be are left out."""
-    cells: dict[str, Cell] = {}
-    for settings in filter(question.keeps, changes):
-        with suppress(UserError):
-            other = changed(cell, settings)
-            cells[other.key] = other
-    return [*cells.values()]
+    kept = (Change(settings, "") for settings in filter(question.keeps, changes))
+    return [other for other, _ in cells_of(cell, kept).values()]

@@ -153,13 +153,6 @@ class Answer(StrictModel, ABC):
         """
         return []
 
-    def unreadable(self, folder: Path) -> Iterator[Mistake]:
-        """The mistake of numbers that cannot be read, if they cannot."""
-        try:
-            self.numbers(folder)
-        except UserError as error:
-            yield ["published"], str(error)
-
     @abstractmethod
     def selected(self, declared: Sequence[Cell]) -> list[Cell]:
         """The cells among ``declared`` that this answer compares."""

@@ -1,10 +1,13 @@
 """Published numbers: the CSV files that have them, and who published them: papers, and collections of what
 many people published (measurements of real machines, step times, runs of mixtures of experts), each of which
-is reproduced as one paper is."""
+is reproduced as one paper is; and the values of published formulas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ast
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +21,14 @@ from spbench.bench.yaml_files import PublishedNumber, StrictModel, finite, packa
 
 #: where published files of the package are
 PACKAGES = tuple(f"spbench.results.{folder}" for folder in ("papers", "measured", "field", "experts"))
+
+_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
 
 PAPERS_FILE = "papers.csv"
 SOURCES_FILE = "sources.csv"
@@ -190,3 +201,32 @@ def publishers() -> Callable[[str], str]:
         return measured_by.get(file) or file.partition("_")[0].upper()
 
     return publisher
+
+
+# -- formulas ------------------------------------------------------------------------------------------------
+
+
+def evaluate(formula: str, letters: Mapping[str, float]) -> float:
+    """The value of sums, products, quotients and powers of numbers and letters, in floating point; UserError
+    if something else stands in the formula, a letter has no value, or the result is no finite number."""
+
+    def value(node: ast.AST) -> float:
+        match node:
+            case ast.Constant(value=int() | float() as number):
+                return float(number)
+            case ast.Name(id=letter) if letter in letters:
+                return float(letters[letter])
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](value(left), value(right))
+        raise UserError(
+            f"cannot evaluate {ast.unparse(node)!r} in the formula {formula!r}; "
+            f"it may hold numbers, + - * / ** and {', '.join(letters)}"
+        )
+
+    try:
+        result = value(ast.parse(formula, mode="eval").body)
+    except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
+        raise UserError(f"cannot evaluate the formula {formula!r}: {error}") from error
+    if isinstance(result, complex) or not math.isfinite(result):
+        raise UserError(f"the formula {formula!r} gives {result}; a finite number is needed")
+    return result

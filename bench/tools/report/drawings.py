@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from math import ceil, nan
+from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
@@ -19,6 +20,7 @@ from matplotlib.patches import Patch
 from spbench.bench.tools.changes.history import Assessment
 from spbench.bench.tools.changes.series import STATUS, Series
 from spbench.bench.tools.report.page import DataTable, Figure
+from spbench.bench.yaml_files import read_yaml
 from spbench.impls import WIRE_SHARE
 from spbench.plots.paper import add_legend, house_style, new_figure
 from spbench.plots.series import grouped
@@ -27,26 +29,14 @@ from spbench.plots.style import GREY, INK, shortened
 #: inches of a drawing's width, of a row of bars, of what is around the rows, and of a panel of a history
 _WIDTH, _ROW, _AROUND, _PANEL = 10.0, 0.16, 0.7, 1.9
 WAIT = "wait"
-_KERNELS = {"matmul": "#4477aa", "attention": "#ee8833", "memory-bound": "#8d95a0"}
-#: colours of collectives, in the order of :data:`WIRE_SHARE`; the same on every page
-_COLLECTIVES = (
-    "#cc3355",
-    "#2a9d55",
-    "#aa44aa",
-    "#13a5a5",
-    "#b08900",
-    "#6f5bd0",
-    "#c2a000",
-    "#8a8a2a",
-    "#555555",
-)
-_COLORS = {
-    **_KERNELS,
-    **dict(zip((name.replace("_", "-") for name in WIRE_SHARE), cycle(_COLLECTIVES), strict=False)),
-    WAIT: "#9aa3ad",
+_COLOURS: Mapping[str, Any] = read_yaml(Path(__file__).with_name("colours.yaml"))
+_VERDICTS: Mapping[str, str] = _COLOURS["verdicts"]
+_COLLECTIVES = [name.replace("_", "-") for name in WIRE_SHARE]
+_OF_KINDS = {
+    **_COLOURS["kernels"],
+    **dict(zip(_COLLECTIVES, cycle(_COLOURS["collectives"]), strict=False)),
+    WAIT: _COLOURS["wait"],
 }
-_VERDICTS = {"regression": "#c2362b", "improvement": "#2a9d55", "meant": "#8d95a0"}
-_LINE, _TARGET = "#3b7dd8", "#b5651d"
 #: panels beside each other, and characters of a commit
 _ACROSS, _SHORT = 3, 7
 
@@ -161,7 +151,7 @@ def layer_figure(bars: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[s
                 # one line with gaps, since a file has room for it where it has none for each bar's rectangle
                 ends = [end for bar in alike for end in (bar["start"], bar["end"], nan)]
                 faint, height = 0.3 if kind == WAIT else 1.0, 0.75 * 72 * _ROW
-                (line,) = ax.plot(ends, [rows[row]] * len(ends), color=_COLORS[kind], alpha=faint, gid=kind)
+                (line,) = ax.plot(ends, [rows[row]] * len(ends), color=_OF_KINDS[kind], alpha=faint, gid=kind)
                 line.set(linewidth=height, solid_capstyle="butt")
             for each in messages:
                 if each["phase"] == phase:
@@ -173,7 +163,7 @@ def layer_figure(bars: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[s
             ax.grid(visible=False, axis="y")
         kinds = {bar["kind"] for bar in bars}
         add_legend(
-            figure, [Patch(color=color, label=kind) for kind, color in _COLORS.items() if kind in kinds]
+            figure, [Patch(color=color, label=kind) for kind, color in _OF_KINDS.items() if kind in kinds]
         )
     return figure
 
@@ -215,10 +205,10 @@ def _draw_series(ax: Axes, assessment: Assessment, places: Mapping[str, int]) ->
             size, (end, 0.5), xycoords=("data", "axes fraction"), xytext=(4, 0), textcoords="offset points"
         )
     for target in assessment.targets:
-        ax.axhline(target.value, color=_TARGET, linestyle="--", gid=f"target {target.value:g}")
+        ax.axhline(target.value, color=_COLOURS["target"], linestyle="--", gid=f"target {target.value:g}")
     style = "steps-post" if series.exact else "default"
     values = [point.value for point in series.points]
-    ax.plot(across, values, color=_LINE, drawstyle=style, marker=".", markersize=3, gid="values")
+    ax.plot(across, values, color=_COLOURS["line"], drawstyle=style, marker=".", markersize=3, gid="values")
     ax.set_title(shortened(label_of(series), 44, 2), color=GREY)
     ends = {across[0]: series.points[0].commit, across[-1]: series.points[-1].commit}
     ax.set_xticks([*ends], [f"{commit.hash[:_SHORT]}\n{commit.date[:10]}" for commit in ends.values()])

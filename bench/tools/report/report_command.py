@@ -5,16 +5,12 @@ from __future__ import annotations
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from spbench.bench.command_line.options import path_option, printed
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.errors import UserError
-
-if TYPE_CHECKING:
-    from spbench.bench.tools.report.build import Site
 
 #: modules of the extra `report`
 NEEDED = ("itables", "jinja2", "markdown_it")
@@ -49,10 +45,7 @@ def command(output: Path, results: Path | None, history: Path | None, baseline: 
     check_place(output)
     gathered = gather(results or default_results(), history, baseline)
     site = build(gathered, output)
-    return _report(site, time.perf_counter() - begin)
-
-
-def _report(site: Site, seconds: float) -> Output:
+    seconds = time.perf_counter() - begin
     index = site.folder / "index.html"
     largest = sorted(site.files.items(), key=lambda entry: -entry[1])[:_LISTED]
     lines = [{"file": path, "MB": f"{size / 1e6:.2f}"} for path, size in largest]

@@ -134,7 +134,8 @@ def tables_of_models(names: Sequence[str], *, each: bool) -> list[Table]:
         folded = {} if each else {i: FOLDED for i, name in enumerate(ours) if _SMALL.search(name)}
         tables.append(Table("Presets", lines, _IMPORTANT, folded=folded))
     if theirs:
-        lines = [*map(_line, theirs)] if each else [*_owners(theirs)]
+        of_each = ({"name": of.name, "parameters": _range([of]), **_sizes(of.config)} for of in theirs)
+        lines = [*of_each] if each else [*_owners(theirs)]
         tables.append(Table("By name on Hugging Face", lines, _IMPORTANT, below=("families",)))
     return tables
 
@@ -145,10 +146,6 @@ def _sizes(values: Mapping[str, Any]) -> dict[str, Any]:
         column: next((values[name] for name in names if values.get(name)), None)
         for column, names in _SIZES.items()
     }
-
-
-def _line(model: Published) -> dict[str, Any]:
-    return {"name": model.name, "parameters": _range([model]), **_sizes(model.config)}
 
 
 def _owners(models: Sequence[Published]) -> Iterator[dict[str, Any]]:

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from spbench.bench.command_line.options import (
+    LIMIT,
     WORDS,
-    Limit,
     WholeNumber,
     choosing_cells,
     device,
@@ -39,7 +39,7 @@ from spbench.bench.measure import beginning_server
 @fresh
 @click.option(
     "--timeout",
-    type=Limit(),
+    type=LIMIT,
     metavar="SECONDS",
     help="Give a cell up after this time, whatever the scenario says.",
 )

@@ -214,8 +214,14 @@ def _by_strategy(rows: Sequence[Verdict]) -> Table:
         Column("strategy", "strategy", of=lambda mine: mine[0]["strategy"]),
         Column("dtype", "dtype", of=lambda mine: mine[0]["dtype"]),
         *(Column(status, status, of=partial(_count, status)) for status in statuses),
-        Column("worst green error", "error", "{:.1e}".format, _worst_green),
-        Column("limit", "limit", "{:.1e}".format, _least_limit),
+        Column(
+            *("worst green error", "error", "{:.1e}".format),
+            of=lambda mine: max((row["error"] for row in mine if row["status"] == "green"), default=None),
+        ),
+        Column(
+            *("limit", "limit", "{:.1e}".format),
+            of=lambda mine: min((row["limit"] for row in mine if row["limit"] is not None), default=None),
+        ),
         Column("bytes sent", "bytes", of=_bytes_of),
     ]
     return Table.of("Verdicts by strategy", columns, groups.values())
@@ -223,14 +229,6 @@ def _by_strategy(rows: Sequence[Verdict]) -> Table:
 
 def _count(status: str, rows: Sequence[Verdict]) -> int | None:
     return sum(row["status"] == status for row in rows) or None
-
-
-def _worst_green(rows: Sequence[Verdict]) -> float | None:
-    return max((row["error"] for row in rows if row["status"] == "green"), default=None)
-
-
-def _least_limit(rows: Sequence[Verdict]) -> float | None:
-    return min((row["limit"] for row in rows if row["limit"] is not None), default=None)
 
 
 def _bytes_of(rows: Sequence[Verdict]) -> str | None:

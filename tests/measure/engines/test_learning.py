@@ -16,7 +16,7 @@ from spbench.bench.measure.sweep.sweep import as_row
 from spbench.bench.measurement import Outcome
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import compare, load_scenario
-from spbench.bench.tools.papers.answers.curves import deviations, final
+from spbench.bench.tools.papers.answers.claims import deviations, final
 from spbench.impls.models.blocks.text import CHOSEN, CLS, MASK, PAD, SEP, SPECIAL, WordPieces, corpus
 from spbench.impls.registries import model_preset
 from spbench.impls.strategies.base import Strategy, Unsupported

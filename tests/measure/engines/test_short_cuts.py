@@ -285,9 +285,9 @@ def test_a_trace_on_disk_is_of_few_layers(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_plain_and_real_steps_are_all_run() -> None:
     with tracing.only_plain_traces():
-        virtual.trace_classes(CELLS["contiguous"][0])
+        virtual.trace_classes(SMALL["ring_attention"])
     assert list(keyed_steps(N, lambda step: 0)) == list(range(N))
-    tracing.trace(CELLS["contiguous"][0])
+    tracing.trace(SMALL["ring_attention"])
     assert list(keyed_steps(N, lambda step: 0)) == list(range(N))
 
 

@@ -258,13 +258,13 @@ def test_each_collective_is_that_of_gloo(pool: RankPool) -> None:
 @pytest.mark.one_in(2)
 @tabled(__file__, "strategies_are_green")
 def test_strategies_are_green(strategy: str, model: str, part: str) -> None:
-    rows = list(verify_cases([strategy], [model], [6], parts=[part], pool=LockstepRanks(), batch=1))
-    assert {row.status for row in rows} - {"unsupported"} == {"green"}
+    row = next(verify_cases([strategy], [model], [6], parts=[part], pool=LockstepRanks(), batch=1))
+    assert row.status == "green"
 
 
 def test_bytes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RingAttention, "communication", lambda *_: iter(()))
-    (row, *_) = verify_cases(["ring_attention"], ["attention-call-tiny"], [3], pool=LockstepRanks())
+    row = next(verify_cases(["ring_attention"], ["attention-call-tiny"], [3], pool=LockstepRanks()))
     assert row.status == "RED"
     assert "bytes, 0 by the closed form" in row.verdict
 

@@ -100,7 +100,7 @@ def variants() -> Iterator[Any]:
             yield pytest.param(cls, name, varying, n, id=f"{name}-{spelled}")
 
 
-@pytest.mark.one_in(7)
+@pytest.mark.one_in(11)
 @pytest.mark.parametrize(("strategy", "name", "variant", "n"), [*variants()])
 def test_variants_in_float64(
     pool: RankPool, strategy: type[Strategy], name: str, variant: Mapping[str, Any], n: int

@@ -240,7 +240,8 @@ def test_a_message_that_is_left_out(pool: RankPool) -> None:
 
 
 def test_the_first_rows_are_explained_and_no_green_one(pool: RankPool) -> None:
-    rows = [*verify_cases(["ulysses"], [CAUSAL], [2], parts=["attention", "model"], pool=pool, explain=1)]
+    asked: Any = {"parts": ["attention", "model"], "model_options": {"layers": 1}, "explain": 1}
+    rows = [*verify_cases(["ulysses"], [CAUSAL], [2], pool=pool, **asked)]
     assert {row.explanation for row in rows} == {""}
     assert {row.bytes for row in rows if row.part == "model" and row.status == "green"} == {EQUAL}
 

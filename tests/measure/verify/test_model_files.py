@@ -29,10 +29,9 @@ FOLDER = Path(published.__file__).parent
 @tabled(__file__, "green")
 def test_green(pool: RankPool, name: str, strategy: str) -> None:
     path = name if name in all_models() else str(FOLDER / f"{name}.json")
-    rows = [*verify_cases([strategy], [path], (4,), parts=["attention"], pool=pool)]
-    assert {row.model for row in rows} == {path}
-    assert {row.status for row in rows} <= {"green", "unsupported"}
-    assert rows[0].status == "green", rows[0].reason
+    row = next(verify_cases([strategy], [path], (4,), parts=["attention"], pool=pool))
+    assert row.model == path
+    assert row.status == "green", row.reason
 
 
 @pytest.mark.slow

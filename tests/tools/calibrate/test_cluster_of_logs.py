@@ -22,6 +22,7 @@ from spbench.bench.tools.calibrate.log_findings import (
     is_same_card,
 )
 from spbench.bench.tools.calibrate.rate_fits import least_squares
+from tests.grid import tabled
 from tests.tools.calibrate.logs import Trace, flash_log, mamf_log, nccl_log
 
 SHAPES = [(m, n, k) for m in (512, 4096) for n in (1024, 8192) for k in (128, 4096)]
@@ -211,22 +212,7 @@ def test_a_fitted_scalar_does_not_correct_a_measured_rate(tmp_path: Path) -> Non
     assert cluster.calibration["bf16"].fitted_on == []  # so no cell counts as calibrated
 
 
-@pytest.mark.parametrize(
-    ("of_driver", "of_cluster", "same"),
-    [
-        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM5 80 GB", True),
-        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 SXM4 80 GB", True),
-        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100 SXM4 80 GB", False),
-        ("NVIDIA A100 80GB PCIe", "NVIDIA A100 SXM4 80 GB", False),
-        ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090 24 GB", True),
-        ("Tesla V100-SXM2-32GB", "NVIDIA Tesla V100 SXM2 32 GB", True),
-        ("NVIDIA L40", "NVIDIA L40S 48 GB", False),
-        ("NVIDIA B200", "NVIDIA GB200 186 GB", False),
-        ("NVIDIA H200", "NVIDIA H100 SXM5 80 GB", False),
-        ("AMD Instinct MI300X", "NVIDIA H100 SXM5 80 GB", False),
-        ("a card", "NVIDIA H100 SXM5 80 GB", True),
-    ],
-)
+@tabled(__file__, "names_of_cards")
 def test_names_of_cards(of_driver: str, of_cluster: str, same: bool) -> None:
     assert is_same_card(of_driver, of_cluster) is same
 

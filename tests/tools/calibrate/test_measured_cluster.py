@@ -35,6 +35,7 @@ from spbench.bench.tools.calibrate.measured_cluster import _on_rank, cluster_of
 from spbench.bench.tools.calibrate.operator_times import OPERATOR
 from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.selector import PublishedRow
+from tests.grid import tabled
 from tests.terminal import screen_of
 from tests.tools.calibrate.faulty_ranks import TINY, faulty_sums, short_of_memory
 from tests.tools.calibrate.test_operator_times import ANY_FIGURE, LARGE_BYTES, machine
@@ -306,16 +307,7 @@ def test_rows_that_disagree_share_the_error_and_leaving_one_out_shows_it() -> No
     assert summary(lines) == "no cell is held out: all were fitted on"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("compute_eficiency:size=1", "unknown scalar 'compute_eficiency'; did you mean 'compute_efficiency'"),
-        ("compute_efficiency", "write SCALAR:COLUMN=VALUE"),
-        ("compute_efficiency:size", "write SCALAR:COLUMN=VALUE"),
-        ("compute_efficiency:sise=1", "no column 'sise'; did you mean 'size'"),
-        ("compute_efficiency:size=3", "no row with a published throughput has size=3"),
-    ],
-)
+@tabled(__file__, "fits_that_cannot_be_read_or_have_no_rows")
 def test_fits_that_cannot_be_read_or_have_no_rows(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         chosen(Fit.parse(text), [known(1, 1.0, 0.0, TRUTH)])

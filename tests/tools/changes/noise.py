@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tests.tools.changes.rows import raw
+
 FILE = Path(__file__).with_name("rounds_of_benchmarks.csv")
 
 
@@ -57,12 +59,6 @@ def row(key: str, rounds: list[list[float]], side: int) -> dict[str, Any]:
         {"time": f"{2 * number + side:04d}", "time_s": float(np.median(samples)), "time_samples_s": samples}
         for number, samples in enumerate(rounds)
     ]
-    return {
-        "key": key,
-        "cell": {"engine": "pytest-benchmark"},
-        "status": "ok",
-        "reason": "",
-        "measurement": {"time_s": float(np.median([entry["time_s"] for entry in entries]))},
-        "provenance": {"host": "here"},
-        "rounds": entries,
-    }
+    median = {"time_s": float(np.median([entry["time_s"] for entry in entries]))}
+    of = {"measurement": median, "provenance": {"host": "here"}, "rounds": entries}
+    return raw(key, "pytest-benchmark", **of)

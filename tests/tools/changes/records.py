@@ -12,6 +12,7 @@ from typing import Any
 
 from spbench.bench.row import Row
 from spbench.bench.tools.changes.record_command import Commit, RunRecord, add_record
+from tests.tools.changes.rows import raw
 
 Cell = dict[str, Any]
 
@@ -37,8 +38,7 @@ def cell(key: str, status: str = "ok", exact: bool = True, **values: float | Seq
             measured[name] = value
         else:
             measured |= {name: statistics.median(value), name.replace("_s", "_samples_s"): list(value)}
-    engine = "virtual" if exact else "distributed"
-    return {"key": key, "cell": {"engine": engine}, "status": status, "measurement": measured}
+    return raw(key, "virtual" if exact else "distributed", status, measurement=measured)
 
 
 def record(

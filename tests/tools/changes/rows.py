@@ -29,6 +29,11 @@ CLAIM = Comparison(
 )
 
 
+def raw(key: str, engine: str = "virtual", status: str = "ok", **entries: Any) -> dict[str, Any]:
+    """A row as its line in a file has it; ``entries`` besides its cell, such as the measurement."""
+    return {"key": key, "cell": {"engine": engine}, "status": status, "reason": "", **entries}
+
+
 def made_up(name: str, status: str = "ok", engine: str = "virtual", **measured: Any) -> dict[str, Any]:
     """A row of a step on two ranks; of a cell that did not run, without numbers."""
     cell = {
@@ -53,29 +58,17 @@ def made_up(name: str, status: str = "ok", engine: str = "virtual", **measured: 
     }
     if engine == "distributed":
         measurement["step_time_samples_s"] = SAMPLES
-    return {
-        "key": name,
+    machine = {"os": "Linux 6.1", "cpu": "A CPU", "cores": 4, "memory_bytes": 2**36, "gpus": ["A GPU"]}
+    versions = {"spbench": "0.1.0", "commit": "0123456789ab", "torch": "2.13.0", "python": "3.11.7"}
+    entries = {
         "cell": cell,
-        "status": status,
         "reason": "" if status == "ok" else f"planted: {status}",
         "measurement": measurement | measured if status == "ok" else measured,
         "elapsed_s": 1.5,
         "time": "2026-01-01T00:00:00+00:00",
-        "provenance": {
-            "spbench": "0.1.0",
-            "commit": "0123456789ab",
-            "torch": "2.13.0",
-            "python": "3.11.7",
-            "host": "here",
-            "machine": {
-                "os": "Linux 6.1",
-                "cpu": "A CPU",
-                "cores": 4,
-                "memory_bytes": 2**36,
-                "gpus": ["A GPU"],
-            },
-        },
+        "provenance": {**versions, "host": "here", "machine": machine},
     }
+    return raw(name, engine, status) | entries
 
 
 def folder(path: Path, rows: Iterable[dict[str, Any]], *claims: Comparison) -> Path:
@@ -145,16 +138,12 @@ def row(name: str, **measured: Any) -> dict[str, Any]:
         "communication": sent,
         "formula_difference": [],
     }
-    return {
-        "key": name,
-        "cell": {"engine": "distributed" if "gloo" in name else "virtual"},
-        "status": "ok",
-        "reason": "",
-        "measurement": measurement | measured,
-        "elapsed_s": 1.5,
+    made_by: dict[str, Any] = {
         "time": "2026-01-01T00:00:00+00:00",
         "provenance": {"host": "here", "commit": "a"},
     }
+    engine = "distributed" if "gloo" in name else "virtual"
+    return raw(name, engine, measurement=measurement | measured, elapsed_s=1.5, **made_by)
 
 
 ROWS = [row("a"), row("b"), row("c/gloo")]

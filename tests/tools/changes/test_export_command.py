@@ -1,5 +1,4 @@
-"""`spbench export`: what is written where, and one line for each thing that a user can get wrong; asv and
-pytest-benchmark themselves read what is exported for them."""
+"""`spbench export`: what is written where; asv and pytest-benchmark read what is exported for them."""
 
 from __future__ import annotations
 
@@ -46,50 +45,6 @@ def test_a_terminal_breaks_no_line_of_another_system(results: Path, monkeypatch:
     monkeypatch.setattr(as_table, "show", lambda output, *streams: shown.append(output))
     assert exit_code(("export", "--to", "hud", str(results))) == 0
     assert max(map(len, screen_of(shown[0], 80).splitlines())) > 200
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("--to", "junti", "suite"),
-            "no export 'junti'; did you mean 'junit'? (choices: asv, github-action, ",
-        ),
-        (("--to", "junit"), "Missing argument 'RESULTS...'"),
-        (("--to", "junit", "absent"), "cannot read absent: no such file"),
-        (("--to", "junit", "suite", "other/suite"), "suite and other/suite are both called 'suite'; rename"),
-        (("--to", "junit", "suite", "--base", "nowhere"), "cannot read nowhere: no such file"),
-        (("--to", "markdown", "suite", "third", "--base", "bases"), "cannot read bases/third: no such file"),
-        (
-            ("--to", "markdown", "suite", "--base", "suite", "--previous-base", "nowhere"),
-            "cannot read nowhere",
-        ),
-        (("--to", "hud", "bare"), "nothing to export: bare: left out 1 cells without a value: 1 unsupported"),
-        (("--to", "pytest-benchmark", "bare"), "left out 1 cells without a step_time_s or time_s: 1"),
-        (("--to", "github-action", "suite"), "github-action is several files (customSmallerIsBetter.json, "),
-        (("--to", "github-annotations", "suite"), "suite: annotations say what differs; give --base"),
-        (("--to", "asv", "suite", "--output", "o"), "git knows no commit 0123456789ab here; export in the"),
-        (("--to", "asv", "suite", "--commit", "123", "--output", "o"), "git knows no commit 123 here"),
-        (("--to", "junit", "suite", "--output", "file/below"), "cannot write file/below: "),
-    ],
-)
-def test_mistakes_are_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command_line: Run,
-    arguments: tuple[str, ...],
-    message: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("suite", "other/suite", "third", "bases/suite"):
-        folder(Path(name), BASE)
-    folder(Path("bare"), [made_up("a", "unsupported")])
-    Path("file").write_text("")
-    before = sorted(Path().rglob("*"))
-    code, out, err = command_line("export", *arguments)
-    assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert message in err
-    assert sorted(Path().rglob("*")) == before
 
 
 def test_an_output_is_written_whole_or_not_at_all(results: Path, tmp_path: Path, command_line: Run) -> None:

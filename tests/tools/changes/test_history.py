@@ -19,6 +19,7 @@ from spbench.bench.tools.changes.history import (
     read_history,
 )
 from spbench.bench.tools.changes.record_command import add_record
+from tests.grid import tabled
 from tests.tools.changes.records import MACHINE, OTHER, Cell, cell, commit, nightly, noisy, record
 
 COMMITS, SLOWER, LARGER = 60, 41, 23
@@ -143,16 +144,7 @@ def test_a_regression_stands_until_it_is_undone(tmp_path: Path) -> None:
     assert not history.assess(series).fails
 
 
-@pytest.mark.parametrize(
-    ("entry", "is_meant"),
-    [
-        ("", True),
-        ("metric: step_time_s, cell: a, suite: nightly, ", True),
-        ("metric: sent_bytes, ", False),
-        ("cell: b, ", False),
-        ("suite: weekly, ", False),
-    ],
-)
+@tabled(__file__, "a_step_that_was_meant_does_not_fail")
 def test_a_step_that_was_meant_does_not_fail(tmp_path: Path, entry: str, is_meant: bool) -> None:
     text = f"meant: [{{commit: '{commit(1).short}', {entry}reason: more is computed}}]"
     (tmp_path / "meant.yaml").write_text(text)
@@ -186,16 +178,7 @@ def test_targets_that_are_a_link_to_nothing_are_not_left_out(tmp_path: Path) -> 
         read_entries(tmp_path / TARGETS_FILE, Target)
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("targets.yaml", "targets: [{cell: a, metric: m}]", r"targets\[0\].value: is missing"),
-        ("targets.yaml", "target: []", "targets: is missing"),
-        ("meant.yaml", "meant: [{commit: abc, reason: r}]", r"meant\[0\].commit"),
-        ("meant.yaml", "meant: [{commit: 1234567a, reason: ' '}]", "is empty; say why"),
-        ("meant.yaml", "meant: [", "malformed YAML"),
-    ],
-)
+@tabled(__file__, "a_wrong_file_is_one_line")
 def test_a_wrong_file_is_one_line(tmp_path: Path, name: str, text: str, message: str) -> None:
     add_record(record(0, cell("a")), tmp_path)
     (tmp_path / name).write_text(text)
@@ -233,16 +216,7 @@ def test_what_else_changed_is_said(tmp_path: Path) -> None:
     assert step.also_changed == {"torch": ("2.13.0", "2.14.0"), "gpu_driver": (None, "550")}
 
 
-@pytest.mark.parametrize(
-    ("chosen", "message"),
-    [
-        ({"suite": "nightli"}, "no records of suite 'nightli'; did you mean 'nightly'"),
-        ({"metric": "sent_byte"}, "no records of metric 'sent_byte'; did you mean 'sent_bytes'"),
-        ({"machine": "three"}, "no records of machine 'three'"),
-        ({"branch": "mian"}, "no records of branch 'mian'; did you mean 'main'"),
-        ({"cell": "zzz"}, "no cell with 'zzz' in its key was recorded on branch main"),
-    ],
-)
+@tabled(__file__, "an_unknown_name_is_an_error")
 def test_an_unknown_name_is_an_error(tmp_path: Path, chosen: dict[str, str], message: str) -> None:
     add_record(record(0, cell("a", sent_bytes=1)), tmp_path)
     with pytest.raises(UserError, match=message):

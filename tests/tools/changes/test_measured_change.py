@@ -17,6 +17,7 @@ from spbench.bench.tools.changes.judgement import judge
 from spbench.bench.tools.changes.metrics import merged_rounds, readings
 from spbench.bench.tools.changes.result_files import read_results
 from tests.tools.changes.noise import Machine
+from tests.tools.changes.rows import raw
 
 METRICS = 20
 
@@ -86,14 +87,9 @@ def one_process(factor: float = 1.0, samples: int = 10, **entries: Any) -> dict[
         "step_time_samples_s": times,
         "peak_memory_bytes": 1000,
     }
-    row = {
-        "key": "a",
-        "cell": {"engine": "distributed"},
-        "status": "ok",
-        "reason": "",
-        "provenance": {"host": "x"},
+    return {
+        "a": raw("a", "distributed", **({"measurement": measurement, "provenance": {"host": "x"}} | entries))
     }
-    return {"a": {**row, "measurement": measurement, **entries}}
 
 
 @pytest.mark.parametrize(
@@ -162,12 +158,7 @@ def test_rounds_become_one_row() -> None:
     assert row["status"] == "failed"
     reading = readings(row)["step_time_s"]
     assert (reading.value, len(reading.rounds), len(reading.samples)) == (2 * 1.05, 3, 30)
-    exact = {
-        "key": "v",
-        "cell": {"engine": "virtual"},
-        "status": "ok",
-        "measurement": {"peak_memory_bytes": 1},
-    }
+    exact = raw("v", measurement={"peak_memory_bytes": 1})
     assert merged_rounds([[exact], [exact]]) == [exact]
 
 

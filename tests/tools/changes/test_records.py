@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from spbench.bench.errors import UserError
-from spbench.bench.git import git
 from spbench.bench.tools.changes.history import read_history
 from spbench.bench.tools.changes.metrics import readings
 from spbench.bench.tools.changes.record_command import add_record, content_of, read_record, record_of, utc
 from tests.tools.changes.records import MACHINE, OTHER, cell, commit, record
+from tests.tools.changes.rows import commit_all, folder, git, raw
 
 FACTS = {name: value for name, value in MACHINE.items() if name != "host"}
 
@@ -24,14 +24,12 @@ FACTS = {name: value for name, value in MACHINE.items() if name != "host"}
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository on the branch trunk, with two commits."""
-    folder = tmp_path_factory.mktemp("checkout")
-    git(folder, "init", "-q", "-b", "trunk")
-    (folder / "code.py").write_text("1")
-    git(folder, "add", ".")
-    for message in ("first", "second"):
-        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-        git(folder, *identity, "commit", "-qm", message, "--allow-empty")
-    return folder
+    checkout = tmp_path_factory.mktemp("checkout")
+    for text in ("0", "1"):
+        (checkout / "code.py").write_text(text)
+        commit_all(checkout)
+    git(checkout, "branch", "-qm", "trunk")
+    return checkout
 
 
 @pytest.fixture
@@ -41,22 +39,15 @@ def head(checkout: Path) -> str:
 
 def row(key: str, engine: str = "virtual", **provenance: Any) -> dict[str, Any]:
     made_by = {"commit": None, "torch": "2.13.0", "python": "3.12", "host": "one", "machine": FACTS}
-    measured = {"peak_memory_bytes": 1000, "step_time_s": 0.5, "step_time_samples_s": [0.4, 0.5, 0.6]}
-    return {
-        "key": key,
-        "cell": {"engine": engine},
-        "status": "ok",
-        "reason": "",
-        "measurement": {**measured, "ranks": provenance.pop("ranks", [])},
-        "time": "2026-02-03T05:05:06+01:00",
-        "provenance": {**made_by, **provenance},
-    }
+    measured: dict[str, Any] = {"peak_memory_bytes": 1000, "step_time_s": 0.5}
+    measured["step_time_samples_s"] = [0.4, 0.5, 0.6]
+    measured["ranks"] = provenance.pop("ranks", [])
+    when = "2026-02-03T05:05:06+01:00"
+    return raw(key, engine, measurement=measured, time=when, provenance={**made_by, **provenance})
 
 
-def results(folder: Path, *rows: dict[str, Any]) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "cells.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
+def results(path: Path, *rows: dict[str, Any]) -> Path:
+    return folder(path, rows)
 
 
 def test_a_record_has_the_commit_the_machine_and_the_metrics(
@@ -228,48 +219,34 @@ def test_a_machine_is_its_host_and_hardware() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "problem"),
+    ("part", "instead", "problem"),
     [
+        (r"^((?:.*\n){2})[^$]*", r"\1", "2: (cut short: 1 of 3"),
+        (r"\n\Z", "", "4: (cut short: 3 of 3 cells"),
+        (r"[^$]+", "", "1: (Invalid JSON"),
+        (r"[^$]+", '{"key": "a", "status": "ok"}\n', "1: (spbench_record: Field req"),
+        (r"[^$]+", "\x00\xff", "1: (Invalid JSON"),
         (
-            lambda text: "".join(text.splitlines(keepends=True)[:2]),
-            "2: (cut short: 1 of 3",
+            '"spbench_record":2',
+            '"spbench_record":3',
+            "1: (spbench_record: a record of format 3; this",
         ),
-        (lambda text: text[:-1], "4: (cut short: 3 of 3 cells"),
-        (lambda text: "", "1: (Invalid JSON"),
-        (
-            lambda text: '{"key": "a", "status": "ok"}\n',
-            "1: (spbench_record: Field req",
-        ),
-        (lambda text: "\x00\xff", "1: (Invalid JSON"),
-        (
-            lambda text: text.replace('"spbench_record":2', '"spbench_record":3'),
-            "1: (spbench_record: a record of format 3; this reads 2",
-        ),
-        (
-            lambda text: text.replace('"engine":"virtual"', '"engine":3', 1),
-            "2: (cell.engine",
-        ),
-        (lambda text: text.replace('"status":"oom"', '"status":"great"'), "4: (status"),
-        (
-            lambda text: text.replace("0.3,", "NaN,"),
-            "3: (measurement.step_time_samples_s[1]",
-        ),
-        (lambda text: text.replace(":0.5}", ":-0.5}"), "2: (measurement.communication[0].sent_bytes"),
-        (lambda text: text.replace(":0.5}", ":true}"), "2: (measurement.communication[0].sent_bytes"),
-        (
-            lambda text: re.sub(r'"memory_bytes":\d+', '"memory_bytes":Infinity', text),
-            "2: (provenance.machine.memory_bytes",
-        ),
-        (
-            lambda text: re.sub(r'"memory_bytes":\d+', '"memory_bytes":"16"', text),
-            "2: (provenance.machine.memory_bytes",
-        ),
+        ('"engine":"virtual"', '"engine":3', "2: (cell.engine"),
+        ('"status":"oom"', '"status":"great"', "4: (status"),
+        (r"0\.3,", "NaN,", "3: (measurement.step_time_samples_s[1]"),
+        (r":0\.5}", ":-0.5}", "2: (measurement.communication[0].sent_bytes"),
+        (r":0\.5}", ":true}", "2: (measurement.communication[0].sent_bytes"),
+        (r'"memory_bytes":\d+', '"memory_bytes":Infinity', "2: (provenance.machine.memory_bytes"),
+        (r'"memory_bytes":\d+', '"memory_bytes":"16"', "2: (provenance.machine.memory_bytes"),
     ],
 )
-def test_a_spoilt_file_is_named(tmp_path: Path, spoil: Callable[[str], str], problem: str) -> None:
+def test_a_spoilt_file_is_named(tmp_path: Path, part: str, instead: str, problem: str) -> None:
     add_record(record(2, cell("a")), tmp_path)
     spoilt = tmp_path / "spoilt.jsonl"
-    spoilt.write_text(spoil(content_of(RECORD)), encoding="latin-1")
+    content = content_of(RECORD)
+    text = re.sub(part, instead, content, count=1)
+    assert text != content
+    spoilt.write_text(text, encoding="latin-1")
     with pytest.raises(UserError) as error:
         read_history(tmp_path)
     line, _, what = problem.partition(": ")
@@ -277,9 +254,9 @@ def test_a_spoilt_file_is_named(tmp_path: Path, spoil: Callable[[str], str], pro
 
 
 def test_a_history_without_a_record_is_an_error(tmp_path: Path) -> None:
-    for folder, message in ((tmp_path / "none", "no such folder"), (tmp_path, "no records of runs: spbench")):
+    for place, message in ((tmp_path / "none", "no such folder"), (tmp_path, "no records of runs: spbench")):
         with pytest.raises(UserError, match=message):
-            read_history(folder)
+            read_history(place)
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(UserError, match=r"cannot read .*folder.jsonl: Is a directory"):
         read_history(tmp_path)

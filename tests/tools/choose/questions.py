@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spbench.bench.cell import Cell
+from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose.asked import Asked
+from spbench.bench.tools.choose.asking import Task
 from spbench.bench.tools.choose.question import Question, question
 from spbench.bench.tools.choose.references import Depths, Reference
 
@@ -41,3 +45,45 @@ device:
 """
     )
     return str(path)
+
+
+def measured(step_s: float = 1.0, nbytes: int = 2**30, usable: int = 2**31, **more: Any) -> dict[str, Any]:
+    """A measurement, made up, of a cell whose step takes so long and whose tensors need so many bytes."""
+    made_up = {
+        "status": "ok" if nbytes <= usable else "oom",
+        "step_time_s": step_s,
+        "tokens_per_s": 4096 / step_s,
+        "mfu": 0.4,
+        "peak_memory_bytes": nbytes,
+        "usable_memory_bytes": usable,
+        "by_class": [],
+        "formula": [],
+        "breakdown": {"exposed_communication_s": 0.0, "bubble_s": 0.0},
+        "parts": {},
+        "bound": "matmul",
+        "rates": "sourced",
+    }
+    return made_up | more
+
+
+class Answers:
+    """In place of :class:`Asking`: each cell has the measurement that a function says.
+
+    Attributes:
+        cells: those that were looked at.
+    """
+
+    jobs = 2
+
+    def __init__(self, measurement_of: Callable[[Cell], Mapping[str, Any]]):
+        self.measurement_of, self.cells = measurement_of, list[Cell]()
+
+    def __call__(
+        self, tasks: Sequence[Task], enough: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[Task, Outcome]]:
+        for task in tasks:
+            if enough():
+                return
+            self.cells.append(task.cell)
+            measurement = self.measurement_of(task.cell)
+            yield task, Outcome(measurement["status"], measurement=measurement)

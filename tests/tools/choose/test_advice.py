@@ -20,7 +20,7 @@ from spbench.bench.tools.choose.possible import Absence
 from spbench.bench.tools.choose.ranking import NAMED, SearchResult, Seen, complexity, simpler
 from spbench.bench.tools.choose.whole_looks import Price
 from tests.terminal import faults_of, screen_of
-from tests.tools.choose.questions import asked
+from tests.tools.choose.questions import asked, measured
 
 TIE = packaged_model().tie("sourced")
 PARTS = {"matmul_s": 0.6, "attention_s": 0.2, "memory_bound_s": 0.1, "intra_node_s": 0.05}
@@ -31,18 +31,12 @@ def seen(strategy: str, sizes: dict[str, int], step_s: float, **parts: float) ->
     cell = Cell.model_validate(
         {**cell.model_dump(exclude_defaults=True), "strategy": strategy, "sizes": sizes}
     )
-    measurement: dict[str, Any] = {
-        "step_time_s": step_s,
-        "tokens_per_s": 4096 / step_s,
-        "mfu": 0.4,
-        "peak_memory_bytes": 2**30,
-        "usable_memory_bytes": 2**31,
-        "formula": [{"sent_bytes": 2**20, "axis": "sp", "collective": "all_to_all"}],
-        "breakdown": {"exposed_communication_s": 0.05, "bubble_s": 0.0, "host_s": 0.01},
-        "parts": {**PARTS, **parts},
-        "bound": "matmul",
-        "rates": "sourced",
-    }
+    measurement = measured(
+        step_s,
+        formula=[{"sent_bytes": 2**20, "axis": "sp", "collective": "all_to_all"}],
+        breakdown={"exposed_communication_s": 0.05, "bubble_s": 0.0, "host_s": 0.01},
+        parts={**PARTS, **parts},
+    )
     return Seen(cell, Outcome("ok", measurement=measurement), "all_layers")
 
 

@@ -84,59 +84,6 @@ def test_where_nothing_fits_the_nearest_and_what_is_missing_are_said(advise: Run
     assert answer["nearest"]["peak_memory_bytes"] > 2**20
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (("--only", "ulises"), "unknown strategy 'ulises'; did you mean 'ulysses'"),
-        (("--without", "zero4"), "'zero4'"),
-        (("--set", "network.bandwith_bytes_per_s=x2"), "did you mean 'network.bandwidth_bytes_per_s'"),
-        (("--set", "network.bandwidth_bytes_per_s=fast"), "give a number, or a factor as x2"),
-        (("--executor", "slurm"), "no executor has the address 'slurm'"),
-        (("--strategy", "mine"), "'mine' is no path of a .py file"),
-        (("--figure", "map.gif"), "a figure is written as .png"),
-        (("--gpus", "200000"), "--gpus 200000: there can be 131072 at most"),
-        (("--cluster", "local"), "cluster local has no memory limit"),
-        (("--batch", "", "--batch-tokens", "64"), "--batch-tokens 64: less than one sequence of 256 tokens"),
-        (
-            ("--fixed", "tp=three"),
-            "--fixed tp=three: give dp, pp, cp, tp, sp, ep, etp, micro_batch as a whole number",
-        ),
-        (
-            ("--fixed", "expert=2"),
-            "--fixed expert=2: give dp, pp, cp, tp, sp, ep, etp, micro_batch as a whole number",
-        ),
-        (("--fixed", "tp=7"), "no layout of 8 GPUs is possible as it is asked; one is without --fixed tp=7"),
-        (("--fixed", "tp=2,tp=4"), "--fixed tp is given twice; leave one out"),
-        (("--fixed", "ep=3"), "--fixed ep=3: the model has no experts, which ep and etp are for"),
-        (("--fixed", "pp=2,etp=2"), "--fixed etp=2: the model has no experts, which ep and etp are for"),
-        (("--why", "ep=2"), "--why ep=2: the model has no experts, which ep and etp are for"),
-        (
-            ("--set", "training.step=inference", "--fixed", "micro_batch=2"),
-            "an inference has no micro-batches",
-        ),
-        (("--for", "deepspeed"), "there are no flags of 'deepspeed'"),
-        (("--batch", "2", "--batch-tokens", "4K"), "--batch and --batch-tokens say the same: give one"),
-        (("--seq-len", ""), f"{MODEL} is a model: give --seq-len N too"),
-        (("--cluster", "h100"), "unknown cluster 'h100'"),
-        (
-            ("--set", "training.backend=ddp"),
-            "--set training.backend: advise looks for it; narrow that by --only",
-        ),
-        (("--set", "sizes.tp=2"), "--set sizes.tp: advise looks for it"),
-        (("--why", "tensor=2"), "--why tensor=2: give dp, pp, cp, tp, sp, ep, etp as a whole number"),
-        (("--gpus", "8..4"), "8..4: write the smaller number first"),
-    ],
-)
-def test_what_cannot_be_is_one_line(advise: Run, words: tuple[str, ...], problem: str) -> None:
-    given: dict[str, Any] = {"--cluster": "dgx-a100", "--gpus": "8", "--seq-len": "256", "--batch": "2"}
-    given |= dict(zip(words[::2], words[1::2], strict=True))
-    code, out, err = advise(MODEL, *(word for pair in given.items() if pair[1] for word in pair))
-    assert (code, out) == (2, "")
-    assert problem in err.splitlines()[-1]
-    assert "Traceback" not in err
-    assert len(err.splitlines()) == 1
-
-
 def test_a_model_that_cannot_be_run_says_why(advise: Run) -> None:
     code, out, err = advise("gpt3-345m", *FEW, "--seq-len", "4K")
     assert (code, out) == (2, "")
@@ -206,9 +153,3 @@ def test_a_plugin_is_advised_as_ours_are(advise: Run, tmp_path: Path) -> None:
     (answer,) = json.loads(out)
     assert {each["strategy"] for each in answer["layouts"]} == {"gathered_attention", "tensor_parallel"}
     assert answer["question"]["model"] == "one-layer-lm-tiny"
-
-
-def test_a_model_that_there_is_not(advise: Run) -> None:
-    code, out, err = advise("llama3-80b", *ON, "--seq-len", "256")
-    assert (code, out, len(err.splitlines())) == (2, "", 1)
-    assert "'llama3-80b' is no scenario, model or file; did you mean 'llama3-8b'?" in err

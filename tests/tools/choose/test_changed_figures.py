@@ -8,7 +8,7 @@ import yaml
 from spbench.bench.errors import UserError
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.clusters.cluster import Cluster, cluster_names, load_cluster
-from spbench.bench.tools.choose.changed_figures import changed_cluster, is_figure, swept_figures
+from spbench.bench.tools.choose.asked import changed_cluster, is_figure, swept_figures
 from spbench.bench.yaml_files import validate
 
 BANDWIDTH = "network.bandwidth_bytes_per_s"

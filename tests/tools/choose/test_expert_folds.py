@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,10 +15,8 @@ from spbench.bench.measure.engines.deepened_traces import few_layers, leading_ru
 from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose.advice import Advice
 from spbench.bench.tools.choose.asked import Asked
-from spbench.bench.tools.choose.asking import Task
 from spbench.bench.tools.choose.candidates import best_folds
-from spbench.bench.tools.choose.collective_prices import CollectivePrices
-from spbench.bench.tools.choose.estimates import Estimates
+from spbench.bench.tools.choose.estimates import CollectivePrices, Estimates
 from spbench.bench.tools.choose.layout_search import Search
 from spbench.bench.tools.choose.layouts import (
     Fold,
@@ -40,6 +38,7 @@ from spbench.bench.tools.choose.references import BackendFigures, Depths, Refere
 from spbench.bench.tools.choose.suggestions import single_changes
 from spbench.impls.backends.optimizer import PRECISIONS
 from spbench.impls.registries import backend_class, model_preset
+from tests.grid import tabled
 from tests.slow import slow
 from tests.tools.choose import questions
 
@@ -85,16 +84,7 @@ def test_a_fixed_size_holds_and_is_refused_where_it_cannot_be() -> None:
     assert not why_impossible(asked(8, [("ep", "2")]))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "anew"),
-    [
-        ({"dp": 8, "ep": 8}, False),
-        ({"dp": 2, "sp": 4, "ep": 8}, True),
-        ({"dp": 4, "tp": 2, "etp": 2, "ep": 4}, False),
-        ({"dp": 4, "tp": 2, "ep": 4}, True),
-        ({"dp": 8}, False),
-    ],
-)
+@tabled(__file__, "folding_is_groups_of_their_own")
 def test_folding_is_groups_of_their_own(sizes: dict[str, int], anew: bool) -> None:
     assert folds_anew(sizes) is anew
 
@@ -194,27 +184,8 @@ def test_folded_groups_are_the_same_whatever_axes_divide_a_sample() -> None:
         assert (one_axis == groups_of(axes, mesh | folds)).all()
 
 
-class Answers:
-    """In place of :class:`Asking`: every look fits and takes a second.
-
-    Attributes:
-        looks: the layouts that were looked at, whether they fold.
-    """
-
-    jobs = 2
-
-    def __init__(self) -> None:
-        self.looks: list[bool] = []
-
-    def __call__(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Outcome]]:
-        for task in tasks:
-            self.looks.append(folds_anew(task.cell.sizes.by_axis))
-            found = {"step_time_s": 1.0, "peak_memory_bytes": 2, "breakdown": {}, "parts": {}}
-            yield task, Outcome("ok", measurement=found)
-
-
 def test_a_layout_that_fills_its_card_by_few_layers_counts_where_no_other_fits() -> None:
-    search = Search(asked(8), Answers())  # type: ignore[arg-type]
+    search = Search(asked(8), questions.Answers(lambda cell: {}))  # type: ignore[arg-type]
     for dp, share in ((8, 0.97), (4, 0.9)):
         cell = asked(8).cell.model_copy(update={"sizes": Sizes(dp=dp, sp=8 // dp)})
         found = {"step_time_s": 1 / dp, "peak_memory_bytes": int(share * search.usable)}

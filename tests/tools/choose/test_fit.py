@@ -1,4 +1,7 @@
-"""`spbench fit`: its answer, its exit codes, and suggestions that hold when they are run by hand."""
+"""`spbench fit`: its answer, its exit codes, and suggestions that hold when they are run by hand.
+
+What a terminal shows of `spbench fit`: the verdict and the first change on a screen of 40 lines.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -17,18 +21,25 @@ import torch.cuda._memory_viz as viewer
 
 from scripts.schemas import fit as fit_schema
 from spbench.bench.cell import Cell
+from spbench.bench.command_line import options
+from spbench.bench.command_line.output import Output, View
+from spbench.bench.command_line.progress import Progress
 from spbench.bench.errors import UserError
 from spbench.bench.measure.engines.virtual import VirtualEngine
 from spbench.bench.measure.scenarios.scenario import changed, given
 from spbench.bench.measurement import Measurement
 from spbench.bench.tools.choose import fitting as module
+from spbench.bench.tools.choose import proofs
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.fit_command import command
 from spbench.bench.tools.choose.fit_report import _closest, flags_of
 from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.fitting import Fitting
 from spbench.bench.tools.choose.subject import Subject, subject
-from spbench.bench.tools.choose.suggestions import Change
+from spbench.bench.tools.choose.suggestions import Change, single_changes
+from tests.grid import tabled
+from tests.slow import slow
+from tests.terminal import faults_of, screen_of
 from tests.tools.choose.questions import small_cards
 from tests.tools.commands.conftest import Run
 
@@ -273,50 +284,7 @@ def test_changes_of_a_job_are_told_in_its_own_arguments(tmp_path: Path) -> None:
     assert flags_of(Fitting(Subject([cell]), answer.verdicts), verdict) == ""
 
 
-H100 = ("llama3-8b", "--cluster", "dgx-h100", "--seq-len", "8K")
-#: what is refused, what is said, and what then is asked for instead; (): that is not tried
-REFUSED: list[tuple[tuple[str, ...], str, tuple[str, ...]]] = [
-    (("llama3-80b",), "'llama3-80b' is no scenario, model or file; did you mean 'llama3-8b'?", ()),
-    (("train.sh",), "'train.sh' is no scenario, model or file", ()),
-    (("llama3-8b",), "llama3-8b is a model: give --cluster NAME and --seq-len N too", ()),
-    (H100[:3], "llama3-8b is a model: give --seq-len N too", ()),
-    (("llama3-8b", "--cluster", "h100", "--seq-len", "8K"), "llama3-8b: cluster: unknown cluster 'h100'", ()),
-    (("max_seqlen",), "searches for its seq_len: give one, --seq-len N", ()),
-    ((*H100, "--variant", "x"), "--variant chooses among cells of a scenario", ()),
-    ((*H100, "--set", "batch=8,batch=4"), "given twice", ()),
-    ((*H100, "--figure", "m.gif"), "m.gif: a figure is written as .png, .svg, .pdf", ()),
-    ((*H100, "--given", "TP=8"), "--given is for the files of a job, which the model llama", ()),
-    ((*H100, "--must-fit", "--longest"), "--must-fit judges the sizes as they are, and --longest", ()),
-    ((*H100, "--gpus", "8", "--tp", "3"), "tp 3 is 3 ranks, and 8 no multiple of that", ()),
-    ((*H100, "--cluster", "local"), "cluster local has no memory limit: name one", ("--cluster", "l40s")),
-    (
-        (*H100, "--tp", "2"),
-        "--tp 2: nothing divides a sample along tp; give --strategy megatron_sp or ",
-        ("--tp", "2", "--strategy", "megatron_sp"),
-    ),
-    ((*H100, "--sp", "4"), "--strategy ring_attention", ("--sp", "4", "--strategy", "ring_attention")),
-    (
-        (*H100, "--cp", "2"),
-        "--strategy ulysses+ring_attention --sp N",
-        ("--cp", "2", "--sp", "2", "--strategy", "ulysses+ring_attention"),
-    ),
-    (
-        (*H100, "--tp", "2", "--strategy", "ulysses"),
-        "--strategy megatron_sp",
-        ("--tp", "2", "--strategy", "megatron_sp"),
-    ),
-    ((*H100, "--gpus", "6", "--dp", "4"), "--gpus 6: dp 4 is 4 ranks; leave", ("--gpus", "4", "--dp", "4")),
-    (
-        (*H100, "--batch", "7", "--micro-batch", "2"),
-        "--micro-batch 2: batch 7 over 1 replicas is no whole number of them; use --batch 6",
-        ("--batch", "6", "--micro-batch", "2"),
-    ),
-    ((*H100, "--set", "training.backend=zero4"), "'zero3'", ("--set", "training.backend=zero3")),
-    ((*H100, "--set", "model_options.recompute=ful"), "full", ("--set", "model_options.recompute=full")),
-]
-
-
-@pytest.mark.parametrize(("words", "problem", "mended"), REFUSED, ids=str)
+@tabled(__file__, "what_cannot_be_is_one_line_that_names_the_cause")
 def test_what_cannot_be_is_one_line_that_names_the_cause(
     fit: Run, words: tuple[str, ...], problem: str, mended: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,8 +292,8 @@ def test_what_cannot_be_is_one_line_that_names_the_cause(
     code, out, err = fit(*words)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert problem in err
-    if mended:
-        assert asked_about((*H100, *mended), monkeypatch).cells
+    question = ("llama3-8b", "--cluster", "dgx-h100", "--seq-len", "8K", *mended)
+    assert asked_about(question, monkeypatch).cells
 
 
 def asked_about(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Subject:
@@ -340,3 +308,62 @@ def asked_about(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> Subjec
     with suppress(UserError):
         command.main([*words], standalone_mode=False)
     return about[0]
+
+
+MOST_LINES = 40
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[Output]:
+    """The outputs of the commands that are run, which are not printed."""
+    found: list[Output] = []
+    forms = SimpleNamespace(load=lambda form: lambda output, out, err: found.append(output))
+    monkeypatch.setattr(options, "FORMS", forms)
+    return found
+
+
+def test_the_verdict_comes_before_changes_are_tried(
+    fit: Run,
+    card: Callable[[int], str],
+    shown: list[Output],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def recomputed(cell: Cell) -> list[Change]:
+        return [each for each in single_changes(cell) if {*each.settings} == {"model_options.recompute"}]
+
+    monkeypatch.setattr(proofs, "single_changes", recomputed)
+    said: list[str] = []
+    monkeypatch.setattr(Progress, "keep", lambda self, text: said.append(text))
+    monkeypatch.setattr(Progress, "at", lambda self, text, share: said.append(text))
+    two_layers = (*TINY[:-1], "model_options.layers=2", "--cluster", card(10), "--seq-len", "1K")
+    assert fit(*two_layers)[0] == 0
+    verdict = "\n".join(str(shown[0].sections[0]).splitlines()[:2])
+    assert verdict.startswith("fits: no")
+    assert any("recompute" in text for text in said[said.index(verdict) :])
+    assert not any("recompute" in text for text in said[: said.index(verdict)])
+
+
+@pytest.mark.parametrize(
+    ("mib", "more"),
+    [
+        slow(100, ("--seq-len", "4K")),
+        (400, ("--seq-len", "1K", "--pp", "2", "--micro-batch", "1")),
+    ],
+)
+def test_an_answer_fits_a_screen(
+    fit: Run,
+    card: Callable[[int], str],
+    few_changes: None,
+    shown: list[Output],
+    mib: int,
+    more: tuple[str, ...],
+) -> None:
+    assert fit(*TINY, "--cluster", card(mib), *more)[0] == 0
+    (output,) = shown
+    assert faults_of(output, MOST_LINES) == []
+    assert faults_of(output, view=View(wide=True, details=True)) == []
+    screen = screen_of(output, 80)
+    assert screen.startswith("fits: ")
+    assert "--details shows: " in screen
+    assert "Memory of each rank class at each step, of" in screen
+    assert "Memory of each rank class" in screen_of(output, 80, View(details=True))

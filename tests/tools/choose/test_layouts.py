@@ -36,6 +36,7 @@ from spbench.impls.backends.backend import Backend
 from spbench.impls.backends.ddp import DistributedDataParallel
 from spbench.impls.options import Options
 from spbench.impls.strategies.placed_chunks import DocumentPlacementOptions
+from tests.grid import tabled
 from tests.plugins.examples.gathered_attention import GatheredAttention
 from tests.tools.choose.questions import asked
 from tests.tools.jobs.job_inputs import INPUTS
@@ -140,9 +141,9 @@ def test_embedding_and_loss_count_as_layers_of_unequal_stages(
 
 def test_why_a_layout_cannot_be() -> None:
     _, refused = every(asked(8, batch=12), layers=6)
-    assert refused.reasons["single 1 dp8 pp1"] == "12 sequences are no whole number for 8 replicas"
-    assert refused.reasons["single 1 dp1 pp8"] == "6 layers are no whole number for 8 stages"
-    assert "single 1 dp4 pp2" not in refused.reasons
+    assert refused["single 1 dp8 pp1"] == "12 sequences are no whole number for 8 replicas"
+    assert refused["single 1 dp1 pp8"] == "6 layers are no whole number for 8 stages"
+    assert "single 1 dp4 pp2" not in refused
 
 
 def test_the_layouts_of_many_ranks_are_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,17 +243,7 @@ def test_an_option_of_the_model_that_is_fixed_is_not_searched() -> None:
     assert not any("recompute" in each for each in savings_of(given))
 
 
-@pytest.mark.parametrize(
-    ("pair", "problem"),
-    [
-        (("training.optimiser", "host"), "training.optimiser: no backend .* did you mean 'optimizer'"),
-        (("training.optimizer", "disk"), "training.optimizer=disk: no backend .* they have device, host"),
-        (
-            ("sizes.tp", "2"),
-            "--fixed sizes.tp: give an option of training or model_options, as .*, or dp, pp",
-        ),
-    ],
-)
+@tabled(__file__, "options_that_cannot_be_fixed")
 def test_options_that_cannot_be_fixed(pair: tuple[str, str], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         backend_settings(asked(8, fixed=[pair]))

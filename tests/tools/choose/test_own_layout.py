@@ -25,6 +25,7 @@ from spbench.bench.tools.choose.ranking import SearchResult, Seen
 from tests.bench.hostile import case
 from tests.bench.hosts import CrewHere
 from tests.slow import slow
+from tests.tools.choose.questions import measured
 from tests.tools.commands.conftest import Run
 
 #: a script of Megatron-LM, all of whose sizes are small
@@ -98,22 +99,11 @@ def test_on_other_gpus_a_scenario_has_no_layout(tmp_path: Path) -> None:
 def seen(
     question: Question, step_s: float, status: Any = "ok", peak_memory_bytes: int = 2**30, **parts: Any
 ) -> Seen:
-    measured = {
-        "step_time_s": step_s,
-        "tokens_per_s": 1.0,
-        "mfu": 0.1,
-        "peak_memory_bytes": peak_memory_bytes,
-        "usable_memory_bytes": 2**31 if status == "ok" else 2**29,
-        "formula": [],
-        "breakdown": {"exposed_communication_s": 0.0, "bubble_s": 0.0},
-        "parts": {"matmul_s": step_s},
-        "bound": "matmul",
-        "rates": "sourced",
-    }
+    usable = 2**31 if status == "ok" else 2**29
+    measurement = measured(step_s, peak_memory_bytes, usable, parts={"matmul_s": step_s})
     assert question.own is not None
-    return Seen(
-        question.own.looked_at.model_copy(update=parts), Outcome(status, measurement=measured), "all_layers"
-    )
+    cell = question.own.looked_at.model_copy(update=parts)
+    return Seen(cell, Outcome(status, measurement=measurement), "all_layers")
 
 
 def answer(about: Question, own: Seen, *best: Seen) -> Advice:

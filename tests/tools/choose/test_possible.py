@@ -15,6 +15,7 @@ from spbench.bench.tools.choose.layouts import Layout, Refused, Way
 from spbench.bench.tools.choose.possible import absence, left_out_by_length, possible, why_impossible
 from spbench.bench.tools.choose.question import Question, question
 from spbench.bench.tools.choose.ranking import SearchResult
+from tests.grid import tabled
 from tests.tools.choose import questions
 from tests.tools.choose.questions import MODEL
 from tests.tools.choose.test_advice import seen
@@ -93,15 +94,7 @@ def test_layouts_that_cannot_be_are_not_said_to_be_slow(
     assert reason in found.sentence
 
 
-@pytest.mark.parametrize(
-    ("tp", "too_large", "words"),
-    [
-        (2, 5.0, "1, by the estimate too large, the smallest with 9.31e-09 GiB"),
-        (2, 40.0, "1, by the estimate not faster than 2 s"),
-        (4, 40.0, "2, by the estimate 1 too large, the others not faster than 4 s"),
-        (1, 40.0, ""),
-    ],
-)
+@tabled(__file__, "what_was_not_traced_is_too_large_or_slow_by_the_estimate")
 def test_what_was_not_traced_is_too_large_or_slow_by_the_estimate(
     tp: int, too_large: float, words: str
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,14 +13,12 @@ from spbench.bench.cell import Cell, TrainingOptions
 from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines import virtual
 from spbench.bench.measure.scenarios.scenario import changed
-from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose import asking as module
-from spbench.bench.tools.choose.advice import Advice
+from spbench.bench.tools.choose.advice import Advice, compute_floor_s, links_floor_s
 from spbench.bench.tools.choose.advise_report import report
-from spbench.bench.tools.choose.ask import answered
 from spbench.bench.tools.choose.asked import Asked
 from spbench.bench.tools.choose.asking import Asking, Task
-from spbench.bench.tools.choose.collective_prices import compute_floor_s, links_floor_s
+from spbench.bench.tools.choose.layout_search import answered
 from spbench.bench.tools.choose.look import look
 from spbench.bench.tools.choose.question import question
 from spbench.bench.tools.choose.ranking import LookedAt, SearchResult, Seen, ranked
@@ -30,7 +27,7 @@ from spbench.bench.tools.choose.whole_looks import WholeLooks, other_kernels, wi
 from tests.bench.hosts import CrewHere
 from tests.slow import mostly_slow, slow
 from tests.terminal import screen_of
-from tests.tools.choose.questions import asked
+from tests.tools.choose.questions import Answers, asked, measured
 
 GIB = 2**30
 #: what each option multiplies a step's time by, and the GiB that it takes off a peak of 64
@@ -43,25 +40,11 @@ MADE_UP = {
 }
 
 
-class MadeUp:
-    """In place of :class:`Asking`; cards have 80 GiB, of which 76 must be taken at the most."""
-
-    jobs = 2
-
-    def __call__(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Outcome]]:
-        for task in tasks:
-            on = {**task.cell.model_options, **task.cell.training.backend_options}
-            known = [MADE_UP[name] for name in on if name in MADE_UP]
-            measurement = {
-                "step_time_s": math.prod(factor for factor, _ in known),
-                "peak_memory_bytes": (97 - sum(gib for _, gib in known)) * GIB,
-                "usable_memory_bytes": 80 * GIB,
-                "rates": "sourced",
-                "parts": {},
-                "breakdown": {},
-            }
-            status = "ok" if measurement["peak_memory_bytes"] <= 80 * GIB else "oom"
-            yield task, Outcome(status, measurement=measurement)
+def made_up(cell: Cell) -> dict[str, Any]:
+    """Cards have 80 GiB, of which 76 must be taken at the most."""
+    on = [MADE_UP[n] for n in (*cell.model_options, *cell.training.backend_options) if n in MADE_UP]
+    gib = 97 - sum(gib for _, gib in on)
+    return measured(math.prod(factor for factor, _ in on), gib * GIB, 80 * GIB)
 
 
 def layout(options: dict[str, Any], **training: Any) -> Cell:
@@ -124,8 +107,9 @@ def test_each_switch_is_taken_away_alone(options: Any, training: Any, fixed: Any
 
 def lightened(cell: Cell) -> Cell:
     """What is named in place of a layout, the only one that was looked at."""
-    so_far = LookedAt(asked(8), MadeUp())  # type: ignore[arg-type]
-    ((_, outcome),) = MadeUp()([Task(cell, look)])
+    answers: Any = Answers(made_up)
+    so_far = LookedAt(asked(8), answers)
+    ((_, outcome),) = answers([Task(cell, look)])
     so_far.seen[cell.key] = Seen(cell, outcome, "few_layers")
     WholeLooks(so_far).run()
     return ranked(so_far.best_layouts())[0].cell
@@ -187,21 +171,24 @@ LAYOUTS: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] =
     ),
     "tiles": ("ulysses", {"dp": 2, "sp": 2}, {"mlp_tile": 64, "loss_tile": 32}, {"backend": "zero3"}),
     "optimizer on hosts": ("single", {"dp": 4}, {}, {"backend": "zero3", "optimizer": "host"}),
-    "placements": ("ring_attention", {"sp": 4}, {"recompute": "full"}, {"backend": "zero2"}),
+    "placements": ("ring_attention", {"dp": 2, "sp": 2}, {"recompute": "full"}, {"backend": "zero2"}),
     "vocabulary": ("odysseus", {"dp": 2, "tp": 2}, {"cross_entropy": "in_place"}, {"backend": "zero1"}),
     "orders of the mesh": ("tensor_parallel", {"dp": 2, "tp": 2}, {"recompute": "full"}, {"backend": "ddp"}),
     "stages": ("single", {"pp": 4}, {"recompute": "full"}, {"backend": "megatron", "micro_batches": 4}),
     "nested": ("ulysses+ring_attention", {"cp": 2, "sp": 2}, {"mlp_tile": 64}, {"backend": "zero3"}),
-    "experts": ("single", {"dp": 4, "ep": 2}, {"recompute": "full", "loss_tile": 32}, {"backend": "zero3"}),
+    "experts, checkpoints on hosts": (
+        *("single", {"dp": 4, "ep": 2}, {"recompute": "full", "checkpoints": "host", "loss_tile": 32}),
+        {"backend": "zero3"},
+    ),
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(LAYOUTS, "checkpoints on hosts", "placements", "experts"))
+@pytest.mark.parametrize("case", mostly_slow(LAYOUTS, "placements", "experts, checkpoints on hosts"))
 def test_prices_are_what_runs_show(case: str, monkeypatch: pytest.MonkeyPatch, kept_traces: None) -> None:
     monkeypatch.setattr(module, "Crew", CrewHere)
     strategy, sizes, options, training = LAYOUTS[case]
-    of_model = {"model": "moe-tiny"} if case == "experts" else {}
-    about = asked(4, seq_len=128, batch=8, settings={**of_model, "model_options.layers": 8})
+    of_model = {"model": "moe-tiny"} if "ep" in LAYOUTS[case][1] else {}
+    about = asked(4, seq_len=128, batch=8, settings={**of_model, "model_options.layers": 4})
     settings = {"strategy": strategy, **{f"sizes.{axis}": n for axis, n in sizes.items()}}
     settings |= dotted("model_options", options) | dotted("training", training)
     cell = changed(about.cell, settings)

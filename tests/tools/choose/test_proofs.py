@@ -3,7 +3,7 @@ a cell that does not fit, with made-up memory: pairs where no single one is enou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -13,45 +13,27 @@ from spbench.bench.cell import Cell
 from spbench.bench.errors import UserError
 from spbench.bench.measure.scenarios.scenario import changed, given, written
 from spbench.bench.measure.trace.memory_log import MemoryLog
-from spbench.bench.measurement import Outcome
 from spbench.bench.tools.choose.anatomy import ANATOMY, anatomy
-from spbench.bench.tools.choose.asking import Task
 from spbench.bench.tools.choose.fit_verdict import Verdict
 from spbench.bench.tools.choose.proofs import ENOUGH, MOST, MOST_PAIRS, Proofs, prove
-from spbench.bench.tools.choose.suggestions import both, pairs, single_changes
+from spbench.bench.tools.choose.suggestions import pairs, single_changes, together
 from spbench.impls.registries import all_backends, all_models, all_strategies
+from tests.grid import tabled
+from tests.tools.choose.questions import Answers, measured
 
 GIB = 2**30
 #: of the card, and of the cell as it is
 USABLE, NOW = 40 * GIB, 100 * GIB
 
 
-class Made:
-    """In place of :class:`Asking`: cells need what a function says."""
-
-    def __init__(self, needs: Callable[[Cell], float]):
-        self.needs, self.asked = needs, 0
-
-    def __call__(
-        self, tasks: Sequence[Task], enough: Callable[[], bool] = lambda: False
-    ) -> Iterator[tuple[Task, Outcome]]:
-        for task in tasks:
-            if enough():
-                return
-            self.asked += 1
-            needed = round(self.needs(task.cell))
-            measured = {"peak_memory_bytes": needed, "usable_memory_bytes": USABLE, "step_time_s": 1.0}
-            yield task, Outcome("ok" if needed <= USABLE else "oom", measurement=measured)
-
-
-def proved(needs: Callable[[Cell], float], states: int = 2**30, most: int = MOST) -> tuple[Proofs, Made]:
+def proved(needs: Callable[[Cell], float], states: int = 2**30, most: int = MOST) -> tuple[Proofs, Answers]:
     asked = cell(sizes={"dp": 8, "sp": 1}, strategy="single", training={"backend": "ddp"}, cluster="l40s")
     taken_apart = replace(
         anatomy(MemoryLog([states], [1])), held={"optimizer_state": states}, least_usable_bytes=NOW
     )
     meters = {ANATOMY: asdict(taken_apart)}
     before = Verdict(asked, {"usable_memory_bytes": USABLE, "step_time_s": 1.0, "meters": meters})
-    asking: Any = Made(needs)
+    asking: Any = Answers(lambda each: measured(nbytes=round(needs(each)), usable=USABLE))
     return prove(before, asking, most), asking
 
 
@@ -75,7 +57,7 @@ def test_where_no_single_change_is_enough_pairs_are_tried() -> None:
     for each in found.fitting:
         assert each.memory.spare_bytes >= 0
     assert 0 < found.pairs_tried <= MOST_PAIRS
-    assert asking.asked == found.tried + found.pairs_tried
+    assert len(asking.cells) == found.tried + found.pairs_tried
 
 
 def test_where_a_single_change_is_enough_no_pair_is() -> None:
@@ -89,7 +71,7 @@ def test_where_a_single_change_is_enough_no_pair_is() -> None:
 
 def test_as_many_as_are_asked_for_are_enough() -> None:
     found, asking = proved(lambda each: NOW * 0.3, most=ENOUGH)
-    assert len(found.fitting) == found.tried == asking.asked == ENOUGH
+    assert len(found.fitting) == found.tried == len(asking.cells) == ENOUGH
 
 
 def test_switches_of_the_model_are_not_tried_where_its_states_alone_are_too_large() -> None:
@@ -99,11 +81,11 @@ def test_switches_of_the_model_are_not_tried_where_its_states_alone_are_too_larg
     found, asking = proved(needs, states=USABLE + 1)
     whole, asking_of_all = proved(needs, states=USABLE)
     assert settings_of(found) == settings_of(whole) != []
-    assert asking.asked < asking_of_all.asked
+    assert len(asking.cells) < len(asking_of_all.cells)
     # where pairs follow, it must be known what each takes off
     found, asking = proved(shares(0.6, 0.5), states=USABLE + 1)
     assert found.fitting
-    assert asking.asked == proved(shares(0.6, 0.5))[1].asked
+    assert len(asking.cells) == len(proved(shares(0.6, 0.5))[1].cells)
 
 
 def test_where_no_strategy_is_enough_alone_pairs_with_one_are_tried() -> None:
@@ -142,7 +124,8 @@ def test_strategies_that_divide_a_sequence_are_among_the_changes() -> None:
 def test_pairs_are_of_different_things() -> None:
     single = single_changes(cell(sizes={"dp": 8}, strategy="single", training={"backend": "ddp"}))
     for one, other in pairs(single):
-        settings = both(one, other).settings
+        change = together([one, other])
+        settings = change.settings if change else {}
         assert len(settings) == len(one.settings) + len(other.settings)
         assert {one.other_job, other.other_job} == {False}
 
@@ -219,16 +202,7 @@ def test_a_search_for_what_is_set_is_over() -> None:
     assert changed(searched, {"batch": 4}).search is not None
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"traning.steps": 2}, "--set traning.steps: unknown setting; did you mean 'training'?"),
-        ({"training.backend": "fsdp"}, "--set training.backend: unknown backend 'fsdp'"),
-        ({"batch.x": 2}, "--set batch.x: unknown setting; batch has no parts"),
-        ({"model_options.layers": "two"}, "--set model_options.layers: must be a valid integer"),
-        ({"sizes.cp": 2}, "--set sizes.cp: 2: the strategy ulysses does not use the axis cp"),
-    ],
-)
+@tabled(__file__, "a_change_that_cannot_be_is_named")
 def test_a_change_that_cannot_be_is_named(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError) as error:
         changed(cell(), settings)

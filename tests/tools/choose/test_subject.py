@@ -15,6 +15,7 @@ from spbench.bench.tools.choose.subject import (
     taken_line,
     tokens_of_rank,
 )
+from tests.grid import tabled
 from tests.tools.jobs.job_inputs import INPUTS
 
 OPTION = "strategy_options.placement"
@@ -49,15 +50,7 @@ def test_text_is_placed_as_programs_do(
         assert f"placement zigzag (--set {OPTION})" in taken_line(cell, found.said)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "axis", "batch", "tokens"),
-    [
-        ("ulysses", "sp", 1, 512),
-        # the batch of a replica grew with the axis: as many as on one rank
-        ("ulysses", "sp", 2, 1024),
-        ("tensor_parallel", "tp", 1, 1024),
-    ],
-)
+@tabled(__file__, "tokens_of_a_rank_show_what_an_axis_divides")
 def test_tokens_of_a_rank_show_what_an_axis_divides(
     strategy: str, axis: str, batch: int, tokens: int
 ) -> None:
@@ -100,17 +93,7 @@ def test_modules_have_the_words_of_the_program(program: str) -> None:
     }[program]
 
 
-@pytest.mark.parametrize(
-    ("kind", "module", "part"),
-    [
-        ("activations", "blocks.*.mlp.router", "router"),
-        ("activations", "blocks.*.mlp.shared.opens", "shared experts"),
-        ("communication_buffers", "blocks.*.mlp", "dispatch buffers"),
-        ("temporaries", "blocks.*.mlp", "routed experts, dispatch"),
-        ("activations", "blocks.*.mlp_norm", ""),
-        ("activations", "blocks.*.mixer", ""),
-    ],
-)
+@tabled(__file__, "parts_of_experts_are_named")
 def test_parts_of_experts_are_named(kind: str, module: str, part: str) -> None:
     assert part_of_experts(kind, module, experts=True) == part
     assert part_of_experts(kind, module, experts=False) == ""

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from spbench.bench.command_line.cli import exit_code
+from tests.grid import tabled
 from tests.tools.changes.rows import git
 
 #: reads the turns that were taken before it from a file, so that times are in order without waiting
@@ -132,15 +133,7 @@ def test_two_commits_and_exact_numbers_alone(
     assert (len(project.turns), project.is_clean()) == (2, True)  # one round says it all
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("nowhere", "--scenario", "small"), "'nowhere' names no commit of"),
-        (("--scenario", "small", "--", "--upload-pack=x"), "names no commit of"),
-        (("HEAD", "--scenario", "other"), "base ({commit}) cannot run this: no scenario file other"),
-        (("HEAD",), "--run needs a --scenario"),
-    ],
-)
+@tabled(__file__, "errors_are_one_line")
 def test_errors_are_one_line(
     project: Project, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
 ) -> None:

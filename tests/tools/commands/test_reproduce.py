@@ -8,6 +8,7 @@ from pandas import DataFrame
 
 from spbench.bench.git import git
 from spbench.bench.tools.papers.figures import draw
+from tests.grid import tabled
 from tests.tools.commands.conftest import Run
 from tests.tools.commands.small_paper import PUBLISHED, SMALL, TABLE, refuses, spbench
 
@@ -108,17 +109,7 @@ def test_failed_cells_are_exit_code_1(spbench: Run) -> None:
     assert (line["failed"], line["torch"], line["commit"]) == ("1", "2", "abc")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("rsa/", "'rsa/' names no scenario; write rsa for all of its scenarios, or one of them"),
-        ("all/small", "'all/small': a scenario answers to one paper; write PAPER/small"),
-        ("rsaa", "unknown paper 'rsaa'; did you mean 'rsa'?"),
-        ("lasp", "no scenario answers to lasp yet"),
-        ("", "Missing argument 'PAPER'"),
-        ("rsa --output small.yaml", "cannot write results to small.yaml/runs"),
-    ],
-)
+@tabled(__file__, "mistakes_are_one_line_before_anything_runs")
 def test_mistakes_are_one_line_before_anything_runs(spbench: Run, arguments: str, message: str) -> None:
     refuses(spbench, arguments, message)
 

@@ -34,6 +34,7 @@ from spbench.bench.tools.papers.past_errors import (
     time_lines,
     with_cells,
 )
+from tests.grid import tabled
 
 
 def cell(**changes: Any) -> Cell:
@@ -130,18 +131,7 @@ def timed(of: Cell, published: float | None, ours: float | None) -> dict[str, An
     return record(cell=of.key, published=published, reproduced=ours)
 
 
-@pytest.mark.parametrize(
-    ("pairs", "tau"),
-    [
-        ([(1, 10), (2, 20), (3, 30)], 1.0),
-        ([(1, 3), (2, 2), (3, 1)], -1.0),
-        ([(1, 2), (2, 1), (3, 3)], 1 / 3),
-        # two pairs are in order and one is a tie of ours, so of the three of theirs only two could be
-        ([(1, 5), (2, 5), (3, 6)], 2 / math.sqrt(3 * 2)),
-        # where all are ties there is no order
-        ([(1, 5), (2, 5), (3, 5)], math.nan),
-    ],
-)
+@tabled(__file__, "tau")
 def test_tau(pairs: list[tuple[float, float]], tau: float) -> None:
     split = [cell(), cell(strategy="ring_attention"), cell(sizes={"sp": 2, "cp": 2})]
     times = frame_of(timed(of, *pair) for of, pair in zip(split, pairs, strict=True))
@@ -231,16 +221,7 @@ def test_an_error_is_counted_by_the_first_word_of_its_reason() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "golden"),
-    [
-        # shares of heads and room for gradients, beside the buffer of Triton's autotuner
-        ("hybrid_mr_mcore_te_tp2_pp1_cp4_dgx_a100_1N8G", "dev_dgx_h100"),
-        # rows that an index_add keeps, with --deterministic-mode, and before that
-        ("gpt3_mcore_tp2_pp2_ep2_etp2_te_4experts2parallel_dp_last", "dev_dgx_h100"),
-        ("gpt3_mcore_tp2_pp2_ep2_etp2_te_4experts2parallel_dp_last", "dev_dgxa100_dracooci"),
-    ],
-)
+@tabled(__file__, "first_peaks_are_the_golden_ones")
 def test_first_peaks_are_the_golden_ones(name: str, golden: str) -> None:
     """Each of what these peaks hold is more than the tolerance: 0.7% and 1.2%."""
     (case,) = (case for case in cases(EXPERT_CASES) if (case.case, case.golden) == (name, golden))

@@ -20,6 +20,7 @@ from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.comparison import Comparison, frame_of
 from spbench.bench.tools.papers.paper_findings import PaperFindings, distinct
 from spbench.bench.yaml_files import packaged
+from tests.grid import tabled
 from tests.tools.packaged import packaged_scenario
 
 PUBLISHED = """ranks,memory,speed,longest
@@ -99,19 +100,7 @@ def test_figures_that_were_fitted_count_too(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, {"memory": ["infe"] * 3, "speed": ["infe"] * 3, "longest": ["infe"] * 3}),
-        ({"quantities": ["memory"]}, {"memory": ["infe"] * 3}),
-        ({"quantities": ["memory"], "rows": [{"ranks": 2}]}, {"memory": ["pred", "infe", "pred"]}),
-        (
-            {"rows": [{"ranks": 1, "speed": 100}, {"ranks": 4}], "quantities": ["speed"]},
-            {"speed": ["infe", "pred", "infe"]},
-        ),
-    ],
-    ids=["all", "a quantity", "a row", "two rows"],
-)
+@tabled(__file__, "inferred_is_what_was_looked_at")
 def test_inferred_is_what_was_looked_at(tmp_path: Path, changes: Any, expected: Any) -> None:
     assert roles(loaded(tmp_path, inferred_from=[inferred(**changes)])) == NOTHING | expected
     # declared in the cluster's file, beside a figure or beside the number of cards: the same
@@ -341,20 +330,7 @@ def test_each_measurement_is_counted_and_listed(tmp_path: Path) -> None:
     assert peaks[0]["measured"] == "tp2_pp2, dev_a100, last rank, first step"
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("repeated", False, "rows 1 and 2 both speak of bert-tiny/tensor_parallel/"),
-        ("settings", {"case": {"tp2_pp2": {"tpp": 2}}}, "settings.case.tp2_pp2.tpp: unknown field 'tpp'"),
-        ("settings", {}, "is 2 cells, such as "),
-        ("named_by", ["gold"], "named_by: goldens.csv has no column 'gold'; did you mean 'golden'?"),
-        ("table", "a: b", "table: "),
-        ("quantities", {"by_rank": {"field": "peak_memory_bytes"}}, "by_rank: row 1 of goldens.csv has no"),
-        ("quantities", {"case": {"field": "allocated_bytes", "rank": "each"}}, "number there but 'tp2_pp2'"),
-        ("quantities", {"iter_s": {"field": "step_time_s", "rank": "last"}}, "quantity 'step_time_s'"),
-        ("quantities", {"peak_last": {"field": "peak_memory_bytes", "rank": "first"}}, "peak_last.rank"),
-    ],
-)
+@tabled(__file__, "mistakes_are_one_line")
 def test_mistakes_are_one_line(tmp_path: Path, key: str, value: Any, message: str) -> None:
     with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
         loaded_of_ranks(tmp_path, **{key: value})

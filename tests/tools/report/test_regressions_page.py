@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,15 +9,12 @@ from typing import Any
 
 import pytest
 
-from spbench.bench.measurement import Measured
-from spbench.bench.row import Row
 from spbench.bench.tools.changes.history import Assessment, read_history
 from spbench.bench.tools.changes.judgement import judge
-from spbench.bench.tools.changes.record_command import Commit, RunRecord, add_record
 from spbench.bench.tools.changes.result_files import read_results
 from spbench.bench.tools.report.drawings import history_figure
 from spbench.bench.tools.report.gathered import Gathered
-from spbench.bench.tools.report.pages import overview_page as overview
+from spbench.bench.tools.report.pages import papers_page
 from spbench.bench.tools.report.pages.regressions_page import (
     changes,
     gates,
@@ -27,28 +23,17 @@ from spbench.bench.tools.report.pages.regressions_page import (
     pages,
     quiet_table,
 )
+from tests.tools.changes.records import Cell, cell, commit, nightly
+from tests.tools.changes.rows import folder as write
+from tests.tools.changes.rows import raw
 
 Rows = list[dict[str, Any]]
 
 
 def row(key: str, peak: int = 1000, status: str = "ok") -> dict[str, Any]:
-    return {
-        "key": key,
-        "cell": {"engine": "virtual"},
-        "status": status,
-        "reason": "",
-        "measurement": {
-            "peak_memory_bytes": peak,
-            "communication": [{"sent_bytes": 8}],
-            "formula_difference": [],
-        },
-        "provenance": {"commit": "beef", "host": "here"},
-    }
-
-
-def write(folder: Path, rows: Rows) -> None:
-    folder.mkdir(parents=True)
-    (folder / "cells.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    sent = {"communication": [{"sent_bytes": 8}], "formula_difference": []}
+    made_by = {"commit": "beef", "host": "here"}
+    return raw(key, status=status, measurement={"peak_memory_bytes": peak, **sent}, provenance=made_by)
 
 
 def page_of(results: Path, history: Path | None = None) -> str:
@@ -140,7 +125,7 @@ def test_the_overview_counts_what_changed(results: Path) -> None:
 
 
 def test_the_overview_says_what_changed(results: Path) -> None:
-    (page,) = overview.pages(Gathered(results, results / "baseline", None, [], []))
+    (page,) = papers_page.pages(Gathered(results, results / "baseline", None, [], []))
     html = str(page.rendered()["index.html"])
     judged = 'of 6 <a href="regressions.html#gates">judged</a>: 1 of 2 baselines.'
     worst = '<a href="regressions.html#gate-gate">worse: status</a>;'
@@ -170,23 +155,11 @@ COMMITS = 60
 
 def recorded(folder: Path, values: Callable[[int], dict[str, float]], commits: int = COMMITS) -> Path:
     """A history of commits, with the peak memory in bytes of cells."""
-    for number in range(commits):
-        commit = Commit(
-            f"{number + 1:040x}"[::-1], f"2026-01-{1 + number // 24:02}T{number % 24:02}:00:00+00:00", "main"
-        )
-        provenance = {"host": "here", "torch": "2", "machine": {"os": "Linux"}}
-        cells = [
-            Row(
-                key=key,
-                cell={"engine": "virtual"},
-                status="ok",
-                provenance=provenance,
-                measurement=Measured(peak_memory_bytes=value),
-            )
-            for key, value in values(number).items()
-        ]
-        add_record(RunRecord("gate", commit.date, commit, cells), folder)
-    return folder
+
+    def cells(number: int, _: object) -> list[Cell]:
+        return [cell(key, peak_memory_bytes=value) for key, value in values(number).items()]
+
+    return nightly(folder, commits, cells)
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +230,7 @@ def test_the_ends_of_a_series_are_named_once(tmp_path: Path) -> None:
     (folder / "targets.yaml").write_text("targets: [{cell: big, metric: peak_memory_bytes, value: 800}]\n")
     (of,) = (each for each in assessed(folder) if is_notable(each))
     (panel,) = history_figure([of], {of.series.points[0].commit.hash: 0}).axes
-    assert [text.get_text() for text in panel.get_xticklabels()] == ["1000000\n2026-01-01"]
+    assert [text.get_text() for text in panel.get_xticklabels()] == [f"{commit(0).hash[:7]}\n2026-01-01"]
 
 
 def test_the_overview_says_what_came_with_the_newest_commit(tmp_path: Path) -> None:
@@ -266,7 +239,7 @@ def test_the_overview_says_what_came_with_the_newest_commit(tmp_path: Path) -> N
 
     newest = recorded(tmp_path / "newest", values(COMMITS - 1))
     _, change = changes(Gathered(tmp_path, tmp_path, newest, [], []))
-    assert re.fullmatch(r"commit [0-9a-f]{7} of 2026-01-03", change.since)
+    assert re.fullmatch(r"commit [0-9a-f]{7} of 2026-02-28", change.since)
     assert change.counts == {"judged": 6, "worse": 1, "better": 1, "new": 0, "standing": 1}
     assert change.worst == [("a: peak_memory_bytes", "regressions.html#history")]
     # an older regression stands, but is no news

@@ -41,7 +41,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
             "advice.html",
             "Advice",
             "advice.md",
-            {"answers": [_drawing(f"advice-{at}", lines) for at, lines in enumerate(questions)]},
+            {"answers": [drawing(f"advice-{at}", lines) for at, lines in enumerate(questions)]},
             order=80,
             summary="The fastest layouts that fit, for questions that spbench advise has answered.",
         )
@@ -59,7 +59,8 @@ def kept(folder: Path) -> list[list[dict[str, str]]]:
     return list(questions.values())
 
 
-def _drawing(name: str, lines: Sequence[Mapping[str, str]]) -> DataTable:
+def drawing(name: str, lines: Sequence[Mapping[str, str]]) -> DataTable:
+    """The layouts of a question as bars, with their table; ``name`` is the table's and the picture's."""
     first, layouts = lines[0], [{**line, **_interval(line)} for line in lines]
     title = (
         f"{model_name(first['model'])} on {first['gpus']} GPUs of {first['cluster']}, "

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from spbench.bench.errors import UserError
-from spbench.bench.git import SHORT_HASH, day_of, last_change
+from spbench.bench.git import day_of
 from spbench.bench.measure import RESULTS_FILE
 from spbench.bench.tools.changes.history import Assessment, History, counts, read_history
 from spbench.bench.tools.changes.history_command import series_ends
-from spbench.bench.tools.changes.judgement import Judgement, check_gate, judge
+from spbench.bench.tools.changes.judgement import Judgement, Suite, read_suite
 from spbench.bench.tools.changes.metrics import Difference
 from spbench.bench.tools.changes.record_command import Commit
 from spbench.bench.tools.changes.result_files import Results, read_results
@@ -36,21 +36,38 @@ GATES, HISTORY = f"{PAGE}#gates", f"{PAGE}#history"
 
 @dataclass(frozen=True)
 class Gate:
-    """A baseline, and the results that were run to compare with it. Attributes: scenario: whose cells they
-    are. base: the folder of the baseline. commits, machines: before and now; for rows without a commit, the
-    commit that committed them.
-        judgement: None: nothing was run here, or it cannot be compared.
+    """A baseline, and the results that were run to compare with it.
+
+    Attributes:
+        scenario: whose cells they are.
+        base: the folder of the baseline.
+        before: its rows; None: they cannot be read.
+        suite: the results beside it; None: nothing was run here, or it cannot be compared.
         problem: why there is no judgement.
         was_run: whether something was run here.
     """
 
     scenario: str
     base: Path
-    commits: tuple[Sequence[str], Sequence[str]] = ((), ())
-    machines: tuple[Sequence[str], Sequence[str]] = ((), ())
-    judgement: Judgement | None = None
+    before: Results | None = None
+    suite: Suite | None = None
     problem: str = ""
     was_run: bool = False
+
+    @property
+    def judgement(self) -> Judgement | None:
+        """What the gate says; None where there are no results beside the baseline."""
+        return self.suite.judgement if self.suite else None
+
+    @property
+    def commits(self) -> list[list[str]]:
+        """The commits of the baseline and of the results."""
+        return [side.commits if side else [] for side in (self.before, self.suite)]
+
+    @property
+    def machines(self) -> list[list[str]]:
+        """The machines of the baseline and of the results, as far as rows name them."""
+        return [[*filter(None, side.machines)] if side else [] for side in (self.before, self.suite)]
 
     @property
     def days(self) -> list[str]:
@@ -91,29 +108,13 @@ def gates(baseline: Path, runs: Path) -> Iterator[Gate]:
 def _gate(base: Path, new: Path) -> Gate:
     was_run = (new / RESULTS_FILE).is_file()
     try:
-        before = read_results(base)
-        now = read_results(new, judged=True) if was_run else None
-        if now:
-            check_gate(before, now)
+        if was_run:
+            suite = read_suite(new, base)
+            return Gate(base.name, base, suite.base, suite, was_run=True)
+        how = f"no results here; make them by spbench run --scenario {base.name} --output {new}"
+        return Gate(base.name, base, read_results(base), problem=how)
     except UserError as error:
         return Gate(base.name, base, problem=str(error), was_run=was_run)
-    how = (
-        "" if was_run else f"no results here; make them by spbench run --scenario {base.name} --output {new}"
-    )
-    return Gate(
-        base.name,
-        base,
-        (_commits(before), _commits(now) if now else []),
-        (list(filter(None, before.machines)), list(filter(None, now.machines)) if now else []),
-        judge(before, now) if now else None,
-        how,
-        was_run,
-    )
-
-
-def _commits(results: Results) -> list[str]:
-    named = list(filter(None, results.commits))
-    return named or list(filter(None, [last_change(results.path)[:SHORT_HASH]]))
 
 
 def _line(difference: Difference) -> dict[str, Any]:

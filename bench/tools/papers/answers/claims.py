@@ -1,5 +1,6 @@
-"""Arithmetic: values of some cells' quantities, such as a ratio, beside a published number or alone; and
-published formulas in shape letters, evaluated at the sizes of a cell, beside metered bytes::
+"""Claims: values of some cells' quantities, such as a ratio, beside a published number or alone; published
+formulas in shape letters, evaluated at the sizes of a cell, beside metered bytes; and loss curves, how far a
+training run's losses are from another's at the same steps::
 
 values:
   - claim: rsa-max-batch-base
@@ -17,11 +18,10 @@ values:
 
 from __future__ import annotations
 
-import ast
 import math
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -33,22 +33,100 @@ from spbench.bench.row import Row
 from spbench.bench.tools.papers.answer import Answer, ScenarioResults
 from spbench.bench.tools.papers.comparison import Comparison
 from spbench.bench.tools.papers.selector import QUANTITIES, Mistake, Selector, unknown
-from spbench.bench.tools.papers.sources import PublishedPlace
+from spbench.bench.tools.papers.sources import PublishedPlace, evaluate
 from spbench.bench.yaml_files import PublishedNumber
 from spbench.impls import PRECISIONS, model_preset
-
-_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.Pow: operator.pow,
-}
 
 _MEASURED = ("ok", "oom")
 LETTERS = ("B", "L", "H", "Z", "A", "N")
 #: the name of the cell, of several, whose value an expression is
 EACH = "each"
+Losses = Sequence[Mapping[str, float | None]]
+#: number of last steps whose mean is the final loss: one batch's loss says little
+LAST_STEPS = 20
+
+
+class CurveClaim(Answer):
+    """A claim that a cell's training run has the losses of another's, shown by curves that coincide.
+
+    For each loss, two numbers are compared: the largest relative deviation from the reference's over all
+    steps, and the final loss, the mean of the last steps. ``bound``: a larger deviation is not rounding.
+    """
+
+    name = "curves"
+
+    claim: str
+    cell: Selector
+    reference: Selector
+    bound: PositiveFloat
+    note: str = ""
+
+    def sides(self) -> dict[str, Selector]:
+        """The two cells, by their keys in the file."""
+        return {"cell": self.cell, "reference": self.reference}
+
+    def selected(self, declared: Sequence[Cell]) -> list[Cell]:
+        return [cell for selector in self.sides().values() for cell in selector.select(_learning(declared))]
+
+    def check(self, declared: Sequence[Cell], folder: Path) -> Iterator[Mistake]:
+        for side, selector in self.sides().items():
+            for message in selector.unclear(_learning(declared)):
+                yield [side], message
+
+    def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
+        learning = replace(results, cells=_learning(results.cells))
+        sides = {side: learning.measured(selector, "losses") for side, selector in self.sides().items()}
+        missing = [f"{side} {run.missing}" for side, run in sides.items() if run.missing]
+        ours, theirs = (run.value or [] for run in sides.values())
+        if not missing and [at["step"] for at in ours] != [at["step"] for at in theirs]:
+            missing = ["the two have other steps"]
+
+        def entry(quantity: str, loss: str, value: float | None, note: str, status: str = "") -> Comparison:
+            return Comparison.of(
+                f"{self.claim}: {quantity.replace('_', ' ')}, {loss}".rstrip(", "),
+                [run.cell for run in sides.values()],
+                None,
+                value,
+                role="curve",
+                notes=[self.note, note],
+                variant=results.variant,
+                quantity=quantity,
+                status_reproduced=status,
+            )
+
+        if missing:
+            yield entry("largest_deviation", "", None, "; ".join(missing))
+            return
+        for loss in (name for name in theirs[0] if name != "step"):
+            gaps = deviations(ours, theirs, loss)
+            largest = max(gaps)
+            note = f"at step {ours[gaps.index(largest)]['step']}; {gaps[0]:.1e} at step {ours[0]['step']}"
+            exceeded = largest > self.bound
+            if exceeded:
+                note += f"; above its bound {self.bound:g}"
+            yield entry("largest_deviation", loss, largest, note, "numerics" if exceeded else "")
+            last = min(LAST_STEPS, len(ours))
+            note = f"mean of the last {last} steps; reference {final(theirs, loss):.6g}"
+            yield entry("final_loss", loss, final(ours, loss), note)
+
+
+def deviations(ours: Losses, theirs: Losses, loss: str) -> list[float]:
+    """|ours - theirs| / |theirs| of each step."""
+    pairs: list[Any] = [(a[loss], b[loss]) for a, b in zip(ours, theirs, strict=True)]
+    return [0.0 if a == b else abs(a - b) / abs(b) if b else math.inf for a, b in pairs]
+
+
+def final(losses: Losses, loss: str) -> float:
+    """The mean of the last steps."""
+    last = [value for at in losses[-LAST_STEPS:] if (value := at[loss]) is not None]
+    return sum(last) / len(last)
+
+
+def _learning(cells: Sequence[Cell]) -> list[Cell]:
+    return [cell for cell in cells if cell.learning is not None]
+
+
+# -- values --------------------------------------------------------------------------------------------------
 
 
 class Value(Answer):
@@ -108,21 +186,21 @@ class Value(Answer):
             evaluate(self.expression, {name: 2.5**at for at, name in enumerate(names)})
         except UserError as error:
             yield ["ours"], str(error)
-        yield from self.unreadable(folder)
+        try:
+            self.numbers(folder)
+        except UserError as error:
+            yield ["published"], str(error)
 
     def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
-        if self.each is None:
-            yield self._compared(None, results, self.claim)
-            return
-        values = []
-        for cell in self.each.select(results.cells):
-            count = cell.training.micro_batches
-            parts = f", {count} micro-batches" if count > 1 else ""
-            label = f"{self.claim}: {cell.strategy} {cell.mesh_text}{parts}"
-            values.append(self._compared(cell, results, label))
+        cells = self.each.select(results.cells) if self.each else [None]
+        values = [self._compared(cell, results) for cell in cells]
         yield from sorted(values, key=lambda value: (value.reproduced is None, -(value.reproduced or 0.0)))
 
-    def _compared(self, each: Cell | None, results: ScenarioResults, label: str) -> Comparison:
+    def _compared(self, each: Cell | None, results: ScenarioResults) -> Comparison:
+        label = self.claim
+        if each:
+            count = each.training.micro_batches
+            label += f": {each.strategy} {each.mesh_text}" + f", {count} micro-batches" * (count > 1)
         ours = {
             name: results.measured_at(each, self.quantity)
             if name == EACH and each
@@ -250,32 +328,3 @@ def sent_bytes(row: Row, part: str = "communication", phases: Sequence[str] | No
     the closed form (``formula``)."""
     entries = row["measurement"][part]
     return sum(entry["sent_bytes"] for entry in entries if phases is None or entry["phase"] in phases)
-
-
-# -- arithmetic ----------------------------------------------------------------------------------------------
-
-
-def evaluate(formula: str, letters: Mapping[str, float]) -> float:
-    """The value of sums, products, quotients and powers of numbers and letters, in floating point; UserError
-    if something else stands in the formula, a letter has no value, or the result is no finite number."""
-
-    def value(node: ast.AST) -> float:
-        match node:
-            case ast.Constant(value=int() | float() as number):
-                return float(number)
-            case ast.Name(id=letter) if letter in letters:
-                return float(letters[letter])
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](value(left), value(right))
-        raise UserError(
-            f"cannot evaluate {ast.unparse(node)!r} in the formula {formula!r}; "
-            f"it may hold numbers, + - * / ** and {', '.join(letters)}"
-        )
-
-    try:
-        result = value(ast.parse(formula, mode="eval").body)
-    except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
-        raise UserError(f"cannot evaluate the formula {formula!r}: {error}") from error
-    if isinstance(result, complex) or not math.isfinite(result):
-        raise UserError(f"the formula {formula!r} gives {result}; a finite number is needed")
-    return result
