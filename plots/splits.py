@@ -21,7 +21,7 @@ from spbench.plots.bars import Bar, Segment, draw_levels, fill, levels_inches
 from spbench.plots.claims import claims_of
 from spbench.plots.grid import Drawing, Drawn, Panel, PanelGrid
 from spbench.plots.largest import BATCH, GIVEN, LENGTH, Searched
-from spbench.plots.lines import measured
+from spbench.plots.lines import Value, measured
 from spbench.plots.series import (
     Row,
     by_model,
@@ -264,8 +264,6 @@ draw_max_seqlen_4d = Drawing("max_seqlen_4d", _largest)
 
 
 # -- placements of packed documents ----------------------------------------------------------------------
-
-Value = Callable[[Row], float | None]
 
 
 def placement_imbalance(rows: Sequence[Row], comparison: DataFrame) -> PanelGrid:

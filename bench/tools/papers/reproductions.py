@@ -234,15 +234,15 @@ def fit_bands(request: Reproduction) -> Output:
     ]
     scored = request.earlier(f"{CASES}_errors.csv")
     of_cases = read_csv(scored)[1] if scored.exists() else []
-    memory = json.dumps(memory_errors(files, cells, of_cases), separators=(",", ":"))
     runs, kinds = filled_runs(files, cells)
     verdicts = certainty_lines(runs, kinds)
     folder = PACKAGED if request.write else request.output
-    written = [
-        write_whole(folder / BANDS_FILE, json.dumps(model.as_dict(), indent=1) + "\n"),
-        write_whole(folder / MEMORY_ERRORS_FILE, f"{memory}\n"),
-        write_whole(folder / CERTAINTY_FILE, json.dumps(Evidence.of(runs, kinds)._asdict(), indent=1) + "\n"),
-    ]
+    contents = {
+        BANDS_FILE: json.dumps(model.as_dict(), indent=1),
+        MEMORY_ERRORS_FILE: json.dumps(memory_errors(files, cells, of_cases), separators=(",", ":")),
+        CERTAINTY_FILE: json.dumps(Evidence.of(runs, kinds)._asdict(), indent=1),
+    }
+    written = [write_whole(folder / name, f"{text}\n") for name, text in contents.items()]
     if request.write:
         written += [
             write_part(TIMES_PAGE, BANDS, "times", lines),

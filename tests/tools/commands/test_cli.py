@@ -23,7 +23,7 @@ from tests.slow import slow
 from tests.tools.calibrate.test_logs import SAMPLES
 from tests.tools.changes.records import nightly
 from tests.tools.changes.rows import BASE, folder, made_up
-from tests.tools.commands import test_history, test_list, test_trace
+from tests.tools.commands import test_history
 from tests.tools.commands.conftest import Run
 
 RUN = ("run", "--scenario", "small.yaml")
@@ -191,8 +191,8 @@ def test_user_errors_are_one_line(
     huge = "{model: bert-tiny, strategy: single, batch: 1, seq_len: 99999999999999999999}"
     Path("huge.yaml").write_text(f"title: huge\ndefaults: {huge}\ngroups: [{{}}]\n")
     Path("negative.yaml").write_text(SCENARIO.replace("tp: [1, 2]", "tp: [1, -2]"))
-    Path("traced.yaml").write_text(test_trace.SCENARIO)
-    Path("flags.yaml").write_text(test_list.SCENARIO)
+    for name in ("traced.yaml", "flags.yaml"):
+        shutil.copy(Path(__file__).with_name(name), name)
     Path("taken", RESULTS_FILE).mkdir(parents=True)
     Path("notes.txt").write_text("all_reduce was fast\n")
     shutil.copytree(SAMPLES, ".", dirs_exist_ok=True)

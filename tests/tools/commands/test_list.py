@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -65,20 +66,11 @@ def test_each_figure_says_what_it_shows() -> None:
     assert [name for name, text in FIGURES.summaries().items() if not text] == []
 
 
-SCENARIO = """
-title: Llama-3-8B on 8 H100
-defaults: {cluster: dgx-h100, model: llama3-8b, precision: bf16, batch: 8, seq_len: 8192}
-groups:
-  - {strategy: single, sizes: {dp: 8}, training: {backend: zero3}}
-  - {strategy: lasp2, sizes: {sp: 8}, model: tnl-1b}
-"""
-
-
 @pytest.fixture
 def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run) -> Run:
     """Run `spbench flags` in an empty folder; gives exit code, output and messages."""
     monkeypatch.chdir(tmp_path)
-    Path("cells.yaml").write_text(SCENARIO)
+    shutil.copy(Path(__file__).with_name("flags.yaml"), "cells.yaml")
     return partial(command_line, "flags", "--scenario", "cells.yaml")
 
 

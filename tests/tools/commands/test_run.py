@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -294,17 +295,6 @@ def test_the_kernel_that_is_taken_is_told_once_for_each_cluster() -> None:
     assert told == ["flash_attention_2, the default of dgx-h100 (its programs usually run cudnn)"]
 
 
-#: a step of each: all operators alike; a ring, of which the quick way runs a few steps; ranks of unlike work
-SMALL = """
-title: Small steps
-defaults: {cluster: piz-daint-p100, model: bert-tiny, batch: 4, seq_len: 64, precision: fp16}
-groups:
-  - {strategy: tensor_parallel, sizes: {tp: 2}}
-  - {strategy: ring_self_attention, sizes: {sp: 8}}
-  - {model: causal-transformer-tiny, strategy: [ring_attention, all_gather_kv], sizes: {sp: 4}}
-"""
-
-
 def measurements(folder: Path) -> dict[str, Any]:
     """What was measured, by the cells' keys."""
     rows, problems = read_rows(folder / RESULTS_FILE)
@@ -328,7 +318,7 @@ def test_both_ways_measure_the_same_and_the_plain_one_keeps_no_trace(
     command_line: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In this process, which keeps traces as a worker does."""
-    (tmp_path / "small.yaml").write_text(SMALL)
+    shutil.copy(Path(__file__).with_name("small_steps.yaml"), tmp_path / "small.yaml")
     monkeypatch.setenv(CACHE_FOLDER, str(tmp_path / "cache"))
     monkeypatch.setattr("spbench.bench.measure.sweep.sweep.sweep", traces.keeping_traces()(sweep_here))
     both(command_line, str(tmp_path / "small.yaml"), tmp_path)

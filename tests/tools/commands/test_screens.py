@@ -30,6 +30,7 @@ from tests.terminal import (
     screen_of,
     words_of,
 )
+from tests.tools.texts import hold
 
 SPBENCH = [sys.executable, "-m", "spbench"]
 #: command lines with the lines that their answers have at the most on a screen of 80 columns
@@ -106,19 +107,6 @@ LINES = [
     for row, name in enumerate(NAMES)
 ]
 TABLE = Table("Times of steps", LINES, ("strategy", "by formula"), ("reason",))
-AT_80 = """\
-Times of steps
-in each row: GPUs 64, cluster dgx-h100
-                        peak  reserved                sent
-strategy                 GiB       GiB  tokens/s   MiB/GPU   exposed  by formula
-────────────────────────────────────────────────────────────────────────────────
-ulysses+ring_attention  0.00  10000.00  20000.00  30000.00  40000.00    60000.00
-tensor_parallel         1.00  10001.00  20001.00  30001.00  40001.00    60001.00
-    reason: 61.3 GiB more than the card has for tensors, at the end of the first
-      backward pass
-all_gather_kv           2.00  10002.00  20002.00  30002.00  40002.00    60002.00
-not shown: imbalance; --wide shows all
-"""
 
 
 @pytest.mark.parametrize("view", [View(), View(wide=True), View(details=True)], ids=str)
@@ -145,7 +133,7 @@ def test_a_number_stays_with_its_unit() -> None:
 
 def test_columns_have_room_in_the_order_of_their_importance() -> None:
     """The last of the numbers comes before the others, and a name of several words takes several lines."""
-    assert screen_of(Output([TABLE]), 80) == AT_80
+    hold(Path(__file__).parent / "texts" / "table_at_80", screen_of(Output([TABLE]), 80))
 
 
 def test_wide_shows_the_other_columns_below_each_row() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -12,26 +13,12 @@ import pytest
 from spbench.bench.units import shown_time
 from tests.tools.commands.conftest import Run
 
-#: one cell of each strategy on two ranks, a search, a step that fits no P100, and a cluster without rates
-SCENARIO = """
-title: Cells to trace
-defaults: {cluster: piz-daint-p100, model: bert-tiny, precision: fp16, batch: 4, seq_len: 24}
-groups:
-  - {strategy: tensor_parallel, sizes: {tp: 2, pp: 2}}
-  - {strategy: ring_self_attention, sizes: {sp: 2}, batch: [4, 6]}
-variants:
-  plain: {}
-  searched: {seq_len: null, search: {quantity: seq_len, step: 4}}
-  huge: {seq_len: 30000}
-  slow: {cluster: local}
-"""
-
 
 @pytest.fixture
 def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command_line: Run) -> Run:
     """Run `spbench trace` in an empty folder; gives exit code, output and messages."""
     monkeypatch.chdir(tmp_path)
-    Path("cells.yaml").write_text(SCENARIO)
+    shutil.copy(Path(__file__).with_name("traced.yaml"), "cells.yaml")
     return partial(command_line, "trace", "--scenario", "cells.yaml")
 
 
@@ -71,7 +58,7 @@ def test_ranks_are_those_asked_for_or_the_first_of_each_stage(trace: Run) -> Non
 def test_settings_choose_between_cells_that_are_otherwise_alike(trace: Run) -> None:
     groups = "groups:\n  - {strategy: single, training: {backend: zero1}, model_options: {dropout: 0.0}}\n"
     groups += "  - {strategy: single, training: {backend: ddp}}\n"
-    Path("cells.yaml").write_text(SCENARIO.replace("groups:\n", groups))
+    Path("cells.yaml").write_text(Path("cells.yaml").read_text().replace("groups:\n", groups))
     chosen = ("--strategy", "single", "--format", "json")
     code, _, err = trace(*chosen)
     assert code == 2

@@ -131,18 +131,7 @@ def timed(of: Cell, published: float | None, ours: float | None) -> dict[str, An
     return record(cell=of.key, published=published, reproduced=ours)
 
 
-@pytest.mark.parametrize(
-    ("pairs", "tau"),
-    [
-        ([(1, 10), (2, 20), (3, 30)], 1.0),
-        ([(1, 3), (2, 2), (3, 1)], -1.0),
-        ([(1, 2), (2, 1), (3, 3)], 1 / 3),
-        # two pairs are in order and one is a tie of ours, so of the three of theirs only two could be
-        ([(1, 5), (2, 5), (3, 6)], 2 / math.sqrt(3 * 2)),
-        # where all are ties there is no order
-        ([(1, 5), (2, 5), (3, 5)], math.nan),
-    ],
-)
+@tabled(__file__, "tau")
 def test_tau(pairs: list[tuple[float, float]], tau: float) -> None:
     split = [cell(), cell(strategy="ring_attention"), cell(sizes={"sp": 2, "cp": 2})]
     times = frame_of(timed(of, *pair) for of, pair in zip(split, pairs, strict=True))

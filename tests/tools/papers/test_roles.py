@@ -100,19 +100,7 @@ def test_figures_that_were_fitted_count_too(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, {"memory": ["infe"] * 3, "speed": ["infe"] * 3, "longest": ["infe"] * 3}),
-        ({"quantities": ["memory"]}, {"memory": ["infe"] * 3}),
-        ({"quantities": ["memory"], "rows": [{"ranks": 2}]}, {"memory": ["pred", "infe", "pred"]}),
-        (
-            {"rows": [{"ranks": 1, "speed": 100}, {"ranks": 4}], "quantities": ["speed"]},
-            {"speed": ["infe", "pred", "infe"]},
-        ),
-    ],
-    ids=["all", "a quantity", "a row", "two rows"],
-)
+@tabled(__file__, "inferred_is_what_was_looked_at")
 def test_inferred_is_what_was_looked_at(tmp_path: Path, changes: Any, expected: Any) -> None:
     assert roles(loaded(tmp_path, inferred_from=[inferred(**changes)])) == NOTHING | expected
     # declared in the cluster's file, beside a figure or beside the number of cards: the same

@@ -164,32 +164,7 @@ def test_rows_can_be_chosen(tmp_path: Path) -> None:
     assert [(c.quantity, c.published) for c in found] == [("memory_gib", 8.0), ("speed", 200.5)]
 
 
-#: a key of the table, a wrong value of it, and what is said
-WRONG: list[tuple[str, Any, str]] = [
-    ("match", {"rank": "parallel"}, "match.rank: t1.csv has no column 'rank'; did you mean 'ranks'?"),
-    ("match", {"ranks": "paralel"}, "match.ranks: unknown field 'paralel'; did you mean 'parallel'?"),
-    ("match", {}, "match: is empty; give at least one"),
-    ("match", {"how": "strategy"}, "is 2 cells, such as "),
-    ("status", "state", "status: t1.csv has no column 'state'; did you mean 'status'?"),
-    ("status", "how", "status: row 1 of t1.csv says 'Megatron'; it must be ok, oom or unstated"),
-    ("where", {"hwo": ["x"]}, "where.hwo: t1.csv has no column 'hwo'; did you mean 'how'?"),
-    ("where", {"how": ["Rign"]}, "where: no row of t1.csv is left"),
-    ("names", {"who": {}}, "names.who: t1.csv has no column 'who'"),
-    ("names", {}, "no group declares the cell of row 1 of t1.csv (ranks 1, sequence 512, how Megatron)"),
-    ("cells", {"btach": 4}, "cells.btach: unknown field 'btach'; did you mean 'batch'?"),
-    ("cells", {"batch": 5}, "match: no group declares the cell of row 1"),
-    ("cells", {}, "match: row 4 of t1.csv (ranks 4, sequence 512, how Ring) is 2 cells, such as "),
-    ("quantities", {"memory": {"field": "answer"}}, "quantities.memory: t1.csv has no column 'memory'"),
-    ("quantities", {"speed": {"field": "tokens"}}, "quantities.speed.field: unknown quantity 'tokens'"),
-    ("quantities", {"speed": {"field": "answer", "unit": 0}}, "speed.unit: must be greater than 0, not 0"),
-    ("quantities", {"how": {"field": "answer"}}, "row 1 of t1.csv has no number there"),
-    ("calibrated", {"speed": [{"ranks": 1}]}, "calibrated: unknown key (choices: table, published, match"),
-    ("published", {"file": "t2.csv"}, "published: cannot read published file t2.csv: No such file"),
-    ("publishd", {}, "publishd: unknown key; did you mean 'published'?"),
-]
-
-
-@pytest.mark.parametrize(("key", "value", "message"), WRONG)
+@tabled(__file__, "mistakes_are_one_line")
 def test_mistakes_are_one_line(tmp_path: Path, key: str, value: Any, message: str) -> None:
     path = written(tmp_path, changed(**{key: value}))
     with pytest.raises(UserError, match=r"^[^\n]*$") as caught:

@@ -145,9 +145,3 @@ def test_every_price_of_the_scenario_stands_in_the_table() -> None:
     ratios = records[records["quantity"] == "ratio"]
     shown = [line["step"] for line in ladder_lines(records)]
     assert len(ratios) == sum(text.count("%") for text in shown) == 8
-
-
-def test_the_page_on_long_contexts_has_these_prices() -> None:
-    page = (ROOT / "docs" / "long_context.md").read_text()
-    records = read_comparisons(FIELD).query("scenario == 'max_seqlen_today'")
-    assert all(f"| {line['step']} |" in page for line in ladder_lines(records))

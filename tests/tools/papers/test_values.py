@@ -27,6 +27,7 @@ from spbench.bench.tools.papers.answer import (
 from spbench.bench.tools.papers.comparison import Comparison, as_frame, read_csv, write
 from spbench.impls.discovery import _named_classes
 from tests.bench.fakes import SCENARIO, answer
+from tests.grid import tabled
 
 
 def ring(ranks: int) -> dict[str, Any]:
@@ -158,27 +159,10 @@ def test_file(tmp_path: Path) -> None:
         write(entries, path)  # a file, not a folder
 
 
-@pytest.mark.parametrize(
-    ("entry", "changes", "message"),
-    [
-        (SUM, {"quantity": "answr"}, "values[0].quantity: unknown quantity 'answr'; did you mean 'answer'?"),
-        (SUM, {"cells": {"eight": ring(8), "four": ring(5)}}, "values[0].cells.four: no group declares a"),
-        (SUM, {"published": {"file": "layer.csv", "column": "x"}}, "values[0].published: "),
-        (SUM, {"ours": "eight - for"}, "values[0].ours: cannot evaluate the formula 'eight - for'"),
-        (SUM, {"ours": "eight - six"}, "values[0].ours: cannot evaluate 'six' in the formula"),
-        (
-            RATIOS,
-            {"each": {"strategy": "lasp"}},
-            "values[0].each: no group declares a cell with strategy lasp",
-        ),
-        (RATIOS, {"cells": {"baseline": RATIOS["each"]}}, "values[0].cells.baseline: selects 3 cells"),
-    ],
-)
-def test_mistakes_are_one_line(
-    tmp_path: Path, entry: dict[str, Any], changes: dict[str, Any], message: str
-) -> None:
+@tabled(__file__, "mistakes_are_one_line")
+def test_mistakes_are_one_line(tmp_path: Path, entry: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=r"^[^\n]*$") as error:
-        loaded(tmp_path, entry | changes)
+        loaded(tmp_path, {"sum": SUM, "ratios": RATIOS}[entry] | changes)
     assert message in str(error.value)
 
 
