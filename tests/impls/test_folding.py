@@ -32,6 +32,7 @@ from spbench.impls.registries import model_preset
 from spbench.impls.routing import RoutingPlan
 from spbench.impls.strategies.base import Strategy, Unsupported
 from spbench.impls.strategies.nesting import nesting
+from tests.grid import tabled
 
 NOTHING = "does nothing without {}; set that, or leave {} out"
 SIZES = {"dp": 2, "pp": 2, "tp": 2, "sp": 3, "ep": 3, "etp": 2}
@@ -150,28 +151,7 @@ def test_a_failure_ends_the_choice_too() -> None:
     assert list(keyed_steps(3, lambda step: 0)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "problem"),
-    [
-        # an option of fractions takes a whole number
-        ("gpt3-7b", {"dropout": 0, "attention_dropout": 0}, ""),
-        ("llama3-8b", {"rotary_base": 10000, "norm_epsilon": 1}, ""),
-        ("deepseek-v3", {"experts": 0}, ""),
-        ("gpt3-7b", {"dropout": 1}, "must be a probability, from 0 to below 1, not 1"),
-        ("moe-tiny", {"router_scale": 0}, "must be above 0, not 0"),
-        ("moe-tiny", {"aux_weight": -1.0}, "must be at least 0, not -1.0"),
-        ("moe-tiny", {"shared_gate": True}, NOTHING.format("shared_inner", "shared_gate")),
-        ("llama3-8b", {"expert_inner": 64}, NOTHING.format("experts", "expert_inner")),
-        ("moe-tiny", {"dense_layers": 50}, "dense_layers 50 leaves no experts in 2 layers; set it lower"),
-        ("moe-tiny", {"lora_rank": 49}, "lora_rank 49 exceeds the 48 features of hidden; set it lower"),
-        (
-            "moe-tiny",
-            {"router_groups": 4, "router_group_topk": 1, "experts_per_token": 4},
-            "a token meets the 3 experts of 1 groups, fewer than experts_per_token 4; raise "
-            "router_group_topk",
-        ),
-    ],
-)
+@tabled(__file__, "options_that_cannot_be_or_do_nothing_are_refused")
 def test_options_that_cannot_be_or_do_nothing_are_refused(
     model: str, options: dict[str, Any], problem: str
 ) -> None:
@@ -179,28 +159,7 @@ def test_options_that_cannot_be_or_do_nothing_are_refused(
     assert [message for _, message in found] == ([problem] if problem else [])
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        (
-            {"model": "gpt3-tiny", "strategy": "ulysses", "sizes": {"sp": 4}, "seq_len": 128}
-            | {"model_options": {"attention_dropout": 0.1, "dropout": 0.1, "attention": "unfused"}},
-            "ulysses has no softmax attention with dropout, or by way of all scores; the model has 64 "
-            "learned positions, not the 128 of the sequence; --set model_options.attention_dropout=0.0,"
-            "model_options.attention=flash,model_options.max_positions=128 mends that",
-        ),
-        (
-            {"model": "moe-tiny", "strategy": "single", "sizes": {"dp": 4, "ep": 4}, "seq_len": 8}
-            | {"model_options": {"dispatcher": "hybrid_ep", "node_ranks": 3}},
-            "node_ranks 3 has 3 along ep, which do not divide ep 4; set model_options.node_ranks to the "
-            "ranks of a node",
-        ),
-        (
-            {"model": "mla-tiny", "strategy": "single", "seq_len": 8, "model_options": {"mtp_layers": 8}},
-            "8 modules predict tokens of a sequence of 8; set mtp_layers lower",
-        ),
-    ],
-)
+@tabled(__file__, "one_refusal_names_all_that_mends_it")
 def test_one_refusal_names_all_that_mends_it(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unsupported) as refused:
         run_cell(Cell.model_validate({"batch": 4, **settings}))

@@ -48,6 +48,7 @@ ADDITIONS = (
     Addition("to_influx.py", "", "bench/tools/changes"),
     Addition("from_osu_latency.py", "", "bench/tools/calibrate"),
     Addition("sizes.py", "spbench.jobs", "bench/tools/jobs", "sizes = sizes:read"),
+    Addition("plain_trainer.yaml", "", "bench/tools/jobs"),
     Addition("to_sizes.py", "", "bench/tools/jobs"),
     Addition("peaks_command.py", "spbench.commands", "bench/tools/run", "peaks = peaks_command:command"),
     Addition("peak_bars.py", "spbench.figures", "plots", "peak_bars = peak_bars:draw"),

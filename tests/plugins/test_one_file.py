@@ -61,6 +61,7 @@ NAMES = (
     ("exports", "influx"),
     ("logs", "osu-latency"),
     ("jobs", "sizes"),
+    ("jobs", "plain_trainer"),
     ("figures", "peak_bars"),
 )
 
@@ -92,7 +93,7 @@ def rows(report: dict[str, Any]) -> Rows:
     return {(cell["model"], cell["strategy"], cell["engine"]): row for cell, row in cells}
 
 
-@pytest.mark.parametrize("addition", ADDITIONS, ids=lambda addition: addition.file)
+@pytest.mark.parametrize("addition", [each for each in ADDITIONS if each.file.endswith(".py")], ids=str)
 def test_it_is_written_against_the_public_api(addition: Addition) -> None:
     for node in ast.walk(ast.parse((EXAMPLES / addition.file).read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -224,6 +225,18 @@ def test_a_job(installation: Installation) -> None:
     done = installation.spbench("import", "sizes", "job.txt", "--cluster", "dgx-a100")
     content = yaml.safe_load(done.stdout)
     assert content["groups"][0]["sizes"] == {"tp": 4}, done.stderr
+
+
+def test_a_job_by_a_table(installation: Installation) -> None:
+    keys = "model: Qwen/Qwen3-8B, tokens: 4096, learning_rate: 1.0e-5, recompute: true"
+    (installation.folder / "job.yaml").write_text(f"plain_trainer: {{{keys}}}\n")
+    job = "job.yaml", "--gpus", "8", "--cluster", "dgx-h100"
+    done = installation.spbench("import", *job)
+    (group,) = yaml.safe_load(done.stdout)["groups"]
+    assert (group["model"], group["seq_len"], group["batch"]) == ("Qwen/Qwen3-8B", 4096, 8), done.stderr
+    assert group["model_options"]["recompute"] == "full"
+    done = installation.spbench("import", *job, "--given", "plain_trainer.pictures=true")
+    assert "pictures among the words: not modelled" in done.stderr
 
 
 def test_flags(installation: Installation) -> None:

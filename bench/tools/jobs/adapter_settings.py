@@ -49,7 +49,7 @@ class Adapted(NamedTuple):
 
 
 def set_adapters(
-    k: Account,
+    account: Account,
     lora: Said,
     fields: Mapping[str, Any],
     adapted: Adapted,
@@ -70,43 +70,44 @@ def set_adapters(
     """
     others = [name for each in (adapted.targets, adapted.whole, adapted.by_direction) for name in each.names]
     if not lora.value:
-        k.ignore("all weights are trained", *lora.names)
-        k.ignore("of adapters, which the job has not", *others)
+        account.ignore("all weights are trained", *lora.names)
+        account.ignore("of adapters, which the job has not", *others)
         return
     if type(lora.value) is not int or lora.value < 0:
-        k.problems.append(f"{' and '.join(map(k.spelled, lora.names))}: no rank of adapters")
+        account.problems.append(f"{' and '.join(map(account.spelled, lora.names))}: no rank of adapters")
         return
-    named = [_are_names(k, each) for each in (adapted.targets, adapted.whole)]
+    named = [_are_names(account, each) for each in (adapted.targets, adapted.whole)]
     if not all(named):
         return
     model = _model(fields)
     fields = {**fields, **fields.get("text_config", {})}
     routed = any(map(fields.get, EXPERTS))
-    k.set("model_options.lora_rank", lora.value, *lora.names)
+    account.set("model_options.lora_rank", lora.value, *lora.names)
     there = model.adapted if isinstance(model, AdapterOptions) else PROJECTIONS
-    words = _targets(k, adapted.targets, there, separate)
-    if routed and experts == "each":
-        words = [*words, "experts"]
+    own = ["experts"] * (routed and experts == "each")
+    words = [*_targets(account, adapted.targets, there, separate), *own]
     if not words:
-        k.refuse("adapters of none of the projections that have some here", *adapted.targets.names)
+        account.refuse("adapters of none of the projections that have some here", *adapted.targets.names)
     elif words != [ALL]:
         note = "each routed expert has adapters" if "experts" in words else ""
-        k.set("model_options.lora_targets", words, *adapted.targets.names, note=note)
-    k.took("adapters of all linear layers", *adapted.targets.names)
-    if separate and not any(each.path == "model_options.separate_projections" for each in k.settings):
-        k.set("model_options.separate_projections", True, note="each linear layer has adapters of its own")
+        account.set("model_options.lora_targets", words, *adapted.targets.names, note=note)
+    account.took("adapters of all linear layers", *adapted.targets.names)
+    if separate and not any(each.path == "model_options.separate_projections" for each in account.settings):
+        note = "each linear layer has adapters of its own"
+        account.set("model_options.separate_projections", True, note=note)
     shared, linear = routed and experts == "shared", any(map(fields.get, LINEAR_ATTENTION))
     if lacking := ["experts that share one"] * shared + ["linear attention"] * linear:
         because = "they are frozen here; 16 r (F + H) bytes of each matrix that is adapted are missing"
-        k.stand_in(f"adapters (LoRA) of {' and '.join(lacking)}", "time and memory", because, *lora.names)
-    _whole(k, adapted.whole, tied=bool(getattr(model, "tied", False)))
+        missing = f"adapters (LoRA) of {' and '.join(lacking)}"
+        account.stand_in(missing, "time and memory", because, *lora.names)
+    _whole(account, adapted.whole, tied=bool(getattr(model, "tied", False)))
     if adapted.by_direction.value:
         because = (
             "without a magnitude of each row, and without the whole matrix W + B A that each use makes for "
             "its norms, of 4 F H bytes for a while"
         )
-        k.stand_in("DoRA", "time and memory", because, *adapted.by_direction.names)
-    k.ignore("adapters have no magnitudes", *adapted.by_direction.names)
+        account.stand_in("DoRA", "time and memory", because, *adapted.by_direction.names)
+    account.ignore("adapters have no magnitudes", *adapted.by_direction.names)
 
 
 def _model(fields: Mapping[str, Any]) -> Model | None:
@@ -118,12 +119,12 @@ def _model(fields: Mapping[str, Any]) -> Model | None:
         return None
 
 
-def _are_names(k: Account, modules: Said) -> bool:
+def _are_names(account: Account, modules: Said) -> bool:
     """Whether a job names modules there; a problem of the job where it does not."""
     if isinstance(modules.value, str | Sequence | None):
         return True
-    given = " and ".join(map(k.spelled, modules.names))
-    k.problems.append(f"{given}: {modules.value!r} is no name of modules and no list of these")
+    given = " and ".join(map(account.spelled, modules.names))
+    account.problems.append(f"{given}: {modules.value!r} is no name of modules and no list of these")
     return False
 
 
@@ -132,7 +133,7 @@ def _names(value: str | Sequence[Any] | None) -> list[str]:
     return [value] if isinstance(value, str) else [str(name) for name in value or ()]
 
 
-def _targets(k: Account, targets: Said, adapted: Sequence[str], separate: bool) -> list[str]:
+def _targets(account: Account, targets: Said, adapted: Sequence[str], separate: bool) -> list[str]:
     """Words of lora_targets for layers that the model has; it is said which targets are none of these."""
     asked = targets.value
     if asked is None or asked in _EVERY:
@@ -146,7 +147,7 @@ def _targets(k: Account, targets: Said, adapted: Sequence[str], separate: bool) 
         beyond += [name] * (not named and not _EXPERTS.search(name))
     if beyond:
         because = "they have none here; 16 r (F + H) bytes of each matrix that is adapted are missing"
-        k.stand_in(f"adapters (LoRA) of {', '.join(beyond)}", "memory", because, *targets.names)
+        account.stand_in(f"adapters (LoRA) of {', '.join(beyond)}", "memory", because, *targets.names)
     there = [name for name in adapted if name != "experts"]
     chosen = [name for name in there if name in words]
     if not separate:  # what is one matmul has one adapter
@@ -172,18 +173,20 @@ def _fits(pattern: str, path: str) -> bool:
         return False
 
 
-def _whole(k: Account, whole: Said, *, tied: bool) -> None:
+def _whole(account: Account, whole: Said, *, tied: bool) -> None:
     """Set which layers are trained whole, besides adapters. ``tied``: the head is the embedding's copy."""
     names = [name.rpartition(".")[2] for name in _names(whole.value)]
     vocabularies = table_content("transformers")["vocabularies"]
     words = [word for word in ("embedding", "head") if word in map(vocabularies.get, names)]
     if words:
-        k.set("model_options.lora_whole", words, *whole.names, note="and the frozen ones that it began with")
+        account.set(
+            "model_options.lora_whole", words, *whole.names, note="and the frozen ones that it began with"
+        )
     if words and tied:
-        k.set("model_options.tied", False, *whole.names, note="a copy of it is trained")
+        account.set("model_options.tied", False, *whole.names, note="a copy of it is trained")
         because = "the frozen weights of the vocabulary are counted once more, 2 V H bytes too much"
-        k.stand_in("a tied embedding of which a copy is trained", "memory", because, *whole.names)
+        account.stand_in("a tied embedding of which a copy is trained", "memory", because, *whole.names)
     if beyond := [name for name in names if name not in vocabularies]:
         because = "it is frozen here, without its gradients and moments"
-        k.stand_in(f"training {', '.join(beyond)} whole", "time and memory", because, *whole.names)
-    k.ignore("nothing is trained whole", *whole.names)
+        account.stand_in(f"training {', '.join(beyond)} whole", "time and memory", because, *whole.names)
+    account.ignore("nothing is trained whole", *whole.names)

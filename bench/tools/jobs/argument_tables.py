@@ -143,12 +143,6 @@ class ArgumentTable:
     settings: Mapping[str, Conversion]
     content: Mapping[str, Any]
 
-    @property
-    def stand_ins(self) -> Mapping[str, Mapping[str, str]]:
-        """What something stands for in several programs, with what that may move and why."""
-        stand_ins: Mapping[str, Mapping[str, str]] = table_content("transformers")["stand_ins"]
-        return stand_ins
-
     def values_of(self, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
         """The arguments that express these settings, each as (name, value, path of the setting)."""
         for name, conversion in self.settings.items():

@@ -110,27 +110,28 @@ def read(files: JobFiles) -> Job | None:
 
 def _job(content: Mapping[str, Any], config: Mapping[str, Any] | None, files: JobFiles) -> Job:
     table = bridge_table()
-    k = key_account(
+    account = key_account(
         table,
         flat(content, table.arguments),
         lambda name: not name.endswith("_target_"),
         overrides=files.environment,
     )
     values = {name: key.default for name, key in table.arguments.items() if key.outcome == "mapped"}
-    from_config = _from_config(k, config)
-    values |= from_config | {name: k.value(name) for name in k.given if name in values}
-    given = _as_arguments(k, values, from_config)
-    a = megatron_account(given, _environment(k))
-    if not k.problems:
-        make_settings(a, files.gpus, files.cluster)
-    a.problems[:0] = k.problems
+    from_config = _from_config(account, config)
+    values |= from_config | {name: account.value(name) for name in account.given if name in values}
+    given = _as_arguments(account, values, from_config)
+    megatron = megatron_account(given, _environment(account))
+    if not account.problems:
+        make_settings(megatron, files.gpus, files.cluster)
+    megatron.problems[:0] = account.problems
     # of Megatron-LM's own script, whose refusal Megatron-Bridge has not
-    a.remarks = [remark for remark in a.remarks if "this one refuses" not in remark]
-    arguments = [*_arguments(k, a), *variables(a)]
-    return replace(a, table=k.table).job("bridge", files, arguments, files.machine_problems(None))
+    megatron.remarks = [remark for remark in megatron.remarks if "this one refuses" not in remark]
+    arguments = [*_arguments(account, megatron), *variables(megatron)]
+    whole = replace(megatron, table=account.table)
+    return whole.job("bridge", files, arguments, files.machine_problems(None))
 
 
-def _from_config(k: Account, config: Mapping[str, Any] | None) -> dict[str, Any]:
+def _from_config(account: Account, config: Mapping[str, Any] | None) -> dict[str, Any]:
     """What follows from a config.json."""
     if config is None:
         return {}
@@ -138,13 +139,15 @@ def _from_config(k: Account, config: Mapping[str, Any] | None) -> dict[str, Any]
     content = bridge_table().content
     families: Mapping[str, Mapping[str, Any]] = content["families"]
     if family not in families:
-        k.problems.append(f"config.json: model_type {shown(family)} is none of {', '.join(families)}")
+        account.problems.append(f"config.json: model_type {shown(family)} is none of {', '.join(families)}")
         return {}
     sizes = {key: config[f] for f, key in content["sizes"].items() if config.get(f) is not None}
     return {**families[family], **sizes}
 
 
-def _as_arguments(k: Account, values: Mapping[str, Any], from_config: Mapping[str, Any]) -> dict[str, Given]:
+def _as_arguments(
+    account: Account, values: Mapping[str, Any], from_config: Mapping[str, Any]
+) -> dict[str, Given]:
     """The keys as arguments of Megatron-LM."""
     content, of_megatron = bridge_table().content, argument_table("megatron").arguments
     alike = content["arguments"].keys() - argument_table("bridge").content["arguments"].keys()
@@ -155,17 +158,18 @@ def _as_arguments(k: Account, values: Mapping[str, Any], from_config: Mapping[st
         words = [str(int(v) if isinstance(v, float) and v.is_integer() and v > 1 else v) for v in value]
         default = f"config.json ({key})" if key in from_config else f"default of {key}"
         each, problems = given_argument(argument, of_megatron[argument], words)
-        given[argument] = replace(each, source=k.spelled(key) if key in k.given else default)
-        k.problems += problems
+        given[argument] = replace(each, source=account.spelled(key) if key in account.given else default)
+        account.problems += problems
 
-    values = _with_overlaps(k, values)
+    values = _with_overlaps(account, values)
     for key, argument in content["arguments"].items():
         value = values[key]
-        unasked = key not in k.given and key not in from_config
+        unasked = key not in account.given and key not in from_config
         if unasked and (key in alike or (key in _LATENT_SIZES and not values[_LATENT])):
             continue
-        if key in k.given and value == k.program_arguments[key].default and value in (None, False):
-            k.ignore("is so by default", key)
+        is_default = value == account.program_arguments[key].default
+        if key in account.given and is_default and value in (None, False):
+            account.ignore("is so by default", key)
         if key == "model.vocab_size" and values["model.should_pad_vocab"]:
             argument = "--vocab-size"
         if value is not None and value is not False:
@@ -176,12 +180,12 @@ def _as_arguments(k: Account, values: Mapping[str, Any], from_config: Mapping[st
             add(argument, key)
     if values["model.num_query_groups"] is not None:
         add("--group-query-attention", "model.num_query_groups")
-    _add_activation(k, values, add)
-    _add_precision(k, values["mixed_precision"], add)
+    _add_activation(account, values, add)
+    _add_precision(account, values["mixed_precision"], add)
     length, positions = "model.seq_length", "model.max_position_embeddings"
     lengths = {values[key] for key in (length, "dataset.seq_length", "dataset.sequence_length")} - {None}
     if len(lengths) > 1:
-        k.problems.append("model.seq_length and dataset.seq_length differ; give one length")
+        account.problems.append("model.seq_length and dataset.seq_length differ; give one length")
     elif lengths and values[length] is None:
         add("--seq-length", "dataset.seq_length", *lengths)
     if values[positions] is None and lengths:
@@ -189,14 +193,16 @@ def _as_arguments(k: Account, values: Mapping[str, Any], from_config: Mapping[st
     return given
 
 
-def _with_overlaps(k: Account, values: Mapping[str, Any]) -> dict[str, Any]:
+def _with_overlaps(account: Account, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that a section comm_overlap leaves, which sets overlaps of several replicas' gradients and
     weights, and of interleaved stages (setup of CommOverlapConfig in its training/comm_overlap.py)."""
-    own = {name for name in k.given if name.startswith("comm_overlap.")}
+    own = {name for name in account.given if name.startswith("comm_overlap.")}
     if not own:
         return dict(values)
-    if k.value("comm_overlap.tp_comm_overlap") and values["model.tensor_model_parallel_size"] > 1:
-        k.refuse("messages of tensor parallelism that are hidden in matmuls", "comm_overlap.tp_comm_overlap")
+    if account.value("comm_overlap.tp_comm_overlap") and values["model.tensor_model_parallel_size"] > 1:
+        account.refuse(
+            "messages of tensor parallelism that are hidden in matmuls", "comm_overlap.tp_comm_overlap"
+        )
     chunks = values["model.virtual_pipeline_model_parallel_size"] or 1
     interleaved = values["model.pipeline_model_parallel_size"] > 1 and chunks > 1
     set_there = {
@@ -208,63 +214,63 @@ def _with_overlaps(k: Account, values: Mapping[str, Any]) -> dict[str, Any]:
     }
     for key in set_there:
         chosen = f"comm_overlap.{key.partition('.')[2]}"
-        if k.value(chosen) is not None:
-            set_there[key] = k.value(chosen)
-        k.took(f"{key}: {shown(set_there[key])}", chosen)
-        k.took(f"comm_overlap has {shown(set_there[key])}", key)
-    k.took("overlaps of gradients and weights", "comm_overlap.tp_comm_overlap")
+        if account.value(chosen) is not None:
+            set_there[key] = account.value(chosen)
+        account.took(f"{key}: {shown(set_there[key])}", chosen)
+        account.took(f"comm_overlap has {shown(set_there[key])}", key)
+    account.took("overlaps of gradients and weights", "comm_overlap.tp_comm_overlap")
     return {**values, **set_there}
 
 
-def _environment(k: Account) -> dict[str, str]:
+def _environment(account: Account) -> dict[str, str]:
     """The variables that Megatron-Bridge sets before it starts."""
     environment: dict[str, str] = {}
     for key in ("env_vars", "model.env_vars"):
-        environment |= {str(name): str(value) for name, value in (k.value(key) or {}).items()}
-        k.took("variables of the environment", key)
+        environment |= {str(name): str(value) for name, value in (account.value(key) or {}).items()}
+        account.took("variables of the environment", key)
     return environment
 
 
-def _add_activation(k: Account, values: Mapping[str, Any], add: Callable[..., None]) -> None:
+def _add_activation(account: Account, values: Mapping[str, Any], add: Callable[..., None]) -> None:
     gate, function = "model.gated_linear_unit", "model.activation_func"
     named = values[function]
     named = named.get("_target_") if isinstance(named, Mapping) else named
     gated = bool(values[gate])
     if gated and named in _SILU:
         add("--swiglu", gate)
-        if not values["model.bias_activation_fusion"] and "model.bias_activation_fusion" in k.given:
+        if not values["model.bias_activation_fusion"] and "model.bias_activation_fusion" in account.given:
             add("--no-bias-swiglu-fusion", "model.bias_activation_fusion")
     elif gated or (named is not None and named not in _GELU):
-        k.refuse("an MLP of another activation than GELU, or SiLU with a gate", function, gate)
-    k.took(f"mlp: {'swiglu' if gated else 'gelu'}", gate, function, "model.bias_activation_fusion")
+        account.refuse("an MLP of another activation than GELU, or SiLU with a gate", function, gate)
+    account.took(f"mlp: {'swiglu' if gated else 'gelu'}", gate, function, "model.bias_activation_fusion")
 
 
-def _add_precision(k: Account, recipe: Any, add: Callable[..., None]) -> None:
+def _add_precision(account: Account, recipe: Any, add: Callable[..., None]) -> None:
     key, recipes = "mixed_precision", bridge_table().content["precisions"]
     words = recipes.get(str(recipe).replace("-", "_"), "").split()
     for place, word in enumerate(words):
         if word.startswith("--"):
             add(word, key, *[each for each in words[place + 1 : place + 2] if not each.startswith("--")])
     if not words and recipe is not None:
-        k.refuse("this recipe of precision", key)
-    k.took(f"precision: {words[0][2:] if words else 'fp32'}", key)
+        account.refuse("this recipe of precision", key)
+    account.took(f"precision: {words[0][2:] if words else 'fp32'}", key)
 
 
-def _arguments(k: Account, a: Account) -> Iterator[Argument]:
+def _arguments(account: Account, megatron: Account) -> Iterator[Argument]:
     """Every key with its outcome, which is the outcome of its argument."""
     content = bridge_table().content
-    accounted = {argument.name: argument for argument in a.arguments()}
-    for own in k.arguments():
+    accounted = {argument.name: argument for argument in megatron.arguments()}
+    for own in account.arguments():
         name = content["arguments"].get(own.name) or content["switched_off_by"].get(own.name, "")
         name = "--vocab-size" if name == "--padded-vocab-size" and name not in accounted else name
         argument = accounted.get(name)
-        if argument is None or own.outcome == "unknown" or own.name in k.missing or k.problems:
-            yield own if own.outcome != "refused" or own.name in k.missing else _idle(k, own)
+        if argument is None or own.outcome == "unknown" or own.name in account.missing or account.problems:
+            yield own if own.outcome != "refused" or own.name in account.missing else _idle(account, own)
             continue
         yield Argument(own.name, own.value, argument.outcome, argument.detail)
 
 
-def _idle(k: Account, own: Argument) -> Argument:
+def _idle(account: Account, own: Argument) -> Argument:
     """The outcome of a key that stands for no argument: all is so without the key, or it is refused."""
-    outcome: Outcome = "refused" if k.program_arguments[own.name].outcome == "refused" else "no effect"
+    outcome: Outcome = "refused" if account.program_arguments[own.name].outcome == "refused" else "no effect"
     return Argument(own.name, own.value, outcome, own.detail if outcome == "refused" else "is so without it")

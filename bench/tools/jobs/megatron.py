@@ -58,7 +58,7 @@ def read(files: JobFiles) -> Job | None:
     further, worse = parse([*_given_words(files.environment)])
     given, wrong = {**given, **further}, [*wrong, *worse]
     exported = {name: text for name, text in launch.environment.items() if _argument(name) is None}
-    a = megatron_account(given, exported)
+    account = megatron_account(given, exported)
     gpus = files.gpus if files.gpus is not None else launch.gpus
     problems = files.machine_problems(gpus)
     if launch.not_said and gpus is None:
@@ -66,13 +66,13 @@ def read(files: JobFiles) -> Job | None:
     if launch.program not in _TRAINS:
         problems.insert(0, f"{launch.program} is none of {' and '.join(_TRAINS)}")
     if not wrong:
-        make_settings(a, gpus, files.cluster, bert=bert)
-        a.problems += container_problems(a)
-    a.ignore("what the job needs of it is the same in all releases", CONTAINER)
-    if (workspace := "CUBLAS_WORKSPACE_CONFIG") not in a.made_of:
-        a.took("not before the arguments are right", workspace)
-    a.problems[:0] = wrong
-    return a.job("megatron", files, [*a.arguments(), *variables(a)], problems)
+        make_settings(account, gpus, files.cluster, bert=bert)
+        account.problems += container_problems(account)
+    account.ignore("what the job needs of it is the same in all releases", CONTAINER)
+    if (workspace := "CUBLAS_WORKSPACE_CONFIG") not in account.made_of:
+        account.took("not before the arguments are right", workspace)
+    account.problems[:0] = wrong
+    return account.job("megatron", files, [*account.arguments(), *variables(account)], problems)
 
 
 def megatron_account(given: Mapping[str, Given], environment: Mapping[str, str]) -> Account:
@@ -81,16 +81,16 @@ def megatron_account(given: Mapping[str, Given], environment: Mapping[str, str])
     return Account(table=argument_table("megatron"), given=given, environment=environment, by_default=source)
 
 
-def make_settings(a: Account, gpus: int | None, cluster: str | None, *, bert: bool = False) -> None:
+def make_settings(account: Account, gpus: int | None, cluster: str | None, *, bert: bool = False) -> None:
     """Make the settings of all arguments."""
-    set_model(a, bert=bert, cluster=cluster)
-    call(a, "fp8")
-    replicas = _set_parallelism(a, gpus)
-    _set_batch(a, replicas)
-    set_schedule(a)
-    call(a, "optimizer")
-    call(a, "userbuffers")
-    a.unasked = f"{model_name(bert)} has no option for it"
+    set_model(account, bert=bert, cluster=cluster)
+    call(account, "fp8")
+    replicas = _set_parallelism(account, gpus)
+    _set_batch(account, replicas)
+    set_schedule(account)
+    call(account, "optimizer")
+    call(account, "userbuffers")
+    account.unasked = f"{model_name(bert)} has no option for it"
 
 
 def _given_words(environment: Mapping[str, str]) -> Iterator[str]:
@@ -226,26 +226,26 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _set_parallelism(a: Account, gpus: int | None) -> int | None:
+def _set_parallelism(account: Account, gpus: int | None) -> int | None:
     """Set strategy, sizes and mesh; returns how many replicas there are."""
-    sizes = {axis: a.value(name) for axis, name in _SIZES.items()}
+    sizes = {axis: account.value(name) for axis, name in _SIZES.items()}
     if wrong := [name for axis, name in _SIZES.items() if sizes[axis] < 1]:
-        a.problems.append(f"{a.spelled(wrong[0])} is no number of ranks")
+        account.problems.append(f"{account.spelled(wrong[0])} is no number of ranks")
         return None
-    parts, expert_parts = prod(sizes.values()), a.value("--expert-tensor-parallel-size") or sizes["tp"]
+    parts, expert_parts = prod(sizes.values()), account.value("--expert-tensor-parallel-size") or sizes["tp"]
     replicas = gpus // parts if gpus is not None and gpus % parts == 0 else None
-    of_experts = (a.value("--expert-model-parallel-size") or 1) * expert_parts * sizes["pp"]
-    split = ["--sequence-parallel"] if sizes["tp"] > 1 and a.has("--sequence-parallel") else []
-    kinds = {*(a.value("--cp-comm-type") or "p2p").split()} if sizes["sp"] > 1 else {""}
+    of_experts = (account.value("--expert-model-parallel-size") or 1) * expert_parts * sizes["pp"]
+    split = ["--sequence-parallel"] if sizes["tp"] > 1 and account.has("--sequence-parallel") else []
+    kinds = {*(account.value("--cp-comm-type") or "p2p").split()} if sizes["sp"] > 1 else {""}
     kind = kinds.pop() if len(kinds) == 1 else "several"
     context, zigzag = _CONTEXTS.get(kind, CONTEXT["p2p"])
-    if exchanged := bool(pattern_of(a)) and context == CONTEXT["p2p"][0]:
+    if exchanged := bool(pattern_of(account)) and context == CONTEXT["p2p"][0]:
         context, zigzag = CONTEXT["a2a"]
     levelled = [_LEVELS] if kind == HIERARCHICAL[1] else []
-    levels = [int(size) for size in str(a.value(_LEVELS) or "").split()] if levelled else []
+    levels = [int(size) for size in str(account.value(_LEVELS) or "").split()] if levelled else []
     inner, outer = levels if len(levels) == 2 else (sizes["sp"], None)
-    outside = ["dp", "pp"] if a.has("--use-tp-pp-dp-mapping") else ["pp", "dp"]
-    a.facts |= {
+    outside = ["dp", "pp"] if account.has("--use-tp-pp-dp-mapping") else ["pp", "dp"]
+    account.facts |= {
         "gpus": gpus,
         "parts": parts,
         "replicas": replicas,
@@ -264,29 +264,29 @@ def _set_parallelism(a: Account, gpus: int | None) -> int | None:
         "other_levels": outer is not None and inner * outer != sizes["sp"],
         "axes": [*outside, *["cp"] * bool(levelled), "sp", "tp"],
     }
-    call(a, "parallelism")
+    call(account, "parallelism")
     return replicas
 
 
-def _set_batch(a: Account, replicas: int | None) -> None:
+def _set_batch(account: Account, replicas: int | None) -> None:
     """Set batch, length and precision."""
-    length, context = length_of(a), a.value("--context-parallel-size") or 1
-    micro, total, schedule = map(a.value, ("--micro-batch-size", "--global-batch-size", _SCHEDULE))
+    length, context = length_of(account), account.value("--context-parallel-size") or 1
+    micro, total, schedule = map(account.value, ("--micro-batch-size", "--global-batch-size", _SCHEDULE))
     first = (str(schedule or "").split() or [""])[0].rpartition(":")[2]
     if schedule is not None:
         total = int(first) if first.isdecimal() else None
     at_once = 0 if micro is None or replicas is None else micro * replicas
     whole = at_once if total is None else total
     key = "--global-batch-size" if schedule is None else _SCHEDULE
-    a.facts |= {
+    account.facts |= {
         "uneven_length": length is not None and context > 1 and length % (2 * context) > 0,
         "schedule": repr(schedule),
         "total_key": key,
-        "by_default": "" if a.has(key) else " (by default)",
+        "by_default": "" if account.has(key) else " (by default)",
         "total": total,
         "replicas": replicas,
         "whole": whole,
         "divides": at_once > 0 and whole > 0 and whole % at_once == 0,
         "micro_batches": whole // at_once if at_once > 0 else None,
     }
-    call(a, "batch")
+    call(account, "batch")

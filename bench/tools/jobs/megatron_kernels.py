@@ -26,24 +26,24 @@ _FUSIONS = (
 _ALLOWING = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
 
 
-def _release_of(a: Account) -> int | None:
+def _release_of(account: Account) -> int | None:
     """The release of the job's container, as year and month: 2401; None where it is not said."""
-    parts = re.fullmatch(r"(\d\d)\.(\d\d)", a.environment.get(CONTAINER, ""))
+    parts = re.fullmatch(r"(\d\d)\.(\d\d)", account.environment.get(CONTAINER, ""))
     return int(parts[1] + parts[2]) if parts else None
 
 
-def container_problems(a: Account) -> list[str]:
+def container_problems(account: Account) -> list[str]:
     """What is wrong with the name that the job gives for its container, one a line."""
-    if CONTAINER not in a.environment or _release_of(a) is not None:
+    if CONTAINER not in account.environment or _release_of(account) is not None:
         return []
-    return [f"{a.spelled(CONTAINER)} is no release of NVIDIA's container, such as 25.09"]
+    return [f"{account.spelled(CONTAINER)} is no release of NVIDIA's container, such as 25.09"]
 
 
-def facts_of_card(a: Account, cluster: str | None) -> dict[str, Any]:
+def facts_of_card(account: Account, cluster: str | None) -> dict[str, Any]:
     """The facts about card and container for rules: the ``release``, the card's name, its ``generation`` (0:
     not known), its ``processors``, and its L2 cache in KiB."""
     device = _device(cluster)
-    facts: dict[str, Any] = {"release": _release_of(a), "cluster": cluster, "card": "", "generation": 0}
+    facts: dict[str, Any] = {"release": _release_of(account), "cluster": cluster, "card": "", "generation": 0}
     if device is not None:
         cache = device.l2_cache_bytes.value
         facts |= {"card": device.name, "generation": generation_of(device)}
@@ -58,14 +58,14 @@ def _device(cluster: str | None) -> Device | None:
         return None  # raised again with the cell
 
 
-def choose_attention(a: Account) -> None:
+def choose_attention(account: Account) -> None:
     """Set the attention kernel that TransformerEngine chooses if the job allows several
     (:func:`engines_choice`, and nvte_get_fused_attn_backend)."""
-    generation, release = a.facts["generation"], a.facts["release"]
+    generation, release = account.facts["generation"], account.facts["release"]
     fixed = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-    off = {name for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN") if a.environment.get(name) == "0"}
-    deterministic = a.has("--deterministic-mode") or a.environment.get(fixed) == "0"
-    dropout = a.value("--attention-dropout") > 0
+    off = {name for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN") if account.environment.get(name) == "0"}
+    deterministic = account.has("--deterministic-mode") or account.environment.get(fixed) == "0"
+    dropout = account.value("--attention-dropout") > 0
     fused = "NVTE_FUSED_ATTN" not in off and not (generation >= 10 and deterministic and dropout)
     undetermined = deterministic and release is not None and release < _DETERMINISTIC_FLASH_ATTENTION
     flash = "NVTE_FLASH_ATTN" not in off and not undetermined
@@ -73,24 +73,29 @@ def choose_attention(a: Account) -> None:
     names = ["--attention-backend", *sorted(off)]
     names += [fixed] if deterministic and (generation >= 10 or undetermined) else []
     names += [CONTAINER] if undetermined else []
-    note = f"TransformerEngine's choice on {a.facts['card'] or 'this card'}"
-    a.set("model_options.attention", kernel, *names, note=note)
+    note = f"TransformerEngine's choice on {account.facts['card'] or 'this card'}"
+    account.set("model_options.attention", kernel, *names, note=note)
 
 
-def check_switches(a: Account) -> None:
+def check_switches(account: Account) -> None:
     """Account for TransformerEngine's variables that allow kernels."""
-    asked = a.value("--attention-backend") or "auto"
+    asked = account.value("--attention-backend") or "auto"
     for name, kernel in _ALLOWING.items():
-        if (value := a.environment.get(name)) is not None:
+        if (value := account.environment.get(name)) is not None:
             as_asked = value == str(int(asked in (kernel, "auto")))
-            a.facts |= {"variable": name, "asked": asked, "as_asked": as_asked, "setting": f"{name}={value}"}
-            call(a, "switch_of_attention")
+            account.facts |= {
+                "variable": name,
+                "asked": asked,
+                "as_asked": as_asked,
+                "setting": f"{name}={value}",
+            }
+            call(account, "switch_of_attention")
 
 
-def ignore_absent_fusions(a: Account) -> None:
+def ignore_absent_fusions(account: Account) -> None:
     """Ignore switches of fusions that the job has no use for. Sets the facts ``left_out``, switches that
     leave out other fusions, and ``unfused``, the names of those fusions."""
-    call(a, "absence_of_fusions")
-    left_out = [name for name in _FUSIONS if a.has(name) and name not in a.idle]
+    call(account, "absence_of_fusions")
+    left_out = [name for name in _FUSIONS if account.has(name) and name not in account.idle]
     stems = [name.removeprefix("--no-").removesuffix("-fusion").replace("-", "_") for name in left_out]
-    a.facts |= {"left_out": left_out, "unfused": stems}
+    account.facts |= {"left_out": left_out, "unfused": stems}

@@ -12,8 +12,7 @@ from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.rules import call
 from spbench.impls import LARGEST_OF
 
-_PATTERN, _OLD, _SWITCH = "--hybrid-layer-pattern", "--hybrid-override-pattern", "--is-hybrid-model"
-_SIZES = ("--mamba-num-groups", "--mamba-state-dim", "--mamba-head-dim", "--mamba-num-heads")
+_PATTERN, _OLD = "--hybrid-layer-pattern", "--hybrid-override-pattern"
 #: the letter for a layer that mixes tokens in our patterns, by Megatron-Core's letter
 _MIXERS = {"M": "M", "*": "S"}
 #: a layer here: one that mixes tokens, and the MLP (-) or the experts (E) behind it
@@ -24,52 +23,36 @@ _MOST_LAYERS = 10_000
 _WINDOW, _EACH = "--window-size", "--window-attn-skip-freq"
 
 
-def pattern_of(a: Account) -> str:
+def pattern_of(account: Account) -> str:
     """The job's pattern of layers; "" where it is no hybrid."""
-    return str(a.value(_PATTERN) or a.value(_OLD) or "")
+    return str(account.value(_PATTERN) or account.value(_OLD) or "")
 
 
-def layers_of_stages(a: Account) -> list[int]:
+def layers_of_stages(account: Account) -> list[int]:
     """Layers, as a model here counts them, of each part of the pattern between bars."""
-    return [len(_LAYER.findall(part)) for part in pattern_of(a).split("|")]
+    return [len(_LAYER.findall(part)) for part in pattern_of(account).split("|")]
 
 
-def set_hybrid(a: Account) -> bool:
+def set_hybrid(account: Account) -> bool:
     """Set the layers of a hybrid; returns whether the job is one."""
-    pattern = pattern_of(a)
-    if not pattern:
-        if a.has(_SWITCH):
-            a.problems.append(f"{_SWITCH} needs {_PATTERN}")
-            a.took("see what is wrong", _SWITCH)
-        a.ignore("of a hybrid, which the job is not", *_SIZES)
-        return False
-    name = _PATTERN if a.has(_PATTERN) else _OLD
-    a.took("as the pattern says", _SWITCH, "--spec")
-    parts = pattern.split("|")
-    if a.has(_PATTERN) and a.has(_OLD):
-        a.problems.append(f"{_PATTERN} and {_OLD} are both given; leave one")
-    if others := set(pattern) - {*"M*-E|"}:
-        a.refuse_given(f"layers {' '.join(sorted(others))} of a hybrid: not modelled", name)
-    elif not all(re.fullmatch(f"({_LAYER.pattern})*", part) for part in parts):
-        a.refuse_given("an MLP (-) or experts (E) behind no layer that mixes tokens: not modelled", name)
-    elif not {*"-E"} & {*pattern}:
-        a.refuse_given("layers without an MLP alone: not modelled", name)
-    letters = len(pattern) - pattern.count("|")
-    if a.value("--num-layers") not in (None, letters):
-        a.refuse_given(f"not the {letters} layers of {name}", "--num-layers")
-    a.ignore(f"as many as {name} has", "--num-layers")
-    ours = "".join(_MIXERS.get(letter, letter) for letter in pattern if letter != "|")
-    a.set("model_options.pattern", ours, name)
-    call(a, "states")
-    return True
+    pattern = pattern_of(account)
+    account.facts |= {
+        "pattern_key": _PATTERN if account.has(_PATTERN) else _OLD,
+        "other_layers": " ".join(sorted({*pattern} - {*"M*-E|"})),
+        "alone": not all(re.fullmatch(f"({_LAYER.pattern})*", part) for part in pattern.split("|")),
+        "letters": len(pattern) - pattern.count("|"),
+        "mixers": "".join(_MIXERS.get(letter, letter) for letter in pattern if letter != "|"),
+    }
+    call(account, "hybrid")
+    return bool(pattern)
 
 
-def stages_of(a: Account, stages: int) -> Sequence[int]:
+def stages_of(account: Account, stages: int) -> Sequence[int]:
     """Layers of each run of layers of a hybrid's pipeline; empty, with a problem, where the bars of its
     pattern do not say them."""
-    sizes = layers_of_stages(a)
+    sizes = layers_of_stages(account)
     if len(sizes) % stages:
-        a.problems.append(
+        account.problems.append(
             f"a hybrid's pattern of {len(sizes)} parts is for no --pipeline-model-parallel-size {stages}; "
             "set | between the stages"
         )
@@ -77,24 +60,26 @@ def stages_of(a: Account, stages: int) -> Sequence[int]:
     return sizes
 
 
-def set_layers_with_experts(a: Account) -> None:
+def set_layers_with_experts(account: Account) -> None:
     """Set which layers have experts: each N-th, or as a list of 0 and 1 says."""
-    name, layers = "--moe-layer-freq", a.facts["layers"]
-    text = str(a.value(name)).strip()
+    name, layers = "--moe-layer-freq", account.facts["layers"]
+    text = str(account.value(name)).strip()
     if text.isdecimal() and int(text) > 0:
         if (each := int(text)) > 1:
-            a.set("model_options.expert_pattern", [1, *[0] * (each - 1)], name)
-        a.ignore("all layers have experts", name)
+            account.set("model_options.expert_pattern", [1, *[0] * (each - 1)], name)
+        account.ignore("all layers have experts", name)
         return
     pattern = pattern_in(text)
     if not pattern or not {*pattern} <= {0, 1} or (layers is not None and len(pattern) != layers):
-        a.problems.append(f"{a.spelled(name)} is neither a number nor a list of 0 and 1 for {layers} layers")
+        account.problems.append(
+            f"{account.spelled(name)} is neither a number nor a list of 0 and 1 for {layers} layers"
+        )
         return
     dense = pattern.index(1) if 1 in pattern else len(pattern)
     if all(pattern[dense:]):
-        a.set("model_options.dense_layers", dense, name)
+        account.set("model_options.dense_layers", dense, name)
     else:
-        a.set("model_options.expert_pattern", pattern, name)
+        account.set("model_options.expert_pattern", pattern, name)
 
 
 def pattern_in(text: str) -> list[int]:
@@ -129,53 +114,42 @@ def _evaluated(node: ast.expr) -> list[int] | int:
     raise ValueError("no list")
 
 
-def windows_of(a: Account, layers: int | None) -> str:
+def windows_of(account: Account, layers: int | None) -> str:
     """Layer by layer, W for attention in a window and S for attention without; "" where all are alike."""
-    if not a.has(_WINDOW) or not a.has(_EACH):
+    if not account.has(_WINDOW) or not account.has(_EACH):
         return ""
-    text = str(a.value(_EACH)).strip()
+    text = str(account.value(_EACH)).strip()
     if text.isdecimal() and 0 < int(text) <= (layers or 1):
         return "W" * (int(text) - 1) + "S"
     listed = pattern_in(text)
     if not listed or len(listed) != layers:
-        a.problems.append(f"{a.spelled(_EACH)} is neither a number of layers nor a list for {layers} layers")
+        account.problems.append(
+            f"{account.spelled(_EACH)} is neither a number of layers nor a list for {layers} layers"
+        )
     return "".join("W" if each else "S" for each in listed)
 
 
-def set_windows(a: Account, pattern: str) -> None:
+def set_windows(account: Account, pattern: str) -> None:
     """Set the window of attention, and which layers have it."""
-    text = str(a.value(_WINDOW) or "").strip("() ")
-    sides = re.fullmatch(r"(\d{1,9})[, ]+0", text)
-    a.ignore(f"there is no {_WINDOW}", _EACH)
-    if not a.has(_WINDOW):
-        return
-    if sides is None:
-        a.refuse_given("a window that is not N,0 (N positions before each): not modelled", _WINDOW)
-        return
-    if pattern and "W" not in pattern:
-        a.ignore("no layer has a window", _WINDOW, _EACH)
-        return
-    a.set("model_options.window", int(sides[1]) + 1, _WINDOW, note="with the position itself")
-    if pattern:
-        a.set("model_options.pattern", pattern, _EACH, note="W: a layer in the window")
-        if not a.has("--group-query-attention"):
-            a.set("model_options.kv_heads", a.value("--num-attention-heads"), "--num-attention-heads")
+    sides = re.fullmatch(r"(\d{1,9})[, ]+0", str(account.value(_WINDOW) or "").strip("() "))
+    account.facts |= {"window": int(sides[1]) + 1 if sides else None, "windows": pattern}
+    call(account, "windows")
 
 
-def layers_of(a: Account) -> int | None:
+def layers_of(account: Account) -> int | None:
     """How many layers there are, as a model here counts them."""
-    if pattern_of(a):
-        return sum(layers_of_stages(a))
-    return _first(a, "--num-layers", "--encoder-num-layers")
+    if pattern_of(account):
+        return sum(layers_of_stages(account))
+    return _first(account, "--num-layers", "--encoder-num-layers")
 
 
-def length_of(a: Account) -> int | None:
+def length_of(account: Account) -> int | None:
     """Tokens of a sequence."""
-    return _first(a, "--seq-length", "--encoder-seq-length")
+    return _first(account, "--seq-length", "--encoder-seq-length")
 
 
-def _first(a: Account, *names: str) -> int | None:
-    return next((value for name in names if (value := a.value(name)) is not None), None)
+def _first(account: Account, *names: str) -> int | None:
+    return next((value for name in names if (value := account.value(name)) is not None), None)
 
 
 _PIPELINE_SPLITS = (
@@ -190,113 +164,121 @@ _LAYOUT = "--pipeline-model-parallel-layout"
 _LAYOUT_TEXT, _REPEATED = re.compile(r"[EtmL|()*\d]+"), (r"\(([^()]+)\)\*(\d{1,3})", r"([EtmL|])\*(\d{1,3})")
 
 
-def set_schedule(a: Account) -> None:
+def set_schedule(account: Account) -> None:
     """Set how the pipeline runs."""
-    stages, layers = a.value("--pipeline-model-parallel-size") or 1, layers_of(a) or 0
+    stages, layers = account.value("--pipeline-model-parallel-size") or 1, layers_of(account) or 0
     each, virtual = _CHUNKS
-    counted = layers + a.has(_PIPELINE_SPLITS[2]) + a.has(_PIPELINE_SPLITS[3])
-    chunks, name = a.value(virtual) or 1, virtual
-    if (layout := a.value(_LAYOUT)) is not None:
-        sizes = _layers_by_layout(a, layout, stages, layers)
+    counted = layers + account.has(_PIPELINE_SPLITS[2]) + account.has(_PIPELINE_SPLITS[3])
+    chunks, name = account.value(virtual) or 1, virtual
+    if (layout := account.value(_LAYOUT)) is not None:
+        sizes = _layers_by_layout(account, layout, stages, layers)
         if sizes is None:
             return
         if len({*sizes}) > 1:
-            a.set("training.stage_layers", sizes, _LAYOUT)
+            account.set("training.stage_layers", sizes, _LAYOUT)
         chunks, name = len(sizes) // stages, _LAYOUT
-        a.ignore("the stages have as many layers anyway", _LAYOUT)
-        _set_interleaving(a, stages, chunks, name)
+        account.ignore("the stages have as many layers anyway", _LAYOUT)
+        _set_interleaving(account, stages, chunks, name)
         return
-    if pattern_of(a):
-        _set_hybrid_stages(a, stages)
+    if pattern_of(account):
+        _set_hybrid_stages(account, stages)
         return
-    if (of_each := a.value(each)) is not None:
+    if (of_each := account.value(each)) is not None:
         name = each
-        if a.has(virtual):
-            a.problems.append(f"{each} and {virtual} are both given; leave one")
+        if account.has(virtual):
+            account.problems.append(f"{each} and {virtual} are both given; leave one")
         if of_each < 1 or counted % (stages * of_each):
-            a.problems.append(f"--num-layers {layers} is no multiple of {stages} stages x {a.spelled(each)}")
+            account.problems.append(
+                f"--num-layers {layers} is no multiple of {stages} stages x {account.spelled(each)}"
+            )
             return
         chunks = counted // (stages * of_each)
     if chunks > 1 and stages == 1:
-        a.problems.append(f"{a.spelled(name)} needs --pipeline-model-parallel-size of 2 or more")
+        account.problems.append(f"{account.spelled(name)} needs --pipeline-model-parallel-size of 2 or more")
     parts = stages * max(1, chunks)
     if parts > 1 and parts > min(counted, LARGEST_OF["layers"]):
-        a.problems.append(f"{counted} layers are fewer than {parts} stages or parts of these")
+        account.problems.append(f"{counted} layers are fewer than {parts} stages or parts of these")
         return
-    _set_stages(a, layers, stages, max(1, chunks))
-    _set_interleaving(a, stages, max(1, chunks), name)
+    _set_stages(account, layers, stages, max(1, chunks))
+    _set_interleaving(account, stages, max(1, chunks), name)
 
 
-def _set_hybrid_stages(a: Account, stages: int) -> None:
+def _set_hybrid_stages(account: Account, stages: int) -> None:
     """Set the stages that the bars of a hybrid's pattern make."""
     for name in (*_CHUNKS, *_PIPELINE_SPLITS):
-        a.refuse_given("stages of a hybrid that its pattern does not say: not modelled", name)
-    if sizes := stages_of(a, stages):
+        account.refuse_given("stages of a hybrid that its pattern does not say: not modelled", name)
+    if sizes := stages_of(account, stages):
         if len({*sizes}) > 1:
-            a.set("training.stage_layers", [*sizes], "--hybrid-layer-pattern", "--hybrid-override-pattern")
-        _set_interleaving(a, stages, len(sizes) // stages, "--hybrid-layer-pattern")
+            account.set(
+                "training.stage_layers", [*sizes], "--hybrid-layer-pattern", "--hybrid-override-pattern"
+            )
+        _set_interleaving(account, stages, len(sizes) // stages, "--hybrid-layer-pattern")
 
 
-def _set_interleaving(a: Account, stages: int, chunks: int, name: str) -> None:
+def _set_interleaving(account: Account, stages: int, chunks: int, name: str) -> None:
     """Set the interleaved schedule of several chunks, which the argument ``name`` says."""
-    a.facts |= {"stages": stages, "chunks": chunks, "chunked_by": name}
-    call(a, "interleaving")
+    account.facts |= {"stages": stages, "chunks": chunks, "chunked_by": name}
+    call(account, "interleaving")
 
 
-def _set_stages(a: Account, layers: int, stages: int, chunks: int) -> None:
+def _set_stages(account: Account, layers: int, stages: int, chunks: int) -> None:
     """Set how many layers each stage has, as get_num_layers_to_build of Megatron-Core does."""
-    first, last = (a.value(name) for name in _PIPELINE_SPLITS[:2])
-    embedding, loss = (a.has(name) for name in _PIPELINE_SPLITS[2:])
+    first, last = (account.value(name) for name in _PIPELINE_SPLITS[:2])
+    embedding, loss = (account.has(name) for name in _PIPELINE_SPLITS[2:])
     if stages == 1:
-        a.ignore("there is one stage", *_PIPELINE_SPLITS)
+        account.ignore("there is one stage", *_PIPELINE_SPLITS)
         return
     if (embedding or loss) and (first is not None or last is not None):
-        a.problems.append(f"{_PIPELINE_SPLITS[2 if embedding else 3]} and a number of layers are both given")
+        account.problems.append(
+            f"{_PIPELINE_SPLITS[2 if embedding else 3]} and a number of layers are both given"
+        )
         return
     between = [*range(first is not None, stages - (last is not None))]
     left = layers + embedding + loss - (first or 0) - (last or 0)
     if left < 0 or (left % len(between) if between else left):
-        a.problems.append(f"{left} layers cannot be split evenly over {len(between)} stages")
+        account.problems.append(f"{left} layers cannot be split evenly over {len(between)} stages")
         return
     of_rank = [left // len(between) if between else 0] * stages
     for rank, given in ((0, first), (stages - 1, last)):
         of_rank[rank] = of_rank[rank] if given is None else given
     if any(n % chunks for n in of_rank):
-        a.problems.append(f"stages of {of_rank} layers cannot be split into {chunks} parts each")
+        account.problems.append(f"stages of {of_rank} layers cannot be split into {chunks} parts each")
         return
     sizes = [n // chunks for n in of_rank] * chunks
     sizes[0] -= embedding
     sizes[-1] -= loss
     if len({*sizes}) > 1:
-        a.set("training.stage_layers", sizes, *_PIPELINE_SPLITS)
+        account.set("training.stage_layers", sizes, *_PIPELINE_SPLITS)
     else:
-        a.ignore("the stages have as many layers anyway", *_PIPELINE_SPLITS)
+        account.ignore("the stages have as many layers anyway", *_PIPELINE_SPLITS)
 
 
-def _layers_by_layout(a: Account, layout: str, stages: int, layers: int) -> list[int] | None:
+def _layers_by_layout(account: Account, layout: str, stages: int, layers: int) -> list[int] | None:
     """Layers of the stages that a layout lists, as PipelineParallelLayerLayout of Megatron-Core reads it;
     None, and a problem, if the text is no such layout."""
-    others = [name for name in (*_CHUNKS, *_PIPELINE_SPLITS) if a.has(name)]
+    others = [name for name in (*_CHUNKS, *_PIPELINE_SPLITS) if account.has(name)]
     if others:
-        a.problems.append(f"{_LAYOUT} and {others[0]} are both given; leave one")
+        account.problems.append(f"{_LAYOUT} and {others[0]} are both given; leave one")
         return None
     text = layout.replace(",", "")
     for pattern in _REPEATED if _LAYOUT_TEXT.fullmatch(text) else ():
         text = re.sub(pattern, lambda match: match[1] * int(match[2]), text)
     parts = text.split("|")
     if not re.fullmatch(r"E[t|]*L", text.replace("m", "")):
-        a.problems.append(f"{_LAYOUT} {layout!r} is no E, then t and | for layers and stages, then L")
+        account.problems.append(f"{_LAYOUT} {layout!r} is no E, then t and | for layers and stages, then L")
     elif "m" in text and not re.fullmatch(r"[^m]*m+L", parts[-1]):
-        a.refuse_given("layers that predict further tokens (m) before the end of the last stage", _LAYOUT)
-    elif text.count("m") != (a.value("--mtp-num-layers") or 0):
-        a.problems.append(f"{_LAYOUT} has {text.count('m')} m, not as many as --mtp-num-layers")
+        account.refuse_given(
+            "layers that predict further tokens (m) before the end of the last stage", _LAYOUT
+        )
+    elif text.count("m") != (account.value("--mtp-num-layers") or 0):
+        account.problems.append(f"{_LAYOUT} has {text.count('m')} m, not as many as --mtp-num-layers")
     elif len(parts) % stages or (stages == 1 and len(parts) > 1) or len(parts) > LARGEST_OF["layers"]:
-        a.problems.append(
+        account.problems.append(
             f"{_LAYOUT} has {len(parts)} stages, which --pipeline-model-parallel-size {stages} cannot have"
         )
     elif text.count("t") != layers:
-        a.problems.append(f"{_LAYOUT} has {text.count('t')} layers, not --num-layers {layers}")
+        account.problems.append(f"{_LAYOUT} has {text.count('t')} layers, not --num-layers {layers}")
     else:
         return [part.count("t") for part in parts]
-    a.ignore("it is not right", _LAYOUT)
+    account.ignore("it is not right", _LAYOUT)
     return None

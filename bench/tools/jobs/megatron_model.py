@@ -34,59 +34,61 @@ _OF_EXPERTS = re.compile(r"--(moe|expert)-")
 _LARGE_MASK = 2**30
 
 
-def set_model(a: Account, *, bert: bool, cluster: str | None) -> None:
+def set_model(account: Account, *, bert: bool, cluster: str | None) -> None:
     """Set the model and its options from the job's arguments."""
-    a.calls = {
+    account.calls = {
         "layers_with_experts": set_layers_with_experts,
         "absent_fusions": ignore_absent_fusions,
         "choose_attention": choose_attention,
         "switches_of_attention": check_switches,
-        "first_steps": lambda a: a.first_steps(one=a.value("--train-iters") == 1),
+        "first_steps": lambda account: account.first_steps(one=account.value("--train-iters") == 1),
     }
-    a.facts |= {**_facts(a), **_facts_of_sizes(a, bert), **facts_of_card(a, cluster)}
-    hybrid = not bert and set_hybrid(a)
-    windows = "" if hybrid or bert else windows_of(a, layers_of(a))
-    preset = "bert-large" if bert else _HYBRID if hybrid or windows else _preset(a)
+    account.facts |= {**_facts(account), **_facts_of_sizes(account, bert), **facts_of_card(account, cluster)}
+    hybrid = not bert and set_hybrid(account)
+    windows = "" if hybrid or bert else windows_of(account, layers_of(account))
+    preset = "bert-large" if bert else _HYBRID if hybrid or windows else _preset(account)
     name = "HybridModel" if hybrid else model_name(bert)
-    a.set("model", preset, note=f"{name}, all of whose sizes are below")
+    account.set("model", preset, note=f"{name}, all of whose sizes are below")
     needed = ("--hidden-size", "--num-attention-heads", "--max-position-embeddings", "--micro-batch-size")
-    a.problems += [f"{name} is missing" for name in needed if not a.has(name)]
+    account.problems += [f"{name} is missing" for name in needed if not account.has(name)]
     if not bert:
-        call(a, "experts")
-        call(a, "predicted_tokens")
+        call(account, "experts")
+        call(account, "predicted_tokens")
     for section in ("sizes", "vocabulary", "library"):
-        call(a, section)
+        call(account, section)
     if bert:
-        call(a, "bert")
+        call(account, "bert")
         return
-    a.ignore("of a BertModel", "--bert-no-binary-head")
-    call(a, "layers")
-    call(a, "positions")
-    set_windows(a, windows)
+    account.ignore("of a BertModel", "--bert-no-binary-head")
+    call(account, "layers")
+    call(account, "positions")
+    set_windows(account, windows)
     for section in ("sink", "attention", "state_processors", "loss", "recomputation"):
-        call(a, section)
+        call(account, section)
 
 
-def _facts(a: Account) -> dict[str, Any]:
+def _facts(account: Account) -> dict[str, Any]:
     """What rules ask that no argument says alone."""
-    activations = [name for name in ("--swiglu", "--squared-relu", "--quick-geglu") if a.has(name)]
-    granularity = "selective" if a.has("--recompute-activations") else a.value("--recompute-granularity")
-    modules = (a.value("--recompute-modules") or "core_attn").split()
-    if granularity is None and a.has("--moe-layer-recompute"):
+    activations = [name for name in ("--swiglu", "--squared-relu", "--quick-geglu") if account.has(name)]
+    granularity = (
+        "selective" if account.has("--recompute-activations") else account.value("--recompute-granularity")
+    )
+    modules = (account.value("--recompute-modules") or "core_attn").split()
+    if granularity is None and account.has("--moe-layer-recompute"):
         granularity, modules = "selective", ["moe"]
-    balances = str(a.value("--moe-router-load-balancing-type") or "none").split()
-    weights = str(a.value("--moe-aux-loss-coeff") or "0").split()
-    heads, size = a.value("--mamba-num-heads"), a.value("--mamba-head-dim")
-    positions = a.value("--position-embedding-type")
-    micro = a.value("--micro-batch-size") or 1
-    held = micro * (length_of(a) or 0) ** 2
+    balances = str(account.value("--moe-router-load-balancing-type") or "none").split()
+    weights = str(account.value("--moe-aux-loss-coeff") or "0").split()
+    heads, size = account.value("--mamba-num-heads"), account.value("--mamba-head-dim")
+    positions = account.value("--position-embedding-type")
+    micro = account.value("--micro-batch-size") or 1
+    held = micro * (length_of(account) or 0) ** 2
     return {
-        "pattern": pattern_of(a),
-        "layers": layers_of(a),
-        "length": length_of(a),
-        "local": "local" in (a.value("--spec"), a.value("--transformer-impl")),
-        "rotary": a.has("--use-rotary-position-embeddings") or positions == "rope",
-        "rotary_base": float(a.value("--rotary-base")),
+        "pattern": pattern_of(account),
+        "layers": layers_of(account),
+        "length": length_of(account),
+        "local": "local" in (account.value("--spec"), account.value("--transformer-impl")),
+        "rotary": account.has("--use-rotary-position-embeddings") or positions == "rope",
+        "rotary_base": float(account.value("--rotary-base")),
         "activations": activations,
         "several_activations": " and ".join(activations) if len(activations) > 1 else "",
         "mlp": activations[0].removeprefix("--").replace("-", "_") if activations else "gelu",
@@ -94,29 +96,31 @@ def _facts(a: Account) -> dict[str, Any]:
         "modules": modules,
         "of_experts": [
             name
-            for name, each in a.program_arguments.items()
+            for name, each in account.program_arguments.items()
             if each.outcome == "mapped" and _OF_EXPERTS.match(name)
         ],
         "several_balances": len(balances) > 1,
         "aux_weight": float(weights[0]),
-        "state_heads": heads or 2 * (a.value("--hidden-size") or 0) // max(1, size),
+        "state_heads": heads or 2 * (account.value("--hidden-size") or 0) // max(1, size),
         "state_heads_note": "" if heads else "2 x --hidden-size / --mamba-head-dim",
         # ranks of context parallelism have parts of the heads, not of a sequence, within attention
-        "whole_sequences": {*str(a.value("--cp-comm-type") or "p2p").split()} == {"a2a"},
+        "whole_sequences": {*str(account.value("--cp-comm-type") or "p2p").split()} == {"a2a"},
         "micro_batch": micro,
         "mask_gib": gib(held) if held >= _LARGE_MASK else "",
     }
 
 
-def _facts_of_sizes(a: Account, bert: bool) -> dict[str, Any]:
+def _facts_of_sizes(account: Account, bert: bool) -> dict[str, Any]:
     """What rules ask of the widths of layers and of the vocabulary."""
-    hidden, heads = a.value("--hidden-size") or 0, a.value("--num-attention-heads") or 0
-    inner, head_size = a.value("--ffn-hidden-size"), a.value("--kv-channels")
+    hidden, heads = account.value("--hidden-size") or 0, account.value("--num-attention-heads") or 0
+    inner, head_size = account.value("--ffn-hidden-size"), account.value("--kv-channels")
     usual, note = 4 * hidden, "4 x --hidden-size"
-    if a.has("--swiglu"):
+    if account.has("--swiglu"):
         usual, note = int(4 * hidden * 2 / 3) // 64 * 64, "8/3 of --hidden-size, in 64s"
-    tokenizer = a.value("--tokenizer-type") or ("BertWordPieceLowerCase" if bert else "GPT2BPETokenizer")
-    published = published_model(str(a.value("--tokenizer-model") or ""))
+    tokenizer = account.value("--tokenizer-type") or (
+        "BertWordPieceLowerCase" if bert else "GPT2BPETokenizer"
+    )
+    published = published_model(str(account.value("--tokenizer-model") or ""))
     return {
         "bert": bert,
         "inner": usual if inner is None else inner,
@@ -125,7 +129,7 @@ def _facts_of_sizes(a: Account, bert: bool) -> dict[str, Any]:
         "uneven_heads": heads < 1 or (head_size is None and hidden % heads > 0),
         "own_head_size": head_size is not None and head_size * heads != hidden,
         "tokenizer": tokenizer,
-        "words": a.table.content["tokenizers"].get(tokenizer),
+        "words": account.table.content["tokenizers"].get(tokenizer),
         "published_words": published.config["vocab_size"] if published else None,
     }
 
@@ -135,6 +139,6 @@ def model_name(bert: bool) -> str:
     return "BertModel" if bert else "GPTModel"
 
 
-def _preset(a: Account) -> str:
-    weights = 12 * (layers_of(a) or 1) * (a.value("--hidden-size") or 1) ** 2
+def _preset(account: Account) -> str:
+    weights = 12 * (layers_of(account) or 1) * (account.value("--hidden-size") or 1) ** 2
     return min(_PRESETS, key=lambda name: max(weights / _PRESETS[name], _PRESETS[name] / max(1, weights)))

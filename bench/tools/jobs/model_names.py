@@ -31,14 +31,14 @@ class NamedModel(NamedTuple):
     taken: str = ""
     beside: str = ""
 
-    def account(self, k: Account, *names: str) -> None:
+    def account(self, account: Account, *names: str) -> None:
         """Say of the arguments that name it that another name stands for theirs."""
         if self.taken:
-            k.stand_in("sizes of this model", "memory and time", self.taken, *names)
+            account.stand_in("sizes of this model", "memory and time", self.taken, *names)
         if self.beside:
-            k.stand_in("samples of images and text", "memory and time", self.beside, *names)
+            account.stand_in("samples of images and text", "memory and time", self.beside, *names)
         if left_out := table_content("transformers")["left_out"].get(self.fields.get("model_type", "")):
-            k.stand_in(left_out["missing"], left_out["may_move"], left_out["because"], *names)
+            account.stand_in(left_out["missing"], left_out["may_move"], left_out["because"], *names)
 
 
 def named_model(name: str) -> NamedModel:

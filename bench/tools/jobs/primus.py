@@ -83,12 +83,12 @@ def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles, 
     if known.get("use_turbo_deepep"):
         known |= {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
     given = dict(as_arguments(known, values, problems, "Primus"))
-    a = megatron_account(given, dict(files.environment))
+    megatron = megatron_account(given, dict(files.environment))
     if not problems:
-        make_settings(a, files.gpus, files.cluster)
+        make_settings(megatron, files.gpus, files.cluster)
     _beside(own, known)
     own.problems[:0] = problems
-    return job_of_both("primus", files, None, values, a, own)
+    return job_of_both("primus", files, None, values, megatron, own)
 
 
 def _typed(table: ArgumentTable, name: str, value: Any) -> Any:
@@ -175,9 +175,11 @@ def torchtitan_job(model: str, overrides: Mapping[str, Any], files: JobFiles, pr
         both = isinstance(values, Mapping) and isinstance(sections.get(section, {}), Mapping)
         sections[section] = {**sections.get(section, {}), **values} if both else values
     job = TorchtitanJob(sections, files, launched=False)
-    k = job.keys
-    k.table = replace(k.table, program=table.program, arguments={**k.table.arguments, **table.arguments})
-    own = ((n, each.wrong(k.given[n].value)) for n, each in table.arguments.items() if n in k.given)
-    k.problems += [f"{n}: {wrong}" for n, wrong in own if wrong]
-    k.problems[:0] = problems
+    keys = job.keys
+    keys.table = replace(
+        keys.table, program=table.program, arguments={**keys.table.arguments, **table.arguments}
+    )
+    own = ((n, each.wrong(keys.given[n].value)) for n, each in table.arguments.items() if n in keys.given)
+    keys.problems += [f"{n}: {wrong}" for n, wrong in own if wrong]
+    keys.problems[:0] = problems
     return replace(job.job(), kind="primus")

@@ -33,7 +33,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from spbench.bench.tools.jobs.account import Account
-from spbench.bench.tools.jobs.argument_tables import shown
+from spbench.bench.tools.jobs.argument_tables import shown, table_content
 
 _WORD = re.compile(r"(!?)([^?=<>!]+)(?:(\?)|([=<>])(.*))?")
 _NAMED = re.compile(r"\{([^{}\s]+?)(=?)\}")
@@ -124,7 +124,7 @@ def _follow(account: Account, rule: Rule) -> None:
     texts = {key: filled(account, text) for key, text in rule.items() if isinstance(text, str)}
     match texts:
         case {"stand_in": missing}:
-            moved = texts if "because" in texts else account.table.stand_ins[missing]
+            moved = texts if "because" in texts else table_content("transformers")["stand_ins"][missing]
             account.stand_in(missing, moved["may_move"], moved["because"], *names)
         case {"leave": what, "because": because}:
             account.leave(what, because, *names)

@@ -129,18 +129,14 @@ def precision_of(account: Account, bf16: Sequence[str], fp16: Sequence[str]) -> 
     return Said(value, names, "" if names else "neither bf16 nor fp16")
 
 
-def _replicas(account: Account, line: Rule) -> Said:
-    """``times``: keys of the ranks that share weights and of groups of these: multiplied, the replicas."""
-    shards, *groups = line["times"].split()
-    value, others = account.value(shards), [account.value(name) or 1 for name in groups]
-    replicas = value * math.prod(others) if isinstance(value, int) and value > 0 else None
-    return Said(replicas, account.given_of(shards, *groups))
-
-
 def _product(account: Account, line: Rule) -> Said:
-    """``product``: keys whose values are multiplied."""
-    value = math.prod(map(account.value, line["product"].split()))
-    return Said(value, account.given_of(*line["from"].split()), line["note"])
+    """``product``: keys whose values are multiplied, of which a later one that is null counts 1; null where
+    the first is no positive number. ``from``: the keys that are the source, in place of these."""
+    first, *others = line["product"].split()
+    value = account.value(first)
+    known = isinstance(value, int) and value > 0
+    product = math.prod([value, *(account.value(name) or 1 for name in others)]) if known else None
+    return Said(product, account.given_of(*line.get("from", line["product"]).split()), line.get("note", ""))
 
 
 def _accumulation(account: Account, line: Rule) -> Said:
@@ -159,11 +155,8 @@ def _accumulation(account: Account, line: Rule) -> Said:
 
 
 def _adapters(account: Account, line: Rule) -> dict[str, Any]:
-    """The fields of adapters: of a section ``adapters`` by peft's names, with the names ``ranks`` of the
-    rank, which is 8 where the section has none; or by patterns of modules
-    (components/_peft/module_matcher.py of NeMo Automodel)."""
-    if "matched" in line:
-        return _matched(account, line)
+    """``adapters``: the section that has the fields of adapters, by peft's names, with the names ``ranks`` of
+    the rank, which is 8 where the section has none."""
     key = line["adapters"]
     section, source = account.value(key) or {}, account.given_of(key)
     rank = next((section[name] for name in line["ranks"].split() if section.get(name)), 8 if section else 0)
@@ -178,7 +171,8 @@ def _adapters(account: Account, line: Rule) -> dict[str, Any]:
 
 
 def _matched(account: Account, line: Rule) -> dict[str, Any]:
-    """``matched``: patterns of modules, ``every``: all linear ones, ``without``: patterns of others."""
+    """``matched``: patterns of modules, ``every``: all linear ones, ``without``: patterns of others
+    (components/_peft/module_matcher.py of NeMo Automodel)."""
     some, every, others = line["matched"], line["every"], line["without"]
     named, without = account.value(some) or [], account.value(others) or []
     named = [named] if isinstance(named, str) else named
@@ -280,7 +274,6 @@ def _host(account: Account, zero: str, beside: str, stage: int) -> tuple[str, tu
 
 #: the functions that read lines, by the word that a line has
 _FUNCTIONS = {
-    "times": _replicas,
     "modules": lambda account, line: named_modules(account, line["modules"]),
     "names": _names,
     "words_of": _words_of,
@@ -290,6 +283,6 @@ _FUNCTIONS = {
     "product": _product,
     "accumulation": _accumulation,
     "adapters": _adapters,
-    "matched": _adapters,
+    "matched": _matched,
     "deepspeed": _deepspeed,
 }

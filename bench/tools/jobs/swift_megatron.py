@@ -37,11 +37,13 @@ def read(files: JobFiles) -> Job | None:
     if known.get("recompute_granularity") == "none":
         known["recompute_granularity"] = None
     of_megatron = {n: v for n, v in known.items() if n not in table.arguments}
-    a = megatron_account(dict(as_arguments(of_megatron, values, problems, "ms-swift")), launch.environment)
+    megatron = megatron_account(
+        dict(as_arguments(of_megatron, values, problems, "ms-swift")), launch.environment
+    )
     gpus = files.gpus or launch.gpus
     if not problems and not own.problems:
-        make_settings(a, gpus, files.cluster)
-    a.ignore("how many processes there are", *table.content["launch"]["processes"].split())
+        make_settings(megatron, gpus, files.cluster)
+    megatron.ignore("how many processes there are", *table.content["launch"]["processes"].split())
     own.took("the model's sizes", "model")
     own.took("seq_len", "max_length")
     rank = own.value("lora_rank") if own.value("tuner_type") == "lora" else 0
@@ -49,7 +51,7 @@ def read(files: JobFiles) -> Job | None:
     lora = Said(rank, own.given_of("tuner_type", "lora_rank"))
     set_adapters(own, lora, fields, adapted, separate=False, experts="each")
     own.problems[:0] = problems
-    return job_of_both("swift_megatron", files, gpus, values, a, own)
+    return job_of_both("swift_megatron", files, gpus, values, megatron, own)
 
 
 def _fields(own: Account, problems: list[str]) -> Mapping[str, Any]:

@@ -82,26 +82,24 @@ class TorchtitanJob(TorchtitanModel):
 
     def job(self) -> Job:
         """The job, with what became of each key."""
-        k = self.keys
+        account = self.keys
         self.set_model()
         if self._parallelism():
             self._batch()
-        self._recomputation()
-        self._optimizer()
-        self._compile()
-        return k.job("torchtitan", self.files, k.arguments())
+        self._kernels()
+        return account.job("torchtitan", self.files, account.arguments())
 
     def _parallelism(self) -> bool:
         """Set strategy, sizes and backend; returns whether the number of replicas is known."""
-        k, gpus = self.keys, self.files.gpus
+        account, gpus = self.keys, self.files.gpus
         kinds = ("data_parallel_replicate", "tensor_parallel", "pipeline_parallel", "context_parallel")
         keys = [self.named(f"{kind}_degree") for kind in kinds]
-        copies, tp, pp, cp = map(k.count, keys)
+        copies, tp, pp, cp = map(account.count, keys)
         shard_key = self.named("data_parallel_shard_degree")
-        asked, others = k.value(shard_key), copies * tp * pp * cp
-        self.stages = k.facts["stages"] = pp
+        asked, others = account.value(shard_key), copies * tp * pp * cp
+        self.stages = account.facts["stages"] = pp
         set_pipeline(self, pp, keys[2])
-        k.problems += self.files.machine_problems(others * asked if asked > 0 else None)
+        account.problems += self.files.machine_problems(others * asked if asked > 0 else None)
         ranks = others * asked if gpus is None and asked > 0 else gpus
         shards = 0 if ranks is None or ranks % others else ranks // others
         fits = shards > 0 and asked in (-1, shards)
@@ -109,87 +107,97 @@ class TorchtitanJob(TorchtitanModel):
         policy = "parallelism.fsdp_reshard_after_forward"
         parts = self.value("parallelism.expert_tensor_parallel_degree", 1)
         kept = "FSDP2, which keeps a stage's weights between micro-batches"
-        k.facts |= {"shard_key": shard_key, "tensor_key": keys[1], "copied": keys[:1] if copies > 1 else []}
-        k.facts |= {"copies": copies, "tensor": tp, "context": cp, "asked": asked, "ranks": ranks}
-        k.facts |= {"fits": fits, "replicas": self.replicas, "unsharded": shards * cp == 1}
-        k.facts["replicas_note"] = "" if asked > 0 else f"{ranks} GPUs / {others // copies}"
-        k.facts |= {"mesh": ["pp"] * (pp > 1) + ["dp", "sp", "tp"], "freed": self.value(policy, "default")}
-        k.facts |= {"parts": parts, "unlike_parts": parts not in (1, tp)}
-        k.facts |= {
-            "policy": [policy] if policy in k.program_arguments else [],
+        of_ranks = {"copies": copies, "tensor": tp, "context": cp, "asked": asked, "ranks": ranks}
+        account.facts |= of_ranks | {
+            "shard_key": shard_key,
+            "tensor_key": keys[1],
+            "copied": keys[:1] * (copies > 1),
+            "fits": fits,
+            "replicas": self.replicas,
+            "unsharded": shards * cp == 1,
+            "replicas_note": "" if asked > 0 else f"{ranks} GPUs / {others // copies}",
+            "mesh": ["pp"] * (pp > 1) + ["dp", "sp", "tp"],
+            "freed": self.value(policy, "default"),
+            "unlike_parts": parts not in (1, tp),
             "backend_note": kept if pp > 1 else "FSDP2",
+            "policy": [policy] if policy in account.program_arguments else [],
+            **self._facts_of_strategy(keys[1:2] * (tp > 1), keys[3:] * (cp > 1)),
         }
-        k.facts |= self._facts_of_strategy(keys[1:2] * (tp > 1), keys[3:] * (cp > 1))
-        call(k, "parallelism")
+        account.facts["parts"] = parts
+        call(account, "parallelism")
         return fits
 
     def _facts_of_strategy(self, tensor: list[str], context: list[str]) -> dict[str, Any]:
         """The facts of the strategy, from the keys of tensor and of context parallelism, if there is some."""
-        k, rotation = self.keys, self.named("context_parallel_rotate_method")
+        account, rotation = self.keys, self.named("context_parallel_rotate_method")
         split = self.value("parallelism.enable_sequence_parallel", True)
-        tensor_by, context_by = "megatron_sp" if split else "tensor_parallel", ROTATIONS[k.value(rotation)][0]
+        tensor_by = "megatron_sp" if split else "tensor_parallel"
+        context_by, _ = ROTATIONS[account.value(rotation)]
         keys = [*tensor, *context, *[rotation] * bool(context)]
         return {
             "tensor_by": tensor_by,
             "strategy": "+".join([tensor_by] * bool(tensor) + [context_by] * bool(context)) or "single",
             "strategy_keys": keys,
             "strategy_note": "" if keys else "no rank has a part of a layer or a sequence",
-            "gathered": k.value(self.named("disable_loss_parallel")),
+            "gathered": account.value(self.named("disable_loss_parallel")),
             "balanced": self.value("parallelism.context_parallel_load_balancer", "headtail"),
         }
 
     def _batch_of_tokens(self) -> None:
         """Set batch and length of a version that counts tokens of a micro-batch."""
-        k, local_name = self.keys, "training.num_tokens_per_microbatch_per_dp_rank"
+        account, local_name = self.keys, "training.num_tokens_per_microbatch_per_dp_rank"
         length_name, total_name = "training.max_context_length", "training.num_tokens_per_train_step"
-        local, length, total = k.count(local_name), k.count(length_name), k.value(total_name)
+        local, length = account.count(local_name), account.count(length_name)
+        total = account.value(total_name)
         if local % length:
-            k.problems.append(f"{local_name} {local} is no multiple of {length_name} {length}")
+            account.problems.append(f"{local_name} {local} is no multiple of {length_name} {length}")
             return
         parts, parts_name = micro_batches(self, local) if self.stages > 1 else (1, "")
         at_once = local * self.replicas * parts
         total = at_once if total < 0 else total
         if total == 0 or total % at_once:
-            k.problems.append(
+            account.problems.append(
                 f"{total_name} {total} is no multiple of {local_name} x {self.replicas} replicas"
             )
             return
         note = f"sequences of {length} tokens, {self.replicas} replicas"
-        k.set("batch", total // length, local_name, total_name, length_name, note=note)
+        account.set("batch", total // length, local_name, total_name, length_name, note=note)
         self._micro_batches(total // at_once, parts, total_name, local_name, parts_name)
-        k.set("seq_len", length, length_name)
+        account.set("seq_len", length, length_name)
         if chunks := self.value(name := "loss.num_chunks", 0):
-            parts = k.count(self.named("context_parallel_degree"))
-            k.set("model_options.loss_tile", -(-local // (chunks * parts)), name, note="tokens of a chunk")
+            parts = account.count(self.named("context_parallel_degree"))
+            account.set(
+                "model_options.loss_tile", -(-local // (chunks * parts)), name, note="tokens of a chunk"
+            )
         graphs = "training.disable_cuda_graphs"
-        if not k.value(graphs):
-            k.leave(
+        if not account.value(graphs):
+            account.leave(
                 "both", "CUDA graphs keep their tensors apart, and kernels start without the host", graphs
             )
-            k.remarks.append("forward and backward are no CUDA graph, whose memory is kept apart")
-        k.ignore("no CUDA graph is modelled", graphs)
-        k.map("training.mixed_precision_param")
+            account.remarks.append("forward and backward are no CUDA graph, whose memory is kept apart")
+        account.ignore("no CUDA graph is modelled", graphs)
+        account.map("training.mixed_precision_param")
 
     def _batch(self) -> None:
         if self.version == "d":
             self._batch_of_tokens()
             return
-        k, total_name = self.keys, "training.global_batch_size"
+        account, total_name = self.keys, "training.global_batch_size"
         name = "training.batch_size" if self.version == "a" else "training.local_batch_size"
-        local, total = k.count(name), self.value(total_name, -1)
+        local, total = account.count(name), self.value(total_name, -1)
         at_once, replicas = local * self.replicas, f"{local} x {self.replicas} replicas"
         if total < 0:
-            k.set("batch", at_once, name, note=replicas)
+            account.set("batch", at_once, name, note=replicas)
         elif total == 0 or total % at_once:
-            k.problems.append(f"{total_name} {total} is no multiple of {name} {replicas}")
+            account.problems.append(f"{total_name} {total} is no multiple of {name} {replicas}")
             return
         else:
-            k.set("batch", total, total_name)
-            k.took(f"batch: {total}", name)
+            account.set("batch", total, total_name)
+            account.took(f"batch: {total}", name)
         parts, parts_name = micro_batches(self, local) if self.stages > 1 else (1, "")
         self._micro_batches(max(1, total // at_once), parts, total_name, name, parts_name)
-        k.set("seq_len", k.count("training.seq_len"), "training.seq_len")
-        k.map("training.mixed_precision_param")
+        account.set("seq_len", account.count("training.seq_len"), "training.seq_len")
+        account.map("training.mixed_precision_param")
 
     def _micro_batches(self, runs: int, parts: int, total_key: str, local_key: str, parts_key: str) -> None:
         """Set how many micro-batches a step has: a pipeline's, or runs whose gradients are added up."""
@@ -197,33 +205,28 @@ class TorchtitanJob(TorchtitanModel):
         self.keys.facts |= {"total_key": total_key, "local_key": local_key, "parts_key": parts_key}
         call(self.keys, "micro_batches")
 
-    def _recomputation(self) -> None:
-        k, stops = self.keys, "activation_checkpoint.early_stop"
-        every = k.value("activation_checkpoint.selective_ac_option")
-        is_number = every.isdecimal() and len(every) < 4
-        k.facts |= {"every": int(every) if is_number else None, "every_text": repr(every)}
-        k.facts["stops"] = self.value(stops, True)
-        k.facts["stops_note"] = "" if stops in k.program_arguments else "torch's default"
-        call(k, "recomputation")
-
-    def _optimizer(self) -> None:
-        k, old = self.keys, self.version == "a"
-        launcher = "run_llama_train.sh" if old else "run_train.sh"
-        k.facts["optimizer_key"] = "optimizer.fused" if old else "optimizer.implementation"
-        k.facts["launcher"] = launcher if self.launched else ""
-        call(k, "optimizer")
-        k.first_steps()
-
-    def _compile(self) -> None:
-        k, switch = self.keys, "compile.enable" if self.recent else "training.compile"
+    def _kernels(self) -> None:
+        """Set what is computed again, the optimizer, and what is compiled or in eight bits."""
+        account, stops, old = self.keys, "activation_checkpoint.early_stop", self.version == "a"
+        every = account.value("activation_checkpoint.selective_ac_option")
+        switch = "compile.enable" if self.recent else "training.compile"
         components = self.value("compile.components", ["model", "loss"])
-        split = k.count(self.named("tensor_parallel_degree")) > 1
-        k.facts |= {
+        split = account.count(self.named("tensor_parallel_degree")) > 1
+        account.facts |= {
+            "every": int(every) if every.isdecimal() and len(every) < 4 else None,
+            "every_text": repr(every),
+            "stops": self.value(stops, True),
             "compile_key": switch,
             "components": components,
-            "compiled": k.value(switch) and bool({"model", "loss"} & {*components}),
+            "stops_note": "" if stops in account.program_arguments else "torch's default",
+            "optimizer_key": "optimizer.fused" if old else "optimizer.implementation",
+            "launcher": ("run_llama_train.sh" if old else "run_train.sh") if self.launched else "",
+            "compiled": account.value(switch) and bool({"model", "loss"} & {*components}),
             # ranks of tensor parallelism share the vocabulary in the loss
-            "parallel_loss": split and not k.value(self.named("disable_loss_parallel")),
+            "parallel_loss": split and not account.value(self.named("disable_loss_parallel")),
         }
-        call(k, "compiler")
+        call(account, "recomputation")
+        call(account, "optimizer")
+        account.first_steps()
+        call(account, "compiler")
         self.set_fp8()

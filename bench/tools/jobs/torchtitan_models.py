@@ -67,24 +67,24 @@ class TorchtitanModel:
 
     def set_model(self) -> None:
         """Set the model, its sizes and how torchtitan makes its layers."""
-        k, names = self.keys, ("model.name", "model.flavor")
-        name, flavor = map(k.value, names)
+        account, names = self.keys, ("model.name", "model.flavor")
+        name, flavor = map(account.value, names)
         known = models()
         flavors = known.get(name, {})
-        k.facts |= {
+        account.facts |= {
             "unknown_model": not flavors or (name != "llama3" and not self.recent),
             "unknown_flavor": flavor not in flavors,
             "flavors": ", ".join(flavors),
         }
-        call(k, "model")
+        call(account, "model")
         flavors = flavors or known["llama3"]
         model = flavors.get(flavor, next(iter(flavors.values())))
         self.preset = model_preset(model["preset"], model.get("options", {}))
-        k.set("model", model["preset"], *names, note=model.get("note", ""))
+        account.set("model", model["preset"], *names, note=model.get("note", ""))
         for option, value in model.get("options", {}).items():
-            k.set(f"model_options.{option}", value, "model.flavor")
+            account.set(f"model_options.{option}", value, "model.flavor")
         own = ["model.norm_type"] if self.version == "a" else []
-        k.facts |= {
+        account.facts |= {
             "experts": self.experts,
             "latents": getattr(self.preset, "kv_lora_rank", 0),
             "kernel": "cudnn" if self.preset.of_one_head_size else "flash_attention_2",
@@ -93,7 +93,7 @@ class TorchtitanModel:
             "norm_key": own,
             "norm_note": "" if own else "operator by operator",
         }
-        call(k, "layers")
+        call(account, "layers")
 
     @property
     def experts(self) -> int:
@@ -102,16 +102,16 @@ class TorchtitanModel:
 
     def set_fp8(self) -> None:
         """Set the recipe of matmuls in eight bits, if a job has them; refuse other converters."""
-        k, switch, converters = self.keys, "float8.enable_float8_linear", "model.converters"
+        account, switch, converters = self.keys, "float8.enable_float8_linear", "model.converters"
         listed = self.value(converters, [])
-        k.facts |= {
-            "converted": k.value(switch) if switch in k.program_arguments else listed,
-            "converter_key": switch if switch in k.program_arguments else converters,
+        account.facts |= {
+            "converted": account.value(switch) if switch in account.program_arguments else listed,
+            "converter_key": switch if switch in account.program_arguments else converters,
             "other_converters": [each for each in listed if each not in _LINEAR],
-            "recipe": k.known("*float8.recipe_name") or "tensorwise",
-            "has_filter": k.known("*float8.filter_fqns") is not None,
+            "recipe": account.known("*float8.recipe_name") or "tensorwise",
+            "has_filter": account.known("*float8.filter_fqns") is not None,
         }
-        call(k, "eight_bits")
+        call(account, "eight_bits")
 
 
 _SECTION = "parallelism.pipeline_parallel_"
@@ -158,62 +158,66 @@ def split_layers(points: list[str] | str, layers: int) -> list[int]:
 
 def set_pipeline(job: TorchtitanModel, ranks: int, ranks_name: str) -> None:
     """Set the schedule of a pipeline over ``ranks``, and the layers of its stages."""
-    k = job.keys
+    account = job.keys
     last_words = (_SCHEDULE, _POINTS, *_ELSEWHERE)
-    keys = [name for name in k.program_arguments if name.rpartition(".")[2] in last_words or name in _OTHERS]
+    keys = [
+        name for name in account.program_arguments if name.rpartition(".")[2] in last_words or name in _OTHERS
+    ]
     if ranks == 1:
-        k.ignore("of pipelines, which the job has not", *keys)
+        account.ignore("of pipelines, which the job has not", *keys)
         return
     schedule_name = job.named(_SCHEDULE)
-    name = str(k.value(schedule_name))
+    name = str(account.value(schedule_name))
     schedule = {theirs.lower(): ours for theirs, ours in SCHEDULES.items()}.get(name.lower())
     for elsewhere in keys:
-        if elsewhere.rpartition(".")[2] in _ELSEWHERE and k.value(elsewhere):
-            k.refuse("stages or a schedule that are written out", elsewhere)
+        if elsewhere.rpartition(".")[2] in _ELSEWHERE and account.value(elsewhere):
+            account.refuse("stages or a schedule that are written out", elsewhere)
     if schedule is None:
-        k.refuse(f"another schedule than {', '.join(SCHEDULES)}", schedule_name)
+        account.refuse(f"another schedule than {', '.join(SCHEDULES)}", schedule_name)
         return
     sizes, names, note = _stages(job, ranks, several=schedule == "interleaved")
     stages = len(sizes)
     if not sizes:
         return
     if stages % ranks or (stages == ranks) != (schedule != "interleaved"):
-        words = " and ".join(map(k.spelled, filter(k.has, names))) or schedule_name
-        k.problems.append(f"{words} makes {stages} stages, which {name} cannot run on {ranks}")
+        words = " and ".join(map(account.spelled, filter(account.has, names))) or schedule_name
+        account.problems.append(f"{words} makes {stages} stages, which {name} cannot run on {ranks}")
         return
-    k.set("training.schedule", schedule, schedule_name)
+    account.set("training.schedule", schedule, schedule_name)
     if stages > ranks:
-        k.set("training.virtual_stages", stages // ranks, schedule_name, *names)
+        account.set("training.virtual_stages", stages // ranks, schedule_name, *names)
         # torch.distributed.pipelining starts its sends and goes on
-        k.set("training.overlap_p2p_communication", True, schedule_name, note="sends are waited for late")
+        account.set(
+            "training.overlap_p2p_communication", True, schedule_name, note="sends are waited for late"
+        )
     if len({*sizes}) > 1:
-        k.set("training.stage_layers", sizes, *names, note=note)
-    k.took(f"{stages} stages", *keys)
+        account.set("training.stage_layers", sizes, *names, note=note)
+    account.took(f"{stages} stages", *keys)
 
 
 def _stages(job: TorchtitanModel, ranks: int, *, several: bool) -> tuple[list[int], list[str], str]:
     """The layers of each stage, the keys that say so, and in which way; none, and a problem, where they are
     too few. ``several``: a rank has more than one stage."""
-    k, layers = job.keys, int(getattr(job.preset, "layers", 0))
-    points = next((name for name in k.program_arguments if name.rpartition(".")[2] == _POINTS), "")
+    account, layers = job.keys, int(getattr(job.preset, "layers", 0))
+    points = next((name for name in account.program_arguments if name.rpartition(".")[2] == _POINTS), "")
     stages, ends, names = ranks * (1 + several), (0, 0), [points]
-    if points and (given := k.value(points)):
+    if points and (given := account.value(points)):
         sizes, note = split_layers(given, layers), ""
     elif job.version == "a":
         sizes, note, names = first_stage_layers(layers, stages), "the middle stages have one more", []
     else:
         first, last = (int(job.value(less, 1) or 0) for less in LESS)
         ends = first, last
-        if (each := k.value(_PER_STAGE)) is not None:
+        if (each := account.value(_PER_STAGE)) is not None:
             stages = -(-(layers + sum(ends)) // max(1, each))
         sizes, note = (
             stage_layers(layers, stages, *ends),
             "the embedding, and norm and output, count as layers",
         )
-        names = [name for name in (*LESS, _PER_STAGE) if name in k.given]
+        names = [name for name in (*LESS, _PER_STAGE) if name in account.given]
     if not sizes:
         which = f", {ends[0]} and {ends[1]} for the ends," if any(ends) else ""
-        k.problems.append(
+        account.problems.append(
             f"{layers} layers{which} are too few for {stages} stages, or a split point names no layer"
         )
     return sizes, names, note
@@ -222,14 +226,14 @@ def _stages(job: TorchtitanModel, ranks: int, *, several: bool) -> tuple[list[in
 def micro_batches(job: TorchtitanModel, local: int) -> tuple[int, str]:
     """In how many micro-batches a pipeline runs a rank's ``local`` samples, and the key that says it; 1, and
     a problem, if they do not divide evenly."""
-    k = job.keys
+    account = job.keys
     name = _NUMBERS.get(job.version, _SIZE)
     if job.version == "d":
-        return k.count(name), name
-    divisor = job.stages if k.value(name) is None else k.count(name)
+        return account.count(name), name
+    divisor = job.stages if account.value(name) is None else account.count(name)
     if local % divisor:
         batch = "batch_size" if job.version == "a" else "local_batch_size"
-        k.problems.append(f"training.{batch} {local} is no multiple of {name} {divisor}")
+        account.problems.append(f"training.{batch} {local} is no multiple of {name} {divisor}")
         return 1, name
     return divisor if job.version == "a" else local // divisor, name
 

@@ -24,47 +24,47 @@ from spbench.bench.tools.jobs.rules import Said, follow
 FUSED_BY_COMPILER = ("swiglu", "rope")
 
 
-def set_step(k: Account, step: SimpleNamespace, files: JobFiles) -> None:
+def set_step(account: Account, step: SimpleNamespace, files: JobFiles) -> None:
     """Make the settings of a step, whose fields are those of :func:`step_lines.step_of`."""
-    fields = _model(k, step.model, files)
-    k.facts |= _facts_of_fields(k, step)
-    replicas = _layout(k, step, files)
+    fields = _model(account, step.model, files)
+    account.facts |= _facts_of_fields(account, step)
+    replicas = _layout(account, step, files)
     if replicas is not None:
-        _batch(k, step, replicas)
+        _batch(account, step, replicas)
     if step.length.value is None:
         given = f"; --given {step.length.names[0]}=N" if step.length.names else ""
-        k.problems.append(f"how long sequences are is not said{given}")
-    elif _count(k, step.length, "tokens of a sequence"):
-        k.set("seq_len", step.length.value, *step.length.names, note=step.length.note)
-    k.set("precision", step.precision.value, *step.precision.names, note=step.precision.note)
-    set_pipeline(k, step, fields)
-    k.facts |= _facts(k, step, fields)
-    k.calls = {
-        "adapters": lambda k: set_adapters(
-            k, step.lora, fields, step.adapted, experts=step.adapted_experts.value
+        account.problems.append(f"how long sequences are is not said{given}")
+    elif _count(account, step.length, "tokens of a sequence"):
+        account.set("seq_len", step.length.value, *step.length.names, note=step.length.note)
+    account.set("precision", step.precision.value, *step.precision.names, note=step.precision.note)
+    set_pipeline(account, step, fields)
+    account.facts |= _facts(account, step, fields)
+    account.calls = {
+        "adapters": lambda account: set_adapters(
+            account, step.lora, fields, step.adapted, experts=step.adapted_experts.value
         )
     }
     for section in table_content("transformers")["rules"].values():
-        follow(k, section)
-    k.first_steps()
+        follow(account, section)
+    account.first_steps()
 
 
-def _facts_of_fields(k: Account, step: SimpleNamespace) -> dict[str, Any]:
+def _facts_of_fields(account: Account, step: SimpleNamespace) -> dict[str, Any]:
     """The fields of a step as facts of rules, the keys of each as ``FIELD.names``, their spelling in the job
     as ``FIELD.spelled``, and its note as ``FIELD.note``."""
     facts: dict[str, Any] = {}
     for name, said in vars(step).items():
         if isinstance(said, Said):
-            spelled = " and ".join(k.spelled(each) for each in said.names if k.has(each))
+            spelled = " and ".join(account.spelled(each) for each in said.names if account.has(each))
             facts |= {name: said.value, f"{name}.names": [*said.names], f"{name}.note": said.note}
             facts[f"{name}.spelled"] = spelled
     return facts
 
 
-def _facts(k: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(account: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The facts of rules that no field of a step gives by itself. ``fields``: of the config.json."""
     facts: dict[str, Any] = {}
-    settings = {each.path: each.value for each in k.settings}
+    settings = {each.path: each.value for each in account.settings}
     of_ranks = [settings[path] for path in ("sizes.dp", "sizes.sp", "sizes.tp") if path in settings]
     experts = next((fields[name] for name in EXPERTS if fields.get(name)), 0)
     kind, family = step.sharding.value, str(fields.get("model_type", ""))
@@ -85,7 +85,7 @@ def _facts(k: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -> dict
         "predicted_layers": predicted or 0,
         "predicted_note": "" if step.predicted.names else "transformers leaves them out",
         "kind": kind,
-        "trains": k.table.content["trains"],
+        "trains": account.table.content["trains"],
         "buffer_kib": -(-2 * buffer // 1024) if isinstance(buffer, int) and buffer > 0 else None,
         "packed_nowhere": lacking or step.precision.value == "fp32",
         "unpacked_bytes": f"{unpacked - bits / 8:g}" if isinstance(bits, int) else "",
@@ -121,7 +121,7 @@ def attention_of(name: str, fields: Mapping[str, Any]) -> str | None:
     return kernel
 
 
-def _model(k: Account, model: Said, files: JobFiles) -> dict[str, Any]:
+def _model(account: Account, model: Said, files: JobFiles) -> dict[str, Any]:
     """Set the model: a config.json among the files, or else a name; returns the fields of its file."""
     configs = [str(file.path) for file in files.models]
     name = configs[0] if configs else model.value
@@ -130,42 +130,42 @@ def _model(k: Account, model: Said, files: JobFiles) -> dict[str, Any]:
             (
                 name
                 for name in (*model.names, *table_content("transformers")["models"])
-                if name in k.program_arguments
+                if name in account.program_arguments
             ),
             "",
         )
         given = f", or --given {key}=NAME" if key else ""
-        k.problems.append(f"which model it is is not said; give its config.json beside{given}")
+        account.problems.append(f"which model it is is not said; give its config.json beside{given}")
         return {}
     try:
         named = named_model(name)
     except UserError as error:
-        k.problems.append(
-            f"{k.spelled(model.names[0])}: {error}" if model.names and not configs else str(error)
+        account.problems.append(
+            f"{account.spelled(model.names[0])}: {error}" if model.names and not configs else str(error)
         )
         return {}
-    k.set("model", named.model, *model.names, note="the config.json" if configs else "")
-    named.account(k, *model.names)
+    account.set("model", named.model, *model.names, note="the config.json" if configs else "")
+    named.account(account, *model.names)
     return named.fields
 
 
-def _count(k: Account, number: Said, what: str) -> bool:
+def _count(account: Account, number: Said, what: str) -> bool:
     if type(number.value) is int and number.value > 0:
         return True
-    given = " and ".join(map(k.spelled, filter(k.has, number.names)))
+    given = " and ".join(map(account.spelled, filter(account.has, number.names)))
     wrong = f"{given}: {shown(number.value)} is no number of {what}"
-    k.problems.append(wrong if given else f"how many {what} there are is not said")
+    account.problems.append(wrong if given else f"how many {what} there are is not said")
     return False
 
 
-def _layout(k: Account, step: SimpleNamespace, files: JobFiles) -> int | None:
+def _layout(account: Account, step: SimpleNamespace, files: JobFiles) -> int | None:
     """Set strategy and sizes; returns how many replicas there are."""
-    k.problems += files.machine_problems(step.gpus.value)
+    account.problems += files.machine_problems(step.gpus.value)
     parts = (
         *((step.sequence, "ranks of a sequence"), (step.tensor, "ranks of a layer"), (step.groups, "groups")),
         *((step.pipeline, "ranks of a pipeline"), (step.experts, "ranks of experts")),
     )
-    wrong = [what for number, what in parts if not _count(k, number, what)]
+    wrong = [what for number, what in parts if not _count(account, number, what)]
     if wrong:
         return None
     sp, tp, groups, pp, ep = (number.value for number, _ in parts)
@@ -176,44 +176,44 @@ def _layout(k: Account, step: SimpleNamespace, files: JobFiles) -> int | None:
     options = table["sequences"][step.sequence_by.value] if sp > 1 else {}
     strategies = [*[step.tensor_by.value] * (tp > 1), *filter(None, [options.get("strategy")])]
     split = [step.tensor, step.tensor_by] * (tp > 1) + [step.sequence, step.sequence_by] * (sp > 1)
-    k.facts |= {"strategy": "+".join(strategies) or "single", "cut": options.get("placement")}
-    k.facts |= {"strategy_keys": [name for each in split for name in each.names]}
-    k.facts |= {"summed": options.get("gradients"), "left": gpus // shared if fits else None}
-    k.facts |= {"ranks": gpus, "ranks_text": shown(gpus), "shared": shared, "least": least}
-    k.facts["tp_plan"] = step.tensor_loss.note == table["fields"]["tensor_loss"]["note"]
-    follow(k, table["layout"])
+    account.facts |= {"strategy": "+".join(strategies) or "single", "cut": options.get("placement")}
+    account.facts |= {"strategy_keys": [name for each in split for name in each.names]}
+    account.facts |= {"summed": options.get("gradients"), "left": gpus // shared if fits else None}
+    account.facts |= {"ranks": gpus, "ranks_text": shown(gpus), "shared": shared, "least": least}
+    account.facts["tp_plan"] = step.tensor_loss.note == table["fields"]["tensor_loss"]["note"]
+    follow(account, table["layout"])
     return gpus // shared if fits else None
 
 
-def _batch(k: Account, step: SimpleNamespace, replicas: int) -> None:
+def _batch(account: Account, step: SimpleNamespace, replicas: int) -> None:
     micro, parts, total = step.micro_batch, step.accumulation, step.batch
     if micro.value is None and type(total.value) is int:
         micro = Said(total.value // max((parts.value or 1) * replicas, 1), total.names)
-    if not _count(k, micro, "sequences of a micro-batch"):
+    if not _count(account, micro, "sequences of a micro-batch"):
         return
-    if total.value is not None and parts.value is None and _count(k, total, "sequences of a step"):
+    if total.value is not None and parts.value is None and _count(account, total, "sequences of a step"):
         if total.value % (micro.value * replicas):
             product = f"micro-batch {micro.value} x {replicas} replicas"
             most = total.value // micro.value
             fewer = f"; at most {most} share it" if 1 <= most < replicas else ""
-            k.problems.append(f"a batch of {total.value} is no multiple of {product}{fewer}")
+            account.problems.append(f"a batch of {total.value} is no multiple of {product}{fewer}")
             return
         parts = Said(total.value // (micro.value * replicas), total.names)
     elif parts.value is None:
         parts = Said(1, parts.names)
-    if not _count(k, parts, "micro-batches"):
+    if not _count(account, parts, "micro-batches"):
         return
     product = f"micro-batch {micro.value} x accumulation {parts.value} x {replicas} replicas"
     if total.value not in (None, micro.value * parts.value * replicas):
-        k.problems.append(f"{' and '.join(map(k.spelled, total.names))} is not {product}")
-    k.took(f"batch: {micro.value * parts.value * replicas}", *total.names)
+        account.problems.append(f"{' and '.join(map(account.spelled, total.names))} is not {product}")
+    account.took(f"batch: {micro.value * parts.value * replicas}", *total.names)
     names = [*dict.fromkeys((*micro.names, *parts.names))]
-    k.set("batch", micro.value * parts.value * replicas, *names, note=product)
-    set_pieces(k, step, parts.value, parts.names)
+    account.set("batch", micro.value * parts.value * replicas, *names, note=product)
+    set_pieces(account, step, parts.value, parts.names)
     if step.packed.value:
         because = "attention over a whole row is counted, at least what its samples need"
-        k.stand_in("attention within the samples of a row", "time", because, *step.packed.names)
-    k.ignore("a row is one sample", *step.packed.names)
+        account.stand_in("attention within the samples of a row", "time", because, *step.packed.names)
+    account.ignore("a row is one sample", *step.packed.names)
 
 
 #: our name of a schedule, by torch's name without hyphens and underscores
@@ -236,19 +236,19 @@ def stages_of(layers: int, each: int | None, ranks: int, several: bool, rounded:
     return stages + -stages % ranks if rounded == "up" else stages
 
 
-def set_pipeline(k: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -> None:
+def set_pipeline(account: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -> None:
     """Set the schedule of a pipeline and the layers of its stages; ``fields`` are of the config.json."""
     ranks, names = step.pipeline.value, step.pipeline.names
     of_pipelines = (step.schedule, step.stage_layers, step.rounded, step.piece)
     if ranks == 1:
         idle = [name for each in of_pipelines for name in each.names]
-        k.ignore("of pipelines, which the job has not", *idle, *names)
+        account.ignore("of pipelines, which the job has not", *idle, *names)
         return
     schedule = SCHEDULES.get(str(step.schedule.value).lower().replace("_", ""))
     layers = fields.get("num_hidden_layers")
-    k.set("sizes.pp", ranks, *names)
+    account.set("sizes.pp", ranks, *names)
     if schedule is None:
-        k.refuse(f"another schedule of a pipeline than {', '.join(SCHEDULES)}", *step.schedule.names)
+        account.refuse(f"another schedule of a pipeline than {', '.join(SCHEDULES)}", *step.schedule.names)
         return
     if not isinstance(layers, int):
         return  # of a model that is not known
@@ -256,26 +256,34 @@ def set_pipeline(k: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -
     stages = stages_of(layers, step.stage_layers.value, ranks, several, str(step.rounded.value))
     if stages % ranks or (stages > ranks) != several or not ranks <= stages <= layers:
         have = f"{layers} layers in {stages} stages"
-        k.problems.append(f"{have} are no pipeline of {ranks} ranks by {step.schedule.value}")
+        account.problems.append(f"{have} are no pipeline of {ranks} ranks by {step.schedule.value}")
         return
-    k.set("training.schedule", schedule, *step.schedule.names)
+    account.set("training.schedule", schedule, *step.schedule.names)
     if several:
-        k.set("training.virtual_stages", stages // ranks, *step.stage_layers.names, *step.rounded.names)
+        account.set("training.virtual_stages", stages // ranks, *step.stage_layers.names, *step.rounded.names)
         # torch.distributed.pipelining starts its sends and goes on
-        k.set(
+        account.set(
             "training.overlap_p2p_communication", True, *step.schedule.names, note="sends are waited for late"
         )
     if len({*(sizes := layers_of(stages, layers))}) > 1:
-        k.set("training.stage_layers", sizes, *step.stage_layers.names, note="the first stages have one more")
-    k.took(f"{stages} stages", *step.stage_layers.names, *step.rounded.names)
+        account.set(
+            "training.stage_layers", sizes, *step.stage_layers.names, note="the first stages have one more"
+        )
+    account.took(f"{stages} stages", *step.stage_layers.names, *step.rounded.names)
 
 
-def set_pieces(k: Account, step: SimpleNamespace, runs: int, names: Sequence[str]) -> None:
+def set_pieces(account: Account, step: SimpleNamespace, runs: int, names: Sequence[str]) -> None:
     """Set the micro-batches of a step: ``runs`` micro-batches whose gradients are added up, each cut in
     pieces if there is a pipeline."""
     local, piece = step.micro_batch.value, step.piece.value
     even = isinstance(local, int) and type(piece) is int and piece > 0 and local % piece == 0
-    k.facts |= {"local": local, "runs": runs, "run_keys": [*names], "fewer_runs": runs - 1, "even": even}
+    account.facts |= {
+        "local": local,
+        "runs": runs,
+        "run_keys": [*names],
+        "fewer_runs": runs - 1,
+        "even": even,
+    }
     pieces = local // piece if even else 0
-    k.facts |= {"pieces": pieces, "all_pieces": pieces * runs}
-    follow(k, table_content("transformers")["pieces"])
+    account.facts |= {"pieces": pieces, "all_pieces": pieces * runs}
+    follow(account, table_content("transformers")["pieces"])

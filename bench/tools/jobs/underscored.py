@@ -65,24 +65,24 @@ def _argument(key: str, value: Any) -> tuple[str, list[str]]:
 
 
 def job_of_both(
-    kind: str, files: JobFiles, gpus: int | None, values: Mapping[str, Any], a: Account, own: Account
+    kind: str, files: JobFiles, gpus: int | None, values: Mapping[str, Any], megatron: Account, own: Account
 ) -> Job:
     """The job of keys of which some are Megatron-LM's arguments, ``a``, and others the program's own."""
-    a.problems[:0] = own.problems
-    a.settings += own.settings
-    a.remarks += own.remarks
-    arguments = [*_outcomes(values, a, own), *variables(a)]
-    return replace(a, table=own.table).job(kind, files, arguments, files.machine_problems(gpus))
+    megatron.problems[:0] = own.problems
+    megatron.settings += own.settings
+    megatron.remarks += own.remarks
+    arguments = [*_outcomes(values, megatron, own), *variables(megatron)]
+    return replace(megatron, table=own.table).job(kind, files, arguments, files.machine_problems(gpus))
 
 
-def _outcomes(values: Mapping[str, Any], a: Account, own: Account) -> Iterator[Argument]:
+def _outcomes(values: Mapping[str, Any], megatron: Account, own: Account) -> Iterator[Argument]:
     """Every key with its outcome, which is its argument's; ``own``: the account of the program's own keys."""
-    accounted = {argument.name: argument for argument in a.arguments()}
+    accounted = {argument.name: argument for argument in megatron.arguments()}
     of_program = {argument.name: argument for argument in own.arguments()}
     for key, value in values.items():
         name, _ = _argument(key, value)
         argument = accounted.get(key) or of_program.get(key)
-        if argument is not None and key in of_program and name not in a.given:
+        if argument is not None and key in of_program and name not in megatron.given:
             argument = of_program[key]
         if argument is not None:
             yield replace(argument, name=key, value=f"= {shown(value)}")

@@ -55,17 +55,17 @@ def _ruled(name: str, value: str, of_allocator: bool) -> tuple[Outcome, str] | N
     return None
 
 
-def variables(a: Account) -> Iterator[Argument]:
+def variables(account: Account) -> Iterator[Argument]:
     """Every variable with its outcome, once the job's settings are made; sets the allocator's itself."""
-    for name, value in a.environment.items():
+    for name, value in account.environment.items():
         if name in ALLOCATOR:
-            yield from _allocator(a, name, value)
+            yield from _allocator(account, name, value)
             continue
         outcome: tuple[Outcome, str] | None
-        if name in a.made_of:
-            outcome = "mapped", "; ".join(a.made_of[name])
-        elif name in a.idle:
-            outcome = "no effect", a.idle[name]
+        if name in account.made_of:
+            outcome = "mapped", "; ".join(account.made_of[name])
+        elif name in account.idle:
+            outcome = "no effect", account.idle[name]
         else:
             outcome = _ruled(name, value, False)
         if outcome is None and _OF_LIBRARIES.fullmatch(name):
@@ -73,13 +73,13 @@ def variables(a: Account) -> Iterator[Argument]:
         yield Argument(name, shown_word(value), *(outcome or ("no effect", "a variable of the script's own")))
 
 
-def _allocator(a: Account, name: str, value: str) -> Iterator[Argument]:
+def _allocator(account: Account, name: str, value: str) -> Iterator[Argument]:
     """Each setting of torch's allocator, of which one at a time is modelled."""
     if unknown := unknown_in(value):
-        a.problems.append(f"{name}: {unknown[0]} is not set in the script; {given_flag(unknown[0])}")
+        account.problems.append(f"{name}: {unknown[0]} is not set in the script; {given_flag(unknown[0])}")
         return
-    if others := [n for n in ALLOCATOR if n != name and a.environment.get(n, value) != value]:
-        a.problems.append(f"{name} and {others[0]} differ; leave one")
+    if others := [n for n in ALLOCATOR if n != name and account.environment.get(n, value) != value]:
+        account.problems.append(f"{name} and {others[0]} differ; leave one")
     settings = dict(_SETTING.findall(value))
     expandable = settings.get("expandable_segments") == "True"
     for key, text in settings.items():
@@ -88,12 +88,12 @@ def _allocator(a: Account, name: str, value: str) -> Iterator[Argument]:
             try:
                 checked("cuda_alloc_conf", spelled)
             except ValueError as error:
-                a.problems.append(f"{name}: {error}")
-            if not any(setting.path == _OPTION for setting in a.settings):
-                a.add(_OPTION, spelled, f"{name}={shown_word(value)}")
+                account.problems.append(f"{name}: {error}")
+            if not any(setting.path == _OPTION for setting in account.settings):
+                account.add(_OPTION, spelled, f"{name}={shown_word(value)}")
             yield Argument(full, text, "mapped", f"{_OPTION}: {spelled}")
         else:
             no_rule: tuple[Outcome, str] = "unknown", ", a setting of torch's allocator"
             yield Argument(full, text, *(_ruled(key, text, True) or no_rule))
     if ",".join(f"{key}:{text}" for key, text in settings.items()) != re.sub(r"\s", "", value).rstrip(","):
-        a.problems.append(f"{name}={shown_word(value)} is no list of NAME:VALUE, each given once")
+        account.problems.append(f"{name}={shown_word(value)} is no list of NAME:VALUE, each given once")

@@ -28,6 +28,7 @@ from spbench.impls.kernels.projection import accumulate_mm_, te_accumulate_mm_, 
 from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.strategies.base import Unsupported
 from tests.cells import make_cell
+from tests.grid import tabled
 from tests.measure.engines.cells import differing_fields, write_cluster
 
 MIB = 2**20
@@ -113,31 +114,7 @@ def test_a_setup_that_alone_does_not_fit_is_told_so() -> None:
     assert needs(found, cell_of(1, strategy="single", sizes={"pp": 2})) == told
 
 
-STATES = ", most of it for model states,"
-
-
-@pytest.mark.parametrize(
-    ("category", "sizes", "backend", "advice"),
-    [
-        ("optimizer_state", {"dp": 2}, "ddp", f"{STATES} which the backend zero3 shards over replicas"),
-        (
-            "optimizer_state",
-            {"dp": 2, "pp": 2},
-            "ddp",
-            f"{STATES} which the backend zero3 shards over replicas",
-        ),
-        (
-            "optimizer_state",
-            {"dp": 2, "pp": 2},
-            "megatron",
-            f"{STATES} of which distributed_optimizer shards",
-        ),
-        ("optimizer_state", {"dp": 2}, "zero3", f"{STATES} of which ranks along tp or pp hold fewer"),
-        ("optimizer_state", {"pp": 2}, "ddp", f"{STATES} of which ranks along tp or pp hold fewer"),
-        ("activations", {"dp": 2}, "ddp", ", most of it for activations, of which recomputation keeps fewer"),
-        ("temporaries", {"dp": 2}, "ddp", ""),
-    ],
-)
+@tabled(__file__, "what_a_step_that_does_not_fit_needs_can_be_had")
 def test_what_a_step_that_does_not_fit_needs_can_be_had(
     category: str, sizes: dict[str, int], backend: str, advice: str
 ) -> None:

@@ -138,7 +138,10 @@ def row(name: str, **measured: Any) -> dict[str, Any]:
         "communication": sent,
         "formula_difference": [],
     }
-    made_by = {"time": "2026-01-01T00:00:00+00:00", "provenance": {"host": "here", "commit": "a"}}
+    made_by: dict[str, Any] = {
+        "time": "2026-01-01T00:00:00+00:00",
+        "provenance": {"host": "here", "commit": "a"},
+    }
     engine = "distributed" if "gloo" in name else "virtual"
     return raw(name, engine, measurement=measurement | measured, elapsed_s=1.5, **made_by)
 

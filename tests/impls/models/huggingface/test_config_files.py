@@ -84,50 +84,7 @@ def test_there_is_a_published_model_of_each_family() -> None:
     assert tabled | {content(name)["model_type"] for name in PUBLISHED} == {*families()} - of_both
 
 
-@pytest.mark.parametrize(
-    ("name", "changed", "message"),
-    [
-        ("llama3-8b", {"hidden_act": "relu"}, 'field hidden_act = "relu" is not covered'),
-        ("llama3-8b", {"num_local_experts": 8}, "field num_local_experts = 8 is not covered: no llama model"),
-        ("llama3-8b", {"quantization_config": {"bits": 4}}, 'field quantization_config = {"bits": 4} is not'),
-        ("llama3-8b", {"rope_scaling": {"type": "longrope"}}, 'field rope_scaling.rope_type = "longrope"'),
-        ("llama3-8b", {"attention_dropout": 0.1}, "field attention_dropout = 0.1 is not covered"),
-        ("llama3-8b", {"hidden_size": "4096"}, 'field hidden_size = "4096": it must be a valid integer'),
-        ("llama3-8b", {"hidden_size": None}, "field hidden_size = null: it must be a valid integer"),
-        ("llama3-8b", {"num_key_value_heads": 5}, "kv_heads 5 does not divide heads 32"),
-        ("llama3-8b", {"model_type": "mamba"}, 'field model_type = "mamba" is not covered: the families'),
-        ("llama3-8b", {"model_type": None}, "field model_type = null is not covered: the families"),
-        ("mistral-7b-v0.2", {"sliding_window": 0}, "field sliding_window = 0: it must be greater than 0"),
-        (
-            "nemotron-h-8b",
-            {"hybrid_override_pattern": "MEM*" * 13},
-            "field n_routed_experts = null is not covered: the pattern has layers of experts",
-        ),
-        (
-            "nemotron-h-8b",
-            {"num_hidden_layers": 50},
-            "num_hidden_layers = 50 is not covered: the pattern has",
-        ),
-        ("deepseek-v3", {"num_key_value_heads": 8}, "field num_key_value_heads = 8 is not covered: latent"),
-        ("deepseek-v3", {"moe_layer_freq": 2}, "field moe_layer_freq = 2 is not covered"),
-        ("qwen3-30b-a3b", {"mlp_only_layers": [48]}, "field mlp_only_layers = [48] is not covered"),
-        ("nemotron-h-8b", {"moe_latent_size": 64}, "field moe_latent_size = 64 is not covered"),
-        ("gpt-oss-20b", {"swiglu_limit": 5.0}, "field swiglu_limit = 5.0 is not covered"),
-        ("qwen3-next-80b-a3b", {"layer_types": ["full_attention"]}, "is not covered: there are 48 layers"),
-        ("llama4-scout", {"text_config": {"num_hidden_layers": 10**9}}, "must be at most"),
-        ("llama4-scout", {"text_config": {"new": 1}}, "field new = 1 is not covered: no llama4_text model"),
-        (
-            "qwen3-8b",
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            'field layer_types = "sliding_attention" is not covered: use_sliding_window is off',
-        ),
-        (
-            "qwen3-8b",
-            {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "sliding_window": 9},
-            "is not covered: there are 36 layers",
-        ),
-    ],
-)
+@tabled(__file__, "what_is_not_covered_is_refused_by_name")
 def test_what_is_not_covered_is_refused_by_name(name: str, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as refused:
         model_from_config(content(name) | changed)
