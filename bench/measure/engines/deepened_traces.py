@@ -41,7 +41,7 @@ from spbench.bench.measure.engines.repeating_runs import DeepList
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.simulator.program import Program
 from spbench.bench.measure.trace.memory_log import MemoryLog
-from spbench.bench.measure.trace.meter import CommunicationMeter
+from spbench.bench.measure.trace.meter import CommunicationMeter, Operation
 from spbench.impls import backend_class, model_preset
 
 #: how a trace is made; see :func:`measure.engines.tracing.trace`
@@ -235,14 +235,13 @@ class _DeepCounts:
             raise NotAlike("a deeper model sends other messages")
 
     def by(self, layers: int) -> CommunicationMeter:
-        meter = CommunicationMeter(self._deeper.axes)
-        meter.current_phase = self._deeper.current_phase
+        counts: dict[Operation, int] = {}
         pairs = zip(self._shallow.counts.items(), self._deeper.counts.items(), strict=True)
         for (before, n), (which, more) in pairs:
             growth = np.array([which.payload_bytes - before.payload_bytes, more - n], dtype=np.float64)
             payload, count = _grown(np.array([which.payload_bytes, more]), growth, layers).tolist()
-            meter.counts[replace(which, payload_bytes=payload)] = count
-        return meter
+            counts[replace(which, payload_bytes=payload)] = count
+        return self._deeper.with_counts(counts)
 
 
 class DeepTrace:

@@ -18,30 +18,48 @@ from typing import Any, TypeVar
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Cluster
 from spbench.bench.measure.engines.listed import NotAlike
-from spbench.bench.measure.engines.pipeline_stages import SHORT
-from spbench.bench.measure.simulator.program import Flops, Program
+from spbench.bench.measure.engines.rank_turns import SHORT
+from spbench.bench.measure.simulator.program import Flops
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline
-from spbench.bench.measure.trace.meter import CommunicationMeter
+from spbench.bench.measure.trace.meter import Operation
 from spbench.bench.setting_values import STAND_IN, StandIn
 
-#: groups of micro-batches of the steps: a first and a last one, and others between
-_GROUPS = (3, 4, 5)
+#: groups of micro-batches of steps: two, and with the proof a first and a last one, and others between
+_GROUPS, _PROOF_GROUPS = (1, 2), (3, 4, 5)
+#: stages of a pipeline whose steps of hardly more micro-batches than there are stages are traced as quickly
+#: as the short steps that longer ones are put together from
+_FEW_STAGES = 4
 #: how many times the micro-batches of all three steps together a cell has at least
 _WORTH = 2
 #: how far the second step may be from the line of the others, as a share of the step
 _OFF = 1e-9
 #: a part of a step
 Named = TypeVar("Named", str, Substitute)
+#: of calls: the operator's name, or the collective with its size
+Kind = TypeVar("Kind", str, Operation)
 
 
-def counts_on_line(cell: Cell) -> tuple[int, int, int] | None:
-    """Three numbers of micro-batches whose steps give the cell's; None: running all takes no longer."""
+def steady_counts(cell: Cell, *, proved: bool = False) -> Sequence[int]:
+    """Two numbers of micro-batches from which on each further one, or group of them, takes equally long; with
+    ``proved`` three, of which the third shows that."""
     training, pp = cell.training, cell.sizes.pp
+    if training.schedule == "interleaved":
+        return [pp * n for n in (_PROOF_GROUPS if proved else _GROUPS)]
     # warm-up and end of a pipeline of one run of layers a rank take a group each, and one micro-batch between
     first = max(2 * pp + 1, SHORT)
-    a, b, c = (pp * n for n in _GROUPS) if training.schedule == "interleaved" else range(first, first + 3)
-    return (a, b, c) if pp > 1 and training.micro_batches >= _WORTH * (a + b + c) else None
+    # with so many, ranks between the first and the last are put together from one short step
+    long = training.schedule == "1f1b" and pp > _FEW_STAGES and training.micro_batches > first + 1
+    if not (proved or long):
+        first = pp + 1  # the second backward of a rank is neither its first, nor its last
+    return range(first, first + 2 + proved)
+
+
+def counts_on_line(cell: Cell) -> Sequence[int] | None:
+    """Three numbers of micro-batches whose steps give the cell's; None: running all takes no longer."""
+    counts = steady_counts(cell, proved=True)
+    worth = cell.sizes.pp > 1 and cell.training.micro_batches >= _WORTH * sum(counts)
+    return counts if worth else None
 
 
 @dataclass(frozen=True)
@@ -104,44 +122,22 @@ def on_line(counts: Sequence[int], steps: Sequence[StepNumbers], micro_batches: 
 
 
 def calls_on_line(
-    counts: Sequence[int], meters: Sequence[CommunicationMeter], micro_batches: int
-) -> CommunicationMeter:
-    """What a rank sends in a step of that many micro-batches, from steps of three numbers of them.
+    counts: Sequence[int], calls: Sequence[Mapping[Kind, int]], micro_batches: int
+) -> dict[Kind, int]:
+    """How often a rank calls each of some operators or collectives in a step of that many micro-batches, from
+    its calls in steps of three numbers of them.
 
     Raises:
         NotAlike: they are not on a line.
     """
-    first, second, third = (meter.counts for meter in meters)
-    meter = CommunicationMeter(meters[-1].axes)
-    meter.current_phase = meters[-1].current_phase
-    for operation in {**first, **second, **third}:
-        of_counts = [each[operation] for each in (first, second, third)]
-        meter.counts[operation] = _number_on_line(operation.collective, counts, of_counts, micro_batches)
-    return meter
-
-
-def unpriced_on_line(
-    counts: Sequence[int], programs: Sequence[Program], micro_batches: int
-) -> dict[str, int]:
-    """How often each operator without a price is called in a step of that many micro-batches, from steps of
-    three numbers of them.
-
-    Raises:
-        NotAlike: they are not on a line.
-    """
-    calls = [program.unpriced_calls() for program in programs]
-    return {
-        name: _number_on_line(name, counts, [each.get(name, 0) for each in calls], micro_batches)
-        for name in calls[-1]
-    }
-
-
-def _number_on_line(name: str, counts: Sequence[int], calls: Sequence[int], micro_batches: int) -> int:
-    a, b, c = calls
-    more, left = divmod((c - b) * (micro_batches - counts[2]), counts[2] - counts[1])
-    if left or (c - b) * (counts[1] - counts[0]) != (b - a) * (counts[2] - counts[1]):
-        raise NotAlike(f"calls of {name} are not on a line")
-    return c + more
+    on_line = {}
+    for each in {kind: None for of_step in calls for kind in of_step}:
+        a, b, c = (of_step.get(each, 0) for of_step in calls)
+        more, left = divmod((c - b) * (micro_batches - counts[2]), counts[2] - counts[1])
+        if left or (c - b) * (counts[1] - counts[0]) != (b - a) * (counts[2] - counts[1]):
+            raise NotAlike(f"calls of {getattr(each, 'collective', each)} are not on a line")
+        on_line[each] = c + more
+    return on_line
 
 
 #: the least share of a step for which it is named what some work is priced by

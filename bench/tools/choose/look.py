@@ -19,7 +19,6 @@ import numpy as np
 
 from spbench.bench.cell import Cell
 from spbench.bench.measure import (
-    SHORT,
     ClassTraces,
     MemoryLog,
     NotAlike,
@@ -32,6 +31,7 @@ from spbench.bench.measure import (
     leading_runs,
     limit_by_host,
     stage_layers,
+    steady_counts,
     trace_classes,
     usable_memory_bytes,
     utilization,
@@ -47,9 +47,6 @@ from spbench.impls import Unsupported, backend_class, model_preset
 DEPTHS = (1, 2)
 #: the depths for a backend that frees weights between layers: the weights of two are held at once
 _DEPTHS_OF_SHARDS = (2, 3)
-#: the most pipeline stages with which a step of hardly more micro-batches than stages is traced as quickly as
-#: the short steps from which longer steps are assembled
-_FEW_STAGES = 4
 #: how closely a cell is looked at: "small": a small cell as it is, with :data:`ACTIVATIONS`; else see
 #: :func:`look`
 Depth = Literal["small", "few_layers", "all_layers"]
@@ -173,16 +170,11 @@ def _counts(cell: Cell, layers: int | None = 1) -> tuple[int, int] | tuple[int]:
     Args:
         layers: see :func:`_traced`.
     """
-    training, pp = cell.training, cell.sizes.pp
-    if layers is None and pp == 1 and training.micro_batches <= _EVERY:
-        return (training.micro_batches,)
-    # the second backward of a rank is neither its first, nor its last
-    first, second = (pp, 2 * pp) if training.schedule == "interleaved" else (pp + 1, pp + 2)
-    # from this many on, ranks between the first and the last are assembled from one short step
-    longer = max(2 * pp + 2, SHORT + 1)
-    if training.schedule == "1f1b" and pp > _FEW_STAGES and training.micro_batches > longer:
-        first, second = longer - 1, longer
-    return (first, second) if training.micro_batches > second else (training.micro_batches,)
+    count = cell.training.micro_batches
+    if layers is None and cell.sizes.pp == 1 and count <= _EVERY:
+        return (count,)
+    first, second = steady_counts(cell)
+    return (first, second) if count > second else (count,)
 
 
 def _traced(cell: Cell, layers: int | None) -> dict[int, ClassTraces]:

@@ -1,11 +1,13 @@
-"""Ranks of an interleaved pipeline, by what they do in a step: of each kind of rank a short step is traced,
-and those of all ranks are put together from its actions (:mod:`measure.engines.pipeline_stages`).
+"""What a rank of a pipeline does in a step, action by action: of each kind of rank a short step is traced,
+and those of all ranks are put together from its actions (:mod:`measure.engines.tracing`).
 
-A short step is that of a rank of the same kind (the first, the last, one between them) in a pipeline of fewer
-ranks with a few micro-batches. It warms up, alternates and ends as a longer one does. An action is a copy of
-one of the short step that goes through the same chunk, in the same stretch of the step, with the first, the
-last, or another micro-batch. What it frees or waits for is of an action near it, of its micro-batch's
-forward, of the micro-batch before it in its chunk, or of the first or last ones of a chunk.
+A rank holds several runs of layers, in an interleaved schedule, or one, which is the same with one chunk. A
+step has a warm-up of forwards, a steady state of forwards and backwards, and an end of backwards. A short
+step is that of a rank of the same kind (the first, the last, one between them) in a pipeline of fewer ranks,
+with a few micro-batches. An action is a copy of one of the short step that goes through the same chunk, in
+the same stretch of the step, with the first, the last, or another micro-batch. What it frees or waits for is
+of an action near it, of its micro-batch's forward, of the micro-batch before it in its chunk, or of the first
+or last ones of a chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from functools import cached_property
 from itertools import chain, islice
 
 from spbench.bench.measure.engines.listed import NotAlike
-from spbench.impls import Action, Turn, Turns
+from spbench.impls import Action, Ahead, Turn, Turns
 
 _FORWARD, _BACKWARD = ("forward", "pass_on"), ("backward", "pass_back")
 #: what a rank begins with: a step, and to gather the weights of its first chunks
@@ -28,12 +30,74 @@ _NEAR = 2
 _SHORT_GROUPS = (3, 4)
 #: groups of a short step: a first and a last one, and another
 _GROUPS = 3
+#: the most micro-batches that a short step of one run of layers holds
+_FEWEST = 2 * _NEAR
+#: micro-batches of such a step: of its warm-up, of a steady state that repeats, and a last one
+SHORT = 3 * _FEWEST + 1
+#: the stretch of such a step, see :meth:`OneRun.stretch`, whose turns are all alike
+_ALTERNATES = 2
 
 
 @dataclass(frozen=True)
-class InterleavedTurns:
-    """The actions of a rank of an interleaved pipeline, by their places in a step; see :class:`Turns` of
-    :mod:`measure.engines.pipeline_stages`.
+class OneRun(Turns):
+    """The turns of a rank that holds one run of layers: 1F1B, and GPipe, whose forwards are all ``ahead``. A
+    forward and a backward each send and receive in their own phase."""
+
+    forwards_ahead: int = 0
+
+    @classmethod
+    def of(cls, micro_batches: int, ahead: int) -> OneRun:
+        """The turns of a rank, wherever it is, with so many forwards ahead of the first backward."""
+        return cls(0, 1, 1, micro_batches, forwards_ahead=ahead)
+
+    @property
+    def ahead(self) -> int:
+        """How many forwards are run before the first backward follows on a forward."""
+        return self.forwards_ahead
+
+    def warm_up(self) -> Iterator[Action]:
+        """The forwards before the first backward."""
+        return (("forward", i) for i in range(self.ahead))
+
+    def alternating(self, forwards: range) -> Iterator[Action]:
+        """These forwards, and the backward after each."""
+        return chain.from_iterable((("forward", i), ("backward", i - self.ahead)) for i in forwards)
+
+    def cool_down(self) -> Iterator[Action]:
+        """The backwards after the last forward."""
+        return (("backward", i) for i in range(len(self) - self.ahead, len(self)))
+
+    def stretch(self, name: str, number: int) -> tuple[int, int]:
+        """The stretch of a step that a forward or a backward is in, and the turns since it has begun. A turn
+        is a forward and the backward after it, where there are these: those of the warm-up, those with its
+        backwards, those that alternate; the last forward; then backwards of the warm-up, others, and the
+        last."""
+        ahead, count = self.ahead, len(self)
+        turn, end = number + ahead * (name == "backward"), count + ahead - 1
+        starts = (0, ahead, 2 * ahead, max(ahead, count - 1), count, max(count, 2 * ahead), end)
+        stretch = max(number for number, start in enumerate(starts) if start <= turn)
+        return stretch, turn - starts[stretch]
+
+    def shorter(self) -> Iterator[OneRun]:
+        """The step from which this one is put together, if there is one that is shorter."""
+        both, tail = len(self) - self.ahead, max(0, 2 * self.ahead - len(self))
+        # stages that hold one or none have no first ones that differ from others
+        ahead = self.ahead if self.ahead < _NEAR else _FEWEST
+        if both > self.ahead + _NEAR:  # forwards and backwards alternate until turns repeat
+            count = SHORT
+        elif both > self.ahead:
+            count = len(self) - 2 * (self.ahead - ahead)
+        else:
+            both = min(both, _FEWEST)
+            ahead = both + min(tail, _FEWEST - bool(both))
+            count = both + ahead
+        if count < len(self):
+            yield replace(self, micro_batches=count, forwards_ahead=ahead)
+
+
+@dataclass(frozen=True)
+class RankTurns:
+    """The actions of a rank of a pipeline, by their places in a step.
 
     Attributes:
         begins: whether a phase of its own comes before them.
@@ -51,9 +115,9 @@ class InterleavedTurns:
         return self.of.ahead
 
     @property
-    def run(self) -> Turns:
+    def run(self) -> Turns | Ahead:
         """What a step is asked to run, see :func:`record_step`."""
-        return self.of
+        return Ahead(len(self.of), self.ahead) if isinstance(self.of, OneRun) else self.of
 
     @property
     def _lead(self) -> list[int]:
@@ -78,15 +142,18 @@ class InterleavedTurns:
         """The end of the pipeline at which the rank is: -1 the first, 1 the last, 0 neither."""
         return (self.of.rank == self.of.ranks - 1) - (self.of.rank == 0)
 
-    def shorter(self) -> Iterator[InterleavedTurns]:
+    def shorter(self) -> Iterator[RankTurns]:
         """Steps from which this one may be put together, the shortest first."""
         of = self.of
+        if isinstance(of, OneRun):
+            yield from (replace(self, of=short) for short in of.shorter())
+            return
         # what is sent beside the computation is waited for in turns that are not told apart here
         if self.gathers or of.overlapped or of.group != of.ranks or of.micro_batches % of.group:
             return
         # a whole step runs three periods once it alternates
         least = min(len(of), self.ahead + 3 * of.period)
-        of_groups: list[InterleavedTurns] = []
+        of_groups: list[RankTurns] = []
         for group in _SHORT_GROUPS:
             ranks = ((rank, group + more) for more in range(2) for rank in range(group + more))
             steps = (
@@ -108,7 +175,8 @@ class InterleavedTurns:
         """The actions that begin a phase, in order."""
         alternating = self.of.alternating(range(self.ahead, len(self.of)))
         every = chain(self.of.warm_up(), alternating, self.of.cool_down())
-        return [_BEGINS, *(action for action in every if action[0] != "free")]
+        first = [_BEGINS] * (self.begins or self.of.chunks > 1)
+        return [*first, *(action for action in every if action[0] != "free")]
 
     @cached_property
     def _places(self) -> dict[Action, int]:
@@ -146,7 +214,7 @@ class InterleavedTurns:
         """The phases of an action."""
         name, number = action = self.actions[place]
         if action == _BEGINS:
-            return ["forward"] * (1 + self.begins)
+            return ["forward"] * (self.begins + (self.of.chunks > 1))
         if name == "forward" and self.of.gathered(number) is not None:
             return ["forward", "forward"]
         return ["backward" if name in _BACKWARD else "forward"]
@@ -160,6 +228,8 @@ class InterleavedTurns:
         (name, number), of = action, self.of
         if number < 0:
             return action, of.received(*action) if name != "begins" else None
+        if isinstance(of, OneRun):
+            return name, of.stretch(*action)[0]
         chunk, micro_batch = self._turn(action)
         outside = name in _FORWARD and number < self.ahead
         ends = micro_batch == 0, name in _BACKWARD and micro_batch == of.micro_batches - 1
@@ -172,6 +242,10 @@ class InterleavedTurns:
         if action[1] < 0:
             return ()
         of, micro_batch = self.of, self._turn(action).micro_batch
+        if isinstance(of, OneRun):
+            stretch, since = of.stretch(*action)
+            # the latest of its kind: in the turns before it things of the first ones may still die
+            return tuple(since > turns for turns in range(SHORT if stretch == _ALTERNATES else _NEAR))
         place, outside = micro_batch % of.group, action[1] >= len(of) - self.ahead
         last = micro_batch == of.micro_batches - 1
         in_group = last, place == 0, place == of.group - 1
@@ -186,7 +260,7 @@ class InterleavedTurns:
             alike[self._kind(action)].append((self._where(action), place))
         return alike
 
-    def like(self, place: int, other: InterleavedTurns) -> int:
+    def like(self, place: int, other: RankTurns) -> int:
         """The place of the action of a short step that does what this step does at ``place``.
 
         Raises:
@@ -213,12 +287,14 @@ class InterleavedTurns:
         turn = self._turn(self.actions[place]) if number >= 0 else None
         numbers = self._numbers[not forwards]
         yield (number if own else None), _NEAR
-        yield (numbers[turn] if turn and forwards and not own else None), 1
+        # at its micro-batch's forward, which may use what was received before it
+        at = self._places["forward", self._numbers[0][turn]] if turn and name in _BACKWARD else None
+        yield (None if at is None else self._latest[at][not forwards]), 1
         yield (None if own else self._latest[place][not forwards]), 1
         before = turn._replace(micro_batch=turn.micro_batch - 1) if turn else None
         yield (numbers.get(before) if before else None), 1
 
-    def moved(self, place: int, of: int, other: InterleavedTurns, to: int) -> int:
+    def moved(self, place: int, of: int, other: RankTurns, to: int) -> int:
         """The place that the action at place ``to`` of another step refers to, where its like, at ``place``
         of this one, refers to place ``of``.
 
@@ -234,15 +310,20 @@ class InterleavedTurns:
             raise NotAlike(f"there is no {action[0]} {action[1]}")
         return other._places[action]
 
-    def _moved(self, place: int, name: str, number: int, other: InterleavedTurns, to: int) -> int:
+    def _moved(self, place: int, name: str, number: int, other: RankTurns, to: int) -> int:
         forwards = name in _FORWARD
         if place < len(self):
             near = zip(self._near(place, forwards), other._near(to, forwards), strict=True)
             for (mine, most), (theirs, _) in near:
                 if mine is not None and theirs is not None and 0 <= mine - number <= most:
                     return theirs + number - mine
-        elif number >= len(self.of) - _NEAR:
-            return number - len(self.of) + len(other.of)
+        else:  # the end refers to the last ones, and to those about the last forward
+            lasts = [(len(self.of), len(other.of))]
+            if not forwards and self.of.chunks == 1:
+                lasts.append((len(self.of) - self.ahead, len(other.of) - other.ahead))
+            for mine, theirs in lasts:
+                if abs(number - mine) <= _NEAR:
+                    return number - mine + theirs
         chunk = self.of.gathered(number) if name == "forward" else None
         if chunk in other._gathers:
             return other._gathers[chunk]
