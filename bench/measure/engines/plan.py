@@ -252,8 +252,15 @@ def check_sizes(cell: Cell) -> list[RankClass]:
             batch or the layers cannot be divided in this way.
     """
     strategy, model = planned_strategy(cell), model_preset(*cell.model_arguments)
-    if why := cannot_run(load_cluster(cell.cluster).device, model.attention_kernel):
+    cluster = load_cluster(cell.cluster)
+    if why := cannot_run(cluster.device, model.attention_kernel):
         raise Unsupported(*why)
+    ranks, of_node = cell.model_options.get("node_ranks", 0), cluster.devices_per_node
+    if ranks > of_node > 1:
+        raise Unsupported(
+            f"node_ranks {ranks} is more than the {of_node} devices of a node of {cell.cluster}",
+            f"set model_options.node_ranks to {of_node}",
+        )
     strategy.check(_sites(cell, strategy, Stage()) + training_sites(PRECISIONS[cell.precision]))
     if cell.training.step == "inference":
         check_inference(cell)
