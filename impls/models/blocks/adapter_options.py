@@ -60,7 +60,7 @@ class AdapterOptions:
     frozen_bits: int = HOLDER
 
     def check_adapters(self: Any) -> None:
-        """Raise ValueError for options of adapters that do not fit each other, or the model."""
+        """Raise ValueError for options of adapters that contradict each other or the model."""
         for name in ("lora_targets", "lora_whole"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # a list has no hash
         for name in self.lora_targets:

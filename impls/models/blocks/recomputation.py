@@ -123,7 +123,7 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
 
 
 class _Remade:
-    """Results that are made again when backward first reads one; all operators that kept one share them."""
+    """Results that are made again, once, when backward first reads one of these results."""
 
     def __init__(self, make: Callable[[], Sequence[Tensor]]):
         self._make = make
@@ -163,7 +163,7 @@ def remade(results: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]) -> A
 
 
 class _Ending(torch.autograd.Function):
-    """The last operator of a block: it keeps the block's results, so that the second run saves them."""
+    """The last operator of a block, which keeps the block's results, so that its second run has them."""
 
     @staticmethod
     def forward(ctx: Any, *results: Tensor) -> tuple[Tensor, ...]:
