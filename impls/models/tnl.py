@@ -35,7 +35,7 @@ def decay_rates(heads: int, layer: int, layers: int) -> list[float]:
 
 @dataclass(frozen=True)
 class TransNormerModel(DecoderModel):
-    """The options of a TransNormerLLM."""
+    """The options of a TransNormerLLM, which are a decoder's with another ``attention_norm``."""
 
     attention_norm: str = "hidden"
 

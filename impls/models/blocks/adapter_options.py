@@ -133,7 +133,7 @@ class AdapterOptions:
         return bool(self.lora_rank) and not words.isdisjoint(names)
 
     def adapted_apart(self: Any, names: Sequence[str]) -> list[int] | None:
-        """The indices in ``names`` of the projections with an adapter of their own; None: all share one."""
+        """The indices in ``names`` of projections with their own adapter; None: all share one adapter."""
         if not self.separate_projections:
             return None
         return [place for place, name in enumerate(names) if self.adapts([name])]

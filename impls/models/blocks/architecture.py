@@ -146,7 +146,7 @@ class Architecture(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         return self.tied or self.mtp_layers > 0
 
     def prediction_layers(self, stage: Stage) -> range:
-        """The layer numbers of a stage's modules of multi-token prediction; only the last stage has any."""
+        """The layer numbers of a stage's modules of multi-token prediction, empty but for the last stage."""
         return range(self.layers, self.layers + self.mtp_layers * stage.last)
 
     @property

@@ -101,7 +101,7 @@ def recomputed(
 
 def _keeping(*, exchanges: bool = False) -> tuple[Any, Any]:
     """The contexts of a block's forward and of its second run, which share the kept results: of every other
-    matmul, and of operators within :func:`kept`."""
+    matmul, and of operators in :func:`spbench.impls.kernels.kept_results.kept`."""
     results = KeptResults(products=True, exchanges=exchanges)
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
