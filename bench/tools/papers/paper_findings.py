@@ -313,8 +313,7 @@ def counts(verdict: PaperVerdict) -> str:
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
-    """A table with a line for each published number and ours. A terminal only counts closed forms that
-    hold."""
+    """A table with a line for each published number. A terminal only counts closed forms that hold."""
     lines = [{"claim": c.claim, "variant": c.variant, **compared(c)} for c in comparisons]
     title = "Published and ours (relative error: ours / published - 1)"
     important = ("claim", "published", "ours", "relative error", "role")

@@ -191,8 +191,7 @@ def observations(records: DataFrame, cells: Mapping[str, Cell]) -> DataFrame:
 
 
 def grouped_observations() -> list[StepObservation]:
-    """Observations of groups of times whose rows are unpublished: each row has the median error of its
-    group."""
+    """Observations of groups of times whose rows are unpublished: each row has its group's median error."""
     return [
         StepObservation(
             group["measured by"],
