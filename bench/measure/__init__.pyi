@@ -38,10 +38,6 @@ from spbench.bench.measure.engines.engine import Engine as Engine
 from spbench.bench.measure.engines.engine import Quantity as Quantity
 from spbench.bench.measure.engines.engine import engine_classes as engine_classes
 from spbench.bench.measure.engines.listed import NotAlike as NotAlike
-from spbench.bench.measure.engines.pipeline_stages import SHORT as SHORT
-from spbench.bench.measure.engines.pipeline_stages import ShortSteps as ShortSteps
-from spbench.bench.measure.engines.pipeline_stages import stage_traces as stage_traces
-from spbench.bench.measure.engines.pipeline_stages import trace_of_class as trace_of_class
 from spbench.bench.measure.engines.plan import backend_options as backend_options
 from spbench.bench.measure.engines.plan import check_sizes as check_sizes
 from spbench.bench.measure.engines.plan import model_parameters as model_parameters
@@ -57,6 +53,7 @@ from spbench.bench.measure.engines.run_cell import Run as Run
 from spbench.bench.measure.engines.run_cell import run_cell as run_cell
 from spbench.bench.measure.engines.setup import set_up as set_up
 from spbench.bench.measure.engines.step_line import StepNumbers as StepNumbers
+from spbench.bench.measure.engines.step_line import steady_counts as steady_counts
 from spbench.bench.measure.engines.step_times import add_simulated_time as add_simulated_time
 from spbench.bench.measure.engines.step_times import add_step_time as add_step_time
 from spbench.bench.measure.engines.step_times import bound_of as bound_of
@@ -64,7 +61,10 @@ from spbench.bench.measure.engines.step_times import can_time as can_time
 from spbench.bench.measure.engines.step_times import seconds as seconds
 from spbench.bench.measure.engines.step_times import utilization as utilization
 from spbench.bench.measure.engines.traces import keeping_traces as keeping_traces
+from spbench.bench.measure.engines.tracing import ShortSteps as ShortSteps
 from spbench.bench.measure.engines.tracing import only_plain_traces as only_plain_traces
+from spbench.bench.measure.engines.tracing import stage_traces as stage_traces
+from spbench.bench.measure.engines.tracing import trace_of_class as trace_of_class
 from spbench.bench.measure.engines.tracing import trace_rank as trace_rank
 from spbench.bench.measure.engines.unlike_ranks import is_uneven_text as is_uneven_text
 from spbench.bench.measure.engines.virtual import ClassTraces as ClassTraces

@@ -1,11 +1,11 @@
-"""The step of a pipeline with very many micro-batches, from steps of a few: once the pipeline is full, each
-further group of micro-batches takes as long as the one before, sends as much, and holds nothing more.
+"""The step of a pipeline with very many micro-batches, from steps with few: once the pipeline is full, each
+further group of micro-batches takes as long as the group before, sends as much, and holds no more memory.
 
-So a step's seconds and what it sends are a line in the number of micro-batches. Steps of three numbers of
-them say which; where these are not on a line, nothing is said.
+So a step's seconds and its messages are linear in the number of micro-batches. Steps with three numbers of
+micro-batches determine the line; if the three are not on a line, the module raises NotAlike.
 
-The class of a simulated time is here too: what its rates are, by the worst of what prices a part of it that
-counts.
+The module also names the class of a simulated time: the worst grade among the rates that price a part of the
+step large enough to count.
 """
 
 from __future__ import annotations
@@ -18,30 +18,49 @@ from typing import Any, TypeVar
 from spbench.bench.cell import Cell
 from spbench.bench.measure.clusters.cluster import Cluster
 from spbench.bench.measure.engines.listed import NotAlike
-from spbench.bench.measure.engines.pipeline_stages import SHORT
-from spbench.bench.measure.simulator.program import Flops, Program
+from spbench.bench.measure.engines.rank_turns import SHORT
+from spbench.bench.measure.simulator.program import Flops
 from spbench.bench.measure.simulator.substitutes import Substitute
 from spbench.bench.measure.simulator.timeline import Timeline
-from spbench.bench.measure.trace.meter import CommunicationMeter
+from spbench.bench.measure.trace.meter import Operation
 from spbench.bench.setting_values import STAND_IN, StandIn
 
-#: groups of micro-batches of the steps: a first and a last one, and others between
-_GROUPS = (3, 4, 5)
-#: how many times the micro-batches of all three steps together a cell has at least
+#: the numbers of groups of micro-batches in the steps to be traced, without and with a proof of the line
+_GROUPS, _PROOF_GROUPS = (1, 2), (3, 4, 5)
+#: the most stages of a pipeline whose whole step, with hardly more micro-batches than stages, is traced as
+#: quickly as a short step from which the step could be put together
+_FEW_STAGES = 4
+#: a cell is put on a line only if it has this many times the micro-batches of the three steps together
 _WORTH = 2
-#: how far the second step may be from the line of the others, as a share of the step
+#: the most by which the second step may differ from the line of the others, as a share of the step
 _OFF = 1e-9
-#: a part of a step
+#: the name of a part of a step
 Named = TypeVar("Named", str, Substitute)
+#: a kind of call: the operator's name, or the collective with its size
+Kind = TypeVar("Kind", str, Operation)
 
 
-def counts_on_line(cell: Cell) -> tuple[int, int, int] | None:
-    """Three numbers of micro-batches whose steps give the cell's; None: running all takes no longer."""
+def steady_counts(cell: Cell, *, proved: bool = False) -> Sequence[int]:
+    """Two numbers of micro-batches, from which on each further micro-batch (or group of an interleaved
+    schedule) takes equally long; with ``proved`` a third number, to check that."""
     training, pp = cell.training, cell.sizes.pp
-    # warm-up and end of a pipeline of one run of layers a rank take a group each, and one micro-batch between
+    if training.schedule == "interleaved":
+        return [pp * n for n in (_PROOF_GROUPS if proved else _GROUPS)]
+    # with one run of layers a rank: pp micro-batches of warm-up, one of steady state, pp of the end
     first = max(2 * pp + 1, SHORT)
-    a, b, c = (pp * n for n in _GROUPS) if training.schedule == "interleaved" else range(first, first + 3)
-    return (a, b, c) if pp > 1 and training.micro_batches >= _WORTH * (a + b + c) else None
+    # with that many micro-batches, the inner stages are put together from one short step
+    long = training.schedule == "1f1b" and pp > _FEW_STAGES and training.micro_batches > first + 1
+    if not (proved or long):
+        first = pp + 1  # the second backward of a rank is neither its first, nor its last
+    return range(first, first + 2 + proved)
+
+
+def counts_on_line(cell: Cell) -> Sequence[int] | None:
+    """Three numbers of micro-batches whose steps determine the cell's; None if the cell's own step takes no
+    longer to trace than the three."""
+    counts = steady_counts(cell, proved=True)
+    worth = cell.sizes.pp > 1 and cell.training.micro_batches >= _WORTH * sum(counts)
+    return counts if worth else None
 
 
 @dataclass(frozen=True)
@@ -49,7 +68,7 @@ class StepNumbers:
     """Numbers of a simulated step that grow by the same amount with each micro-batch, and with each layer.
 
     Attributes:
-        step_time_s, breakdown, parts, priced_by, flops: as of :class:`Timeline`.
+        step_time_s, breakdown, parts, priced_by, flops: the attributes of :class:`Timeline`.
     """
 
     step_time_s: float
@@ -65,7 +84,7 @@ class StepNumbers:
         return cls(*numbers, timeline.flops)
 
     def on(self, other: StepNumbers, times: float) -> StepNumbers:
-        """This step's numbers plus ``times`` their differences to ``other``'s, at least 0."""
+        """This step's numbers plus ``times`` times the differences to ``other``'s numbers; at least 0."""
 
         def grown(a: Mapping[Named, float], b: Mapping[Named, float]) -> dict[Named, float]:
             return {
@@ -91,10 +110,10 @@ class StepNumbers:
 
 
 def on_line(counts: Sequence[int], steps: Sequence[StepNumbers], micro_batches: int) -> StepNumbers:
-    """The step of that many micro-batches, from those of three numbers of them.
+    """The numbers of a step with ``micro_batches``, from three ``steps`` with ``counts`` micro-batches.
 
     Raises:
-        NotAlike: they are not on a line.
+        NotAlike: the three steps are not on a line.
     """
     first, second, third = steps
     share = (counts[1] - counts[0]) / (counts[2] - counts[0])
@@ -104,55 +123,33 @@ def on_line(counts: Sequence[int], steps: Sequence[StepNumbers], micro_batches: 
 
 
 def calls_on_line(
-    counts: Sequence[int], meters: Sequence[CommunicationMeter], micro_batches: int
-) -> CommunicationMeter:
-    """What a rank sends in a step of that many micro-batches, from steps of three numbers of them.
+    counts: Sequence[int], calls: Sequence[Mapping[Kind, int]], micro_batches: int
+) -> dict[Kind, int]:
+    """A rank's number of calls of each operator or collective in a step with ``micro_batches``, from the
+    rank's ``calls`` in three steps with ``counts`` micro-batches.
 
     Raises:
-        NotAlike: they are not on a line.
+        NotAlike: the calls in the three steps are not on a line.
     """
-    first, second, third = (meter.counts for meter in meters)
-    meter = CommunicationMeter(meters[-1].axes)
-    meter.current_phase = meters[-1].current_phase
-    for operation in {**first, **second, **third}:
-        of_counts = [each[operation] for each in (first, second, third)]
-        meter.counts[operation] = _number_on_line(operation.collective, counts, of_counts, micro_batches)
-    return meter
+    on_line = {}
+    for each in {kind: None for of_step in calls for kind in of_step}:
+        a, b, c = (of_step.get(each, 0) for of_step in calls)
+        more, left = divmod((c - b) * (micro_batches - counts[2]), counts[2] - counts[1])
+        if left or (c - b) * (counts[1] - counts[0]) != (b - a) * (counts[2] - counts[1]):
+            raise NotAlike(f"calls of {getattr(each, 'collective', each)} are not on a line")
+        on_line[each] = c + more
+    return on_line
 
 
-def unpriced_on_line(
-    counts: Sequence[int], programs: Sequence[Program], micro_batches: int
-) -> dict[str, int]:
-    """How often each operator without a price is called in a step of that many micro-batches, from steps of
-    three numbers of them.
-
-    Raises:
-        NotAlike: they are not on a line.
-    """
-    calls = [program.unpriced_calls() for program in programs]
-    return {
-        name: _number_on_line(name, counts, [each.get(name, 0) for each in calls], micro_batches)
-        for name in calls[-1]
-    }
-
-
-def _number_on_line(name: str, counts: Sequence[int], calls: Sequence[int], micro_batches: int) -> int:
-    a, b, c = calls
-    more, left = divmod((c - b) * (micro_batches - counts[2]), counts[2] - counts[1])
-    if left or (c - b) * (counts[1] - counts[0]) != (b - a) * (counts[2] - counts[1]):
-        raise NotAlike(f"calls of {name} are not on a line")
-    return c + more
-
-
-#: the least share of a step for which it is named what some work is priced by
+#: the least share of a step that work must have for its substitute to be named
 NAMED = 0.01
-#: the grades of such prices, the worst first, and the least share of a step with which each makes the class
-#: of its time. A small share of work without any rate may be small only because its price is much too low
+#: the grades of substitutes, the worst first, with the least share of a step with which a grade becomes the
+#: class of the step's time. Work without any rate may have a small share only because its price is too low
 COUNTS = {"substituted": NAMED, "transferred": 0.05, "extrapolated": 0.05}
 
 
 def by_share(seconds: Mapping[Substitute, float], step_time_s: float) -> list[dict[str, Any]]:
-    """The entries of :attr:`Measurement.priced_by`; work with too small a share of the step is left out."""
+    """The entries of :attr:`Measurement.priced_by`, without work whose share of the step is below NAMED."""
     shares = {each: min(1.0, s / step_time_s) for each, s in seconds.items() if s >= NAMED * step_time_s}
     ordered = sorted(shares, key=lambda each: (-shares[each], each))
     return [{**each._asdict(), "share": shares[each]} for each in ordered]
@@ -161,16 +158,14 @@ def by_share(seconds: Mapping[Substitute, float], step_time_s: float) -> list[di
 def rates_of_step(
     cluster: Cluster, precision: str, program: tuple[str, str], priced_by: Sequence[Mapping[str, Any]]
 ) -> str:
-    """What the rates of a step are: what stands in for a part of its program, else the worst grade of what is
-    priced by something else, as far as that takes a part of the step that counts, or what those of the
-    cluster are where there is none. A scalar that was
-    fitted to steps has taken up what their kernels were priced by: "fitted" stays for the model and strategy
-    that it was fitted to, and is "fitted elsewhere" for others, which do not do what nobody
-    modelled of these.
+    """The class of a step's rates (:attr:`Measurement.rates`): the stand-in for a part of its program, if
+    there is one; else the worst grade of substitutes with a share that counts (COUNTS); else the class of the
+    cluster's rates. A scalar fitted to measured steps absorbs the errors of their kernels' prices. So the
+    class is "fitted" only for the model and strategy of those steps, and "fitted elsewhere" for others.
 
     Args:
-        program: the model and the strategy.
-        priced_by: as :attr:`Measurement.priced_by`.
+        program: the names of the model and the strategy.
+        priced_by: :attr:`Measurement.priced_by` of the step.
     """
     of_cluster = cluster.rates_of(precision)
     if of_cluster == "fitted":
@@ -187,7 +182,7 @@ def rates_of_step(
 
 
 def _fitted_to(cluster: Cluster, precision: str) -> set[tuple[str, str]]:
-    """Model and strategy of the cells that scalars and rates of a cluster were fitted to."""
+    """(model, strategy) of each cell to which the scalars and rates of a cluster were fitted."""
     own = cluster.calibration_of(precision).fitted_on
     keys = [*own, *(key for _, figure in cluster.sourced for key in figure.fitted_on)]
     return {(parts[0], parts[1]) for key in keys if len(parts := key.split("/")) > 1}

@@ -7,10 +7,9 @@ that its like refers to, as seen from the other step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from spbench.bench.measure.engines.listed import (
     log_in_order,
     program_in_order,
 )
+from spbench.bench.measure.engines.rank_turns import RankTurns
 from spbench.bench.measure.engines.traces import Trace
 from spbench.bench.measure.simulator.program import COLLECTIVE, RECV, SEND, Program
 from spbench.bench.measure.trace.memory_log import MemoryLog
@@ -33,23 +33,6 @@ OF_TURNS = ("forward", "backward")
 #: (step, turn); the last turn of a step is followed by its end, and set-up is before the first
 _Key = tuple[int, int]
 _SET_UP = (-1, 0)
-
-
-class AnyTurns(Protocol):
-    """The turns of a step: those of one stage a rank (:mod:`measure.engines.pipeline_stages`), or of several
-    (:mod:`measure.engines.interleaved_turns`)."""
-
-    def __len__(self) -> int: ...
-
-    def __hash__(self) -> int: ...
-
-    def shorter(self) -> Iterator[Any]: ...
-
-    def phases(self, turn: int) -> list[str]: ...
-
-    def like(self, turn: int, other: Any) -> int: ...
-
-    def moved(self, turn: int, of: int, other: Any, to: int) -> int: ...
 
 
 class TurnParts:
@@ -64,7 +47,7 @@ class TurnParts:
         NotAlike: the phases are not those of turns.
     """
 
-    def __init__(self, listed: Listed, turns: AnyTurns, steps: int):
+    def __init__(self, listed: Listed, turns: RankTurns, steps: int):
         self.listed, self.turns, self.steps, self.keys = listed, turns, steps, _keys(turns, steps)
         places = np.flatnonzero(listed.is_mark)
         names = listed.words_of(places)
@@ -91,7 +74,7 @@ class TurnParts:
         """The entries of a part."""
         return np.arange(self.starts[part], self.starts[part + 1])
 
-    def in_turns(self, turns: AnyTurns) -> tuple[np.ndarray, np.ndarray]:
+    def in_turns(self, turns: RankTurns) -> tuple[np.ndarray, np.ndarray]:
         """The list of a stage with other turns.
 
         Returns:
@@ -151,7 +134,7 @@ class TurnParts:
         """The kinds (tokens) of the entries in a part to which others may refer."""
         return self.listed.tokens[self._targets[self.first[part] : self.first[part + 1]]]
 
-    def _referred(self, owner: int, of_like: _Key, of: _Key, turns: AnyTurns) -> _Key:
+    def _referred(self, owner: int, of_like: _Key, of: _Key, turns: RankTurns) -> _Key:
         """The part to which the part ``of`` of other turns refers, if its like refers to ``owner``."""
         (step, turn), (_, at), (there, to) = self.keys[owner], of_like, of
         if step < 0:
@@ -161,17 +144,17 @@ class TurnParts:
         return step, self.turns.moved(at, turn, turns, to)
 
 
-def _keys(turns: AnyTurns, steps: int) -> list[_Key]:
+def _keys(turns: RankTurns, steps: int) -> list[_Key]:
     return [_SET_UP, *((step, turn) for step in range(steps) for turn in range(len(turns) + 1))]
 
 
 @lru_cache(maxsize=16)
-def _likes(turns: AnyTurns, held: AnyTurns) -> list[int]:
+def _likes(turns: RankTurns, held: RankTurns) -> list[int]:
     """The like turn of ``held`` for each turn and for the end; it is the same for all lists of a trace."""
     return [turns.like(turn, held) for turn in range(len(turns) + 1)]
 
 
-def put_together(trace: Trace, held: AnyTurns, turns: AnyTurns) -> Trace:
+def put_together(trace: Trace, held: RankTurns, turns: RankTurns) -> Trace:
     """The trace of a stage with other turns than the traced one, which has ``held``.
 
     Raises:
@@ -179,13 +162,21 @@ def put_together(trace: Trace, held: AnyTurns, turns: AnyTurns) -> Trace:
     """
     program, communication = None, trace.communication
     if trace.program is not None:
-        parts = TurnParts(listed_program(trace.program), held, 1)
-        like, references = parts.in_turns(turns)
-        order = parts.listed.order(like, references)
-        program = program_in_order(trace.program, order)
-        communication = _in_order(communication, trace.program, order.source)
+        program, source = program_of(trace.program, held, turns)
+        communication = _in_order(communication, trace.program, source)
     memory, on_host = (_memory(log, held, turns) for log in (trace.memory, trace.host_memory))
     return replace(trace, memory=memory, host_memory=on_host, program=program, communication=communication)
+
+
+def program_of(program: Program, held: RankTurns, turns: RankTurns) -> tuple[Program, np.ndarray]:
+    """The program of a stage with other turns than the one that has ``held``, and :attr:`Order.source`.
+
+    Raises:
+        NotAlike: it cannot be told from that program.
+    """
+    parts = TurnParts(listed_program(program), held, 1)
+    order = parts.listed.order(*parts.in_turns(turns))
+    return program_in_order(program, order), order.source
 
 
 def _in_order(meter: CommunicationMeter, program: Program, source: np.ndarray) -> CommunicationMeter:
@@ -202,15 +193,14 @@ def _in_order(meter: CommunicationMeter, program: Program, source: np.ndarray) -
     before = len(meter.calls) - int(communicates.sum())
     if before < 0:
         raise NotAlike("it is not known which calls communicate")
-    calls = [*range(before), *(before + number[source[communicates[source]]]).tolist()]
-    other = CommunicationMeter(meter.axes)
-    other.current_phase = meter.current_phase
-    other.calls += [meter.calls[call] for call in calls]
-    other.counts.update(other.calls)
+    numbers = [*range(before), *(before + number[source[communicates[source]]]).tolist()]
+    calls = [meter.calls[call] for call in numbers]
+    other = meter.with_counts(Counter(calls))
+    other.calls += calls
     return other
 
 
-def _memory(log: MemoryLog, held: AnyTurns, turns: AnyTurns) -> MemoryLog:
+def _memory(log: MemoryLog, held: RankTurns, turns: RankTurns) -> MemoryLog:
     sizes = np.asarray(log.sizes, dtype=np.int64)
     listed = listed_log(log, sizes[np.abs(np.asarray(log.events, dtype=np.int64)) - 1], log.ends)
     parts = TurnParts(listed, held, len(log.step_ends))

@@ -13,7 +13,6 @@ from spbench.bench.measure.clusters.card_kernels import RatesUnknown
 from spbench.bench.measure.clusters.cluster import Cluster, load_cluster
 from spbench.bench.measure.engines.engine import Engine
 from spbench.bench.measure.engines.listed import NotAlike
-from spbench.bench.measure.engines.pipeline_stages import ShortSteps, stage_traces, without_one
 from spbench.bench.measure.engines.plan import Plan, RankClass, model_parameters, plan, sending_class
 from spbench.bench.measure.engines.rank_memory import limit_by_host, usable_memory_bytes
 from spbench.bench.measure.engines.step_line import (
@@ -21,11 +20,17 @@ from spbench.bench.measure.engines.step_line import (
     calls_on_line,
     counts_on_line,
     on_line,
-    unpriced_on_line,
 )
 from spbench.bench.measure.engines.step_times import add_simulated_time, can_time
 from spbench.bench.measure.engines.traces import Trace
-from spbench.bench.measure.engines.tracing import no_cyclic_collection, takes_plain_path, trace
+from spbench.bench.measure.engines.tracing import (
+    ShortSteps,
+    no_cyclic_collection,
+    stage_traces,
+    takes_plain_path,
+    trace,
+    without_one,
+)
 from spbench.bench.measure.engines.unlike_ranks import expert_load, imbalance, marked_axis
 from spbench.bench.measure.simulator.simulate import Simulator
 from spbench.bench.measure.simulator.timeline import Timeline
@@ -172,7 +177,7 @@ class ClassTraces:
         return all(trace.program is not None for trace in self.traces)
 
     def without_one(self) -> ClassTraces:
-        """These traces with programs of one micro-batch less; see :func:`.pipeline_stages.without_one`.
+        """These traces with programs of one micro-batch less; see :func:`.tracing.without_one`.
 
         Raises:
             NotAlike: the traces do not determine them.
@@ -289,10 +294,11 @@ def _class_on_line(of: ClassTraces, counts: Sequence[int], traces: Sequence[Trac
     """The measurement of a rank class from its traces with those numbers of micro-batches; None: its memory
     differs between them, for example if something is kept of each micro-batch."""
     micro_batches = of.cell.training.micro_batches
-    calls = calls_on_line(counts, [trace.communication for trace in traces], micro_batches)
-    programs = [trace.program for trace in traces if trace.program is not None]
-    unpriced = {"unpriced_operators": unpriced_on_line(counts, programs, micro_batches)}
-    different = {id(trace.memory): replace(trace, communication=calls) for trace in traces}
+    calls = calls_on_line(counts, [trace.communication.counts for trace in traces], micro_batches)
+    operators = [trace.program.unpriced_calls() for trace in traces if trace.program is not None]
+    unpriced = {"unpriced_operators": calls_on_line(counts, operators, micro_batches)}
+    sent = traces[-1].communication.with_counts(calls)
+    different = {id(trace.memory): replace(trace, communication=sent) for trace in traces}
     capacity = usable_memory_bytes(of.cell, of.planned)
     first, *others = (
         trace.measurement(capacity, of.planned).model_copy(update=unpriced) for trace in different.values()

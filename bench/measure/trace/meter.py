@@ -216,6 +216,13 @@ class CommunicationMeter(Meter):
         #: what was counted, in order
         self.calls: list[Operation] = []
 
+    def with_counts(self, counts: Mapping[Operation, int]) -> CommunicationMeter:
+        """A meter of the same groups that has counted other operations."""
+        other = CommunicationMeter(self.axes)
+        other.current_phase = self.current_phase
+        other.counts.update(counts)
+        return other
+
     def phase(self, name: str) -> None:
         self.current_phase = name
 

@@ -73,21 +73,6 @@ class OperatorArgument:
     path: Path
 
 
-@dataclass(frozen=True)
-class Views:
-    """Several results that are views of one argument, alike in all but where they lie.
-
-    Attributes:
-        of: the path of the argument.
-        places: shape, stride and offset of each.
-    """
-
-    of: Path
-    dtype: torch.dtype
-    places: Sequence[tuple[tuple[int, ...], tuple[int, ...], int]]
-    attributes: Mapping[str, Any]
-
-
 @dataclass(frozen=True, eq=False)
 class Remembered:
     """What an operator returned; one object for each key.
@@ -95,12 +80,10 @@ class Remembered:
     Attributes:
         results: in order; None: it returned None.
         container: type of the returned tuple or list; None for a single tensor.
-        views: the same, where they are several views of one argument; else None.
     """
 
     results: tuple[Made | OperatorArgument, ...] | None
     container: type | None
-    views: Views | None = None
 
 
 def key_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Key | None:
@@ -185,20 +168,7 @@ def _remembered(
         its = attributes or {name: value for name, value in vars(x).items() if name != "fake_mode"}
         description = tuple(x.shape), x.stride(), x.dtype, its[FAKE_DEVICE], its, path, offset
         results.append(Made(*description))
-    return Remembered(tuple(results), type(result) if several else None, _several_views(results))
-
-
-def _several_views(results: Sequence[Made | OperatorArgument]) -> Views | None:
-    """See :attr:`Remembered.views`."""
-    views = [each for each in results if isinstance(each, Made) and each.view_of is not None]
-    if not 1 < len(views) == len(results):
-        return None
-    first, places = views[0], [(view.shape, view.stride, view.offset) for view in views]
-    alike = {(view.view_of, view.dtype, view.device) for view in views}
-    if len(alike) > 1 or any(view.attributes != first.attributes for view in views):
-        return None
-    assert first.view_of is not None
-    return Views(first.view_of, first.dtype, places, first.attributes)
+    return Remembered(tuple(results), type(result) if several else None)
 
 
 def worked_out(

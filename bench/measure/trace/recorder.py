@@ -41,7 +41,6 @@ from spbench.bench.measure.trace.torch_internals import (
     FakeTensorMode,
     TorchDispatchMode,
     fake_tensor,
-    fake_views,
     no_dispatch,
     replaced,
 )
@@ -316,13 +315,7 @@ class FastRecorder(Recorder):
         """Make the remembered results again for these arguments; ``meter`` notes new storages."""
         if remembered.results is None:
             return None
-        results: Sequence[Tensor]
-        if (views := remembered.views) is not None:
-            results = fake_views(
-                argument_at(views.of, args, kwargs), views.dtype, views.places, views.attributes
-            )
-        else:
-            results = [self._result(each, args, kwargs, meter) for each in remembered.results]
+        results = [self._result(each, args, kwargs, meter) for each in remembered.results]
         return results[0] if remembered.container is None else remembered.container(results)
 
     def _result(

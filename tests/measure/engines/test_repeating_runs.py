@@ -20,9 +20,9 @@ import pytest
 from spbench.bench.cell import Cell
 from spbench.bench.files import CACHE_FOLDER
 from spbench.bench.measure.engines import traces, tracing, virtual
-from spbench.bench.measure.engines.interleaved_turns import InterleavedTurns
 from spbench.bench.measure.engines.listed import Listed, NotAlike
 from spbench.bench.measure.engines.plan import plan
+from spbench.bench.measure.engines.rank_turns import RankTurns
 from spbench.bench.measure.engines.repeating_runs import DeepList, runs_of
 from spbench.bench.measure.engines.run_cell import run_cell
 from spbench.bench.measure.engines.step_line import StepNumbers, calls_on_line, counts_on_line, on_line
@@ -30,7 +30,7 @@ from spbench.bench.measure.engines.traces import DamagedTrace, Trace, from_bytes
 from spbench.bench.measure.engines.tracing import trace
 from spbench.bench.measure.engines.turn_parts import put_together
 from spbench.bench.measure.simulator.program import Flops
-from spbench.bench.measure.trace.meter import CommunicationMeter, Operation
+from spbench.bench.measure.trace.meter import Operation
 from spbench.impls.training.turns import Turns
 from tests.grid import tabled
 from tests.measure.engines.cells import SMALL, approximately, cell, differences, staged
@@ -261,28 +261,24 @@ def test_numbers_on_a_line() -> None:
             on_line((3, 4, 5), [numbers(3.0), second, numbers(5.0)], 11)
 
 
-def meter(*counts: int) -> CommunicationMeter:
-    sent = CommunicationMeter({})
-    for number, count in enumerate(counts):
-        sent.counts[Operation("forward", "send", "pp", 2, 512 * (1 + number))] = count
-    return sent
+def sends(*counts: int) -> dict[Operation, int]:
+    sizes = (512 * (1 + number) for number in range(len(counts)))
+    return {Operation("forward", "send", "pp", 2, n): count for n, count in zip(sizes, counts, strict=True)}
 
 
 def test_calls_on_a_line() -> None:
-    assert (
-        calls_on_line((3, 4, 5), [meter(6, 1), meter(8, 1), meter(10, 1)], 11).counts == meter(22, 1).counts
-    )
+    assert calls_on_line((3, 4, 5), [sends(6, 1), sends(8, 1), sends(10, 1)], 11) == sends(22, 1)
     with pytest.raises(NotAlike, match="calls of send"):
-        calls_on_line((3, 4, 5), [meter(6), meter(8), meter(11)], 11)
+        calls_on_line((3, 4, 5), [sends(6), sends(8), sends(11)], 11)
     with pytest.raises(NotAlike, match="calls of send"):
-        calls_on_line((3, 5, 7), [meter(6), meter(7), meter(8)], 10)
+        calls_on_line((3, 5, 7), [sends(6), sends(7), sends(8)], 10)
 
 
 def test_a_line_is_drawn_where_it_is_quicker() -> None:
     few = SHALLOW.training.model_copy(update={"micro_batches": 83})
-    assert counts_on_line(SHALLOW) == (13, 14, 15)
+    assert counts_on_line(SHALLOW) == range(13, 16)
     assert counts_on_line(SHALLOW.model_copy(update={"training": few})) is None
-    assert counts_on_line(INTERLEAVED) == (18, 24, 30)
+    assert counts_on_line(INTERLEAVED) == [18, 24, 30]
 
 
 CASES = [
@@ -326,7 +322,7 @@ def test_every_turn_is_taken_once(turns: Turns) -> None:
 def test_each_action_is_a_copy_of_one_of_a_short_step(chunks: int, rank: int) -> None:
     """One of the same name, through the same chunk, with as many phases; the first and the last micro-batch
     of a backward are copies of such ones."""
-    whole = InterleavedTurns(Turns(rank, 8, chunks, 64))
+    whole = RankTurns(Turns(rank, 8, chunks, 64))
     short = next(whole.shorter())
     assert 5 * len(short) < 2 * len(whole)
     for place, (name, number) in enumerate(whole.actions):
@@ -348,7 +344,7 @@ def test_each_action_is_a_copy_of_one_of_a_short_step(chunks: int, rank: int) ->
 
 def test_a_step_that_is_short_is_run_whole() -> None:
     for turns in (Turns(1, 4, 2, 8), Turns(1, 4, 2, 64, 6), Turns(1, 4, 2, 64, overlapped=True)):
-        assert not [*InterleavedTurns(turns).shorter()]
+        assert not [*RankTurns(turns).shorter()]
 
 
 #: stages of which the default run has the first, the last, and one between them under overlaps
@@ -369,7 +365,7 @@ def test_a_rank_is_put_together_from_a_short_step(ranks: int, chunks: int, rank:
     layers = {"layers": ranks * chunks}
     cell = staged(count, batch=count, model_options=layers, sizes=sizes, training=training)
     turns, first = (
-        InterleavedTurns(Turns(rank, ranks, chunks, count), backend == "megatron"),
+        RankTurns(Turns(rank, ranks, chunks, count), backend == "megatron"),
         plan(cell).classes[rank].first,
     )
     short = next(turns.shorter())

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from spbench.bench.cell import Cell
-from spbench.bench.measure.engines import deepened_traces, pipeline_stages, traces, tracing, virtual
+from spbench.bench.measure.engines import deepened_traces, traces, tracing, virtual
 from spbench.bench.measure.engines.listed import NotAlike
-from spbench.bench.measure.engines.pipeline_stages import Turns, put_together
+from spbench.bench.measure.engines.rank_turns import OneRun, RankTurns
 from spbench.bench.measure.engines.traces import Trace
+from spbench.bench.measure.engines.turn_parts import put_together
 from spbench.bench.measure.engines.virtual import ClassTraces
 from spbench.bench.measure.simulator.timeline import trace_events
 from spbench.bench.measure.trace import repeated_steps, step_records
@@ -95,15 +96,15 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
     def stages(cell: Cell, classes: Any, **asked: Any) -> list[Trace]:
         traced: list[int] = []
-        trace = pipeline_stages.trace
+        trace = tracing.trace
 
         def counted(cell: Cell, rank: int, **settings: Any) -> Trace:
             traced.append(rank)
             return trace(cell, rank, **settings)
 
         with monkeypatch.context() as counting:
-            counting.setattr(pipeline_stages, "trace", counted)
-            made = pipeline_stages.stage_traces(cell, classes, **asked)
+            counting.setattr(tracing, "trace", counted)
+            made = tracing.stage_traces(cell, classes, **asked)
         if len(traced) < len(classes):
             taken.add("stages")
         return made
@@ -371,8 +372,8 @@ FAULTS: dict[str, tuple[str, Any, str, Change]] = {
     "losses are not kept": ("micro-batches under zero3", step_records.KeptTensors, "repeat", nothing),
     "a step depends on more than its key": ("striped", Meetings, "of", other_fourth),
     "a micro-batch is not as the others": ("stages", StageRun, "forward", other_eighth),
-    "a stage's storage is larger": ("stages", pipeline_stages, "put_together", changed(larger)),
-    "a stage's kernel is slower": ("stages", pipeline_stages, "put_together", changed(slower)),
+    "a stage's storage is larger": ("stages", tracing, "put_together", changed(larger)),
+    "a stage's kernel is slower": ("stages", tracing, "put_together", changed(slower)),
     "stages differ otherwise": ("stages", DecoderBlock, "__init__", numbered_windows),
     "a layer is not as the others": ("main gradients", Decoder, "forward", other_fourth_layer),
     "layers refer elsewhere": (
@@ -402,13 +403,13 @@ def test_a_planted_fault_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_stage_is_put_together_or_refused_where_it_is_not_made_of_turns() -> None:
     trace, ahead = (tracing.trace(staged(), 2 * (PP - 1 - held), events=True) for held in (4, 5))
-    held = Turns(17, 4)
-    assert differences(put_together(trace, held, Turns(17, 5)), ahead) == []
-    with pytest.raises(NotAlike, match="turn 0 is"):
-        put_together(trace, Turns(17, 0), Turns(17, 5))
+    alternating, held, more = (RankTurns(OneRun.of(17, ahead)) for ahead in (0, 4, 5))
+    assert differences(put_together(trace, held, more), ahead) == []
+    with pytest.raises(NotAlike, match="turn 1 is forward"):
+        put_together(trace, alternating, more)
     trace.memory.marks.append(("forward", len(trace.memory.events)))
     with pytest.raises(NotAlike, match="forward comes after the last step"):
-        put_together(trace, held, Turns(17, 5))
+        put_together(trace, held, more)
 
 
 def test_all_are_run_where_points_of_streams_are_held(

@@ -103,7 +103,6 @@ def test_torchs_inside_is_as_it_is_known_to_be() -> None:
     ("name", "replacement", "told"),
     [
         ("fake_tensor", lambda mode, *metadata: mode.from_tensor(torch.ones(2)), "FakeTensor.__new__"),
-        ("fake_views", lambda whole, *_: [whole], "FakeTensor.__new__"),
         ("storage_key", id, "_cdata"),
         ("schema_of", lambda func: func.name(), "_schema"),
         ("in_backward", lambda: False, "_current_graph_task_id"),
