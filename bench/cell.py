@@ -205,8 +205,8 @@ class Timing(StrictModel):
 class Learning(StrictModel):
     """A request for the losses of a training run on real data instead of a measurement; on real ranks only.
 
-    The learning rate rises linearly to ``learning_rate`` over ``warmup`` steps, then falls linearly to 0 after
-    the last step. ``deviation`` is the initial matrices' standard deviation; ``seed``, of weights and data.
+    The learning rate rises linearly to ``learning_rate`` over ``warmup`` steps, then falls linearly to 0
+    after the last step. ``seed`` is for weights and data; initial matrices have the standard ``deviation``.
     """
 
     steps: Repeats
