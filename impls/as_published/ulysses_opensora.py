@@ -142,8 +142,7 @@ class JoinedFrames(Strategy):
 
 class _Swap(torch.autograd.Function):
     """K tensors [...] of one shape, whole along ``split_dim`` and of this rank along ``gather_dim``, to one
-    [K, ...]
-    that is the other way round: one all-to-all of lists of N pieces."""
+    [K, ...] that is the other way round: one all-to-all of lists of N pieces."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, split_dim: int, gather_dim: int, *x: Tensor) -> Tensor:

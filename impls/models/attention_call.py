@@ -1,5 +1,5 @@
-"""One call of attention, causal softmax or another kind, on queries, keys and values that are given, as
-benchmarks of attention make it: no projections, no norm, no weights.
+"""A model that is one call of attention on input queries, keys and values, as benchmarks of attention make
+the call. The model has no projections, no norms and no weights.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), Z heads, G heads of
 keys and values, A head size.
@@ -24,7 +24,7 @@ from spbench.impls.models.model import Model, ModelPart
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 
-#: kinds of attention, by the names that the option has for them
+#: the kinds of attention by the values of the option ``kind``
 _KINDS: Mapping[str, MeetingKind] = {
     "causal_attention": "causal_attention",
     "attention": "attention",
@@ -37,15 +37,15 @@ class AttentionCallModel(PackedSequences, Model):
     """The options of an attention call.
 
     Attributes:
-        heads: of queries.
-        kv_heads: of keys and values, which divide ``heads``; None: as many.
-        head_size: features of a head.
-        attention: the kernel, by whose rates on a card it is timed.
-        kind: "causal_attention"; "attention", softmax attention of all to all without a mask, by way of all
-            scores; or "linear_attention", causal and without decay, queries and keys by 1 / sqrt(A).
-        window: of causal attention, positions that a position attends to at most, with its own: query i sees
-            keys j with i - window < j <= i; None: all.
-        documents, documents_seed: what a sequence is packed of; see :class:`PackedSequences`.
+        heads: Z, the heads of queries.
+        kv_heads: G, the heads of keys and values, a divisor of ``heads``; None: as many as ``heads``.
+        head_size: A, the features of a head.
+        attention: the name of the kernel, whose measured rates on a card time the call.
+        kind: "causal_attention"; "attention", softmax attention without a mask that makes all scores; or
+            "linear_attention", causal, without decay, with queries and keys times 1 / sqrt(A).
+        window: the most positions that a position attends to in causal attention, itself included: query i
+            sees keys j with i - window < j <= i; None: all earlier positions.
+        documents, documents_seed: the documents that a sequence is packed of; see :class:`PackedSequences`.
     """
 
     heads: int = 32
@@ -73,7 +73,7 @@ class AttentionCallModel(PackedSequences, Model):
 
     @property
     def groups(self) -> int:
-        """Heads of keys and values."""
+        """The number of heads of keys and values, G."""
         return self.kv_heads or self.heads
 
     @property
@@ -84,7 +84,7 @@ class AttentionCallModel(PackedSequences, Model):
         return super().attended(seq_len).in_layer(self.window, seq_len)
 
     def variants(self) -> list[Mapping[str, Any]]:
-        # of four ranks' chunks of 6 positions: one row of another, most of it, three whole; cut by documents
+        # a rank of four has 6 positions: the windows reach 1 of another rank's, most of these, or all ranks'
         return [{"window": 2}, {"window": 5}, {"window": 20}, {"window": 9, "documents": (7, 1, 11, 5)}]
 
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
@@ -119,7 +119,7 @@ def _one_stage_only(stage: Stage) -> None:
 
 
 class AttentionCall(nn.Module):
-    """q [B, L, Z, A], k, v [B, L, G, A] -> ``o`` [B, L, Z, A]."""
+    """The attention ``o`` [B, L, Z, A] of queries q [B, L, Z, A] to keys k and values v [B, L, G, A]."""
 
     unbatched: frozenset[str] = frozenset()
 
@@ -144,6 +144,6 @@ class AttentionCall(nn.Module):
 PRESETS = {
     # the heads of Llama 3 8B (arXiv 2407.21783, table 3)
     "attention-call": AttentionCallModel(kv_heads=8),
-    # for verification: 12 heads divide by 1, 2, 3 and 4; 4 of keys and values are also held by several ranks
+    # for verification: 1 to 4 ranks divide 12 heads; of 12 ranks several hold each of 4 heads of keys, values
     "attention-call-tiny": AttentionCallModel(heads=12, kv_heads=4, head_size=4),
 }

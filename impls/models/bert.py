@@ -31,15 +31,15 @@ from spbench.impls.strategies.layers import Linear
 
 @dataclass(frozen=True)
 class BertModel(BlockOptions, PaddedVocabulary, Model):
-    """The options of a BERT, beside those of its blocks.
+    """The options of a BERT that are not options of its blocks.
 
     Attributes:
         vocabulary: rows of the word embedding before padding (30522: BERT's WordPiece vocabulary).
-        vocabulary_multiple: the table is padded to a multiple of this times the strategy's parts of it
-            (128: Megatron-LM's make-vocab-size-divisible-by).
+        vocabulary_multiple: the embedding's rows are padded to a multiple of this number times the parts
+            that a strategy splits the embedding into (128: Megatron-LM's make-vocab-size-divisible-by).
         max_positions: rows of the table of learned positions; None: as many as a sequence has.
         embedding_norm: normalise the sum of embeddings, as BERT does and Megatron-LM's BERT does not.
-        fused_cross_entropy: use the kernel that keeps and allocates less.
+        fused_cross_entropy: use the kernel of the loss that keeps and allocates less than torch's operators.
         binary_head: whether there are token types and a head for the order of sentences (Megatron-LM's flag).
     """
 
@@ -51,7 +51,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
     fused_cross_entropy: bool = True
     binary_head: bool = True
 
-    # the padding mask stays whole: every query needs to know of every key
+    # the padding mask stays whole because every query needs to know which keys are padding
     sequence_dims: ClassVar[Mapping[str, int | None]] = {
         "tokens": 1,
         "token_types": 1,
@@ -79,7 +79,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
     def variants(self) -> list[Mapping[str, Any]]:
         plain = {k: v for k, v in self.plain_options.items() if k != "checkpointing"}
         always: list[Mapping[str, Any]] = [{"checkpointing": True}, plain]
-        # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse
+        # strategies that split heads refuse 3 heads over 2 or 4 ranks; other strategies accept them
         if self.linformer:
             return always
         pre_norm = {"pre_norm": True, "library": "transformer-engine", "mask_shape": "by_layer"}
@@ -97,7 +97,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         padding = torch.zeros(shape, dtype=torch.int64)
         padding[:, seq_len - seq_len // 8 :] = 1  # 1: a padded position, never a key
         chosen = (torch.rand(shape, generator=generator) < 0.15) & (padding == 0)
-        chosen[:, 0] = True  # so that the mean below is over at least one position
+        chosen[:, 0] = True  # so that the weights below are never divided by 0
         weights = chosen / chosen.sum()
         return {
             "tokens": torch.randint(self.vocabulary, shape, generator=generator),
@@ -136,12 +136,12 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
         return sites
 
     def parameters(self, seq_len: int, rows: int, stage: Stage = ONE_STAGE) -> dict[str, int]:
-        """Counts of a stage's parameters: all ``elements`` but Linformer's projections (``sequence``), of
-        them those that can be ``split`` over features and vocabulary, and of these the ``vocabulary``'s; it
-        has that many ``rows``."""
+        """Counts of a pipeline stage's parameters, with an embedding of ``rows`` rows: ``elements``, all but
+        Linformer's projections; ``split``, the elements that ranks can split over features or vocabulary;
+        ``vocabulary``, the split elements of the vocabulary; ``sequence``, Linformer's projections."""
         h, layers = self.hidden, len(stage.layers(self.layers))
-        split = layers * (12 * h * h + 7 * h)  # matrices and the biases of those that open a block
-        elements = split + layers * (2 * h + 4 * h)  # biases that close a block, two layer norms
+        split = layers * (12 * h * h + 7 * h)  # matrices, and biases of the projections that open a half
+        elements = split + layers * (2 * h + 4 * h)  # biases that close a half of a block, two layer norms
         if stage.first:
             tables = (self.max_positions or seq_len) + (self.token_types if self.binary_head else 0)
             elements += tables * h + (2 * h if self.embedding_norm else 0)
@@ -177,7 +177,7 @@ class BertModel(BlockOptions, PaddedVocabulary, Model):
 
 
 class Embeddings(nn.Module):
-    """Words + positions + token types, layer norm, dropout: [B, L] -> [B, L, H]."""
+    """The embeddings [B, L, H] of tokens [B, L]: dropout(norm(words + positions + token types))."""
 
     def __init__(self, model: BertModel, strategy: Strategy, seq_len: int):
         super().__init__()
@@ -200,7 +200,8 @@ def _words(model: BertModel, strategy: Strategy) -> nn.Module:
 
 
 class MaskedLanguageHead(nn.Module):
-    """x [B, L, H] and labels [B, L] -> loss of each token [B, L], with the embedding's weights tied."""
+    """The head that returns the loss of each token [B, L] from x [B, L, H] and labels [B, L], with the word
+    embedding's weights as its last matrix."""
 
     def __init__(self, model: BertModel, strategy: Strategy):
         super().__init__()
@@ -218,10 +219,9 @@ class MaskedLanguageHead(nn.Module):
 class Bert(nn.Module):
     """A pipeline stage of the model, or all of it.
 
-    ``forward(inputs, hidden)``, with ``hidden`` [B, L, H] of the stage before (None on the first), returns
-    ``hidden`` [B, L, H], and on the last stage ``loss``, the sum of ``mlm_loss`` and ``order_loss`` (this
-    rank's share of each), and ``token_loss`` [B, L].
-    """
+    ``forward(inputs, hidden)`` takes ``hidden`` [B, L, H] of the stage before (None on the first stage). It
+    returns ``hidden`` [B, L, H]; on the last stage also this rank's share of ``mlm_loss``, of ``order_loss``
+    (with the binary head) and of their sum ``loss``, and ``token_loss`` [B, L]."""
 
     def __init__(self, model: BertModel, strategy: Strategy, seq_len: int, stage: Stage):
         super().__init__()
@@ -231,7 +231,7 @@ class Bert(nn.Module):
         if stage.first:
             self.embeddings: nn.Module = Embeddings(model, strategy, seq_len)
         elif stage.last:
-            # the head's copy of the tied weights, under the same name
+            # the head's copy of the tied weights has the name that the first stage's have
             self.embeddings = nn.ModuleDict({"words": _words(model, strategy)})
         self.blocks = nn.ModuleDict({str(i): EncoderBlock(model, strategy, seq_len) for i in layers})
         if stage.last:
@@ -243,13 +243,13 @@ class Bert(nn.Module):
 
     @property
     def tied(self) -> Tensor:
-        """The word embedding, which the first and the last stage both hold."""
+        """The word embedding [V, H], which the first and the last pipeline stage both hold."""
         weight = self.embeddings.get_submodule("words").weight
-        assert isinstance(weight, Tensor)  # no parameter, where a backend has made it a view
+        assert isinstance(weight, Tensor)  # not a Parameter: a backend may have made the weight a view
         return weight
 
     def boundary_shape(self, inputs: Mapping[str, Tensor]) -> tuple[int, int, int]:
-        """The shape of ``hidden``."""
+        """The shape (B, L, H) of ``hidden``, which one pipeline stage sends to the next."""
         batch, length = inputs["tokens"].shape
         return batch, length, self.model.hidden
 
@@ -284,10 +284,10 @@ PRESETS = {
     "bert-base": _BASE,
     "bert-large": _LARGE,
     "bert-base-linformer": replace(_BASE, linformer=256),
-    # for training on a few CPUs: a few hundred steps of a minute teach it something. No dropout, for its
-    # masks follow the layout of the tensors, which differs by strategy, and so would the curves
+    # for training on a few CPUs: a few hundred steps, about a minute, lower the loss. There is no dropout,
+    # because its masks follow the layout of tensors: each strategy would have another curve of losses
     "bert-mini": BertModel(layers=2, hidden=64, heads=4, vocabulary=1024, vocabulary_multiple=1, dropout=0.0),
-    # for verification: head count and sizes that divide by 1, 2, 3 and 4
+    # for verification: 1 to 4 ranks divide the number of heads and the sizes
     "bert-tiny": BertModel(layers=2, hidden=48, heads=12, vocabulary=96, vocabulary_multiple=1, dropout=0.0),
     "bert-tiny-linformer": BertModel(
         layers=2, hidden=48, heads=12, vocabulary=96, vocabulary_multiple=1, dropout=0.0, linformer=8

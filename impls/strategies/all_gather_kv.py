@@ -11,8 +11,8 @@ layer. Each rank then has a part of the gradients of all keys and values. A redu
 in torch's context parallelism (rotate method "allgather", torchtitan's default), they are summed from rank to
 rank of a ring, as in :mod:`spbench.impls.strategies.ring_attention`.
 
-Linear attention is not covered: there a state of D x A numbers a head stands for all keys of a chunk, and
-gathering these states is LASP-2 (arXiv 2502.07563).
+Linear attention is not covered: its state of D x A numbers a head replaces all keys of a chunk, and the
+strategy that gathers these states is LASP-2 (arXiv 2502.07563).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from spbench.impls.strategies.placed_chunks import DocumentPlacementOptions, Pla
 from spbench.impls.strategies.ring_attention import attention_gradients_round
 from spbench.impls.traffic import Traffic
 
-#: (owners, queries, keys, seen): as :meth:`Meetings.of`, of each of several owners
+#: (owners, queries, keys, seen): the ranks that own the keys, and a meeting that they share
+#: (:meth:`Meetings.of`)
 JointMeeting = tuple[slice, slice, slice, Seen]
 
 
@@ -72,9 +73,8 @@ def joint_meetings(meetings: Meetings) -> Iterator[JointMeeting]:
 
 
 def gathered(k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """k and v [B, Z, L/N, A] of all ranks, gathered in one message [N, L/N, B, Z (A + A)] of rows as
-    :class:`KeyValueRows` has them. Positions are outermost, so the keys of several ranks are a view for any
-    B."""
+    """All-gathers k and v [B, Z, L/N, A] in one message; returns the rows of all ranks [N, L/N, B, Z (A +
+    A)], laid out by :class:`KeyValueRows`. Positions are outermost, so several ranks' keys are one view."""
     rows = KeyValueRows.like(k, v).joined(*(x.permute(2, 0, 1, 3) for x in (k, v)))
     parts, arrival = start_all_gather(rows, group)
     arrival.wait()
@@ -90,18 +90,18 @@ def _by_heads(rows: Tensor, layout: KeyValueRows) -> tuple[Tensor, Tensor]:
 def _keys_and_values(
     parts: Tensor, layout: KeyValueRows, owners: slice, theirs: slice
 ) -> tuple[Tensor, Tensor]:
-    """k and v [B, Z, keys, A] of some owners, one after another, from what :func:`gathered` returns."""
+    """k and v [B, Z, keys, A] of some ranks (``owners``), one after another, from :func:`gathered`'s rows."""
     return _by_heads(parts[owners, theirs].flatten(0, 1), layout)
 
 
 def _block_of(parts: Tensor, layout: KeyValueRows, owner: int) -> Sequence[Tensor]:
-    """k and v of one owner, [B, L/N, Z, A] each, from what :func:`gathered` returns."""
+    """k and v of one rank (``owner``), [B, L/N, Z, A] each, from :func:`gathered`'s rows."""
     return [x.transpose(0, 1) for x in layout.separate(parts[owner])]
 
 
 def summed(gradients: Tensor, layout: KeyValueRows, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The gradients of this rank's k and v [B, Z, L/N, A], summed over ranks that each have gradients of all
-    keys and values, laid out as by :func:`gathered`."""
+    """The gradients of this rank's k and v [B, Z, L/N, A]: a reduce-scatter sums ``gradients``, which each
+    rank has for all keys and values, laid out as :func:`gathered` lays out its rows."""
     own = reduce_scatter_flat(gradients.flatten(), group).view(gradients.shape[1:])
     return _by_heads(own, layout)
 
@@ -111,8 +111,8 @@ class AllGatherKVOptions(DocumentPlacementOptions):
     """Options of :class:`AllGatherKV`.
 
     Attributes:
-        gradients: how each rank gets the gradients of its own keys and values: "reduce_scatter", from all
-            ranks at once; "ring", from rank to rank in N messages of 1/N of them.
+        gradients: how the gradients of keys and values are summed: "reduce_scatter", over all ranks at once;
+            "ring", from rank to rank, in N messages of 1/N of these gradients each.
     """
 
     gradients: str = "reduce_scatter"
@@ -124,7 +124,7 @@ class AllGatherKVOptions(DocumentPlacementOptions):
 
 @dataclass(frozen=True)
 class GatheredKeys(KeyBlocks):
-    """Keys and values of all ranks at once; ``way`` is that of :class:`AllGatherKVOptions`."""
+    """Keys and values of all ranks at once; ``way`` is the option ``gradients`` of :class:`AllGatherKV`."""
 
     group: dist.ProcessGroup
     meetings: Meetings
@@ -143,8 +143,8 @@ class GatheredKeys(KeyBlocks):
             return attention_gradients_round(self.group, self.meetings, backward, k, v, everywhere)
         # In at least float32, as in ring_attention: in half precision a sum over N ranks is rounded up to N -
         # 1 times. Llama 3 sums gradients of what is used several times in float32 (section 3.3.2);
-        # Megatron-LM (Transformer Engine) reduce-scatters these in the dtype of activations, half of the
-        # bytes in bf16.
+        # Megatron-LM (Transformer Engine) reduce-scatters them in the activations' dtype: in bf16 half as
+        # much.
         gradients = parts.new_zeros(parts.shape, dtype=state_dtype(k.dtype))
         for owners, mine, theirs, seen in joint_meetings(self.meetings):
             with self.meetings.work_on(owners.start or 0, joint=True):
@@ -189,7 +189,7 @@ class AllGatherKV(PlacedChunks):
             precise = elements * max(4, element_bytes)  # in at least float32
             if self.options.gradients == "reduce_scatter":
                 yield Traffic("backward", "dK and dV", "reduce_scatter", site.count, precise)
-            elif self.size > 1:  # N steps, so that they come home
+            elif self.size > 1:  # N steps, so that the gradients end on the rank that owns the keys
                 part = precise // self.size
                 yield Traffic("backward", "dK and dV ring", "send", site.count * self.size, part)
 

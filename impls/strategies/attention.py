@@ -1,4 +1,4 @@
-"""Where positions meet in a sequence: the kinds of attention that models ask for, on a single device.
+"""The kinds of attention that models ask for, in which positions of a sequence meet, on a single device.
 
 Shape letters: B batch, L sequence, Z heads, G heads of keys and values, A head size, D size of queries and
 keys of linear attention, K Linformer's projected length.
@@ -28,9 +28,9 @@ from spbench.impls.layout import HEEDS_ALL
 from spbench.impls.strategies.delegation import left_within, property_left_within
 from spbench.impls.strategies.head_sources import HeadSource
 
-#: "chunked" is linear in L by way of the D x A state (the right product); "left_product" multiplies scores
-#: and values tile by tile, in L x L time and no memory for scores; "quadratic" makes all scores, with torch's
-#: own operators
+#: "chunked" takes time linear in L, because it keeps a D x A state; "left_product" multiplies scores and
+#: values tile by tile, in L x L time and without memory for scores; "quadratic" stores all scores [L, L],
+#: with torch's own operators
 LINEAR_ATTENTION_WAYS = {
     "chunked": linear_attention,
     "left_product": lambda q, k, v, decay: linear_attention(q, k, v, decay, block=q.shape[2]),
@@ -42,8 +42,8 @@ class AttentionHooks:
     """How do positions of a sequence meet? The defaults hold where this rank has all keys and values that its
     queries attend to, for the heads of its own projections."""
 
-    #: what attention heeds beside the causal mask, keys of HEEDED, by the kind of site; of a class that
-    #: overrides how positions meet there, nothing that it does not say
+    #: features of attention that the class respects in addition to the causal mask (keys of HEEDED), by the
+    #: kind of site; a class that overrides how positions meet must list its own
     heeds: ClassVar[Mapping[str, frozenset[str]]] = HEEDS_ALL
     random: DropoutRandom
     within: AttentionHooks | None
@@ -54,8 +54,8 @@ class AttentionHooks:
 
     @property_left_within
     def attention_axes(self) -> tuple[str, ...]:
-        """The axes over which attention probabilities are spread: ranks along these draw dropout of their
-        own, ranks along all others draw the same."""
+        """The mesh axes over which attention probabilities are spread: ranks along these axes draw different
+        dropout masks, ranks along all other axes draw the same."""
         return ()
 
     @left_within
@@ -116,8 +116,8 @@ class AttentionHooks:
 
     @left_within
     def scored_pairs(self, length: int) -> int:
-        """Number of pairs, per head, of this rank's queries and any rank's keys that linear attention
-        multiplies as scores, where ranks differ in it; 0: all ranks have the same work."""
+        """Number of pairs, per head, of this rank's queries and any rank's keys for which linear attention
+        computes a score, where this number differs between ranks; 0: all ranks have the same work."""
         return 0
 
     @left_within
@@ -133,23 +133,23 @@ class AttentionHooks:
         mask: Tensor | None = None,
         clear: bool = False,
     ) -> Tensor:
-        """Softmax attention with dropout of probabilities, or with all scores in memory, for heads whose
-        positions this rank has all: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A]; see
+        """Softmax attention with dropout of probabilities, or with all scores in memory, where this rank has
+        all positions of its heads: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A], grouped as in
         :meth:`causal_attention`.
 
         Args:
             scores: None: no tensor holds scores (causal flash attention). Else scores are stored, with this
                 implementation of :func:`softmax_of_scores`; k and v then have as many heads as q.
-            into: lends the memory in which Megatron-LM multiplies queries and keys; for scores only.
-            mask: for scores only, True where a query must not attend to a key [B, 1, 1 or L, L]; None: the
-                causal mask.
-            clear: set probabilities under the mask to 0, which a query without any key needs.
+            into: lends the memory for the scores, as Megatron-LM's buffer does; only if ``scores`` is a name.
+            mask: [B, 1, 1 or L, L], True where a query must not attend to a key; only if ``scores`` is a
+                name; None: the causal mask.
+            clear: set probabilities under the mask to 0, which a query needs whose keys are all masked.
         """
         axes = self.outermost.attention_axes
         if scores is None:
             return dropout_flash_attention(q, k, v, dropout, self.random.next_seed(axes))
         if into is not None:
-            # the product does not add to this memory, so its old values are never read
+            # the matmul does not add to this memory, so its old values are never read
             into.take((*q.shape[:3], k.shape[2]), q)
         products = strided_product(q, k.mT, q.shape[-1] ** -0.5)
         probabilities = softmax_of_scores(products, mask, scores)
@@ -163,9 +163,9 @@ class AttentionHooks:
         """Causal linear attention, o_i = sum over j <= i of exp(-s (i - j)) (q_i . k_j) v_j, unscaled: q, k
         [B, Z, L or a part, D], v [B, Z, L or a part, A] -> [B, Z, L or a part, A].
 
-        ``mask`` holds the rate s of every head of the layer, whichever heads this rank has, and ``way``, a
-        key of LINEAR_ATTENTION_WAYS. q, k and v may be views, and are kept as they are. The state starts from
-        zero in each of the mask's documents.
+        ``mask`` holds the decay rate s of every head of the layer, also of other ranks' heads, and ``way``, a
+        key of LINEAR_ATTENTION_WAYS. q, k and v may be views, which backward keeps as they are. The state
+        starts from zero in each of the mask's documents.
         """
         decay, way, lengths = mask.rates, mask.way, mask.attended.documents
         if way not in LINEAR_ATTENTION_WAYS:
@@ -181,6 +181,6 @@ class AttentionHooks:
 
     @left_within
     def project_sequence(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Linformer's projection of keys or values: x [B, Z, L or a part, A], weight
-        :meth:`sequence_parameter` [K, L or a part] -> the whole [B, Z, K, A] on every rank."""
+        """Linformer's projection of keys or values along the sequence: x [B, Z, L or a part, A] and a weight
+        [K, L or a part] of :meth:`sequence_parameter` -> [B, Z, K, A], complete on every rank."""
         return torch.matmul(weight, x)

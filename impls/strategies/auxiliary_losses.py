@@ -1,8 +1,8 @@
-"""Losses that layers have beside the model's, such as those that balance experts.
+"""Losses that layers add to the model's loss, such as the loss that balances experts.
 
-A layer's loss is attached to a tensor that the layer uses anyway: backward of that tensor begins the loss's
-own (Megatron-LM's MoEAuxLossAutoScaler). So it needs no output of the layer, and works in every pipeline
-stage and in layers that run again.
+A layer's loss is attached to a tensor that the layer uses anyway: the backward of that tensor starts the
+backward of the loss (Megatron-LM's MoEAuxLossAutoScaler). So the loss needs no output of the layer, and works
+in every pipeline stage and in layers that run again.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def _unscaled(loss: Tensor) -> Tensor:
 
 
 class AuxiliaryLosses:
-    """How much each counts in a step.
+    """Attaches auxiliary losses to tensors, and weights each loss for the mean over a step's micro-batches.
 
     Args:
-        replicas: of data parallelism.
+        replicas: the number of data parallel replicas.
 
     Attributes:
-        micro_batches: of a replica in a step. A loss is the mean over micro-batches of all replicas.
-        scaled: multiplies a loss by the optimizer's loss scale.
+        micro_batches: number per replica and step. A loss is the mean over micro-batches of all replicas.
+        scaled: the function that multiplies a loss by the optimizer's loss scale.
     """
 
     def __init__(self, replicas: int):
@@ -35,11 +35,11 @@ class AuxiliaryLosses:
         self.scaled: Callable[[Tensor], Tensor] = _unscaled
 
     def begin_step(self, micro_batches: int, scaled: Callable[[Tensor], Tensor]) -> None:
-        """Take what the training of a step does with its loss."""
+        """Set the attributes for the step that begins."""
         self.micro_batches, self.scaled = micro_batches, scaled
 
     def attach(self, x: Tensor, loss: Tensor) -> Tensor:
-        """x, with whose backward that of ``loss`` begins: this rank's share of a micro-batch's."""
+        """Returns x as a view whose backward also starts the backward of ``loss``, a scalar of this rank."""
         attached: Tensor = _Attached.apply(x, loss, self)
         return attached
 

@@ -6,12 +6,12 @@ overrides what it changes. The hooks are grouped by the question that they answe
 - :class:`Strategy`, here: which positions has this rank, and what goes between pipeline stages?
 - :class:`LayerHooks`: what does a layer compute with its weights?
 - :class:`AttentionHooks`: how do positions of a sequence meet?
-- :class:`RecurrenceHooks`: how do they meet in a gated recurrence?
-- :class:`GridHooks`: how do they meet on a grid?
+- :class:`RecurrenceHooks`: how do positions meet in a gated recurrence?
+- :class:`GridHooks`: how do positions meet on a grid?
 - :class:`ParameterHooks`: over which ranks are parameters split, and their gradients summed?
-- :class:`PlanningHooks`: can it run these sizes, and what does it send?
+- :class:`PlanningHooks`: can the strategy run these sizes, and which bytes does it send?
 
-docs/add_strategy.md lists all of them. What is marked ``@final`` follows from the hooks.
+docs/add_strategy.md lists all hooks. Methods marked ``@final`` follow from the hooks.
 
 Shape letters: B batch, L sequence, H hidden, N ranks in the group.
 """
@@ -64,50 +64,50 @@ __all__ = [
 class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, PlanningHooks):
     """The single device, and the interface that every strategy implements.
 
-    A strategy may own one axis of the mesh or several. ``size`` and ``rank`` count over all of them, and
-    ``group`` is their process group; for one axis alone use ``place.size(axis)``, ``place.rank(axis)`` and
-    ``place.group(axis)``.
+    A strategy may own one axis of the mesh or several. ``size`` and ``rank`` count over all its axes, and
+    ``group`` is the process group of all its axes; for one axis use ``place.size(axis)``,
+    ``place.rank(axis)`` and ``place.group(axis)``.
 
-    A strategy may stand around another one, ``within``, over other axes of the mesh. The one within, or the
-    single device if there is none, does what this one does not override. An override acts for this strategy's
-    ranks alone and reaches the rest by ``super()``: a tensor parallel linear attention chooses the decay of
-    its heads and hands over. :mod:`spbench.impls.strategies.nesting` builds strategies around each other.
+    A strategy may stand around another one, ``within``, over other axes of the mesh. A hook that this
+    strategy does not override is the hook of the strategy within or, if there is none, of the single device.
+    An override acts for this strategy's ranks and then calls ``super()``: for example, tensor parallel linear
+    attention selects the decay of its heads first. :mod:`spbench.impls.strategies.nesting` nests strategies.
 
     Args:
-        place: of this rank. Without a device mesh the strategy gives checks and closed forms, and on one rank
-            it also runs.
+        place: this rank's coordinates in the mesh. Without a device mesh the strategy gives checks and closed
+            forms, and on one rank it also runs.
         options: an instance of ``options_type``; None: the defaults.
         seed: the seed of dropout; see :class:`DropoutRandom`.
         within: the strategy that this one stands around, on the same place.
-        axes: in place of the class's axes.
+        axes: the mesh axes of the strategy; None: those of its class.
 
     Raises:
         TypeError: a class is defined whose ``meets`` has a key that MEETINGS lacks.
     """
 
     name: ClassVar[str] = "single"
-    #: the mesh axes over which it spreads one sample; none for the single device. An axis that no mesh has
-    #: yet is added to those that cells may have, behind the others
+    #: the mesh axes over which the strategy spreads one sample; none for the single device. An axis that is
+    #: not in MESH_AXES is appended there
     axes: tuple[str, ...] = ()
-    #: a frozen dataclass of what may be chosen about this strategy
+    #: the frozen dataclass of the strategy's options
     options_type: ClassVar[type[Options]] = Options
     options: Options
     within: Strategy | None
     #: one line for `spbench list`
     summary: ClassVar[str] = "one device; the reference"
-    #: where the method is described
+    #: the paper or program that describes the method
     source: ClassVar[str] = ""
-    #: whether training programs of the day offer it, so that `spbench fit` proposes it; not inherited
+    #: whether today's training programs offer the strategy, so that `spbench fit` proposes it; not inherited
     usual: ClassVar[bool] = False
-    #: whether `spbench advise` tries it: by default one without ``requires``; not inherited
+    #: whether `spbench advise` tries the strategy; by default only if ``requires`` is empty; not inherited
     searched: ClassVar[bool] = True
-    #: whether it can be around a strategy that spreads positions: its attention calls ``super()`` with some
-    #: of the heads and every position that it was given
+    #: whether the strategy can be around one that spreads positions: its attention then calls ``super()``
+    #: with some of the heads and all positions of its arguments
     can_enclose: ClassVar[bool] = False
-    #: distributions beside torch whose code it calls where positions meet; peers have some
+    #: Python distributions, other than torch, whose code attention calls; only peers have some
     requires: ClassVar[tuple[str, ...]] = ()
-    #: whether it marks what it computes for blocks of lower ranks (:func:`work_of`), so that the last rank's
-    #: step says what each rank does; of a class that overrides how positions meet, only if it says so itself
+    #: whether the class marks the work on blocks of lower ranks (:func:`work_of`), so that the last rank's
+    #: step says what each rank does; a class that overrides how positions meet must set this itself
     marks_work: ClassVar[bool] = False
     #: whether the dim along which a grid is cut changes during a step
     moves_grid: ClassVar[bool] = False
@@ -138,17 +138,17 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
         self.size, self.rank = place.size(*self.axes), place.rank(*self.axes)
         self.group: dist.ProcessGroup | None = place.group(*self.axes)
         self.random = DropoutRandom(seed, place) if within is None else within.random
-        #: of layers, beside the model's
+        #: losses that layers add to the model's loss
         self.losses: AuxiliaryLosses = AuxiliaryLosses(place.size("dp")) if within is None else within.losses
         #: memory that layers of this rank lend each other, as Megatron-LM's global memory buffer
         self.buffer: ReusedBuffer = ReusedBuffer() if within is None else within.buffer
-        #: of what layers compute beside what they send
+        #: the stream on which layers compute while messages are under way
         self.side_stream: SideStream = SideStream() if within is None else within.side_stream
-        #: what positions of a sequence attend to, where placements must know it; see :meth:`pack`
+        #: the positions that each position attends to, for placements that depend on them (:meth:`pack`)
         self.packed: Attended = CAUSAL
         self._around: weakref.ref[Strategy] | None = None
         if within is not None:
-            # a weak reference: in a cycle process groups would live until Python's next garbage collection
+            # weak, because in a cycle process groups would live until Python's next garbage collection
             within._around = weakref.ref(self)
 
     @property
@@ -168,7 +168,7 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
     @classmethod
     @final
     def configured(cls, place: Place, options: Mapping[str, Any] | None = None, seed: int = 0) -> Self:
-        """The strategy with some of its options given by name.
+        """The strategy of a rank, with the ``options`` that are named set and all others at their defaults.
 
         Raises:
             KeyError: there is no such option; the message lists the options.
@@ -179,21 +179,21 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
     @classmethod
     @final
     def planned(cls, size: int, rank: int = 0, options: Mapping[str, Any] | None = None) -> Self:
-        """The strategy without process groups, for checks and closed forms: rank ``rank`` of ``size``, all of
-        which lie along the first of its axes.
+        """The strategy without process groups, for checks and closed forms: rank ``rank`` of ``size`` ranks,
+        which all lie along the first of the strategy's axes.
 
         Raises:
-            Unsupported: it has no axis, and ``size`` is not 1.
+            Unsupported: the strategy has no axis, and ``size`` is not 1.
         """
         return cls.configured(Place(cls.sizes_for(size), dict.fromkeys(cls.axes[:1], rank)), options)
 
     @classmethod
     @final
     def sizes_for(cls, size: int) -> dict[str, int]:
-        """Sizes of a mesh on which the strategy has that many ranks, along the first of its axes.
+        """Sizes by axis of a mesh on which the strategy has ``size`` ranks along the first of its axes.
 
         Raises:
-            Unsupported: it has no axis, and ``size`` is not 1.
+            Unsupported: the strategy has no axis, and ``size`` is not 1.
         """
         if not cls.axes and size > 1:
             raise Unsupported(f"{cls.name} runs on one rank, not {size}", "use 1")
@@ -203,8 +203,8 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
 
     @final
     def pack(self, attended: Attended) -> None:
-        """Take the lengths of the packed documents from a model that is being built, for placements that
-        depend on them."""
+        """Store the packed documents' lengths of a model that is being built, for all nested strategies whose
+        placements depend on these lengths."""
         for strategy in self.outermost.nested():
             strategy.packed = attended
 
@@ -215,7 +215,7 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
 
     @property_left_within
     def sequence_part(self) -> int:
-        """Which of :attr:`sequence_parts` this rank has, from 0."""
+        """The number of this rank's part of every sequence, from 0 to :attr:`sequence_parts` - 1."""
         return 0
 
     @left_within
@@ -225,7 +225,7 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
 
     @left_within
     def block_part(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part, between the projections of a block, of x with all positions along ``dim``."""
+        """This rank's part, between a block's projections, of a tensor x with all positions along ``dim``."""
         return x
 
     @left_within
@@ -238,28 +238,28 @@ class Strategy(LayerHooks, AttentionHooks, RecurrenceHooks, ParameterHooks, Plan
 
     @property_left_within
     def wire_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks all hold the tensor that goes from one pipeline stage to the next, so that
-        each rank sends a part of it."""
+        """The axes whose ranks all hold the same tensor between two pipeline stages, so that each rank sends
+        only a part of the tensor."""
         return ()
 
     @property
     @final
     def wire_parts(self) -> int:
-        """The number of these parts."""
+        """The number of parts in which the ranks send the tensor between two pipeline stages."""
         return self.place.size(*self.wire_axes)
 
     @left_within
     def to_wire(self, x: Tensor) -> Tensor:
-        """What this rank sends of x [B, L or a part, H] to the same rank of a neighbouring stage."""
+        """The part of x [B, L or a part, H] that this rank sends to the same rank of a neighbouring stage."""
         return x.contiguous()
 
     @left_within
     def from_wire(self, received: Tensor, shape: Sequence[int]) -> Tensor:
-        """x of that shape, from the result of :meth:`to_wire` on a neighbouring stage."""
+        """x of the given ``shape``, from the tensor that a neighbouring stage's :meth:`to_wire` returned."""
         return received.view(shape)
 
     @final
     def wire_elements(self, site: Site) -> int:
-        """Elements that one rank sends of a whole [B, L, H] between two stages."""
+        """The number of elements that one rank sends of a tensor [B, L, H] between two stages."""
         d = site.dims
         return d["B"] * d["L"] * d["H"] // (self.sequence_parts * self.wire_parts)

@@ -1,8 +1,8 @@
-"""Softmax attention to keys that come in blocks (FlashAttention, arXiv 2205.14135, section 3.1; over ranks:
+"""Softmax attention to keys that arrive in blocks (FlashAttention, arXiv 2205.14135, section 3.1; over ranks:
 Ring Attention, arXiv 2310.01889, section 3).
 
 A query's state is its output so far and the logarithm of its softmax's denominator; merging a further block
-rescales both. Backward takes the final two, from which the gradients of each block follow.
+rescales both. Backward computes the gradients of each block from the final output and logarithm.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from spbench.impls.kernels.ranged_attention import (
 )
 from spbench.impls.kernels.sinks import join_sinks, sinks_gradient
 
-#: (queries, keys, values, seen): the queries that see the block, as a slice of their positions; keys [B, Z or
-#: fewer, n, A] and values of the block; what they see of it: all, the i-th of them keys j <= i, or ranges
+#: (queries, keys, values, seen): the queries that see the block, as a slice of their positions; keys and
+#: values [B, Z or fewer, n, A] of the block; keys that query i sees: all (False), j <= i (True), or ranges
 Block = tuple[slice, Tensor, Tensor, Seen]
 
 
 def attend_blocks(q: Tensor, blocks: Iterable[Block], sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Softmax attention of q [B, Z, M, A] to the keys of all blocks, scores scaled by A**-0.5: o [B, Z, M, A]
-    in q's dtype, and lse [B, Z, M] of :mod:`spbench.impls.kernels.flash_attention`. All queries see the first
-    block. ``sinks`` [Z] join the softmax once, after the last block (:mod:`spbench.impls.kernels.sinks`)."""
+    in q's dtype, and lse [B, Z, M], the logarithm of the denominators. All queries must see the first block.
+    ``sinks`` [Z] join the softmax once, after the last block (:mod:`spbench.impls.kernels.sinks`)."""
     scale, so_far = q.shape[-1] ** -0.5, None
     for mine, keys, values, seen in blocks:
         block_o, block_lse = attention_to_block(q[:, :, mine], keys, values, scale, seen)
@@ -48,7 +48,7 @@ def attend_blocks(q: Tensor, blocks: Iterable[Block], sinks: Tensor | None = Non
 
 
 class BlockwiseBackward:
-    """Backward of :func:`attend_blocks`, a block at a time. All queries see the first block.
+    """Backward of :func:`attend_blocks`, a block at a time. All queries must see the first block.
 
     Args:
         d_o: gradient of o.
@@ -60,7 +60,7 @@ class BlockwiseBackward:
         self._sum: Tensor | None = None
 
     def of_block(self, mine: slice, keys: Tensor, values: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
-        """The gradients of a block's keys and values by these queries, in their shapes and dtypes."""
+        """The gradients of a block's keys and values from the queries ``mine``, shaped like the block."""
         d_o, q, o, lse = (x[:, :, mine] for x in (self.d_o, self.q, self.o, self.lse))
         scale = q.shape[-1] ** -0.5
         block = d_o, q, keys, values, o, lse, scale, seen
@@ -73,24 +73,24 @@ class BlockwiseBackward:
 
     @property
     def d_sinks(self) -> Tensor | None:
-        """The gradient of the sinks, if there are any, by these queries."""
+        """The gradient [Z] of the sinks from all queries; None if there are no sinks."""
         return None if self.sinks is None else sinks_gradient(self.d_o, self.o, self.lse, self.sinks)
 
     @property
     def d_q(self) -> Tensor:
-        """The gradient of q from all blocks so far, in its dtype."""
+        """The gradient of q from all blocks so far, in q's dtype."""
         assert self._sum is not None, "there is no block"
         return self._sum.to(self.q.dtype)
 
 
 class KeyBlocks(ABC):
-    """Keys and values of several ranks, to which this rank's queries attend block by block. A subclass brings
-    them here, once more in backward since keeping them takes memory in each layer, and sends their gradients
-    home."""
+    """Keys and values of several ranks, to which this rank's queries attend block by block. A subclass
+    fetches the blocks, in backward once more because kept blocks would take memory in each layer, and sends
+    each block's gradients to the rank that owns it."""
 
     @abstractmethod
     def blocks(self, k: Tensor, v: Tensor) -> Iterable[Block]:
-        """Yields the blocks, given this rank's k and v [B, G, L/N, A]; all its queries see the first."""
+        """Yields the blocks, given this rank's k and v [B, G, L/N, A]; all queries see the first block."""
 
     @abstractmethod
     def gradients(self, backward: BlockwiseBackward, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,8 +116,8 @@ class _AttentionToBlocks(torch.autograd.Function):
 def attention_to_blocks(
     q: Tensor, k: Tensor, v: Tensor, others: KeyBlocks, sinks: Tensor | None = None
 ) -> Tensor:
-    """Softmax attention of q [B, Z, L/N, A] to the keys of several ranks, given this rank's k and v [B, G,
-    L/N, A] -> [B, Z, L/N, A]. Keeps q, k, v, o and lse for backward. ``sinks`` [Z] as in
-    :func:`attend_blocks`."""
+    """Softmax attention of q [B, Z, L/N, A] to the keys of several ranks (``others``), given this rank's k
+    and v [B, G, L/N, A] -> [B, Z, L/N, A]. Keeps q, k, v, o and lse for backward. ``sinks`` [Z] join the
+    softmax as in :func:`attend_blocks`."""
     result: Tensor = _AttentionToBlocks.apply(q, k, v, sinks, others)
     return result

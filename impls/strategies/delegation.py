@@ -12,8 +12,8 @@ R = TypeVar("R")
 
 
 def left_within(hook: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A default of the strategies' interface: calls the strategy within or, where there is none, ``hook``,
-    which is the single device. An override reaches both by ``super()``."""
+    """The default of a hook of the strategies: calls the same hook of the strategy within or, if there is
+    none, ``hook``, which is the single device's. An override calls this default by ``super()``."""
     name = hook.__name__
 
     @wraps(hook)
@@ -28,7 +28,7 @@ def left_within(hook: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 
 
 def property_left_within(getter: Callable[[Any], R]) -> property:
-    """A property that is :func:`left_within`."""
+    """A property with the default of :func:`left_within`; ``getter`` returns the single device's value."""
     name = getter.__name__
 
     @wraps(getter)

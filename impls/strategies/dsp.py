@@ -3,12 +3,12 @@
 Every rank holds all weights and a part of every grid of positions, cut along one of its dims. A stage that
 mixes along one dim computes independent lines of the grid, which are whole as long as the grid is cut along
 another dim. So attention is the single device's. Where the next stage mixes along the cut dim, one all-to-all
-switches to another: a rank sends (N-1)/N of its M/N elements. With two dims in turn these are two messages of
-M/N a layer forward, whatever the number of heads (section 3.3). With more dims the grid can stay cut along
-one that several stages leave alone.
+switches the cut to another dim: a rank sends (N-1)/N of its M/N elements, where M is the grid's elements. Two
+dims in turn take two such messages a layer forward, whatever the number of heads (section 3.3). With more
+dims the grid can stay cut along a dim that several stages leave alone.
 
-N need not divide a dim: ranks have ceil(n / N) positions each as far as they last. They pad to as many for
-the all-to-all alone, and cut what they receive to their own.
+N need not divide a dim of n: the first ranks have ceil(n / N) positions each, the last ranks fewer or none.
+The ranks pad to ceil(n / N) for the all-to-all only, and cut the padding from the tensors that they receive.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spbench.impls.traffic import Traffic
 
 
 class DynamicSequenceParallel(GridChunks):
-    """A grid that is cut along one dim during each stage; at both ends along the option ``grid_dim``."""
+    """A grid that is cut along one dim during each stage; before and after all stages along ``grid_dim``."""
 
     name = "dsp"
     usual = True
@@ -49,7 +49,7 @@ class DynamicSequenceParallel(GridChunks):
         return Grid(part, sizes, dim, self.size, self.rank)
 
     def gather(self, grid: Grid) -> Tensor:
-        """The whole [B, n1, .., nK, H] on every rank."""
+        """The whole grid [B, n1, .., nK, H], all-gathered on every rank."""
         if grid.sharded is None or self.group is None:
             return grid.x
         dim, size = grid.sharded + 1, grid.sizes[grid.sharded]
@@ -57,8 +57,8 @@ class DynamicSequenceParallel(GridChunks):
         return whole.narrow(dim, 0, size)
 
     def switch(self, grid: Grid, from_dim: int | None, to_dim: int) -> Grid:
-        """The grid, cut along ``from_dim``, cut along ``to_dim``: one all-to-all, or nothing where both are
-        the same.
+        """The grid cut along ``to_dim``, by one all-to-all from a grid that is cut along ``from_dim``; the
+        same grid without a message if both dims are equal.
 
         Raises:
             ValueError: the grid is not cut along ``from_dim``.
@@ -132,7 +132,7 @@ class DynamicSequenceParallel(GridChunks):
                 continue
             d = stages[0].dims
             elements = d["B"] * d["H"] * switched_elements(sizes, self.size, before, after)
-            # a block that is run again in backward asks again; what follows the last block is not
+            # a block that runs again in backward switches again; the switch after the last block does not
             again = ["backward"] if site is not None and site.recomputed else []
             switches.update((phase, elements) for phase in ["forward", *again, "backward"])
         for (phase, elements), count in switches.items():
@@ -140,7 +140,7 @@ class DynamicSequenceParallel(GridChunks):
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
-    """x with zeros at the end of ``dim``, up to that size."""
+    """x with zeros added at the end of ``dim``, so that the dim has ``size`` positions."""
     missing = size - x.shape[dim]
     return F.pad(x, (0, 0) * (x.ndim - 1 - dim) + (0, missing)) if missing else x
 
@@ -148,7 +148,7 @@ def _padded(x: Tensor, dim: int, size: int) -> Tensor:
 def plan_switches(
     stages: Sequence[int], sizes: Sequence[int], parts: int, first: int | None = None, last: int | None = None
 ) -> list[int]:
-    """The cheapest sequence of cuts of a grid whose stages need one dim after another whole.
+    """The cheapest sequence of dims along which to cut a grid whose stages need one dim after another whole.
 
     Dynamic programming over the dim that is cut during each stage; the cost is the elements that the switches
     send.
@@ -156,13 +156,13 @@ def plan_switches(
     Args:
         stages: the dim that each stage needs whole.
         sizes: n1, .., nK of the grid.
-        parts: ranks.
+        parts: the number of ranks.
         first, last: the dim along which the grid is cut before and after all stages; None: any.
 
     Returns the dim that is cut during each stage.
 
     Raises:
-        Unsupported: the grid has one dim only, which no stage leaves alone.
+        Unsupported: the grid has one dim only, so no other dim can be cut.
     """
     if len(sizes) < 2:
         raise Unsupported(
@@ -174,7 +174,7 @@ def plan_switches(
             return 0
         return switched_elements(sizes, parts, before, after)
 
-    # of each dim that may be cut during a stage the cheapest way there, as (cost, dims so far)
+    # by the dim that is cut during a stage, the cheapest plan up to that stage: (cost, dims so far)
     ways: dict[int | None, tuple[int, list[int]]] = {first: (0, [])}
     for needed in stages:
         ways = {
@@ -186,7 +186,7 @@ def plan_switches(
 
 
 def switched_elements(sizes: Sequence[int], parts: int, from_dim: int, to_dim: int) -> int:
-    """Positions that one rank puts into the all-to-all of a switch, padding included."""
+    """The number of positions that one rank puts into the all-to-all of a switch, padding included."""
     each_from, each_to = (-(-sizes[dim] // parts) for dim in (from_dim, to_dim))
     others = math.prod(size for dim, size in enumerate(sizes) if dim not in (from_dim, to_dim))
     return others * each_from * each_to * parts

@@ -1,6 +1,6 @@
 """Fully Pipelined Distributed Transformer (FPDT, arXiv 2408.16978, section 4; DeepSpeed's "Ulysses-Offload",
 deepspeed/sequence/fpdt_layer.py): Ulysses' all-to-alls and attention by chunks of the sequence, with keys and
-values on the host.
+values in the host's memory.
 
 A rank has a part of each chunk of every sequence. For each chunk it projects queries, keys and values, swaps
 them for whole positions of some heads as in :mod:`spbench.impls.strategies.ulysses`, attends with the chunk's
@@ -15,8 +15,8 @@ queries from there on, whose float32 gradients wait on the host between (figure 
 the gradients of that chunk's queries, keys and values are complete. They are swapped back; the gradients of
 the weights and of the chunk's hidden states follow.
 
-The bytes equal Ulysses', in as many more messages as there are chunks. FPDT also cuts MLP and loss in chunks:
-here that is an option of models.
+The bytes equal those of Ulysses, and each chunk has messages of its own. FPDT also cuts MLP and loss in
+chunks: in spbench an option of models does that.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FPDTOptions(UlyssesOptions):
         chunk: positions of a sequence in a chunk, over all ranks (DeepSpeed:
             ds_sequence_parallel_fpdt_chunk_size, 65536); the last chunk may be shorter. None: half of the
             sequence.
-        offload: hold on the host what waits for other chunks and for backward; else on the device.
+        offload: hold tensors that wait for other chunks and for backward on the host; else on the device.
     """
 
     chunk: int | None = None
@@ -65,8 +65,8 @@ class FPDTOptions(UlyssesOptions):
 
 
 class Row(NamedTuple):
-    """The tensors that a block of attention needs from the host, for the chunk ``number``; ``seen`` says
-    which of its keys the queries see."""
+    """The tensors of chunk ``number`` that a block of attention needs from the host; ``seen`` says which keys
+    of the block the queries see."""
 
     number: int
     seen: Seen
@@ -74,13 +74,12 @@ class Row(NamedTuple):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """The same for rows whose attention runs the same operators: which keys are seen, and the
-        tensors' shapes."""
+        """A key that is equal for rows whose attention runs the same operators: seen keys, and shapes."""
         return self.seen, tuple(x.shape for x in self.tensors)
 
 
 def in_turn(copies: CopyStream, rows: Sequence[Row]) -> Iterator[tuple[int, Seen, list[Tensor]]]:
-    """Yields each row with its tensors on the device, while the next row's tensors are on their way."""
+    """Yields (number, seen, tensors on the device) of each row, while the next row's tensors are copied."""
     last = len(rows) - 1
 
     def key(step: int) -> tuple[Any, ...]:
@@ -95,7 +94,7 @@ def in_turn(copies: CopyStream, rows: Sequence[Row]) -> Iterator[tuple[int, Seen
 
 
 class _InChunks(torch.autograd.Function):
-    """The tensors of a source of heads -> o [B, Z, L/N, A], in memory [B, L/N, Z, A]."""
+    """Attention in chunks: the tensors of a HeadSource -> o [B, Z, L/N, A], stored as [B, L/N, Z, A]."""
 
     @staticmethod
     def forward(ctx: Any, fpdt: FPDT, source: HeadSource, sinks: Tensor | None, *tensors: Tensor) -> Tensor:
@@ -118,7 +117,7 @@ class _InChunks(torch.autograd.Function):
             def blocks(
                 earlier: Sequence[Row] = earlier, own: Block = own_block, plain: bool = source.attended.plain
             ) -> Iterator[Block]:
-                if not plain:  # not all queries see a key of an earlier chunk; all see themselves
+                if not plain:  # some queries see no key of an earlier chunk, but every query sees its own key
                     yield own
                 for _, seen, (earlier_k, earlier_v) in in_turn(attending, earlier):
                     yield ALL, earlier_k, earlier_v, seen
@@ -149,7 +148,7 @@ class _InChunks(torch.autograd.Function):
         chunks, sent = fpdt.local_chunks(d_o.shape[POSITIONS]), fpdt.sent(source.heads, source.groups)
         blocks_seen = fpdt.blocks_seen(chunks, source.attended)
         keys = [saved[2 * i : 2 * i + 2] for i in range(len(chunks))]
-        # of each chunk q, o, lse and what the gradients of projections need
+        # the tensors of each chunk: q, o, lse, and those that the gradients of projections need
         rest, each = saved[2 * len(chunks) :], 3 + source.needed
         rows = [rest[start : start + each] for start in range(0, len(rest), each)]
         precise, scale = state_dtype(d_o.dtype), source.head_size**-0.5
@@ -157,7 +156,7 @@ class _InChunks(torch.autograd.Function):
         gradients = [d_o.new_zeros(shape) for shape in ctx.shapes]
         gradients += (torch.zeros_like(x, dtype=precise) for x in weights)
         d_sinks = None if sinks is None else torch.zeros_like(sinks)
-        # between two chunks of keys: the gradients of each chunk's output, and so far of its queries
+        # on the host between two chunks of keys: gradients of each chunk's output, and sums for its queries
         d_outputs = [attending.room(o.shape, d_o.dtype) for _, o, *_ in rows]
         d_queries = [attending.room(q.shape, precise) for q, *_ in rows]
         coming = [attending.to_device(x) for x in keys[0]]
@@ -224,7 +223,7 @@ class FPDT(Ulysses):
         return math.lcm(super().length_multiple, 1 if self.options.chunk else 2 * self.size)
 
     def chunk_length(self, length: int) -> int:
-        """Positions in a chunk of a sequence of that length, of all ranks."""
+        """Positions of all ranks in a chunk of a sequence of ``length`` positions."""
         return self.options.chunk or max(1, length // 2)
 
     def local_chunks(self, length: int) -> list[slice]:
@@ -233,8 +232,8 @@ class FPDT(Ulysses):
         return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
 
     def blocks_seen(self, chunks: Sequence[slice], attended: Attended) -> dict[tuple[int, int], Seen]:
-        """The keys of a chunk that queries of a chunk see, over all ranks, by the numbers of both, where they
-        see any. Chunks are given as :meth:`local_chunks` returns them."""
+        """By (number of a chunk of queries, number of a chunk of keys): which keys the queries see, over all
+        ranks; pairs without any are left out. ``chunks`` are the slices of :meth:`local_chunks`."""
         pairs = ((i, j) for i in range(len(chunks)) for j in range(i + 1))
         if attended.plain:
             return {(i, j): i == j for i, j in pairs}
@@ -275,7 +274,7 @@ class FPDT(Ulysses):
                         yield Traffic(phase, purpose, "all_to_all", 2 * count * site.count, pair * heads // 2)
 
     def copies(self, device: torch.device) -> tuple[CopyStream, CopyStream]:
-        """Two carriers of tensors to where they wait and back: one for tensors that are attended to, one for
+        """Two streams that copy tensors to the host and back: one for tensors that attention reads, one for
         the others."""
         if self._copies is None:
             kind = CopyStream if self.options.offload else NoCopies
@@ -299,7 +298,7 @@ class FPDT(Ulysses):
         return self.in_chunks(GivenHeads(q, k, v, attended, sinks), q, k, v)
 
     def in_chunks(self, source: HeadSource, *tensors: Tensor) -> Tensor:
-        """Attention of the heads that a source projects from the tensors: [B, Z, L/N, A]."""
+        """Attention [B, Z, L/N, A] of the heads that ``source`` projects from the tensors."""
         sinks = None if source.sinks is None else self.of_own_heads(source.sinks)
         o: Tensor = _InChunks.apply(self, source, sinks, *tensors)
         return o

@@ -1,7 +1,7 @@
-"""Positions on a grid of several dims, as models of videos have them, and the hooks of strategies for these.
+"""Positions on a grid of several dims, as models of videos have them, and the hooks of strategies for grids.
 
 A grid tensor is [B, n1, .., nK, H]. A stage that mixes positions does so along one dim of the grid and needs
-that one whole on every rank; along the others it acts on each position alone. Grid dims count from 0 for n1.
+that dim whole on every rank; along other dims it acts on each position alone. Grid dims count from 0 for n1.
 
 Shape letters: B batch, H hidden, Z heads, A head size, N ranks in the group.
 """
@@ -20,8 +20,8 @@ from spbench.impls.strategies.delegation import left_within, property_left_withi
 
 
 def part_of(size: int, parts: int, index: int) -> tuple[int, int]:
-    """(first, count) of part ``index`` of that many positions. Each part has ceil(size / parts) of them as
-    far as they last, so the last parts may be short or empty."""
+    """(first, count): the positions of part ``index`` of ``size`` positions. Each part has ceil(size / parts)
+    positions while there are enough, so the last parts may be short or empty."""
     each = -(-size // parts)
     first = min(index * each, size)
     return first, min(each, size - first)
@@ -29,7 +29,7 @@ def part_of(size: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Grid:
-    """This rank's part of a tensor on a grid, and which part that is.
+    """This rank's part of a tensor on a grid, and the number of the part.
 
     Attributes:
         x: [B, n1, .., nK, H], along the grid dim ``sharded`` part ``index`` of ``parts`` (:func:`part_of`).
@@ -37,7 +37,7 @@ class Grid:
         sharded: the grid dim that is cut; None where x is whole.
 
     Raises:
-        ValueError: the shape of x is not that part's.
+        ValueError: the shape of x is not the shape of the part.
     """
 
     x: Tensor
@@ -57,11 +57,11 @@ class Grid:
             )
 
     def of(self, x: Tensor) -> Grid:
-        """Another tensor on the same part."""
+        """The same part of the grid with another tensor x."""
         return replace(self, x=x)
 
     def rows(self, table: Tensor, dim: int) -> Tensor:
-        """The rows that x has of a table [n, ...] with one row for each place along a grid dim."""
+        """The rows of a table [n, ...], one for each position along the grid dim ``dim``, that x covers."""
         if dim != self.sharded:
             return table
         return table.narrow(0, *part_of(table.shape[0], self.parts, self.index))
@@ -85,13 +85,13 @@ def grid_of(site: Site) -> tuple[int, ...]:
 
 
 def grid_letters(sizes: Sequence[int]) -> dict[str, int]:
-    """The letters that :func:`grid_of` reads."""
+    """The entries n0, n1, .. of :attr:`Site.dims` for a grid of these sizes, which :func:`grid_of` reads."""
     return {f"n{i}": size for i, size in enumerate(sizes)}
 
 
 def as_sequences(sites: Iterable[Site], dim: int) -> Iterator[Site]:
-    """The sites, with those on grids turned into sites of sequences (B, L) along one dim: the other dims join
-    the batch, and sites where positions meet ``along`` another dim are dropped.
+    """Yields the sites, and turns each site on a grid into a site of sequences (B, L) along one dim: the
+    other dims join the batch, and sites where positions meet ``along`` another dim are dropped.
 
     Raises:
         Unsupported: a grid has no such dim.
@@ -122,7 +122,7 @@ class GridHooks:
 
     @left_within
     def grid(self, x: Tensor, sizes: Sequence[int]) -> Grid:
-        """What this rank holds of an input x on a grid of these sizes, after ``shard``."""
+        """This rank's part of an input on a grid of these sizes; :meth:`Strategy.shard` has cut x."""
         return Grid(x, tuple(sizes))
 
     @left_within
@@ -133,12 +133,12 @@ class GridHooks:
 
     @left_within
     def along(self, grid: Grid, dim: int, planned: int | None) -> Grid:
-        """The grid laid out as planned for the next stage, which mixes along ``dim``."""
+        """The grid cut along the dim ``planned`` (:meth:`plan_grid`) for a stage that mixes along ``dim``."""
         return grid
 
     @left_within
     def restored(self, grid: Grid) -> Grid:
-        """The grid laid out as inputs are."""
+        """The grid cut along :attr:`grid_dim` again, as inputs are."""
         return grid
 
     @left_within
@@ -162,5 +162,5 @@ class GridHooks:
 
 
 def whole_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Softmax attention of queries to the keys that are here: q [B, Z, queries, A], k, v [B, Z, keys, A]."""
+    """Softmax attention of all queries to all keys: q [B, Z, queries, A], k, v [B, Z, keys, A] -> as q."""
     return F.scaled_dot_product_attention(q, k, v)

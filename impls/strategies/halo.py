@@ -2,16 +2,16 @@
 positions, where each rank has a contiguous chunk.
 
 Rank r needs the last rows of chunks r-1, r-2, ... (:func:`halo_rows`), and no other rank's keys. Each owner
-sends these rows itself, forward and again backward; each rank sends the gradients of received rows home, in
-at least float32. So a rank sends 2 (W - 1) B G A elements of keys and values forward, as many backward, and
-as many of gradients, whatever the length and the number of ranks; (N - 1) L/N replaces W - 1 where it is
-less. All ranks send alike: the ring stays closed, and the first ranks ignore what they receive from the last.
+sends these rows itself, forward and again backward; each rank returns the gradients of received rows to their
+owner, in at least float32. So in a window of W positions a rank sends 2 (W - 1) B G A elements of keys and
+values forward, as many backward, and as many of gradients; the smaller of W - 1 and (N - 1) L/N counts. All
+ranks send alike: the ring stays closed, and the first ranks ignore the rows that they receive from the last.
 In an open chain the rank that sends most would send no less.
 
-In a ring, queries attend to the own keys and to those of each chunk while the next rows are on their way. In
-one gather all rows come first, for one call of the kernel.
+In a ring (:class:`PassingHalo`), queries attend to each chunk's keys while the next rows are on their way. In
+a gather (:class:`GatheredHalo`), all rows arrive first, for one call of the kernel.
 
-Keys and values of several positions in one message, and as views of it.
+:class:`KeyValueRows` lays out the keys and values of several positions in one message.
 
 Shape letters: G heads of keys and values, D features of a key, A of a value, both A but in latent attention.
 """
@@ -36,14 +36,15 @@ from spbench.impls.traffic import Traffic
 
 
 def halo_of_site(site: Site, size: int, placement: str) -> tuple[int, ...] | None:
-    """The rows of :attr:`Meetings.halo` at a site of attention; None: the site has no halo."""
+    """The number of rows of each chunk of the halo (:attr:`Meetings.halo`) at a site of attention among
+    ``size`` ranks; None: the site has no halo."""
     if "window" not in site.dims or placement != "contiguous":
         return None
     return halo_rows(site.dims["window"], site.dims["L"] // size, size)
 
 
 def halo_traffic(site: Site, halo: tuple[int, ...], element_bytes: int) -> Iterator[Traffic]:
-    """The traffic of a rank for attention with that halo."""
+    """The messages of a rank for a site of attention, given the rows of each chunk of its halo."""
     d = site.dims
     row = d["B"] * d.get("G", d["Z"]) * key_value_size(d)
     for phase in ["forward", *(["backward"] if runs_again(site) else []), "backward"]:
@@ -55,7 +56,7 @@ def halo_traffic(site: Site, halo: tuple[int, ...], element_bytes: int) -> Itera
 
 
 class KeyValueRows(NamedTuple):
-    """How rows [.., G (D + A)] hold the keys of all heads and then their values."""
+    """The layout of rows [.., G (D + A)]: the keys of all heads, then their values."""
 
     heads: int
     key_size: int
@@ -67,7 +68,7 @@ class KeyValueRows(NamedTuple):
         return cls(k.shape[1], k.shape[3], v.shape[3])
 
     def joined(self, k: Tensor, v: Tensor) -> Tensor:
-        """k [.., G, D] and v [.., G, A] as new rows."""
+        """New rows [.., G (D + A)] from k [.., G, D] and v [.., G, A]."""
         if self.key_size == self.value_size:
             return torch.stack((k, v), -3).flatten(-3)
         rows = k.new_empty(*k.shape[:-2], self.heads * (self.key_size + self.value_size))
@@ -82,11 +83,11 @@ class KeyValueRows(NamedTuple):
 
 
 class _HaloRows(KeyValueRows):
-    """Messages [L/N, B, G (A + A)]. The last rows are a view without gaps, and several such messages, one
-    after another, are one."""
+    """The layout of messages [L/N, B, G (D + A)]. Positions are outermost, so the last rows of a message are
+    a view without gaps, and messages one after another form one."""
 
     def message(self, k: Tensor, v: Tensor) -> Tensor:
-        """k and v [B, G, L/N, A] in one."""
+        """The message [L/N, B, G (D + A)] of k and v [B, G, L/N, D or A]."""
         return self.joined(*(x.permute(2, 0, 1, 3) for x in (k, v)))
 
     def keys_and_values(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +103,7 @@ class _HaloRows(KeyValueRows):
 
 @dataclass(frozen=True)
 class PassingHalo(KeyBlocks):
-    """The own keys, then those of each chunk of the halo; each block is used while the next is on its way."""
+    """A block of the rank's own keys, then one of each chunk of the halo, received block by block."""
 
     group: dist.ProcessGroup
     meetings: Meetings
@@ -135,8 +136,8 @@ class PassingHalo(KeyBlocks):
 
 
 def _passing(own: Tensor, group: dist.ProcessGroup, meetings: Meetings) -> Iterator[tuple[int, Tensor]]:
-    """Yields (how many chunks back, rows): the own rows, then the halo's, each while the next are on their
-    way."""
+    """Yields (number of chunks back, rows): this rank's rows, then those of each chunk of the halo, while the
+    next rows are on their way."""
     ring, rows = Ring(group), own
     halo = meetings.halo or ()
     for back in range(len(halo) + 1):
@@ -148,7 +149,7 @@ def _passing(own: Tensor, group: dist.ProcessGroup, meetings: Meetings) -> Itera
 
 
 def _met(meetings: Meetings, back: int, rows: int) -> Any:
-    """As :meth:`Meetings.of`, with keys counted among the last ``rows`` of the chunk that many back."""
+    """:meth:`Meetings.of` for the rank ``back`` chunks before, with keys counted in its last ``rows``."""
     met = meetings.of(meetings.before(back))
     if met is None:
         return None
@@ -158,13 +159,13 @@ def _met(meetings: Meetings, back: int, rows: int) -> Any:
 
 
 def _add(own: Tensor, gradients: Tensor) -> None:
-    """Add the gradients of the last rows that a later rank sends home."""
+    """Add gradients of this rank's last rows, received from a later rank, to its ``own`` gradients."""
     own[-len(gradients) :].add_(gradients)
 
 
 @dataclass(frozen=True)
 class GatheredHalo(KeyBlocks):
-    """The halo and the own keys as one block."""
+    """One block of keys: those of the halo, then the rank's own."""
 
     group: dist.ProcessGroup
     meetings: Meetings
@@ -193,18 +194,18 @@ class GatheredHalo(KeyBlocks):
 
 
 def _parts(rows: Tensor, meetings: Meetings) -> list[Tensor]:
-    """The rows of each chunk of the halo, the farthest first, and the own."""
+    """Views of ``rows``: those of each chunk of the halo, the farthest first, and this rank's own last."""
     return list(rows.split([*reversed(meetings.halo or ()), meetings.length]))
 
 
 def _backwards(halo: list[Tensor]) -> Iterator[tuple[int, Tensor]]:
-    """The parts of a halo from the nearest to the farthest, as (how many chunks back, rows); ``parts`` has
+    """The parts of a halo from the nearest to the farthest, as (number of chunks back, rows); ``halo`` has
     the farthest first."""
     return enumerate(reversed(halo), 1)
 
 
 def _with_halo(own: Tensor, group: dist.ProcessGroup, meetings: Meetings) -> Tensor:
-    """The rows of the halo, the farthest first, and the own."""
+    """New rows: those received for the halo, the farthest first, then this rank's ``own``."""
     halo = meetings.halo or ()
     rows = own.new_empty(sum(halo) + len(own), *own.shape[1:])
     *parts, mine = _parts(rows, meetings)

@@ -1,9 +1,9 @@
 """The sources of queries, keys and values for strategies that compute them in parts: some heads at some
 positions, in forward and again in backward. So memory holds no more than a part.
 
-A source projects them from hidden states, as the models implement it, or has them given
+A source projects the heads from hidden states (models implement this), or holds heads that exist already
 (:class:`GivenHeads`). A strategy's own autograd function computes and differentiates parts by hand: it takes
-:meth:`HeadSource.tensors` and returns their gradients.
+:meth:`HeadSource.tensors` and returns the gradients of these tensors.
 
 Shape letters: B batch, L sequence (this rank's part), H hidden, Z heads, G heads of keys and values, A head
 size; z, g and l are Z, G and L of a part.
@@ -23,13 +23,13 @@ ALL = slice(None)
 
 
 class HeadPart(NamedTuple):
-    """Some heads of some positions. A head of keys and values serves Z/G heads of queries, in ``runs`` runs
-    of equal length; a part has the same queries of each run, for some groups.
+    """Some heads at some positions. A group is one head of keys and values and its Z/G heads of queries,
+    which lie in ``runs`` runs of equal length; a part has the same members of each run, for some groups.
 
     Attributes:
-        groups: which heads of keys and values.
-        members: which queries of each run of a group.
-        positions: which of this rank's positions; the tensors then cover these alone (:meth:`HeadSource.at`).
+        groups: the part's heads of keys and values.
+        members: the part's heads of queries in each run of a group.
+        positions: the part's positions among this rank's; :meth:`HeadSource.at` cuts tensors to these.
     """
 
     groups: slice = ALL
@@ -38,12 +38,12 @@ class HeadPart(NamedTuple):
     positions: slice = ALL
 
     def of_queries(self, x: Tensor, groups: int, dim: int) -> Tensor:
-        """The part's heads of x [.., Z, ..] with all queries along ``dim``: a view [.., g, runs, m, ..]."""
+        """The part's heads of queries x [.., Z, ..] with Z at ``dim``: a view [.., g, runs, members, ..]."""
         runs = x.unflatten(dim, (groups, self.runs, -1))
         return runs[(*[ALL] * dim, self.groups, ALL, self.members)]
 
     def of_keys(self, x: Tensor, dim: int) -> Tensor:
-        """The part's heads of x [.., G, ..]: a view [.., g, ..]."""
+        """The part's heads of keys or values x [.., G, ..] with G at ``dim``: a view [.., g, ..]."""
         return x[(*[ALL] * dim, self.groups)]
 
 
@@ -55,9 +55,9 @@ class HeadSource(ABC):
         head_size, value_size: features of a query and a key, and of a value: A both, but in latent attention.
         attended: which earlier positions a position attends to.
         sinks: logits of the heads [Z] that join the softmax (:mod:`spbench.impls.kernels.sinks`).
-        position_dim: the dim of positions in the tensors that have them.
-        with_positions: number of tensors with positions; they come first.
-        needed: number of these that gradients need again; they come first.
+        position_dim: the dim of positions in the tensors that have positions.
+        with_positions: number of tensors with positions, which are the first tensors.
+        needed: number of tensors with positions that gradients need again, which are the first of all.
     """
 
     heads: int
@@ -72,38 +72,38 @@ class HeadSource(ABC):
 
     @property
     def in_parts(self) -> bool:
-        """Whether the source computes parts; else it has :meth:`attend_whole` alone."""
+        """Whether the source can compute parts; if not, only :meth:`attend_whole` may be called."""
         return True
 
     def at(self, tensors: Sequence[Tensor], positions: slice) -> list[Tensor]:
-        """Views of the tensors, or of their gradients, at some positions."""
+        """The tensors, or their gradients, as views at ``positions``; those without positions stay whole."""
         dims = [ALL] * self.position_dim
         first, others = tensors[: self.with_positions], tensors[self.with_positions :]
         return [*(x[(*dims, positions)] for x in first), *others]
 
     @abstractmethod
     def tensors(self, x: Tensor) -> Sequence[Tensor]:
-        """The tensors to differentiate; all other methods take them, or their views at some positions."""
+        """The tensors to differentiate, made from hidden states x: the argument of the other methods."""
 
     @abstractmethod
     def queries(self, tensors: Sequence[Tensor], part: HeadPart) -> Tensor:
-        """[B, z, l, A]."""
+        """The queries of a part [B, z, l, A]."""
 
     @abstractmethod
     def keys_values(self, tensors: Sequence[Tensor], part: HeadPart) -> tuple[Tensor, Tensor]:
-        """[B, g, l, A] each."""
+        """The keys and values of a part, [B, g, l, A] each."""
 
     @abstractmethod
     def add_queries(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], part: HeadPart, d_q: Tensor
     ) -> None:
-        """Add to the gradients of the tensors the contribution of a part's gradient of queries."""
+        """Add to ``gradients`` of the tensors the contribution of d_q, the gradient of a part's queries."""
 
     @abstractmethod
     def add_keys_values(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], part: HeadPart, d_k: Tensor, d_v: Tensor
     ) -> None:
-        """As :meth:`add_queries`, for a part's keys and values."""
+        """Add to ``gradients`` the contribution of d_k and d_v, the gradients of a part's keys and values."""
 
     @abstractmethod
     def attend_whole(self, x: Tensor) -> Tensor:
@@ -111,8 +111,8 @@ class HeadSource(ABC):
 
 
 class GivenHeads(HeadSource):
-    """Queries, keys and values that exist already: the tensors are q [B, Z, L, A], k, v [B, G, L, A]. Their
-    gradients need none of them."""
+    """Queries, keys and values that exist already: the tensors are q [B, Z, L, A], k, v [B, G, L, A].
+    Backward needs none of these tensors again."""
 
     position_dim, with_positions, needed = 2, 3, 0
 

@@ -1,14 +1,14 @@
 """LASP (Sun et al., "Linear Attention Sequence Parallelism", arXiv 2404.02882, algorithms 2 and 3).
 
-Every rank holds all weights and a chunk of L/N positions. Linear attention reaches other chunks through the
-state sum of k^T v alone, the paper's KV: D x A numbers a head, whatever the length. Forward, it travels along
-the ranks: each rank receives the state before its chunk, computes its outputs, adds its own chunk to the
-state and sends it on. Backward, the state's gradient, the paper's dKV, travels the other way. Each rank thus
-sends B Z D A numbers a layer forward and as many backward (the last rank none forward, the first none
-backward). The paper's T are the ranks, its C a chunk's L/N positions.
+Every rank holds all weights and a chunk of L/N positions. Linear attention reaches other chunks only through
+the state, the sum of k^T v (the paper's KV): D x A numbers a head, whatever the length. Forward, the state
+travels along the ranks: each rank receives the state before its chunk, computes its outputs, adds its own
+chunk to the state and sends the state on. Backward, the state's gradient (the paper's dKV) travels the other
+way. Each rank thus sends B Z D A numbers a layer forward and as many backward (the last rank none forward,
+the first none backward). The paper's T is N, its C a chunk's L/N positions.
 
 A rank receives before its kernels and sends after them, as in the authors' code, so the ranks take turns
-within a layer. What hides this: a rank goes on to its next layer meanwhile.
+within a layer. This wait is partly hidden, because a rank goes on to its next layer meanwhile.
 
 Groups of ranks with sequences of their own (the paper's algorithm 1) are the mesh axes dp x sp.
 """
@@ -80,8 +80,8 @@ class LaspOptions(Options):
     """Options of :class:`Lasp`.
 
     Attributes:
-        kernel_fusion: use fused kernels; else each step of the chunked algorithm is operators of torch with
-            their intermediate tensors (the paper's ablation, section 4.4).
+        kernel_fusion: use fused kernels; else each step of the chunked algorithm runs as torch operators with
+            intermediate tensors (the paper's ablation, section 4.4).
         state_caching: keep the states for backward; else backward computes them again, which takes the
             forward ring once more (the same ablation).
         barrier: all ranks wait for each other before each forward, as in the authors' lasp_fuse_parallel.py.
@@ -118,12 +118,12 @@ class Lasp(RecurrentChunks):
         yield Traffic("backward", "gradient of the state", "send", back * site.count, state)
 
     def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, mask: DecayMask) -> Tensor:
-        # the right product is what LASP is about, so there is but one way
+        # LASP needs the state, so it has only the chunked way
         return _Lasp.apply(q, k, v, mask.rates, self, self.chunk(mask.attended, k.shape[2]))
 
     def receive(self, peer: int, k: Tensor, v: Tensor) -> Tensor | None:
-        """A state or its gradient [B, Z, D, A] from rank ``peer`` of the group; None if the group has no such
-        rank."""
+        """Receives a state or its gradient [B, Z, D, A] from rank ``peer`` of the group; returns None if the
+        group has no such rank."""
         if not 0 <= peer < self.size:
             return None
         assert self.group is not None
@@ -133,6 +133,6 @@ class Lasp(RecurrentChunks):
         return received
 
     def send(self, state: Tensor, peer: int) -> None:
-        """Send a state or its gradient, for :meth:`receive` on rank ``peer``."""
+        """Send a state or its gradient [B, Z, D, A] to rank ``peer``, which calls :meth:`receive`."""
         assert self.group is not None
         exchange([(state, peer)], [], self.group)

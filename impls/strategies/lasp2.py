@@ -2,9 +2,9 @@
 
 As in LASP, states connect the chunks, but no state travels from rank to rank. Every rank computes the state
 of its own chunk, one all-gather gives each rank all states, and it sums the states of the chunks before its
-own, decayed by the positions between. So no rank waits for another's kernels, and the all-gather runs beside
-the outputs that need this rank's chunk alone. Backward does the same with the gradients of the states of the
-chunks after its own.
+own, decayed by the positions between. So no rank waits for another's kernels, and the all-gather runs while
+the rank computes the outputs that need only its own chunk. Backward does the same with the gradients of the
+states of the chunks after its own.
 
 LASP-2H (Sun et al., arXiv 2502.07563): LASP-2 for hybrids of linear and softmax attention.
 
@@ -71,7 +71,7 @@ class _Lasp2(torch.autograd.Function):
 
 
 def _powers(decay: Tensor | None, first: int, x: Tensor, reached: int | None) -> Tensor:
-    """exp(-s (first + i)) for position i of x [B, Z, L/N, D], as [Z or 1, L/N, 1] of its dtype; 0 from
+    """exp(-s (first + i)) for position i of x [B, Z, L/N, D], as [Z or 1, L/N, 1] in x's dtype; 0 from
     position ``reached`` on, where another document begins."""
     state = kernels.state_dtype(x.dtype)
     distance = torch.arange(first, first + x.shape[2], device=x.device, dtype=state)
@@ -80,8 +80,8 @@ def _powers(decay: Tensor | None, first: int, x: Tensor, reached: int | None) ->
 
 
 def _decayed_sum(totals: Tensor, decay: Tensor | None, length: int, chunks: list[int]) -> Tensor:
-    """The sum [B, Z, D, A] of the states [N, B, Z, D, A], each decayed by its number of whole chunks in
-    ``chunks``. A negative number excludes a state: it lies on the other side."""
+    """The sum [B, Z, D, A] of the N states in ``totals`` [N, B, Z, D, A]; state j is decayed over
+    ``chunks[j]`` chunks of ``length`` positions. A negative number excludes a state."""
     distance = torch.tensor([float(n) for n in chunks], device=totals.device, dtype=totals.dtype)
     weights = kernels.decay_powers(decay, distance.clamp(min=0) * length) * (distance >= 0)
     return torch.einsum("nbzda,zn->bzda", totals, weights.expand(totals.shape[2], -1))
@@ -108,8 +108,8 @@ class Lasp2(RecurrentChunks):
         return _Lasp2.apply(q, k, v, mask.rates, self, mask.attended)
 
     def of_one_document(self, chunks: list[int], attended: Attended, length: int) -> list[int]:
-        """The number of whole chunks between each rank's chunk and this one, from ``chunks``; -1 for chunks
-        on the other side, and where another document begins in between."""
+        """``chunks``, the number of whole chunks between each rank's chunk and this rank's, with -1 where
+        another document begins in between, and for chunks on the other side."""
         if not attended.documents:
             return chunks
         first = [attended.document_of(rank * length) for rank in range(self.size)]
@@ -120,7 +120,7 @@ class Lasp2(RecurrentChunks):
 
 
 class Lasp2H(AllGatherKV, Lasp2):
-    """Sequence chunks whose states, or keys and values, are gathered, as the layer asks."""
+    """Sequence chunks whose states (linear layers) or keys and values (softmax layers) are all-gathered."""
 
     name = "lasp2h"
     summary = "sequence chunks of hybrids; states are gathered, or keys and values in softmax layers"

@@ -27,7 +27,7 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
     def project(self, x: Tensor) -> Tensor:
-        """x W^T alone."""
+        """x W^T [..., out_features], without the bias."""
         return project(x, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +41,8 @@ class GroupedLinear(nn.Module):
     the bias, if there is one, [groups, out_features].
 
     Attributes:
-        gathered_once: where a strategy gathers x, it is kept whole, and not gathered again in backward.
+        gathered_once: where a strategy gathers x, whether the whole x is kept instead of gathered again in
+            backward.
     """
 
     bias: nn.Parameter | None
@@ -63,7 +64,7 @@ class GroupedLinear(nn.Module):
         return y.unflatten(-1, self.weight.shape[:2])
 
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x times the weights of all groups, plus a bias."""
+        """x [..., in_features] times all groups' weights, plus ``bias``: [..., groups * out_features]."""
         return project(x, self.weight, bias)
 
 
@@ -106,7 +107,7 @@ class GroupedQueryLinear(nn.Module):
         return self.separate(project(x, self.weight, self.bias))
 
     def separate(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, from all of them side by side [..., (Z + 2 G) A]."""
+        """Queries [..., G, Z/G, A], keys and values [..., G, A], as views of y [..., (Z + 2 G) A]."""
         groups = y.unflatten(-1, (self.weight.shape[0], -1, self.head_size))
         q, k, v = groups.split([groups.shape[-2] - 2, 1, 1], -2)
         return q, k.squeeze(-2), v.squeeze(-2)
@@ -154,19 +155,19 @@ class LayerHooks:
 
     @left_within
     def shared_by_heads(self, weight: Tensor) -> Tensor:
-        """A weight that all heads share and every rank holds, for use on the heads that this rank has between
-        the projections of a block."""
+        """A weight that all heads share and every rank holds, wrapped for use on this rank's heads, so that
+        its gradient counts the heads of all ranks."""
         return weight
 
     @left_within
     def features_for_heads(self, x: Tensor) -> Tensor:
-        """Features [B, L or a part, F] of this rank's positions, as all heads between the projections of a
-        block use them: with the positions that a rank has there."""
+        """Features x [B, L or a part, F] of this rank's positions -> features of the positions that the rank
+        has between the projections of a block, for use by its heads."""
         return x
 
     @left_within
     def linear_in_text(self, in_features: int, out_features: int) -> Linear:
-        """As :meth:`linear_in`, for an input that every rank has whole, even where sequences are cut."""
+        """:meth:`linear_in` for an input that every rank has whole, even where sequences are cut."""
         return self.linear_in(in_features, out_features)
 
     @left_within
@@ -182,23 +183,23 @@ class LayerHooks:
 
     @left_within
     def vocabulary_parameter(self, *shape: int) -> nn.Parameter:
-        """A parameter with one row a vocabulary entry, laid out as :meth:`embedding` lays out its weight."""
+        """A parameter with a row for each vocabulary entry, split like the weight of :meth:`embedding`."""
         return nn.Parameter(torch.zeros(shape))
 
     @left_within
     def feature_parameter(self, initial: Tensor) -> nn.Parameter:
-        """A parameter with a number for each feature between the projections of a block [H or a part of it],
-        from the values [H] that it starts with."""
+        """A parameter [H or a part of it] with a number for each feature between the projections of a block;
+        ``initial`` [H] are its values."""
         return nn.Parameter(initial.to(torch.get_default_dtype()))
 
     @left_within
     def sequence_parameter(self, *shape: int) -> nn.Parameter:
-        """A parameter whose last dim is the sequence (one column a position)."""
+        """A parameter whose last dim is the sequence, with a column for each position or a part of them."""
         return nn.Parameter(torch.empty(shape))
 
     @property_left_within
     def vocabulary_parts(self) -> int:
-        """The number of parts that the vocabulary is split into; padding makes it divisible."""
+        """The number of parts that the vocabulary is split into; models pad the vocabulary to a multiple."""
         return 1
 
     @left_within
@@ -208,9 +209,9 @@ class LayerHooks:
 
     @left_within
     def cross_entropy(self, logits: Tensor, labels: Tensor, *, way: str | CrossEntropy) -> Tensor:
-        """Per-token loss [B, L] in at least float32, from labels [B, L] and :meth:`vocabulary_logits`, which
-        nothing else may read. ``way`` is "plain", torch's own, or an implementation of
-        :func:`cross_entropy_of`."""
+        """The loss of each token [B, L] in at least float32, from labels [B, L] and logits of
+        :meth:`vocabulary_logits`, which nothing else may read. ``way`` is "plain", torch's own, or an
+        implementation of :func:`cross_entropy_of`."""
         if way != "plain":
             return cross_entropy_of(way)(logits, labels, None)
         return F.cross_entropy(
@@ -219,5 +220,5 @@ class LayerHooks:
 
 
 def full_precision(x: Tensor) -> Tensor:
-    """x in float32 where it is a half precision, else x itself."""
+    """x in float32 if x is float16 or bfloat16, else x itself."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -1,7 +1,7 @@
-"""Which queries of a rank see which keys of each rank, by the placement of positions.
+"""Meetings: which queries of a rank see which keys of each rank, by the placement of positions.
 
-Without packed documents and windows this follows from the places of two ranks (:func:`meeting`); else from
-the runs of positions that each rank has and from what these attend to.
+Without packed documents and windows a meeting follows from the numbers of two ranks (:func:`meeting`); else
+from the runs of positions that each rank has and from the positions to which these attend.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from spbench.impls.unlike_work import ALL_LOWER, work_of
 
 ALL = slice(None)
 
-#: (queries, keys, seen): which of a rank's queries see which of an owner's keys, and what of these
+#: (queries, keys, seen): slices of a rank's queries and an owner's keys that meet, and which keys each sees
 Meeting = tuple[slice, slice, Seen]
 
 
 def meeting(placement: str | None, rank: int, owner: int, length: int) -> tuple[slice, slice, bool] | None:
-    """Which of a rank's ``length`` queries see which of an owner's ``length`` keys: (queries, keys, causal).
+    """(queries, keys, causal): slices of a rank's ``length`` queries and of an owner's ``length`` keys that
+    meet.
 
-    All of these queries see all of these keys or, if causal, query i of these sees keys j <= i of these.
-    None: no query sees any. ``placement`` None: there is no mask. All owners of lower rank give the same
-    meeting, and so do all of higher rank.
+    Each query of the slice sees each key of the slice or, if causal, query i sees keys j <= i. None: no query
+    sees any key. ``placement`` None: there is no mask. All owners of lower rank give the same meeting, and
+    all owners of higher rank do.
     """
     if placement is None:
         return ALL, ALL, False
@@ -40,16 +41,16 @@ def meeting(placement: str | None, rank: int, owner: int, length: int) -> tuple[
     if placement == "striped":
         if owner < rank:
             return ALL, ALL, True
-        # place i of an owner to the right comes after place i of the rank's, so i sees the places before i
+        # position i of a higher rank comes after this rank's position i, which sees the positions before i
         return (slice(1, None), slice(-1), True) if length > 1 else None
     half = length // 2
-    # the owner's first chunk lies before both of the rank's, or both of the owner's between the rank's two
+    # the owner's first chunk is before both of the rank's, or both of the owner's are between the rank's two
     return (ALL, slice(half), False) if owner < rank else (slice(half, None), ALL, False)
 
 
 def halo_rows(window: int, length: int, size: int) -> tuple[int, ...]:
-    """For each chunk of ``length`` before a rank's own, the nearest first: how many of its last positions the
-    rank's queries see in a window. These are window - 1 in all, of at most ``size`` - 1 chunks."""
+    """The number of last positions that a rank's queries see of each chunk of ``length`` before the rank's,
+    the nearest first. The sum is window - 1, over at most ``size`` - 1 chunks."""
     chunks = min(size - 1, -(-(window - 1) // length))
     return tuple(min(length, window - 1 - i * length) for i in range(chunks))
 
@@ -58,7 +59,7 @@ def halo_rows(window: int, length: int, size: int) -> tuple[int, ...]:
 def _met(
     placement: str, packed: Attended, attended: Attended, rank: int, owner: int, size: int, length: int
 ) -> tuple[Interval, Interval, Seen] | None:
-    """As :meth:`Meetings.of`, from the runs of positions of each rank."""
+    """The value of :meth:`Meetings.of`, from the runs of positions of two ranks."""
     held = intervals(placement, size, length, packed)
     ranges = attended.ranges(held[rank], held[owner])
     if not ranges:
@@ -86,11 +87,11 @@ class Meetings:
     """Which queries of a rank see which keys of each rank.
 
     Attributes:
-        placement: of the positions; None: there is no mask, and each query sees each key.
+        placement: the placement of the positions; None: there is no mask, and each query sees each key.
         rank, size: this rank, and the number of ranks.
-        length: positions of each rank.
-        attended: which positions this layer attends to, beside the causal mask.
-        packed: the same for the placement, which all layers share; None: ``attended``.
+        length: number of positions of each rank.
+        attended: the limits of this layer's attention in addition to the causal mask.
+        packed: the limits by which the placement is chosen, which all layers share; None: ``attended``.
     """
 
     placement: str | None
@@ -102,24 +103,24 @@ class Meetings:
 
     @property
     def placed_by(self) -> Attended:
-        """The ``attended`` that decides the placement."""
+        """The limits of attention by which the placement is chosen."""
         return self.attended if self.packed is None else self.packed
 
     @property
     def halo(self) -> tuple[int, ...] | None:
-        """For each chunk before the rank's own, the nearest first: how many of its last keys the queries see,
-        where they see no other keys of other ranks (a window over contiguous chunks). None: elsewhere."""
+        """For a window over contiguous chunks: how many of the last keys of each chunk before the rank's own
+        the queries see, the nearest chunk first. None: there is no window, or another placement."""
         if self.placement != "contiguous" or self.attended.window is None:
             return None
         return halo_rows(self.attended.window, self.length, self.size)
 
     @property
     def regular(self) -> bool:
-        """Whether the placement of two ranks alone decides their meeting: :func:`meeting`."""
+        """Whether a meeting follows from the placement and the numbers of two ranks (:func:`meeting`)."""
         return self.placement is None or (self.attended.plain and self.placement not in BALANCED)
 
     def of(self, owner: int) -> Meeting | None:
-        """The meeting of the rank's queries with the keys of one rank; None: no query sees any."""
+        """The meeting of the rank's queries with the keys of rank ``owner``; None: no query sees a key."""
         if self.regular:
             return meeting(self.placement, self.rank, owner, self.length)
         assert self.placement is not None
@@ -130,8 +131,8 @@ class Meetings:
         return slice(*mine), slice(*theirs), seen
 
     def of_all(self) -> tuple[Interval, Ranges]:
-        """The meeting with the keys of several ranks, from the first rank whose keys a query sees to the
-        last: (these ranks, ranges)."""
+        """(ranks, ranges): the first rank whose keys a query sees, and the end after the last one; and the
+        ranges of these ranks' keys that the queries see."""
         assert self.placement is not None
         held = intervals(self.placement, self.size, self.length, self.placed_by)
         ranges = self.attended.ranges(held[self.rank], np.concatenate(held))
@@ -140,7 +141,7 @@ class Meetings:
         return (first, -(-end // self.length)), ranges.moved(0, first * self.length)
 
     def of_halo(self) -> Ranges:
-        """The meeting with the keys of the halo, the farthest first, and the rank's own after them."""
+        """The ranges that the queries see of the halo's keys, the farthest first, and the rank's own keys."""
         assert self.halo is not None
         start, rows = self.rank * self.length, sum(self.halo)
         first = max(0, start - rows)
@@ -150,17 +151,17 @@ class Meetings:
 
     def work_on(self, owner: int, *, joint: bool = False) -> AbstractContextManager[None]:
         """A context for computing with the keys of an owner, or if ``joint`` with the keys of all ranks from
-        it to this one. It marks the work that lower ranks have less of (:func:`work_of`)."""
+        the owner to this rank. The context marks work of which lower ranks have less (:func:`work_of`)."""
         if self.placement != "contiguous" or not self.regular or owner >= self.rank:
             return nullcontext()
         return work_of(ALL_LOWER if joint else self.rank)
 
     def before(self, chunks: int) -> int:
-        """The rank ``chunks`` places before this one, round the ring."""
+        """The number of the rank that is ``chunks`` places before this rank on the ring."""
         return (self.rank - chunks) % self.size
 
     def depends_on(self, owner: int) -> Hashable:
-        """What the work on an owner's block depends on, beside whether the owner is a lower rank."""
+        """A key that is equal for owners of the same side whose blocks take the same work."""
         return None if self.regular else self._alike[owner]
 
     @cached_property

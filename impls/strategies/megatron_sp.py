@@ -1,7 +1,7 @@
 """Megatron-LM's sequence parallelism (Megatron-SP; Korthikanti et al., arXiv 2205.05198, section 4.2.2).
 
-Tensor parallelism replicates what lies between the blocks: norms, dropout, residuals. Here each rank has only
-L/N positions of that. The all-reduces f and g fall into their halves: a block begins by gathering all
+Tensor parallelism replicates the work between the blocks: norms, dropout, residuals. Here each rank does it
+for L/N positions. The all-reduces f and g are split into halves: a block begins by gathering all
 positions for its column-parallel projection, and ends by reduce-scattering the output of its row-parallel
 one; backward does the reverse. An all-reduce is a reduce-scatter and an all-gather, so the bytes are the
 same, except for one more all-gather in backward: a rank keeps only its own positions of a block's input, and
@@ -9,9 +9,9 @@ gathers the others again for the gradient of the weight.
 
 Heads and features of a block are split; the vocabulary is split only if an option says so. Otherwise
 embedding, head and loss act on this rank's positions, which gives as many logits as a split vocabulary and
-needs no message. All weights that are not split see some of the positions only, so their gradients are summed
-over the ranks. With a split vocabulary the ids and labels of all positions are gathered, 8 bytes each;
-Megatron-LM's data loader gives them whole to every rank.
+needs no message. Weights that are not split see only some positions, so their gradients are summed over the
+ranks. With a split vocabulary the ids and labels of all positions are gathered, 8 bytes each, whereas
+Megatron-LM's data loader gives every rank all ids and labels.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class GatheredProjection(torch.autograd.Function):
 
 
 def whole_ids(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[B, L] from the [B, L/N] of all ranks."""
+    """All-gathers token ids or labels x [B, L/N] of all ranks: [B, L]."""
     parts, arrival = start_all_gather(x, group)
     arrival.wait()
     return joined(parts, 1)
@@ -123,11 +123,11 @@ class MegatronSPOptions(TensorParallelOptions, GridOptions):
             the vocabulary; "split", as in Megatron-LM: on all positions, each rank with its rows.
         loss: for a split vocabulary, as in :class:`TensorParallelOptions`.
         gathered: the memory of gathered inputs: "made" and freed each time, or "reused", as Megatron-LM's own
-            layers (library: megatron-local) do in any case.
-        userbuffers: collectives of projections run in parts beside their matmuls, for which
-            TransformerEngine has further workspaces (``get_cublas_workspace`` of
-            transformer_engine/pytorch/cpp_extensions/gemm.py since 2.10). Here the collectives are waited
-            for, and gathered inputs are tensors, not communication buffers.
+            layers (library: megatron-local) always do.
+        userbuffers: TransformerEngine runs the collectives of projections in parts while matmuls run, and has
+            further workspaces for that (``get_cublas_workspace`` of
+            transformer_engine/pytorch/cpp_extensions/gemm.py since 2.10). spbench counts these workspaces,
+            but waits for the collectives, and gathered inputs are tensors, not communication buffers.
     """
 
     vocabulary: str = "whole"
@@ -153,8 +153,8 @@ class MegatronSPOptions(TensorParallelOptions, GridOptions):
 
 
 def _in_eight_bits(site: Site, nbytes: int) -> int:
-    """Bytes of the input of a projection, where it is gathered in eight bits with the scales of its rows;
-    ``nbytes`` where it is not."""
+    """Bytes of the gathered input of a projection: eight bits an element and the scales of its rows, or
+    ``nbytes`` where the input is not in eight bits."""
     if "fp8_tile" not in site.dims:
         return nbytes
     d, tile = site.dims, site.dims["fp8_tile"]
@@ -163,7 +163,7 @@ def _in_eight_bits(site: Site, nbytes: int) -> int:
 
 
 class SequenceVocabEmbedding(VocabParallelEmbedding):
-    """Token ids [B, L/N] -> [B, L/N, H], from the rows [V/N, H] that each rank has."""
+    """Token ids [B, L/N] -> [B, L/N, H]; each rank holds V/N rows of the table [V, H]."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return reduce_scatter(self.own_rows(whole_ids(tokens, self.group)), 1, self.group)
@@ -171,8 +171,8 @@ class SequenceVocabEmbedding(VocabParallelEmbedding):
 
 class _OfWholeText(ColumnParallelLinear):
     """A column-parallel projection of an input that every rank has whole, so nothing is gathered. Each rank
-    returns its columns' part of the input's gradient alone; the gradients of the weights behind the input are
-    summed anyway."""
+    returns only its columns' part of the input's gradient, because the gradients of the weights behind the
+    input are summed over ranks later."""
 
     forward = Linear.forward
 
@@ -196,7 +196,7 @@ class MegatronSP(GridChunks, TensorParallel):
         return dims | ({"V": "vocabulary rows"} if self.options.vocabulary == "split" else {})
 
     # Inside a block a rank has all positions, so these hooks are those of a single device. Each rank's heads
-    # make a part of the gradient of a weight with a column for each position, and of one that heads share.
+    # add a part to the gradient of a weight that heads share, or that has a column for each position.
     grid_attention = Strategy.grid_attention
     block_part = Strategy.block_part
     sequence_parameter = Strategy.sequence_parameter
@@ -295,7 +295,7 @@ class MegatronSP(GridChunks, TensorParallel):
         return _OfWholeText(in_features, out_features, self)
 
     def enter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [B, L/N, H] -> [B, L, F/N], or the same along the cut dim of a grid."""
+        """All-gathers x [B, L/N, H], or a grid along its cut dim, and projects it: [B, L, F/N]."""
         if self.size == 1:
             return project(x, weight, bias)
         if (recipe := getattr(weight, "spbench_fp8", None)) is not None:
@@ -306,12 +306,12 @@ class MegatronSP(GridChunks, TensorParallel):
         return GatheredProjection.apply(x, weight, bias, self.cut_dim(x), self.group, buffer)
 
     def whole_input(self, x: Tensor) -> Tensor:
-        """[B, L/N, H] -> [B, L, H], which is kept for the matmuls that use it, and not gathered again."""
+        """All-gathers x [B, L/N, H] -> [B, L, H], which backward keeps for its matmuls."""
         return all_gather(x, self.cut_dim(x), self.group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """This rank's part [B, L, H] of the sum -> its positions [B, L/N, H] of the sum, or the same along
-        the cut dim of a grid."""
+        """Closes a block: reduce-scatters the ranks' partial outputs x [B, L, H], or grids along the cut dim
+        -> this rank's positions [B, L/N, H] of the sum."""
         return reduce_scatter(x, self.cut_dim(x), self.group)
 
     def cut_dim(self, x: Tensor) -> int:

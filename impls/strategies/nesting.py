@@ -1,17 +1,17 @@
 """Strategies around each other: tensor parallelism around a sequence parallel one, Ulysses around a ring.
 
 A name with plus signs, such as "tensor_parallel+ring_attention", lists strategies that stand around one
-another, the outermost first. Each has mesh axes of its own and none depends on the others. It acts on what
-the one around it leaves (its heads, its features) and hands over by ``super()`` (:class:`Strategy`). So pairs
-need no code:
+another, the outermost first. Each strategy has mesh axes of its own and depends on no other: it acts on the
+heads and features that the strategy around it leaves to a rank, and calls the strategy within by ``super()``
+(:class:`Strategy`). So pairs need no code:
 
 - "tensor_parallel+S" and "megatron_sp+S" split weights, heads and vocabulary over tp around any S over sp
   ("4D parallelism", arXiv 2105.13120, section 5; Megatron-LM's TP + SP + CP);
 - "ulysses+S" swaps chunks of the sequence for heads over sp, and S divides the sequence over cp:
   "ulysses+ring_attention" is USP (arXiv 2405.07719) and Megatron-LM's hierarchical a2a+p2p;
-- "tensor_parallel+ulysses+ring_attention" does all of it.
+- "tensor_parallel+ulysses+ring_attention" does all of this.
 
-If two of them use the same axis, the outer one keeps it and the inner one gets the next of SEQUENCE_AXES.
+If two strategies use the same axis, the outer one keeps it and the inner one gets the next of SEQUENCE_AXES.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Nesting:
     """Classes of strategies, each around the next; in most cells one class alone.
 
     Raises:
-        ValueError: they cannot stand around each other, or there are too few axes.
+        ValueError: the classes cannot stand around each other, or there are too few axes.
     """
 
     classes: tuple[type[Strategy], ...]
@@ -60,7 +60,7 @@ class Nesting:
         _ = self.axes_of
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Nesting, (self.classes,)  # without what follows from the classes, for it cannot be pickled
+        return Nesting, (self.classes,)  # without the cached options_type, which cannot be pickled
 
     @cached_property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class Nesting:
 
     @cached_property
     def axes_of(self) -> tuple[tuple[str, ...], ...]:
-        """The axes of each class."""
+        """The mesh axes of each class, in the order of ``classes``."""
         of_classes: list[tuple[str, ...]] = []
         taken: set[str] = set()
         for cls in self.classes:
@@ -85,7 +85,7 @@ class Nesting:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The axes of all."""
+        """The mesh axes of all classes, one after another."""
         return tuple(axis for axes in self.axes_of for axis in axes)
 
     @cached_property
@@ -95,8 +95,8 @@ class Nesting:
 
     @cached_property
     def options_type(self) -> type[Options]:
-        """A frozen dataclass with the options of all classes; an option that several have gets one value for
-        all."""
+        """A frozen dataclass with the options of all classes; classes with an option of the same name share
+        its value."""
         types = list(dict.fromkeys(cls.options_type for cls in self.classes))
         if len(types) == 1:
             return types[0]
@@ -112,7 +112,7 @@ class Nesting:
         )
 
     def configured(self, place: Place, options: Mapping[str, Any] | None = None, seed: int = 0) -> Strategy:
-        """The outermost strategy, with some options given by name.
+        """The outermost strategy, with the ``options`` that are named set for each class that has them.
 
         Raises:
             KeyError: no class has such an option; the message lists the options.
@@ -127,20 +127,20 @@ class Nesting:
         return strategy
 
     def roles(self, axis: str, size: int) -> list[list[int]]:
-        """As :meth:`Strategy.roles`, for the class that has the axis."""
+        """:meth:`Strategy.roles` of the class that owns the axis."""
         return self.owner(axis).roles(axis, size)
 
     def owner(self, axis: str) -> type[Strategy]:
-        """The class that has the axis."""
+        """The class that owns the axis."""
         return next(cls for cls, axes in zip(self.classes, self.axes_of, strict=True) if axis in axes)
 
     def sizes_for(self, size: int) -> dict[str, int]:
-        """As :meth:`Strategy.sizes_for`, for the outermost strategy."""
+        """:meth:`Strategy.sizes_for` of the outermost strategy."""
         return self.classes[0].sizes_for(size)
 
     def meshes(self, size: int) -> list[dict[str, int]]:
-        """The meshes of ``size`` ranks over the axes, with more than one rank along each axis; and the mesh
-        of one rank."""
+        """The meshes of ``size`` ranks, as sizes by axis, with more than one rank along each axis; for
+        ``size`` 1 the mesh of one rank."""
         if size == 1:
             return [dict.fromkeys(self.axes, 1)]
         ways = itertools.product(range(2, size + 1), repeat=len(self.axes))
@@ -148,7 +148,7 @@ class Nesting:
 
 
 def all_pairs() -> Iterator[Nesting]:
-    """Every two registered strategies where one can stand around the other."""
+    """Yields every pair of registered strategies of which the first can stand around the second."""
     for outer, inner in itertools.permutations(all_strategies().values(), 2):
         try:
             yield Nesting((outer, inner))
@@ -158,10 +158,10 @@ def all_pairs() -> Iterator[Nesting]:
 
 @cache
 def nesting(name: str) -> Nesting:
-    """The strategies of a name, which may be one alone.
+    """The nesting of the strategies in a name; most names are those of one strategy.
 
     Raises:
         KeyError: no such strategy is registered; the message lists the registered names.
-        ValueError: they cannot stand around each other.
+        ValueError: the strategies cannot stand around each other.
     """
     return Nesting(tuple(strategy_class(part) for part in name.split(PLUS)))

@@ -5,8 +5,8 @@ Attention is that of :mod:`spbench.impls.strategies.megatron_sp`: its weights ar
 input gathered and its output reduce-scattered. Tensor parallelism of an MLP communicates less than the MLP's
 weights where these outnumber a rank's positions, and more where sequences are long. So here the MLP acts on
 L/N positions with all its features, and sends no activations. Either its weights are whole on every rank, for
-a backend to shard; or each rank has some of their rows and gathers all for every matmul, as in ZeRO-3 (the
-program's LinearZeRO3), forward and backward, where their gradient is reduce-scattered.
+a backend to shard; or each rank has some of their rows and gathers all rows for every matmul, forward and
+backward, and reduce-scatters their gradient, as in ZeRO-3 (the program's LinearZeRO3).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OdysseusOptions(MegatronSPOptions):
 
 
 class _GatheredWeight(torch.autograd.Function):
-    """x [B, L/N, .., H], this rank's part of a weight along ``dim`` -> x times the whole weight."""
+    """x [B, L/N, .., H] times the whole weight, which is gathered from each rank's part along ``dim``."""
 
     @staticmethod
     def forward(
@@ -73,7 +73,7 @@ def _whole(weight: Tensor, dim: int, group: dist.ProcessGroup, buffer: ReusedBuf
 
 
 class _GatheredLinear(Linear):
-    """x [..., in_features] -> x W^T [..., out_features]; a rank holds 1/N of the rows of W."""
+    """x [..., in_features] -> x W^T [..., out_features], where a rank holds 1/N of the rows of W."""
 
     def __init__(self, in_features: int, out_features: int, odysseus: Odysseus):
         super().__init__(in_features, out_features // odysseus.size, bias=False)
@@ -102,7 +102,7 @@ class _GatheredGroupedLinear(GroupedLinear):
 
 
 class _GatheredSeparateLinear(SeparateLinear):
-    """As :class:`_GatheredGroupedLinear`, with one matmul for each projection."""
+    """Several projections of one input, one matmul each; a rank holds 1/N of the rows of each weight."""
 
     def __init__(self, in_features: int, out_features: Sequence[int], odysseus: Odysseus):
         super().__init__(in_features, [n // odysseus.size for n in out_features])
@@ -142,7 +142,7 @@ class _OwnPositions(LayerHooks):
 
 
 class Odysseus(MegatronSP):
-    """As :class:`MegatronSP`, except for the MLPs of decoders."""
+    """:class:`MegatronSP`, except that the MLPs of decoders act on each rank's own positions."""
 
     name = "odysseus"
     options_type = OdysseusOptions
@@ -155,7 +155,7 @@ class Odysseus(MegatronSP):
         return _OwnPositions(self)
 
     def times_gathered(self, x: Tensor, weight: Tensor, dim: int) -> Tensor:
-        """x times a weight that is gathered from all ranks along ``dim``."""
+        """x times the whole of a weight, which is gathered from all ranks along ``dim``."""
         buffer = self.buffer if self.options.gathered == "reused" else None
         y: Tensor = _GatheredWeight.apply(x, weight, dim, self.group, buffer)
         return y
@@ -184,7 +184,7 @@ class Odysseus(MegatronSP):
         yield from super().communication(others, element_bytes)
         for site in of_mlps if self.options.mlp == "gathered" else ():
             weights = site.dims["mlp"]
-            # projections of one input that are apart are gathered apart
+            # projections of one input with a matmul each are gathered one by one
             each = site.dims["H"] * site.dims["F"] if site.dims.get("gathered_once") else weights
             count, payload = site.count * weights // each, each * element_bytes
             for phase in ["forward", "backward"] if site.recomputed else ["forward"]:

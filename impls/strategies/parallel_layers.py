@@ -46,7 +46,7 @@ class SplitWeights(Protocol):
 
 
 class ColumnParallelLinear(Linear):
-    """x [..., H] -> this rank's columns [..., F/N]; all-reduces the gradient of x."""
+    """x [..., H] -> this rank's columns [..., F/N] of x W^T + b; all-reduces the gradient of x."""
 
     def __init__(self, in_features: int, out_features: int, tp: SplitWeights):
         super().__init__(in_features, out_features // tp.size)
@@ -78,7 +78,7 @@ class ColumnParallelGroupedLinear(GroupedLinear):
 
 
 class ColumnParallelSeparateLinear(SeparateLinear):
-    """x [..., H] -> this rank's columns [..., F_g/N] of each projection; sums the gradient of x once."""
+    """x [..., H] -> this rank's columns [..., F_g/N] of each projection; one all-reduce of x's gradient."""
 
     def __init__(
         self, in_features: int, out_features: Sequence[int], tp: SplitWeights, *, bias: bool = False
@@ -102,7 +102,7 @@ class SharedGroupShard(Shard):
     shared: int = 0
 
     def of(self, full: Tensor) -> Tensor:
-        """This rank's part of the full tensor, [1, (Z/N + 2) A, H] or without H (a copy)."""
+        """This rank's part of the full weight [1, (Z/N + 2) A, H], or of the bias, as a copy."""
         group, place = divmod(self.index, self.replicas)
         rows = full[group]
         queries = rows[: -self.shared].chunk(self.replicas)[place]
@@ -117,8 +117,9 @@ class ColumnParallelGroupedQuery(GroupedQueryLinear):
     """x [..., H] -> this rank's queries [..., G/N, Z/G, A], keys and values [..., G/N, A]; all-reduces the
     gradient of x.
 
-    Where there are more ranks than groups, the ranks of a group share out its queries, [..., 1, Z/N, A], and
-    each holds its key and value, [..., 1, A], whose gradients they sum.
+    Where there are more ranks than groups, each rank of a group has some of its queries, [..., 1, Z/N, A],
+    and holds the group's key and value, [..., 1, A]; the gradients of these are summed over the group's
+    ranks.
     """
 
     def __init__(
@@ -145,11 +146,11 @@ class ColumnParallelGroupedQuery(GroupedQueryLinear):
         return self.separate(self.tp.enter(x, weight, self._summed(self.bias)))
 
     def _summed(self, parameter: nn.Parameter | None) -> Tensor | None:
-        """The parameter, with a hook that sums the gradient of its key's and value's rows over the ranks that
-        hold them."""
+        """The parameter as a tensor whose backward sums the gradient of the rows of key and value over the
+        ranks that hold these rows."""
         if parameter is None or self.replica_group is None:
             return parameter
-        # where there are replicas there is one group, so that the rows of its key and value are the last ones
+        # a rank with replicas has one group, so the rows of its key and value are the last rows
         rows = slice(-2 * self.head_size, None)
         summed = copy_rows_to_group(parameter.flatten(0, 1), rows, self.replica_group)
         if (recipe := getattr(parameter, "spbench_fp8", None)) is not None:
@@ -159,7 +160,7 @@ class ColumnParallelGroupedQuery(GroupedQueryLinear):
 
 
 class RowParallelLinear(Linear):
-    """This rank's columns of x [..., F/N] -> [..., H], summed over ranks."""
+    """This rank's columns of x [..., F/N] -> x W^T [..., H], summed over ranks."""
 
     def __init__(self, in_features: int, out_features: int, tp: SplitWeights):
         super().__init__(in_features // tp.size, out_features, bias=False)
@@ -185,7 +186,7 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_group(self.own_rows(tokens), self.group)
 
     def own_rows(self, tokens: Tensor) -> Tensor:
-        """This rank's part of the sum: zero where a token is another rank's."""
+        """This rank's part [B, L, H] of the sum for ids [B, L]: 0 where another rank has the token's row."""
         rows = self.weight.shape[0]
         elsewhere = (tokens < self.first) | (tokens >= self.first + rows)
         local = (tokens - self.first).masked_fill_(elsewhere, 0)

@@ -1,4 +1,4 @@
-"""Sequence chunks that a placement lays on the ranks, and whose queries meet the keys of all ranks."""
+"""Sequence chunks by a placement of positions on ranks, whose queries meet the keys of all ranks."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class PlacementOptions(GridOptions):
     other than ``grid_dim`` needs no message.
 
     Attributes:
-        placement: of positions on ranks, one of ``placements``; linear attention, recurrences and grids take
-            contiguous chunks only.
+        placement: the placement of positions on ranks, one of ``placements``; linear attention, recurrences
+            and grids take only "contiguous".
     """
 
     placement: str = "contiguous"
 
-    #: what ``placement`` may be
+    #: the values that ``placement`` may have
     placements: ClassVar[tuple[str, ...]] = PLACEMENTS
 
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
-        """See :meth:`Options.searched`. Without a causal mask the placement changes nothing. Placements by
-        document lengths are for packed sequences alone, which have no striped one."""
+        """See :meth:`Options.searched`. Without a causal mask the placement changes nothing. Only packed
+        sequences have placements by document lengths, and they have no striped placement."""
         of_one_text = ("zigzag", "contiguous", "striped")
         of_documents = ("by_work", "zigzag_by_document", "zigzag", "contiguous")
         for placement in of_documents if "documents" in heeded else of_one_text:
@@ -50,7 +50,7 @@ class PlacementOptions(GridOptions):
 
 @dataclass(frozen=True)
 class DocumentPlacementOptions(PlacementOptions):
-    """As :class:`PlacementOptions`, and also the placements of BALANCED."""
+    """:class:`PlacementOptions` that also take the placements by document lengths, BALANCED."""
 
     placements = (*PLACEMENTS, *BALANCED)
 
@@ -65,7 +65,7 @@ class PlacedChunks(GridChunks):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, meetings: Meetings) -> Tensor:
         """Softmax attention of this rank's queries to the keys of all ranks, two or more: q, k, v [B, Z, L/N,
         A] -> [B, Z, L/N, A], scores scaled by A**-0.5. ``meetings`` says which keys of each rank the queries
-        see. Classes that heed sinks take them as one more argument."""
+        see. Classes whose attention has sinks take these as one more argument."""
         raise NotImplementedError
 
     def meetings(self, q: Tensor, placement: str | None, attended: Attended = CAUSAL) -> Meetings:
@@ -74,8 +74,8 @@ class PlacedChunks(GridChunks):
 
     @classmethod
     def roles(cls, axis: str, size: int) -> list[list[int]]:
-        # With a causal mask the ranks' programs differ, but all send the same, and none attends to more keys
-        # than the last rank. So all ranks are one set, and the last rank stands for it.
+        # With a causal mask the ranks' programs differ, but all ranks send the same bytes, and none attends
+        # to more keys than the last rank. So all ranks are one set, and the last rank is traced for the set.
         return [[size - 1, *range(size - 1)]]
 
     @property
@@ -104,7 +104,7 @@ class PlacedChunks(GridChunks):
             return super().own(x, dim)
         if self.options.placement in BALANCED and self.size > 1:
             held = intervals(self.options.placement, self.size, x.shape[dim] // self.size, self.packed)
-            # what lies before each run, and the run: thousands of runs are cut by one operator
+            # alternately the gap before a run, and the run: one operator cuts thousands of runs
             cuts = np.diff(held[self.rank].ravel(), prepend=0, append=x.shape[dim])
             return torch.cat(x.split(cuts.tolist(), dim)[1::2], dim)
         if self.options.placement == "striped":

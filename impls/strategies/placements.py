@@ -2,18 +2,18 @@
 
 Under a causal mask, where queries see no later key, the placement decides how even the work is:
 - "contiguous", chunk r of N: rank r has r + 1 blocks to attend to, so the last rank works all the time;
-- "striped", positions r, r + N, r + 2N, ...: about half of every block, for every rank (Striped Attention,
-  arXiv 2311.09431);
-- "zigzag", chunks r and 2N-1-r of 2N: half of every block of others, exactly (The Llama 3 Herd of Models,
-  arXiv 2407.21783, section 3.3.2; Megatron-LM's context parallelism).
+- "striped", positions r, r + N, r + 2N, ...: every rank attends to about half of every block (Striped
+  Attention, arXiv 2311.09431);
+- "zigzag", chunks r and 2N-1-r of 2N: every rank attends to exactly half of every other rank's block (The
+  Llama 3 Herd of Models, arXiv 2407.21783, section 3.3.2; Megatron-LM's context parallelism).
 
-These balance one long text. For packed documents the placements of BALANCED, which use the documents'
-lengths, are even:
+These placements balance one long text. For packed documents those of BALANCED, which use the documents'
+lengths, give even work:
 - "zigzag_by_document", chunks r and 2N-1-r of 2N of each document (Transformer Engine's thd layout, which
   pads each document to a multiple of 2N). Here nothing is padded: the remainders, less than 2N positions of
   each document, form one sequence, of which each rank has a contiguous part;
-- "by_work", small chunks, the heaviest first, each to the rank with the least to attend to so far (as in
-  MagiAttention's dispatch, arXiv 2505.13211, section 4.1).
+- "by_work", small chunks, the heaviest first, each to the rank with the fewest pairs of queries and keys so
+  far (as in MagiAttention's dispatch, arXiv 2505.13211, section 4.1).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLACEMENTS = ("contiguous", "striped", "zigzag")
 #: placements by the lengths of documents
 BALANCED = ("zigzag_by_document", "by_work")
 
-#: chunks of a rank under "by_work", where they divide its positions
+#: the number of chunks of a rank under "by_work"; fewer if this number does not divide the rank's positions
 CHUNKS_BY_WORK = 16
 
 
@@ -62,7 +62,7 @@ def _zigzag_by_document(size: int, length: int, attended: Attended) -> list[Numb
 
 
 def _shared_out(runs: Numbers, size: int) -> Iterator[Numbers]:
-    """The runs cut into contiguous parts, of equally many positions for each rank."""
+    """Yields each rank's part [n, 2] of the runs: contiguous, and of equally many positions for each rank."""
     ends = np.cumsum(runs[:, 1] - runs[:, 0])
     total = int(ends[-1]) if len(ends) else 0
     for rank in range(size):
@@ -91,7 +91,7 @@ def _by_work(size: int, length: int, attended: Attended) -> list[Numbers]:
 
 
 def _joined(runs: Numbers) -> Numbers:
-    """The runs in the order of their places; runs that follow each other without a gap become one."""
+    """The runs [n, 2] sorted by position; runs that follow each other without a gap become one."""
     starts, ends = runs[np.argsort(runs[:, 0])].T
     gap = starts[1:] != ends[:-1]
     return np.stack((starts[np.append(True, gap)], ends[np.append(gap, True)]), 1)

@@ -1,4 +1,4 @@
-"""Ring Attention (Liu et al., arXiv 2310.01889) and nothing beside it: the file to read first.
+"""Ring Attention (Liu et al., arXiv 2310.01889) without any options: read this file first.
 
 Each rank holds L/N neighbouring positions of every sequence, as queries, keys and values. Its queries need
 the keys and values of all ranks, so these go round a ring: in each of N steps a rank attends to the block
@@ -48,7 +48,7 @@ def scores_of(q: Tensor, keys: Tensor, diagonal: bool) -> Tensor:
 
 
 class PlainRing(torch.autograd.Function):
-    """q [B, G, Z/G, L/N, A], k, v [B, G, 1, L/N, A] -> [B, G, Z/G, L/N, A]."""
+    """Attention round the ring: q [B, G, Z/G, L/N, A], k, v [B, G, 1, L/N, A] -> [B, G, Z/G, L/N, A]."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, group: dist.ProcessGroup) -> Tensor:
@@ -82,7 +82,7 @@ class PlainRing(torch.autograd.Function):
             d_q = d_q + d_scores @ full_precision(keys)
             d_keys, d_values = d_scores.mT @ full_precision(q), shares.mT @ d_o
             sums = sums + torch.stack([x.sum(2, keepdim=True) for x in (d_keys, d_values)])
-        d_k, d_v = shift(sums, ctx.group).to(k.dtype)  # home
+        d_k, d_v = shift(sums, ctx.group).to(k.dtype)  # to the rank that owns the keys
         return d_q.to(q.dtype), d_k, d_v, None, None
 
 
@@ -98,7 +98,7 @@ class PlainRingAttention(GridChunks):
     def causal_attention(
         self, q: Tensor, k: Tensor, v: Tensor, attended: Attended = CAUSAL, sinks: Tensor | None = None
     ) -> Tensor:
-        # it heeds neither documents nor windows nor sinks, so on several ranks it is given none
+        # the class declares no documents, windows or sinks, so on several ranks none are passed
         if self.size == 1:
             return super().causal_attention(q, k, v, attended, sinks)
         return self.attend(q, k, v, True)
@@ -107,7 +107,7 @@ class PlainRingAttention(GridChunks):
         return self.attend(q, k, v, False) if self.size > 1 else super().full_attention(q, k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        """q [B, Z, L/N, A], k, v [B, G, L/N, A] -> [B, Z, L/N, A]."""
+        """Attention to the keys of all ranks: q [B, Z, L/N, A], k, v [B, G, L/N, A] -> [B, Z, L/N, A]."""
         by_group = q.unflatten(1, (k.shape[1], -1))
         o: Tensor = PlainRing.apply(by_group, k.unsqueeze(2), v.unsqueeze(2), causal, self.group)
         return o.flatten(1, 2)

@@ -1,6 +1,5 @@
-"""What follows from a strategy and its sizes, without process groups or tensors: checks of sizes, closed
-forms of the traffic, how parameters are laid out, and the axes over which their gradients are therefore
-summed."""
+"""Plans of a strategy for given sizes, without process groups or tensors: checks of sizes, closed forms of
+the traffic, the split of parameters over ranks, and the axes over which gradients are summed."""
 
 from __future__ import annotations
 
@@ -30,41 +29,40 @@ from spbench.impls.tiles import entries_of_tiles, tiles_of, tiling_of
 from spbench.impls.traffic import Traffic
 
 #: ``vocabulary``: rows of an embedding or head; ``features``: what tensor parallelism can split, of which
-#: ``mlp``: those of MLPs that :attr:`LayerHooks.of_mlp` makes;
-#: ``key_value``: projections to keys and values of grouped-query attention, which it can split into
-#: ``kv_heads`` parts; ``sequence``: one column a position; ``experts``: routed experts, which the folded axes
-#: share out whatever the strategy
+#: ``mlp``: those of MLPs that :attr:`LayerHooks.of_mlp` makes; ``key_value``: projections to keys and values
+#: of grouped-query attention, which it can split into ``kv_heads`` parts; ``sequence``: one column a
+#: position; ``experts``: routed experts, which the folded axes share out whatever the strategy
 ParameterKind = Literal["vocabulary", "features", "mlp", "key_value", "sequence", "experts", "others"]
 
 
 class ParameterHooks:
-    """Over which ranks are positions spread, and parameters split?
+    """Over which ranks are positions spread, and over which are parameters split?
 
-    The ranks over which a gradient is summed follow from both, here alone.
+    The ranks over which a gradient is summed follow from these two answers, in :meth:`partial_axes` only.
     """
 
     place: Place
 
     @property_left_within
     def position_axes(self) -> tuple[str, ...]:
-        """The axes over which the positions of hidden states between blocks are spread. Each of their ranks
-        draws its own dropout and computes its share of the loss, a sum over all positions. So each rank has
-        only a part of the gradient of a parameter that all of them hold."""
+        """The axes over which the positions of hidden states between blocks are spread. Each rank along these
+        axes draws its own dropout and computes its share of the loss, a sum over all positions. So each rank
+        has only a part of the gradient of a parameter that all these ranks hold."""
         return ()
 
     @left_within
     def split_over(self, kind: ParameterKind) -> tuple[str, ...]:
-        """The axes over whose ranks parameters of a kind are split."""
+        """The axes over which parameters of a kind are split."""
         return ()
 
     @final
     def partial_axes(self, parameter: nn.Parameter) -> tuple[str, ...]:
         """The axes over which this parameter's gradient is summed: the axes that positions are spread over,
         except the axis over which the parameter itself is split. (The one rank that holds a part of a
-        parameter applies it to all positions, so it has that part's whole gradient.)
+        parameter applies the part to all positions, so the rank has the part's whole gradient.)
 
-        Those of an expert's parameters are ("edp",), which counts the replicas in; without ep and etp they
-        are as those of others, since every rank has all experts and positions of its own."""
+        An expert's parameters have ("edp",), an axis that includes the replicas; without ep and etp they have
+        the axes of other parameters, since every rank has all experts and positions of its own."""
         if is_expert(parameter) and self._folds_experts:
             return ("edp",)
         shard = shard_of(parameter)
@@ -79,12 +77,12 @@ class ParameterHooks:
 
     @final
     def held_elements(self, site: Site) -> int:
-        """Elements that one rank holds of the parameters of a site."""
+        """The number of elements that one rank holds of the parameters of a site."""
         return sum(self._held_by_kind(site).values())
 
     @final
     def partial_elements(self, site: Site) -> Mapping[tuple[str, ...], int]:
-        """Of :meth:`held_elements` those whose gradients must be summed, by the axes of the sum."""
+        """The number of :meth:`held_elements` whose gradients must be summed, by the axes of the sum."""
         partial: Counter[tuple[str, ...]] = Counter()
         for kind, held in self._held_by_kind(site).items():
             if axes := self._partial_axes_of(kind):
@@ -101,13 +99,13 @@ class ParameterHooks:
         held = {}
         for kind, n in elements_by_kind(site).items():
             parts = self.place.size(*(FOLDED_AXES if kind == "experts" else self.split_over(kind)))
-            # more ranks than that hold replicas
+            # if there are more ranks than heads of keys and values, several ranks hold the same head
             held[kind] = n // (min(parts, site.dims["kv_heads"]) if kind == "key_value" else parts)
         return held
 
 
 def elements_by_kind(site: Site) -> dict[ParameterKind, int]:
-    """Elements of a site's parameters of each kind."""
+    """The number of elements of a site's parameters, over all ranks, by kind of parameter."""
     d = site.dims
     split, vocabulary, key_value = d.get("split", 0), d.get("vocabulary", 0), d.get("key_value", 0)
     mlp, experts = d.get("mlp", 0), d.get("experts", 0)
@@ -123,7 +121,7 @@ def elements_by_kind(site: Site) -> dict[ParameterKind, int]:
 
 
 class PlanningHooks(GridHooks):
-    """Can the strategy run these sizes, which ranks run the same program, and what does each send?"""
+    """Can the strategy run these sizes, which ranks run the same program, and what does each rank send?"""
 
     name: ClassVar[str]
     axes: tuple[str, ...]
@@ -138,7 +136,7 @@ class PlanningHooks(GridHooks):
         @property
         def sequence_parts(self) -> int: ...
 
-    #: the kinds of sites where positions meet that it can run on more than one rank
+    #: the kinds of sites where positions meet that the strategy can run on more than one rank
     meets: ClassVar[frozenset[MeetingKind]] = frozenset(MEETINGS)  # type: ignore[arg-type]
     #: whether a rank has only some of the heads and features between the projections of a block
     splits_features: ClassVar[bool] = False
@@ -146,13 +144,13 @@ class PlanningHooks(GridHooks):
     @property
     @final
     def nested_axes(self) -> tuple[str, ...]:
-        """The axes of this strategy and of all within it."""
+        """The axes of this strategy and of all strategies within it."""
         return (*self.axes, *(() if self.within is None else self.within.nested_axes))
 
     @final
     def check(self, sites: Iterable[Site]) -> None:
         """Raise :class:`Unsupported` if the model's sites cannot be spread over the ranks of this strategy
-        and of those within it."""
+        and of the strategies within it."""
         sites = list(sites)
         self._check_lengths(sites)
         self._check_experts([site for site in sites if site.kind == "experts"])
@@ -222,27 +220,27 @@ class PlanningHooks(GridHooks):
 
     @classmethod
     def lacking(cls, sites: Iterable[Site]) -> str:
-        """Why it takes no model with these sites, whatever their sizes; "" if it takes them."""
+        """Why the strategy cannot run a model with these sites, whatever their sizes; "" if it can."""
         lacks = (site.kind for site in sites if site.kind in MEETINGS and site.kind not in cls.meets)
         return next((f"{cls.name} has no {MEETINGS[kind]}" for kind in lacks), "")
 
     def _instead(self, sites: Sequence[Site]) -> str:
-        """What to use for a model with these sites: the strategies that take it, those of its own axes if
-        there are some."""
+        """The advice of an error: the names of strategies that can run these sites, only those over the same
+        axes if there are some."""
         taking = {c.name: c.axes for c in _packaged(PlanningHooks) if c.axes and not c.lacking(sites)}
         alike = sorted(name for name, axes in taking.items() if axes == self.axes) or sorted(taking)
         models = f"another model (spbench list models {self.name})"
         return f"use {', '.join([*alike, ''])}or {models}" if alike else f"use {models}"
 
     def check_sizes(self, sites: Sequence[Site]) -> None:
-        """Raise :class:`Unsupported` if this strategy cannot split these sizes over its ranks. Called on more
-        than one rank, with the sites as this strategy sees them (:meth:`as_seen`), grids as sequences."""
+        """Raise :class:`Unsupported` if this strategy cannot split these sizes over its ranks. It is called
+        on more than one rank, with the sites of :meth:`as_seen`, those on grids as sequences."""
 
     @classmethod
     @final
     def heeded(cls, kind: SiteKind) -> frozenset[str]:
-        """The entries of ``heeds`` for a kind of site; none for a class that overrides how positions meet
-        there and does not declare ``heeds``."""
+        """The entries of ``heeds`` for a kind of site; empty for a class that overrides how positions meet at
+        such sites and does not declare ``heeds``."""
         for each in cls.__mro__:
             if kind in (said := vars(each).get("heeds", {})):
                 return frozenset(said[kind])
@@ -253,7 +251,7 @@ class PlanningHooks(GridHooks):
     @classmethod
     @final
     def marks_all_work(cls) -> bool:
-        """``marks_work``; False for a class that overrides how positions meet and does not declare it."""
+        """``marks_work``; False for a class that overrides how positions meet without a ``marks_work``."""
         meet = frozenset.union(*HEEDING.values())
         for each in cls.__mro__:
             if "marks_work" in vars(each):
@@ -264,14 +262,14 @@ class PlanningHooks(GridHooks):
 
     @classmethod
     def roles(cls, axis: str, size: int) -> list[list[int]]:
-        """The coordinates 0 to ``size`` - 1 along one of its axes, as sets of ranks that run the same
-        program. The first set sends the most; the first rank of each set is traced for the set."""
+        """The coordinates 0 to ``size`` - 1 along one of the strategy's axes, as sets of ranks that run the
+        same program. The first set sends the most; the first rank of each set is traced for the set."""
         return [list(range(size))]
 
     @final
     def as_seen(self, sites: Iterable[Site]) -> Iterator[tuple[PlanningHooks, list[Site]]]:
-        """Yields this strategy and each one within it, with the sites as it sees them: heads and features of
-        one rank of the strategies around it, positions of one rank of the strategies within it."""
+        """Yields this strategy and each one within it, with the sites as that strategy sees them: heads and
+        features of one rank of the strategies around, positions of one rank of the strategies within."""
         sites, within = list(sites), self.within
         yield self, sites if within is None else [within.outside(site) for site in sites]
         if within is not None:
@@ -279,16 +277,16 @@ class PlanningHooks(GridHooks):
 
     @left_within
     def outside(self, site: Site) -> Site:
-        """A site as strategies around this one see it: with the positions of one of its ranks."""
+        """A site as strategies around this one see it: with the positions of one rank of this strategy."""
         return site
 
     def inside(self, site: Site) -> Site:
-        """A site as the strategy within this one sees it: with the heads and features of one of its ranks."""
+        """A site as the strategy within sees it: with the heads and features of one rank of this strategy."""
         return site
 
     @final
     def traffic(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        """The closed forms of this strategy and of those within it; the arguments are those of
+        """Yields the closed forms of this strategy and of those within it; arguments as in
         :meth:`communication`. An entry that names no ``axes`` goes over all axes of its strategy."""
         whole = []
         for site in sites:
@@ -305,11 +303,11 @@ class PlanningHooks(GridHooks):
                 yield entry if entry.axes else entry.over(*strategy.axes)
 
     def communication(self, sites: Iterable[Site], element_bytes: int) -> Iterator[Traffic]:
-        """The closed form: what this rank sends over this strategy's own group, for one micro-batch in the
-        phases forward and backward, and for one step in gradient_sync and optimizer.
+        """The closed form: yields the messages of this rank over this strategy's own group, of one
+        micro-batch in the phases forward and backward, and of one step in gradient_sync and optimizer.
 
         Args:
-            sites: what the model and the step ask for, as this strategy sees them (:meth:`as_seen`).
+            sites: sites of the model and the step, as this strategy sees them (:meth:`as_seen`).
             element_bytes: bytes of an element of activations and gradients.
         """
         yield from ()
@@ -321,8 +319,8 @@ class PlanningHooks(GridHooks):
 
 
 def _packaged(cls: type[PlanningHooks]) -> Iterator[type[PlanningHooks]]:
-    """The strategies of this package, which all are imported before one is looked up by name; those that
-    others add are none that a message can count on."""
+    """Yields the strategies of this package, which are all imported before one is looked up by name. Messages
+    name no plug-ins, because another installation may lack them."""
     for each in sorted(cls.__subclasses__(), key=lambda each: each.__name__):
         if "name" in vars(each) and each.__module__.startswith(__package__ or ""):
             yield each

@@ -1,8 +1,8 @@
 """Gated recurrences, Gated DeltaNet's and Mamba-2's, on a single device.
 
 Between its projections such a layer acts on each head alone: a short convolution of its input, gates, and the
-recurrence. The recurrence reaches all positions before a position, through a state; the convolution reaches
-the W - 1 before it.
+recurrence. The recurrence reaches all earlier positions through a state; the convolution reaches the W - 1
+positions before.
 
 Shape letters: B batch, L sequence, Z heads, G heads of queries and keys, D their size, A size of values, W
 positions that a convolution sees.
@@ -19,8 +19,8 @@ from spbench.impls.attended import Attended
 from spbench.impls.kernels.recurrence import Make, Rule, gated_recurrence
 from spbench.impls.strategies.delegation import left_within
 
-#: what runs by heads: from the hooks of a strategy, tensors [B, L, heads, ...] and weights [heads, ...], it
-#: makes a result [B, L, Z, A]
+#: a function that acts on each head alone: (hooks of a strategy, tensors [B, L, heads, ...], weights
+#: [heads, ...]) -> [B, L, Z, A]
 Mix = Callable[["RecurrenceHooks", list[Tensor], Sequence[Tensor]], Tensor]
 
 
@@ -31,31 +31,32 @@ class RecurrenceHooks:
     @left_within
     def mix_by_heads(self, mix: Mix, by_heads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
         """``mix`` applied to this rank's positions of all heads of its projections -> [B, L or a part, Z, A],
-        where heads do not meet in ``mix``. ``mix`` asks the strategy that it receives for the hooks where
-        positions meet.
+        where heads do not meet in ``mix``. Where positions meet, ``mix`` calls the hooks of the strategy that
+        is its first argument.
 
         Args:
-            by_heads: [B, L or a part, Z or G, any size] each; emptied, so that each may die at its last use.
-            weights: [Z or G, ...] each.
+            by_heads: tensors [B, L or a part, Z or G, any size]; the list is emptied, so that each tensor is
+                freed after its last use.
+            weights: tensors [Z or G, ...].
         """
         return mix(self, by_heads, weights)
 
     @left_within
     def rows_before(self, rows: Tensor) -> Tensor | None:
-        """The rows [B, W - 1, C] before this rank's positions, given the last ``rows`` of its own; None where
-        its positions are the first of the sequence."""
+        """The rows [B, W - 1, C] before this rank's positions, given the last W - 1 ``rows`` of this rank;
+        None where the rank has the first positions of the sequence."""
         return None
 
     @left_within
     def document_starts(self, attended: Attended, length: int) -> Sequence[int]:
-        """The starts of the documents of ``attended``, except the sequence's own, counted from the first of
-        this rank's ``length`` positions; negative ones lie before these."""
+        """The starts of the documents of ``attended`` after the first document, counted from the first of
+        this rank's ``length`` positions; negative starts are on ranks before."""
         return [end for end in attended.ends if end < length]
 
     @left_within
     def document_parts(self, attended: Attended, length: int) -> Sequence[int]:
-        """The lengths of this rank's parts of documents in a sequence of ``length`` positions; its states
-        begin anew in each. Empty where all ranks have the same."""
+        """The lengths of this rank's parts of documents in a sequence of ``length`` positions; the state
+        starts from zero in each. Empty where all ranks have equal parts."""
         return ()
 
     @left_within
@@ -67,7 +68,7 @@ class RecurrenceHooks:
         make: Make | None = None,
     ) -> Tensor:
         """o [B, L or a part, Z, A] by a rule of :mod:`spbench.impls.kernels.recurrence`, from q, k [B, L or a
-        part, G, D], v [B, L or a part, Z, A], g and b [B, L or a part, Z], and maybe d [Z], or from what
-        ``make`` makes these of. The state is zero before the sequence and at ``starts``
-        (:meth:`document_starts`)."""
+        part, G, D], v [B, L or a part, Z, A], g and b [B, L or a part, Z], and maybe d [Z]; with ``make``,
+        ``sources`` are tensors from which ``make`` computes these. The state is zero before the sequence and
+        at ``starts`` (:meth:`document_starts`)."""
         return gated_recurrence(rule, *sources, starts=starts, make=make)

@@ -1,16 +1,16 @@
 """Gated recurrences over chunks of a sequence: the state passes as in LASP or LASP-2, with maps of states.
 
-A chunk changes the state by S -> M S + U (:mod:`spbench.impls.kernels.recurrence`); linear attention has a
-decay that every rank can compute in place of M. The state before a chunk comes
+A chunk maps the state S to M S + U (:mod:`spbench.impls.kernels.recurrence`); in linear attention a decay
+that every rank can compute replaces M. The state before a chunk comes
 
 - along the ranks, as in LASP (arXiv 2404.02882): a rank computes the map of its chunk, receives the state
-  before it, and sends on M S + U. So the ranks' turns are one matmul each, and one state is sent;
-- from all maps, gathered as in LASP-2 (arXiv 2502.07563): each rank composes the maps before its own, so M is
-  sent too. This is fla's context parallelism (ops/cp of flash-linear-attention).
+  before its chunk, and sends M S + U on. So a rank's turn is one matmul, and it sends one state;
+- from all maps, gathered as in LASP-2 (arXiv 2502.07563): each rank composes the maps of earlier chunks, so M
+  is sent too. This is fla's context parallelism (ops/cp of flash-linear-attention).
 
 Backward does the same with gradients of the states and the ranks in reverse. The convolution before the
 recurrence needs the last W - 1 rows of the chunk before, sent by the neighbour, or gathered from all ranks as
-in fla. Their gradients go back by the same route.
+in fla. The gradients of these rows go back by the same route.
 
 Packed documents change no message: the map of a chunk in which a document begins has M = 0, and convolutions
 ignore rows of another document.
@@ -37,7 +37,7 @@ from spbench.impls.traffic import Traffic
 
 @dataclass(frozen=True)
 class Edge:
-    """Bytes at a chunk's edge: a state, the map of states of the chunk, and the rows before convolutions."""
+    """Bytes that pass a chunk's edge: a state, the chunk's map (``carry``), rows before a convolution."""
 
     state: int
     carry: int
@@ -45,7 +45,7 @@ class Edge:
 
     @classmethod
     def of(cls, site: Site, element_bytes: int) -> Edge:
-        """The edge at a site of the kind gated_recurrence."""
+        """The bytes at the edges of chunks for a site of the kind gated_recurrence."""
         d = site.dims
         states = d["B"] * d["Z"] * max(4, element_bytes)  # in at least float32
         rows = d["B"] * (d["W"] - 1) * (2 * d["G"] * d["D"] + d["Z"] * d["A"])
@@ -53,20 +53,21 @@ class Edge:
 
 
 class EdgePassing(StatePassing):
-    """The messages between ranks about the edges of their chunks. They go to higher ranks (``step`` 1), their
-    gradients to lower ones (``step`` -1)."""
+    """Passes states and rows over the edges of chunks: to higher ranks (``step`` 1), and their gradients to
+    lower ranks (``step`` -1)."""
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, group.rank(), group.size()
 
     @abstractmethod
     def rows(self, rows: Tensor, step: int) -> Tensor:
-        """The ``rows`` of the rank ``step`` before this one; zeros where there is none."""
+        """Sends ``rows`` to the rank ``step`` after this rank, and returns those of the rank ``step`` before;
+        zeros if there is no such rank."""
 
     @staticmethod
     @abstractmethod
     def messages(rank: int, size: int, step: int, nbytes: Edge) -> Iterator[tuple[str, str, int, int]]:
-        """The messages of a rank: (purpose, collective, count, payload bytes)."""
+        """Yields a rank's messages at one site: (purpose, collective, count, payload bytes)."""
 
 
 class Chain(EdgePassing):
@@ -102,7 +103,7 @@ class Chain(EdgePassing):
 
 
 class Gather(EdgePassing):
-    """Gathers all ranks' maps and rows on every rank."""
+    """All-gathers the maps and rows of all ranks on every rank."""
 
     def state(
         self, rule: type[Rule], carry: Callable[[], Tensor], empty: Callable[[], Tensor], step: int
@@ -138,7 +139,7 @@ class _RowsBefore(torch.autograd.Function):
 
 
 class RecurrentChunks(SequenceChunks):
-    """Sequence chunks that pass the states and rows at their edges by ``passing``."""
+    """Sequence chunks between which states and rows pass, by the class ``passing``."""
 
     passing: ClassVar[type[EdgePassing]]
 
@@ -163,10 +164,10 @@ class RecurrentChunks(SequenceChunks):
 
     @abstractmethod
     def state_traffic(self, site: Site, state: int) -> Iterator[Traffic]:
-        """What a linear attention sends, of whose states each has that many bytes."""
+        """Yields the messages of a site of linear attention, whose state has ``state`` bytes."""
 
     def recurrence_traffic(self, site: Site, element_bytes: int) -> Iterator[Traffic]:
-        """The traffic of a gated recurrence and its convolution."""
+        """Yields the messages of a gated recurrence and its convolution."""
         nbytes = Edge.of(site, element_bytes)
         for phase, step in [
             ("forward", 1),

@@ -1,10 +1,10 @@
-"""An attention that a strategy's own autograd function calls many times, on heads that it does not keep;
-backward gets them again.
+"""Attention that a strategy's own autograd function calls many times, on heads that the function does not
+keep for backward, but computes or fetches again.
 
 A single device or any strategy may attend, so backward is what autograd recorded. That graph is the same for
 all calls, except for the saved tensors. So one call's graph is kept, without tensors, and runs backward with
-the tensors of each call: queries, keys, values and outputs, which the caller computes again or has kept
-elsewhere, and the others that each call returns, such as the logarithms of softmax's denominators.
+the tensors of each call: queries, keys, values and outputs, which the caller computes again or keeps
+elsewhere, and other tensors that each call returns, such as the logarithms of softmax's denominators.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-#: q [B, Z, L, A], k, v [B, G, L, A] and, of attention with sinks, these [Z] -> [B, Z, L, A]
+#: a function of q [B, Z, L, A], k, v [B, G, L, A] and, if attention has sinks, sinks [Z] -> [B, Z, L, A]
 Attend = Callable[..., Tensor]
 
 
 class _Opened(torch.autograd.Function):
-    """The tensors at which a graph begins; their gradients go into a list. It holds no tensor, unlike a leaf
-    of the graph."""
+    """Returns views of the tensors at which a graph begins, and puts their gradients into a list. Unlike a
+    leaf of a graph, this node holds no tensor."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, gradients: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -36,7 +36,7 @@ class _Opened(torch.autograd.Function):
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
-    """Whether x is y, or an alias of all of it."""
+    """Whether x and y are views of the same memory with the same shape and strides."""
     return (
         x.untyped_storage()._cdata == y.untyped_storage()._cdata
         and x.shape == y.shape
@@ -46,11 +46,11 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 class _SavedTensors:
-    """What the graph looks its saved tensors up in. It does not know the graph: Python's garbage collector
-    sees no cycle through a graph, and would never give up the process groups there."""
+    """The table in which the graph looks up its saved tensors. The table holds no reference to the graph,
+    because Python's garbage collector sees no cycle through a graph, and would never free process groups."""
 
     def __init__(self) -> None:
-        #: of each tensor that the graph saved: which of (q, k, v, o, sinks), or of the others after these
+        #: for each tensor that the graph saved, its index in (q, k, v, o, sinks, other tensors)
         self.places: list[int] = []
         self.filled: Sequence[Tensor] = ()
 
@@ -59,7 +59,7 @@ class _SavedTensors:
 
 
 class RepeatedAttention:
-    """An attention called several times on tensors of the same shapes, with one graph kept for all calls."""
+    """Attention that is called several times on tensors of the same shapes, with one graph for all calls."""
 
     def __init__(self, attend: Attend):
         self.attend = attend
@@ -68,8 +68,7 @@ class RepeatedAttention:
         self._gradients: list[Tensor] = []
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Returns the attention, and the tensors that its backward needs beside the arguments and the
-        attention."""
+        """Returns (o [B, Z, L, A], the tensors that backward needs in addition to the arguments and o)."""
         saved: list[Tensor] = []
 
         def pack(x: Tensor) -> int:
@@ -101,7 +100,7 @@ class RepeatedAttention:
         others: Sequence[Tensor],
         *sinks: Tensor,
     ) -> list[Tensor]:
-        """The gradients of q, k, v and sinks, from the arguments and results of a call."""
+        """The gradients of q, k, v and sinks, from d_o and the arguments and results of a :meth:`forward`."""
         assert self._edge is not None, "there was no forward"
         self._saved.filled = q, k, v, o, *sinks, *others
         torch.autograd.backward([self._edge], [d_o], retain_graph=True)

@@ -3,14 +3,14 @@
 Every rank holds all weights and L/N positions of every sequence. Keys and values travel round a ring, and
 each rank's queries attend to the present block while the next is on its way. A query's state is its output so
 far and the logarithm of its softmax's denominator; merging a further block rescales both (section 3).
-Backward, keys and values travel once more, followed by the sums of their gradients, which come home after N
-steps.
+Backward, keys and values travel once more, followed by the sums of their gradients, which are back on the
+block's own rank after N steps.
 
 Under a causal mask the placement of positions (:mod:`spbench.impls.strategies.placements`) decides how even
 the work is.
 
-Linear attention goes round the same ring without a softmax: scores first, "the left product", as in the LASP
-paper's baseline (arXiv 2404.02882, section 4).
+Linear attention goes round the same ring without a softmax, and computes scores first ("left product"), as in
+the LASP paper's baseline (arXiv 2404.02882, section 4).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from spbench.impls.strategies.placed_chunks import DocumentPlacementOptions, Pla
 from spbench.impls.traffic import Traffic
 from spbench.impls.unlike_work import work_of
 
-#: gradients of an owner's keys and values, and the index of the part of both that they belong to
+#: gradients of some of an owner's keys and values, and the index of these in the owner's block
 BlockGradients = tuple[Tensor, Tensor, Any]
 
 
@@ -49,14 +49,14 @@ def _keys_and_values(block: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _by_heads(block: Sequence[Tensor], rows: Any) -> Sequence[Tensor]:
-    """Rows of k and v, [B, G, rows, A] each; of what travels as one tensor by two views, not by four."""
+    """The selected rows of a block's k and v, [B, G, rows, A] each, as views."""
     if len(block) == 1:
         return block[0][:, :, rows].transpose(2, 3).unbind()
     return [x[:, rows].transpose(1, 2) for x in block]
 
 
 def _accumulate(sums: Sequence[Tensor], contribution: BlockGradients, *, first: bool) -> None:
-    """Add the gradients of a block's keys and values to their sums, or begin the sums with them."""
+    """Add a contribution to the sums of gradients of a block's k and v; if ``first``, set the sums to it."""
     *gradients, part = contribution
     for total, gradient in zip(_keys_and_values(sums), gradients, strict=True):
         if first:
@@ -77,14 +77,14 @@ def gradients_round(
 ) -> Sequence[Tensor]:
     """The gradients of this rank's k and v, summed over the contributions of all ranks.
 
-    A rank contributes ``of_block(owner, k, v)`` to the block of each owner, or nothing where that is None.
+    A rank contributes ``of_block(owner, k, v)`` to the block of each owner, or nothing if the result is None.
     Its contribution to its own block covers all positions.
 
-    ``block`` is (k, v), or the two in one tensor [2, ...], so that a step sends one message, not two. The
-    sums travel behind the blocks, in at least float32, as N ranks add to them. ``everywhere`` holds every
-    owner's block if they are here already; then the sums travel alone. ``depends_on(owner)`` returns what the
-    contribution to that owner's block depends on (:meth:`Ring.round`), ``work_on(owner)`` a context for
-    computing with that block. ``barrier`` is :class:`Ring`'s.
+    ``block`` is (k, v), or both in one tensor [2, ...], so that a step sends one message, not two. The sums
+    travel behind the blocks, in at least float32 because N ranks add to them. ``everywhere(owner)`` returns
+    an owner's block if the rank has all blocks already; then only the sums travel. ``depends_on(owner)`` is
+    equal for owners whose contributions run the same operators (:meth:`Ring.round`), ``work_on(owner)`` is a
+    context for computing with that block. ``barrier`` is :class:`Ring`'s.
     """
     marked = work_on or (lambda owner: nullcontext())
     precise, ring = state_dtype(block[0].dtype), Ring(group, barrier=barrier)
@@ -99,7 +99,7 @@ def gradients_round(
             sums = [x.new_empty(x.shape, dtype=precise) for x in block] if own else ring.finish()
             if contribution is not None:
                 _accumulate(sums, contribution, first=own)
-        del contribution  # a rank that adds nothing to the next blocks must not hold it until it does
+        del contribution  # else a rank would hold it while it adds nothing to the next blocks
         ring.start(*sums)
     return [x.to(block[0].dtype) for x in _keys_and_values(ring.finish())]
 
@@ -113,14 +113,14 @@ def _travelling(k: Tensor, v: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class RoundTheRing(KeyBlocks):
-    """Keys and values that pass by on the ring, followed by the sums of their gradients."""
+    """Blocks of keys and values that travel round the ring, followed by the sums of their gradients."""
 
     group: dist.ProcessGroup
     meetings: Meetings
     barrier: bool = False
 
     def blocks(self, k: Tensor, v: Tensor) -> Iterator[Block]:
-        # the round alone holds what travels: a name of it here would keep the own block until the end
+        # only the ring may hold the blocks: a local name would keep this rank's own block until the end
         ring = Ring(self.group, barrier=self.barrier)
         passing = ring.round(*_travelling(k, v), depends_on=self.meetings.depends_on)
         for owner, block in passing:
@@ -145,7 +145,7 @@ def attention_gradients_round(
     barrier: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of this rank's k and v [B, G, L/N, A], summed from rank to rank of the ring.
-    ``everywhere`` has k and v of each owner, [B, L/N, G, A] each, where they need not travel."""
+    ``everywhere(owner)`` returns k and v of an owner, [B, L/N, G, A] each, if the blocks need not travel."""
 
     def of_block(owner: int, *block: Tensor) -> BlockGradients | None:
         if (met := meetings.of(owner)) is None:
@@ -161,12 +161,12 @@ def attention_gradients_round(
 
 
 def _work_on(group: dist.ProcessGroup, owner: int) -> AbstractContextManager[None]:
-    """As :meth:`Meetings.work_on`, for linear attention."""
+    """A context that marks work on a lower rank's block (:meth:`Meetings.work_on`), for linear attention."""
     return work_of(group.rank()) if owner < group.rank() else nullcontext()
 
 
 class _RingLinearAttention(torch.autograd.Function):
-    """q, k [B, Z, L/N, D], v [B, Z, L/N, A] of contiguous chunks -> [B, Z, L/N, A]."""
+    """Linear attention of contiguous chunks: q, k [B, Z, L/N, D], v [B, Z, L/N, A] -> [B, Z, L/N, A]."""
 
     @staticmethod
     def forward(
@@ -208,7 +208,7 @@ class _RingLinearAttention(torch.autograd.Function):
 def _powers_within_documents(
     decay: Tensor | None, rank: int, attended: Attended, owner: int, q: Tensor
 ) -> Tensor:
-    """:func:`block_decay` of a rank's queries from the keys of an owner, 0 in other documents."""
+    """:func:`block_decay` of a rank's queries and an owner's keys; 0 where a key is in another document."""
     powers = block_decay(decay, rank - owner, q)
     if not attended.documents:
         return powers
@@ -234,10 +234,10 @@ class RingOptions(DocumentPlacementOptions):
     """Options of :class:`RingAttention`.
 
     Attributes:
-        repeated_keys: heads of keys and values that several heads of queries share are repeated for each of
-            these before they are sent, as torchtitan's layers do around torch's own ring
+        repeated_keys: repeat each head of keys and values, before it is sent, for each head of queries that
+            shares it, as torchtitan's layers do around torch's own ring
             (torch.distributed.tensor.experimental.context_parallel).
-        barrier: all ranks of the ring meet after each step, and the host waits for its device there, as in
+        barrier: after each step of the ring all ranks wait in a barrier, and the host for its device, as in
             the copy of long-context-attention that UPipe's authors ran (yunchang/ring/utils.py, RingComm).
     """
 
@@ -271,12 +271,12 @@ class RingAttention(PlacedChunks):
             once = site.count * (self.size - 1)
             for phase in ["forward", *(["backward"] if runs_again(site) else []), "backward"]:
                 yield Traffic(phase, "K and V ring", "send", once, block * element_bytes)
-            # N steps, so that they come home; in at least float32
+            # N steps, so that the sums end on the block's own rank; in at least float32
             sums = block * max(4, element_bytes)
             yield Traffic("backward", "dK and dV ring", "send", site.count * self.size, sums)
 
     def heads_sent(self, dims: Mapping[str, int]) -> int:
-        """Heads of keys and values that travel round the ring, of a site with these dims."""
+        """The number of heads of keys and values that travel round the ring, at a site with these dims."""
         return dims["Z"] if self.options.repeated_keys else dims.get("G", dims["Z"])
 
     def attend(

@@ -51,7 +51,7 @@ class RingScores(torch.autograd.Function):
 
 
 class RingOutput(torch.autograd.Function):
-    """P V of this rank's rows and the values of all ranks: p [BZ, L/N, L], v [BZ, L/N, A] -> [BZ, L/N, A]."""
+    """P V, this rank's rows times all ranks' values: p [BZ, L/N, L], v [BZ, L/N, A] -> [BZ, L/N, A]."""
 
     @staticmethod
     def forward(ctx: Any, p: Tensor, v: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -91,14 +91,14 @@ class RingSelfAttentionOptions(Options):
 
     Attributes:
         pad_vocabulary_by_ranks: pad the vocabulary to a multiple that grows with the ranks, as if it were
-            split over them; the paper's code does, since it grew out of tensor parallelism.
+            split over ranks; the paper's code does so, because it derives from tensor parallelism.
     """
 
     pad_vocabulary_by_ranks: bool = False
 
 
 class RingSelfAttention(SequenceChunks):
-    """Sequence chunks whose keys, then values, travel round a ring; scores are kept whole."""
+    """Sequence chunks whose keys, then values, travel round a ring; a rank stores its queries' scores."""
 
     name = "ring_self_attention"
     summary = "sequence chunks; keys, then values, travel round a ring (RSA)"

@@ -1,4 +1,4 @@
-"""What strategies share that give each rank a chunk of every sequence."""
+"""The base classes of strategies that give each rank a chunk of every sequence."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from spbench.impls.strategies.planning import ParameterKind
 
 
 def chunk_of(x: Tensor, dim: int, number: int, parts: int) -> Tensor:
-    """Chunk ``number`` of x cut into ``parts`` equal ones along ``dim``, as a view; ``parts`` must divide the
-    dim. ``Tensor.chunk`` would create views of the others too, as many as there are ranks."""
+    """Chunk ``number`` of x, cut into ``parts`` equal chunks along ``dim``, as a view; ``parts`` must divide
+    the dim. ``Tensor.chunk`` would create a view of every chunk, as many as there are ranks."""
     length = x.shape[dim] // parts
     return x.narrow(dim, number * length, length)
 
 
 class SequenceChunks(Strategy):
-    """Positions are cut into N chunks; layers that act on each position alone need nothing else.
+    """Positions are cut into N chunks; layers that act on each position alone need no message.
 
     The loss is one sum over all positions, so gradients of parameters are summed over the ranks, not
     averaged. A derived strategy says what happens where positions meet.
@@ -55,7 +55,7 @@ class SequenceChunks(Strategy):
 
     @property
     def sequence_part(self) -> int:
-        # this strategy cuts each part of the strategy within into parts of its own
+        # this strategy cuts each part that the strategy within has made
         return super().sequence_part * self.size + self.rank
 
     @property
@@ -74,7 +74,7 @@ class SequenceChunks(Strategy):
         return union(self.axes, others) if kind == "sequence" else others
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of positions that lie along ``dim``."""
+        """This rank's part of x, whose positions lie along ``dim``."""
         return chunk_of(x, dim, self.rank, self.size)
 
     def chunk(self, attended: Attended, length: int) -> Chunk | None:
@@ -108,7 +108,7 @@ class SequenceChunks(Strategy):
 
 @dataclass(frozen=True)
 class GridOptions(Options):
-    """Which part of a grid a rank has.
+    """Options of :class:`GridChunks`.
 
     Attributes:
         grid_dim: the dim of a grid that is cut like a sequence.
@@ -118,7 +118,7 @@ class GridOptions(Options):
 
 
 class GridChunks(SequenceChunks):
-    """Sequence chunks; an option says along which dim a grid is cut."""
+    """Sequence chunks, and grids that are cut along the dim of the option ``grid_dim``."""
 
     options_type = GridOptions
     options: GridOptions
@@ -128,7 +128,7 @@ class GridChunks(SequenceChunks):
         return self.options.grid_dim
 
     def grid_attention(self, q: Tensor, k: Tensor, v: Tensor, dim: int) -> Tensor:
-        if dim != self.grid_dim:  # which is whole on this strategy's ranks
+        if dim != self.grid_dim:  # this dim is whole on each rank of this strategy
             return super().grid_attention(q, k, v, dim)
         return attend_along(self.full_attention, q, k, v, dim)
 

@@ -1,10 +1,9 @@
 """Gated recurrences by Ulysses' swap: all-to-alls give each rank all positions of some heads.
 
-Everything between the projections goes by head, so it is swapped at once: first queries, keys, values and
-gates from the projections; then come convolutions, gates and recurrence of whole sequences with this rank's
-heads of each weight (A_log, dt_bias, the convolutions'); then the output is swapped back. It needs no halo
-and sends no state. Megatron-LM's context parallelism of Mamba-2 layers works like this
-(MambaContextParallel).
+All work between the projections acts on each head alone, so one swap is enough: queries, keys, values and
+gates of the projections are swapped; convolutions, gates and recurrence run on whole sequences with this
+rank's heads of each weight (A_log, dt_bias, the convolutions'); then the output is swapped back. No halo and
+no state is sent. Megatron-LM's context parallelism of Mamba-2 layers works like this (MambaContextParallel).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.recurrence import Mix
 from spbench.impls.traffic import Traffic
 
-#: dims of [B, L, Z, A]
+#: the dims of positions and of heads in [B, L, Z, A]
 POSITIONS, HEADS = 1, 2
 
 
@@ -29,14 +28,14 @@ class SwappedHeads(Strategy):
 
     @abstractmethod
     def padded(self, heads: int) -> int:
-        """``heads`` plus the heads that are added."""
+        """The number of heads after padding ``heads`` to a number that the ranks divide."""
 
     @abstractmethod
     def sent(self, heads: int, kv_heads: int) -> int:
-        """How many heads of queries and keys are sent, for ``heads`` of values."""
+        """The number of heads of queries and keys that are sent for ``heads`` heads of values."""
 
     def recurrence_traffic(self, site: Site, element_bytes: int) -> Iterator[Traffic]:
-        """The traffic of a gated recurrence."""
+        """Yields the all-to-alls of a gated recurrence."""
         d = site.dims
         positions = d["B"] * (d["L"] // self.size) * element_bytes
         keys, values = self.padded(self.sent(d["Z"], d["G"])), self.padded(d["Z"])
@@ -61,7 +60,7 @@ class SwappedHeads(Strategy):
         return all_to_all(y, POSITIONS, HEADS, self.group)[:, :, :heads]
 
     def _for_ranks(self, x: Tensor, dim: int, heads: int) -> Tensor:
-        """x with its heads along ``dim`` repeated, and zeros added, until ranks can share them out."""
+        """x with its heads along ``dim`` repeated, and zeros added, until N divides their number."""
         if x.shape[dim] < heads:
             x = x.repeat_interleave(self.sent(heads, x.shape[dim]) // x.shape[dim], dim)
         added = self.padded(x.shape[dim]) - x.shape[dim]

@@ -53,8 +53,8 @@ class TensorParallelOptions(Options):
 
     Attributes:
         loss: "parallel": the cross entropy is computed from logits that stay split over the vocabulary;
-            "gathered": from logits that every rank has whole; "gathered_float32": each rank's part is in
-            full precision before it is sent.
+            "gathered": from logits that every rank gathers; "gathered_float32": like "gathered", with each
+            rank's part cast to float32 before it is sent.
     """
 
     loss: str = "parallel"
@@ -79,7 +79,7 @@ class TensorParallel(Strategy):
     heeds = HEEDS_ALL
     splits_features = True
     can_enclose = True
-    #: the dims of sites that N must divide, and what they count
+    #: the dims of sites that N must divide, by letter, with the name that errors use
     split_dims: ClassVar[Mapping[str, str]] = {
         "Z": "attention heads",
         "F": "features",
@@ -122,12 +122,12 @@ class TensorParallel(Strategy):
             )
 
     def replicas(self, kv_heads: int) -> int:
-        """How many ranks hold each head of keys and values, of ``kv_heads`` in all."""
+        """The number of ranks that hold the same head of keys and values, of ``kv_heads`` heads in all."""
         return max(1, self.size // kv_heads)
 
     def replica_traffic(self, site: Site, element_bytes: int) -> Iterator[Traffic]:
-        """What sums the gradients of replicated keys' and values' weights sends, for a site of the kind
-        grouped_query_linear_in."""
+        """Yields the all-reduces of the gradients of weights of keys and values that several ranks hold, at a
+        site of the kind grouped_query_linear_in."""
         d = site.dims
         if d.get("frozen"):
             return
@@ -166,8 +166,8 @@ class TensorParallel(Strategy):
                 parts = 3 * d["B"] * d["L"] * max(4, element_bytes) * self.size
                 yield Traffic("forward", "cross entropy", "all_gather", count, parts)
             elif site.kind in ("cross_entropy", "cross_entropy_native"):
-                # largest logit, label's logit, sum of exponentials, in at least float32; these two together
-                # in the native way
+                # largest logit, label's logit, sum of exponentials, in at least float32; the native way sends
+                # the last two together
                 tokens = d["B"] * d["L"] * max(4, element_bytes)
                 together = [tokens, tokens] if site.kind == "cross_entropy" else [2 * tokens]
                 for payload in (tokens, *together):
@@ -181,7 +181,7 @@ class TensorParallel(Strategy):
                 yield Traffic("optimizer", "overflow of the loss scale", "all_reduce", count, 4)
 
     def mark(self, parameter: nn.Parameter, dim: int = 0) -> nn.Parameter:
-        """Record that a parameter is this rank's part along ``dim``."""
+        """Record on a parameter that it is this rank's part along ``dim``; returns the parameter."""
         return mark_shard(parameter, Shard(self.axes[0], dim, self.rank, self.size))
 
     def inside(self, site: Site) -> Site:
@@ -214,11 +214,11 @@ class TensorParallel(Strategy):
         return union(self.axes, others) if kind in ("features", "mlp", "key_value", "vocabulary") else others
 
     def enter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """f, and the column-parallel projection that opens a block: x [B, L, H] -> [B, L, F/N]."""
+        """f, then the column-parallel projection that opens a block: x [B, L, H] -> [B, L, F/N]."""
         return project(copy_to_group(x, self.group), weight, bias)
 
     def leave(self, x: Tensor) -> Tensor:
-        """g: the output [B, L, H] of a block, from this rank's part of the sum."""
+        """g: all-reduces the ranks' partial outputs x of a block to their sum [B, L, H]."""
         return reduce_from_group(x, self.group)
 
     def linear_in(self, in_features: int, out_features: int) -> Linear:
@@ -233,8 +233,8 @@ class TensorParallel(Strategy):
         return ColumnParallelGroupedLinear(in_features, out_features, groups, self, bias=bias)
 
     def whole_input(self, x: Tensor) -> Tensor:
-        """f alone: the input [B, L, H] of several projections, whose gradients with respect to it are added
-        up before the all-reduce."""
+        """f without a projection: the input x [B, L, H] of several projections, whose gradients of x are
+        added up before one all-reduce."""
         return copy_to_group(x, self.group)
 
     def separate_linear_in(
@@ -297,5 +297,5 @@ class TensorParallel(Strategy):
         if way == "as_given" and self.size > 1:
             what = "cross_entropy as_given, torch's own loss, takes no logits that are split"
             raise Unsupported(what, "use strategy_options.loss gathered")
-        # nor does "plain"
+        # torch's "plain" loss takes no split logits either
         return cross_entropy_of("fused" if way == "plain" else way)(logits, labels, self.group)

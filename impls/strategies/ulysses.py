@@ -1,17 +1,17 @@
 """DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509, section 3).
 
 Every rank holds all weights and a chunk of L/N positions of every sequence. Attention works on each head
-alone. So before it, one all-to-all each for queries, keys and values turns [all Z heads, L/N positions] into
-[Z/N heads, all L positions]. Attention is then the single device's, for fewer heads, and a fourth all-to-all
-turns its output back. A rank sends 4 (N-1)/N B (L/N) Z A elements forward and as many backward, which falls
-with N. (Section 3.2 counts as much, 4 N h / P a link: its N is the length, its P the ranks, its h our Z A.)
-The number of heads limits N.
+alone. So before attention, one all-to-all each for queries, keys and values turns [all Z heads, L/N
+positions] into [Z/N heads, all L positions]. Attention is then the single device's, for fewer heads, and a
+fourth all-to-all turns its output back. A rank sends 4 (N-1)/N B (L/N) Z A elements forward and as many
+backward, which falls with N. (Section 3.2 counts 4 N h / P a link: its N is the length, its P the ranks, its
+h our Z A.) The number of heads limits N.
 
-Where keys and values have fewer heads than queries, they are sent as they are if N divides their heads, else
-repeated up to the least common multiple with N.
+Where keys and values have fewer heads than queries, these heads are sent once if N divides their number, else
+each is repeated, up to the least common multiple with N.
 
-The attention to "whole" sequences may be another strategy's, within this one, over ranks along another axis.
-Around Ring Attention this is USP (arXiv 2405.07719), whose heads limit the one axis alone.
+A strategy within this one may split the "whole" sequences again, over ranks along another axis. Ulysses
+around Ring Attention is USP (arXiv 2405.07719), where the heads limit only the ranks of Ulysses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from spbench.impls.strategies.sequence_chunks import GridChunks, GridOptions, re
 from spbench.impls.strategies.swapped_heads import SwappedHeads
 from spbench.impls.traffic import Traffic
 
-#: dims of [B, Z, L, A]
+#: the dims of heads and of positions in [B, Z, L, A]
 HEADS, POSITIONS = 1, 2
 
 
@@ -44,8 +44,8 @@ class UlyssesOptions(GridOptions):
 
     Attributes:
         pad_heads: where N does not divide the heads, add heads of zeros up to a multiple of N, which are sent
-            and computed like the others and then dropped. Running on more ranks than heads, as the LASP paper
-            (arXiv 2404.02882) reports for Ulysses, needs something like it.
+            and computed like the others and then dropped. Ulysses on more ranks than heads, as the LASP paper
+            (arXiv 2404.02882) reports it, needs something like this.
     """
 
     pad_heads: bool = False
@@ -83,22 +83,21 @@ class Ulysses(SwappedHeads, GridChunks):
         return self.by_heads(attend, q, *_repeated(k, v, repeats))
 
     def by_heads(self, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``attend``, which treats each head alone, applied to whole sequences: [B, Z, L/N, A] -> [B, Z, L/N,
-        A]."""
+        """Swaps positions for heads, calls ``attend`` on whole sequences of this rank's heads, and swaps
+        back: q, k, v [B, Z, L/N, A] -> [B, Z, L/N, A]."""
         heads = q.shape[HEADS]
         q, k, v = (self.to_heads(x) for x in (q, k, v))
         return self.to_positions(attend(q, k, v), heads)
 
     def to_heads(self, x: Tensor) -> Tensor:
-        """[B, Z, L/N, A] -> this rank's heads of the whole sequence [B, Z/N, L, A]."""
+        """One all-to-all: x [B, Z, L/N, A] -> this rank's heads of the whole sequence [B, Z/N, L, A]."""
         missing = self.padded(x.shape[HEADS]) - x.shape[HEADS]
         if missing:
             x = F.pad(x, (0, 0, 0, 0, 0, missing))
         return all_to_all(x, HEADS, POSITIONS, self.group)
 
     def to_positions(self, x: Tensor, heads: int) -> Tensor:
-        """[B, Z/N, L, A] -> all heads of this rank's positions [B, Z, L/N, A], without the heads that were
-        added."""
+        """One all-to-all: x [B, Z/N, L, A] -> this rank's positions of all ``heads`` [B, Z, L/N, A]."""
         return all_to_all(x, POSITIONS, HEADS, self.group)[:, :heads]
 
     def full_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -112,17 +111,17 @@ class Ulysses(SwappedHeads, GridChunks):
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, dropout: float, softmax: str
     ) -> Tensor:
-        # the mask is one of keys, which are whole for every rank, and the same for all heads
+        # every rank has the mask of all keys, and it is the same for all heads
         attend = partial(super().attention, mask=mask, dropout=dropout, softmax=softmax)
         return self.by_heads(attend, q, k, v)
 
     def of_own_heads(self, numbers: Tensor) -> Tensor:
-        """This rank's heads of the whole sequence [Z/N], from numbers of all heads [Z]."""
+        """The numbers of this rank's heads [Z/N], from those of all heads [Z]."""
         missing = self.padded(len(numbers)) - len(numbers)
         return F.pad(numbers, (0, missing)).chunk(self.size)[self.rank]
 
     def keys_to_heads(self, k: Tensor, v: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, G, L/N, A], each head sent ``repeats`` times, as :meth:`to_heads`."""
+        """:meth:`to_heads` of keys and values [B, G, L/N, A], with each head sent ``repeats`` times."""
         k, v = _repeated(k, v, repeats)
         return self.to_heads(k), self.to_heads(v)
 
@@ -137,13 +136,13 @@ class Ulysses(SwappedHeads, GridChunks):
     # -- sizes, and what is sent -----------------------------------------------------------------------------
 
     def padded(self, heads: int) -> int:
-        """``heads`` plus the heads that are added."""
+        """The smallest multiple of N that is at least ``heads``."""
         return math.ceil(heads / self.size) * self.size
 
     def sent(self, heads: int, kv_heads: int) -> int:
-        """How many heads of keys and values are sent for ``heads`` heads of queries: ``kv_heads``, repeated
-        until every rank gets equally many."""
-        # where heads are added, each needs a key of its own, for a group would end within a rank's heads
+        """The number of heads of keys and values that are sent for ``heads`` heads of queries: ``kv_heads``,
+        repeated until every rank gets equally many."""
+        # where heads are padded, each head needs its own key, because a group may end within a rank's heads
         return heads if heads % self.size else math.lcm(kv_heads, self.size)
 
     def inside(self, site: Site) -> Site:

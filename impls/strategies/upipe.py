@@ -1,8 +1,8 @@
 """Untied Ulysses, or UPipe (arXiv 2602.21196): the heads go through Ulysses' all-to-alls in rounds.
 
-As in :mod:`spbench.impls.strategies.ulysses`, but U heads at a time. A round projects the queries of its
+UPipe is :mod:`spbench.impls.strategies.ulysses` for U heads at a time. A round projects the queries of its
 heads, sends them, attends, and sends the output back. So the buffers for queries, keys, values and outputs
-hold one round, U/Z of Ulysses'. U is N at least, one head a rank.
+hold one round: U/Z of the buffers of Ulysses. U is at least N, one head a rank.
 
 With grouped queries, a round takes one query (or more) of each of N groups. Rounds of the same groups follow
 one another and use the same keys and values. These are projected and sent once, and their gradients are
@@ -10,10 +10,10 @@ summed before they are sent back.
 
 Backward keeps hidden states and outputs of this rank's positions, and the logarithms of the softmax's
 denominators. So a round backward projects and sends queries, keys and values again, and sends the outputs
-too. In forward the bytes are Ulysses', in more messages; in backward twice Ulysses'.
+too. Forward sends the bytes of Ulysses, in more messages; backward sends twice as many.
 
-Where a rank's projections are not whole (tensor parallelism around it), or attention alone is recomputed,
-queries, keys and values are projected all at once, and sent and attended to in rounds.
+Where a rank has only a part of the projections (tensor parallelism around UPipe), or only attention is
+recomputed, all queries, keys and values are projected at once, and then sent and attended to in rounds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class UPipeOptions(GridOptions):
     """Options of :class:`UPipe`.
 
     Attributes:
-        heads_a_round: heads of queries on each rank; more give fewer and larger messages.
+        heads_a_round: heads of queries on each rank in a round; more heads give fewer and larger messages.
     """
 
     heads_a_round: int = 1
@@ -56,8 +56,8 @@ class Rounds:
 
     Attributes:
         keys: a rank's heads of keys and values in a round.
-        queries: heads of queries for each of these in a round.
-        runs: how many consecutive ranks get a copy of a head of keys and values.
+        queries: heads of queries in a round for each head of ``keys``.
+        runs: number of consecutive ranks that get a copy of the same head of keys and values.
     """
 
     size: int
@@ -88,7 +88,7 @@ class Rounds:
         )
 
     def of_rank(self, numbers: Tensor, rank: int) -> Tensor:
-        """From a number for each head of queries [Z], those of a rank's heads by round [count, heads]."""
+        """The numbers of a rank's heads of queries by round [count, heads], from those of all heads [Z]."""
         by_set = numbers.view(self.sets, -1, self.runs, self.each, self.queries)
         return by_set.movedim(3, 1).flatten(2).flatten(0, 1).chunk(self.size, 1)[rank]
 
@@ -104,7 +104,7 @@ def rounds_of(heads: int, groups: int, size: int, a_round: int) -> Rounds | None
 
 
 class _InRounds(torch.autograd.Function):
-    """The tensors of a source of heads -> o [B, Z, L/N, A], in memory [B, L/N, Z, A]."""
+    """Attention in rounds: the tensors of a HeadSource -> o [B, Z, L/N, A], stored as [B, L/N, Z, A]."""
 
     @staticmethod
     def forward(ctx: Any, upipe: UPipe, source: HeadSource, sinks: Tensor | None, *tensors: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ class _InRounds(torch.autograd.Function):
 
 
 class UPipe(Ulysses):
-    """Ulysses' all-to-alls and attention in rounds, of some heads each."""
+    """The all-to-alls and the attention of Ulysses in rounds of some heads each."""
 
     name = "upipe"
     summary = "Ulysses in rounds of some heads, which project, send and attend (UPipe, Untied Ulysses)"
@@ -228,7 +228,7 @@ class UPipe(Ulysses):
             d = site.dims
             rounds = self.rounds(d["Z"], d.get("G", d["Z"]))
             feature = self.size * d["B"] * (d["L"] // self.size) * element_bytes
-            # of a head of each pair: q and the output, or k and v
+            # bytes of one head of a pair: q and the output, or k and v
             pair = feature * key_value_size(d)
             of_queries = site.count * rounds.count, pair * rounds.heads
             of_keys = site.count * rounds.sets, pair * rounds.keys
@@ -243,7 +243,7 @@ class UPipe(Ulysses):
 
     def repeated_attention(self, rounds: Rounds, attended: Attended) -> RepeatedAttention:
         """Attention of the heads of any round to whole sequences, by the strategy within."""
-        # Ulysses' own would send them again
+        # super() of Ulysses, because its own attention would send the heads again
         within = super(Ulysses, self).causal_attention
 
         def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ class UPipe(Ulysses):
         return RepeatedAttention(attend)
 
     def in_rounds(self, source: HeadSource, *tensors: Tensor) -> Tensor:
-        """Attention of the heads that a source projects from the tensors: [B, Z, L/N, A]."""
+        """Attention [B, Z, L/N, A] of the heads that ``source`` projects from the tensors."""
         sinks = source.sinks
         if sinks is not None:
             sinks = self.rounds(source.heads, source.groups).of_rank(sinks, self.rank)

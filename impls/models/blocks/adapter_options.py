@@ -1,4 +1,4 @@
-"""The options of a decoder of which low-rank adapters alone are trained."""
+"""The options of a decoder whose low-rank adapters are trained while its own weights stay frozen."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from typing import Any, NamedTuple
 
 from spbench.impls.kernels.packed_weights import HOLDER
 
-#: projections that can have an adapter, by Hugging Face's names: of attention and of an MLP
+#: Hugging Face's names of the projections of attention, then of an MLP, that can have an adapter
 QKV, CLOSING = ("q_proj", "k_proj", "v_proj"), "o_proj"
 OPENING, MLP_CLOSING = ("gate_proj", "up_proj"), "down_proj"
 PROJECTIONS = (*QKV, CLOSING, *OPENING, MLP_CLOSING)
-#: of latent attention from and to its latents, each a matmul of its own (queries without a latent: q_proj)
+#: the projections from and to the latents of latent attention (queries without a latent have q_proj)
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-#: each routed expert has an adapter of what opens it and one of what closes it
+#: the word for adapters of routed experts: each expert has one for its opening and one for its closing matmul
 EXPERTS = "experts"
-#: what peft calls every linear layer; in transformers and here routed experts are none, but tensors of many
+#: peft's word for every linear layer; transformers' routed experts are tensors of many, and no linear layers
 ALL = "all-linear"
-#: by the words of what may be trained whole, the sites that ask a strategy for it
+#: the sites of the tensors that may be trained whole, by the words of the option ``lora_whole``
 WHOLE = {"embedding": "embedding", "head": "vocabulary_logits"}
 _WORDS, _OF_ATTENTION = (*PROJECTIONS, *LATENT, EXPERTS), (*QKV, CLOSING, *LATENT)
 
 
 class LatentProjection(NamedTuple):
-    """A projection from or to a latent; ``split``: ranks may have parts of its outputs."""
+    """The features that go in and out of a projection from or to a latent; ``split``: whether ranks may each
+    have a part of the outputs."""
 
     inputs: int
     outputs: int
@@ -33,21 +34,22 @@ class LatentProjection(NamedTuple):
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """Adapters of low rank (LoRA, arXiv 2106.09685), which alone are trained.
+    """The options of adapters of low rank (LoRA, arXiv 2106.09685).
 
     Attributes:
         lora_rank: r; 0: no adapters, all weights are trained.
-        lora_alpha: what an adapter adds is multiplied by ``lora_alpha / lora_rank``.
-        lora_dropout: of what each adapter takes, in training.
-        lora_targets: the projections with an adapter, words of :data:`PROJECTIONS`, also of shared experts,
-            and of :data:`LATENT`; "all-linear": all of these that the model has; "experts": those of each
-            routed expert, see :class:`ExpertAdapters`. With separate_projections each has its own; else those
-            of one matmul share one, as in Megatron-Bridge.
-        lora_whole: what is trained whole beside adapters, "embedding" and "head". The frozen tensor that it
-            was copied from is held too, as by peft's modules_to_save.
-        frozen_bits: of the weights of projections beside adapters: 4 (QLoRA) or 8, which each use unpacks
-            (:mod:`spbench.impls.kernels.packed_weights`); 16: they have the model's dtype. Routed experts,
-            the embedding and the head have that in any case: they are no linear layers, or are skipped.
+        lora_alpha: an adapter's output is multiplied by ``lora_alpha / lora_rank``.
+        lora_dropout: the dropout of each adapter's input, in training.
+        lora_targets: the projections with an adapter: words of :data:`PROJECTIONS` (an MLP's words are also
+            for shared experts) and of :data:`LATENT`; "all-linear": all of these that the model has;
+            "experts": the projections of each routed expert, see :class:`ExpertAdapters`. With
+            separate_projections each projection has an adapter of its own; else the projections of one
+            matmul share an adapter, as in Megatron-Bridge.
+        lora_whole: the tensors that are trained whole, "embedding" and "head". The rank also holds the
+            frozen tensor that each was copied from, as peft's modules_to_save does.
+        frozen_bits: bits of a frozen projection's weights: 4 (QLoRA) or 8, unpacked at each use
+            (:mod:`spbench.impls.kernels.packed_weights`); 16: the model's dtype, which routed experts, the
+            embedding and the head always have.
     """
 
     lora_rank: int = 0
@@ -101,43 +103,43 @@ class AdapterOptions:
 
     @property
     def packs(self) -> bool:
-        """Whether frozen weights are in few bits."""
+        """Whether frozen weights are packed into fewer than 16 bits."""
         return self.frozen_bits < HOLDER
 
     @property
     def lora_scale(self) -> float:
-        """The factor of what an adapter adds."""
+        """The factor of an adapter's output."""
         return self.lora_alpha / self.lora_rank
 
     @property
     def adapted(self: Any) -> list[str]:
-        """The words of what may have adapters in some layer."""
+        """The words of the projections of this model that may have adapters in at least one layer."""
         layers = range(self.layers)
         taken = {name for kind in map(self.mixing, layers) for name in (*kind.adapted, *kind.latents(self))}
         if any(self.mlp_width(layer) for layer in layers):
             taken |= {*OPENING, MLP_CLOSING}
-        if self.experts:  # a trace of few layers may have dense ones alone
+        if self.experts:  # whatever the layers: a trace of few layers may have only dense ones
             taken.add(EXPERTS)
         return [name for name in _WORDS if name in taken]
 
     @property
     def opening_names(self: Any) -> tuple[str, ...]:
-        """The projections that open an MLP."""
+        """The names of the projections that open an MLP, with the gate where the MLP has one."""
         return OPENING if self.gated_mlp else OPENING[1:]
 
     def adapts(self, names: Sequence[str]) -> bool:
-        """Whether one of these projections of the model has an adapter."""
+        """Whether at least one of the projections with these names has an adapter."""
         words = {*self.lora_targets} | ({*PROJECTIONS, *LATENT} if ALL in self.lora_targets else set())
         return bool(self.lora_rank) and not words.isdisjoint(names)
 
     def adapted_apart(self: Any, names: Sequence[str]) -> list[int] | None:
-        """The numbers of these projections that have an adapter of their own; None: they share one."""
+        """The indices in ``names`` of the projections with an adapter of their own; None: all share one."""
         if not self.separate_projections:
             return None
         return [place for place, name in enumerate(names) if self.adapts([name])]
 
     def adapter_variants(self: Any) -> list[Mapping[str, Any]]:
-        """Changes of options of adapters to verify; see :meth:`Model.variants`."""
+        """The changes of the options of adapters that verification tries; see :meth:`Model.variants`."""
         if self.mtp_layers:
             return []
         targets = tuple(self.adapted)

@@ -1,24 +1,23 @@
-"""Low-rank adapters beside frozen weights (LoRA, Hu et al., arXiv 2106.09685).
+"""Low-rank adapters next to frozen weights (LoRA, Hu et al., arXiv 2106.09685).
 
-A projection y = W x with an adapter is y = W x + (alpha / r) B A x, with A [r, H] and B [F, r]. A and B alone
-are trained: the other weights have no gradient and no state of an optimizer. What only their gradients would
-need is not kept, so that the input of a frozen projection is kept for A.
+A projection y = W x with an adapter is y = W x + (alpha / r) B A x, with factors A [r, H] and B [F, r]. Only
+A and B are trained: frozen weights have no gradient and no optimizer state. No tensor is kept for a frozen
+weight's gradient, so a frozen projection's input is kept only because A needs it.
 
-Where a strategy splits features, the factor of an adapter on the split side of its projection is split with
-it, and the other one is whole, as in ParallelLinearAdapter of Megatron-Bridge. The r features between the two
-are gathered, or summed over ranks, as the projection's own input or output is.
+Where a strategy splits a projection's features, the adapter's factor on the split side is split too, and the
+other factor is whole, as in ParallelLinearAdapter of Megatron-Bridge. The r features between the factors are
+gathered, or summed over ranks, as the projection's own input or output is.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, F features,
 r rank of the adapters.
 
-Of a rank's routed experts each has its own: an expert has one adapter for what opens it, gate and all, and
-one for what closes it. So have GroupedExpertsLoRA of NeMo Automodel (components/_peft/lora_experts.py), whose
-factors stack those of all experts as its weights do, and Megatron-Bridge without share_expert_adapters
-(peft/lora.py), with factors an expert. Megatron-Bridge's default, one adapter for all experts of a rank, is
-another function on other ranks.
+Each routed expert has two adapters of its own: one for the opening projections, the gate included, and one
+for the closing projection. GroupedExpertsLoRA of NeMo Automodel (components/_peft/lora_experts.py) does the
+same and stacks the factors of all experts; Megatron-Bridge without share_expert_adapters (peft/lora.py) has
+separate factors for each expert. Megatron-Bridge's default, one adapter for all experts of a rank, is not
+modelled, because the model would then depend on the number of ranks.
 
-Letters: R rows, n experts of this rank, H hidden, F features of an expert, P its opening projections, 1 or 2,
-r rank of the adapters.
+Letters of experts: R rows (tokens at their experts), F features of an expert, P opening projections, 1 or 2.
 """
 
 from __future__ import annotations
@@ -39,29 +38,29 @@ from spbench.impls.strategies.layers import GroupedLinear, LayerHooks, Linear
 
 
 class Adapters(nn.Module):
-    """Weights that are trained where a model has a rank of adapters."""
+    """A module whose parameters are trained where a model has adapters."""
 
 
 class DroppingAdapters(Adapters):
-    """Adapters whose inputs go through dropout, each adapter's through one of its own."""
+    """Adapters each of whose inputs goes through a dropout of its own."""
 
     def __init__(self, model: DecoderOptions, strategy: Strategy):
         super().__init__()
         self.scale, self.p, self.strategy = model.lora_scale, model.lora_dropout, strategy
 
     def dropped(self, x: Tensor, axes: Sequence[str]) -> Tensor:
-        """x as A takes it; ``axes``: over which x is spread."""
+        """x after dropout, the input of factor A; ``axes``: the axes of ranks that split x."""
         return self.strategy.random.dropout(x, self.p, axes)
 
 
 class OpeningAdapters(DroppingAdapters):
-    """Adapters of the projections that open a block, one a projection where each is a matmul of its own, else
-    one for all of them together.
+    """The adapters of the projections that open a block: one adapter for each projection where every
+    projection is a matmul of its own, else one adapter for all projections.
 
     Args:
-        names: of the projections, in their order.
-        together: builds B of all of them, from r features.
-        alone: builds B of the projection with that number, from r features.
+        names: the names of the projections, in their order.
+        together: builds factor B of all projections, from r.
+        alone: builds factor B of one projection, from r and the projection's index.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class OpeningAdapters(DroppingAdapters):
     ):
         super().__init__(model, strategy)
         rank = model.lora_rank
-        #: the numbers of the projections that have one; None: all share one
+        #: the indices of the projections that have an adapter; None: all projections share one
         self.places = model.adapted_apart(names)
         many = 1 if self.places is None else len(self.places)
         self.down = nn.ModuleList(Linear(features, rank, bias=False) for _ in range(many))
@@ -83,7 +82,7 @@ class OpeningAdapters(DroppingAdapters):
         self.up = nn.ModuleList(ups)
 
     def forward(self, x: Tensor, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The projections of x [B, L, H] with what their adapters add."""
+        """The projections' ``outputs`` of x [B, L, H], each plus its adapter's output."""
         results = list(outputs)
         if self.places is None:
             parts: Sequence[Tensor] = self.up[0](self._down(0, x))
@@ -94,19 +93,19 @@ class OpeningAdapters(DroppingAdapters):
         return tuple(results)
 
     def together(self, x: Tensor) -> Tensor:
-        """What the one adapter of all projections adds to them side by side [..., groups, F]."""
+        """The output [..., groups, F] of the adapter that all projections share, a group for each."""
         up = self.up[0]
         assert isinstance(up, GroupedLinear)
         return up.together(self._down(0, x)) * self.scale
 
     def _down(self, number: int, x: Tensor) -> Tensor:
-        """The r features of x of one of the adapters."""
+        """The r features [..., r] that factor A of the adapter with this index makes of x."""
         features: Tensor = self.down[number](self.dropped(x, self.strategy.position_axes))
         return features
 
 
 class ClosingAdapter(DroppingAdapters):
-    """The adapter of the projection that closes a block: this rank's features of x [B, L, F] -> [B, L, H]."""
+    """The adapter of the projection that closes a block: this rank's features x [B, L, F] -> [B, L, H]."""
 
     def __init__(
         self, model: DecoderOptions, strategy: Strategy, layers: LayerHooks, features: int, hidden: int
@@ -116,14 +115,14 @@ class ClosingAdapter(DroppingAdapters):
         self.up = Linear(model.lora_rank, hidden, bias=False)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """y, the projection of x, with what the adapter adds."""
-        # of features that are split, each rank draws its own
+        """The projection y of x plus the adapter's output of x [B, L, H]."""
+        # where ranks split features, each rank draws a dropout mask for its own features
         added: Tensor = self.up(self.down.project(self.dropped(x, self.strategy.attention_axes)))
         return y + added * self.scale
 
 
 def freeze(module: nn.Module, model: DecoderOptions) -> None:
-    """Have the adapters of a module alone trained, if its model has some."""
+    """Freeze all parameters of a module but its adapters' and ``lora_whole``'s, if its model has adapters."""
     if not model.lora_rank:
         return
     adapters = [m for m in module.modules() if isinstance(m, Adapters)]
@@ -135,7 +134,7 @@ def freeze(module: nn.Module, model: DecoderOptions) -> None:
 
 
 def beside_adapters(*blocks: nn.Module | None) -> Iterator[nn.Module]:
-    """The modules of blocks that are in none of their adapters."""
+    """The modules within the blocks, but for adapters and the modules within adapters."""
     modules = [module for block in blocks if block is not None for module in block.modules()]
     adapters = [module for module in modules if isinstance(module, Adapters)]
     adapting = {module for adapter in adapters for module in adapter.modules()}
@@ -143,16 +142,16 @@ def beside_adapters(*blocks: nn.Module | None) -> Iterator[nn.Module]:
 
 
 def with_gradient(x: Tensor, model: DecoderOptions) -> Tensor:
-    """Hidden states [B, L, H] behind a frozen embedding, with a gradient, as Hugging Face's
-    ``enable_input_require_grads`` has them for activation checkpointing."""
+    """The hidden states x [B, L, H] behind a frozen embedding, set to require a gradient, as Hugging Face's
+    ``enable_input_require_grads`` does for activation checkpointing."""
     if model.lora_rank and torch.is_grad_enabled() and not x.requires_grad:
         x.requires_grad_()
     return x
 
 
 class ExpertAdapters(Adapters):
-    """What the adapters of experts add to rows, which lie one expert's after another's: A of what opens an
-    expert [r, H] and B [P, F, r], of what closes it [r, F] and [H, r]."""
+    """The adapters of a rank's experts, for rows that are sorted by expert. An expert has four factors: A
+    [r, H] and B [P, F, r] of its opening projections, A [r, F] and B [H, r] of its closing projection."""
 
     def __init__(self, model: Architecture, held: range):
         super().__init__()
@@ -168,7 +167,7 @@ class ExpertAdapters(Adapters):
                 mark_shard(parameter, StackShard("etp", 0, 0, 1, held.start, len(held), model.experts))
 
     def _factor(self, held: range, to: Sequence[int], features: int) -> nn.Module:
-        """One factor of all experts: features -> [*to]."""
+        """A factor of all experts, [features] -> [*to]: a stack, or a module for each expert."""
         if self.stacked:
             return Stack(len(held), to, features, bias=False)
         *groups, rows = to
@@ -179,17 +178,19 @@ class ExpertAdapters(Adapters):
         return nn.ModuleDict({str(number): of_one() for number in held})
 
     def each(self) -> list[tuple[Tensor, ...]]:
-        """The four factors of the experts one by one, as :class:`ExpertAdapters` lists them."""
+        """The four factors of each expert, in the order that :class:`ExpertAdapters` lists them."""
         factors = self.opens_down, self.opens_up, self.closes_down, self.closes_up
         return [*zip(*map(_matrices, factors), strict=True)]
 
     def opened(self, y: Tensor, x: Tensor, lengths: Sequence[int]) -> Tensor:
-        """y [R, P, F], the projections of x [R, H] that open experts, with what adapters add."""
+        """y [R, P, F], the opening projections of x [R, H], plus the adapters' outputs. ``lengths``: the
+        numbers of rows of each expert."""
         added = self._through(self.opens_up, self._through(self.opens_down, x, lengths), lengths)
         return y + added.view_as(y) * self.scale
 
     def closed(self, y: Tensor, x: Tensor, lengths: Sequence[int]) -> Tensor:
-        """y [R, H], the projection of x [R, F] that closes experts, with what adapters add."""
+        """y [R, H], the closing projection of x [R, F], plus the adapters' outputs; ``lengths``: rows of each
+        expert."""
         added = self._through(self.closes_up, self._through(self.closes_down, x, lengths), lengths)
         return y + added * self.scale
 
@@ -200,7 +201,7 @@ class ExpertAdapters(Adapters):
 
 
 def _matrices(factor: nn.Module) -> list[Tensor]:
-    """A factor of the experts one by one."""
+    """The matrix of each expert in a factor of all experts."""
     if isinstance(factor, Stack):
         return [*factor.weight.unbind()]
     return _parameters(factor)

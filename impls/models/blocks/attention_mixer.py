@@ -1,4 +1,4 @@
-"""What mixers of softmax attention share, plain and latent.
+"""The base class of the modules of softmax attention and of latent attention.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden (this
 rank's features of it between projections), Z heads (this rank's), A head size.
@@ -21,47 +21,47 @@ from spbench.impls.strategies.base import Strategy
 
 
 class AttentionMixer(nn.Module):
-    """What mixers of softmax attention share: how heads attend, RoPE, and the projection that closes the
-    layer. A derived class makes the projections that open it."""
+    """The part of an attention module from the heads' queries on: RoPE, attention, and the projection that
+    closes the mixer. A derived class makes the projections that open the mixer."""
 
     def __init__(self, kind: SoftmaxOptions, model: DecoderOptions, strategy: Strategy):
         super().__init__()
         self.kind, self.model, self.strategy = kind, model, strategy
 
     def close(self) -> None:
-        """Make what follows the projections that open the layer: parameters lie in the order of their use."""
+        """Make the parameters behind the opening projections, so that parameters lie in the order of use."""
         model, strategy = self.model, self.strategy
         self.sinks = strategy.feature_parameter(torch.zeros(model.heads)) if self.kind.sinks else None
         self.out = strategy.linear_out(self.kind.width(model), model.hidden)
 
     def adapt_closing(self) -> None:
-        """Make the adapter of the projection that closes the layer, if it has one."""
+        """Make the adapter of the projection that closes the mixer, if the options ask for one."""
         self.closing, width = None, self.kind.width(self.model)
         if self.model.adapts([CLOSING]):
             self.closing = ClosingAdapter(self.model, self.strategy, self.strategy, width, self.model.hidden)
 
     def closed(self, y: Tensor) -> Tensor:
-        """The heads' features [B, L, Z A] projected to [B, L, H]."""
+        """The closing projection [B, L, H] of the heads' features y [B, L, Z A], plus the adapter's."""
         projected = self.out.project(y)
         return projected if self.closing is None else self.closing(y, projected)
 
     def attend_to(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
-        """The attention [B, Z, L, A] of q to k and v of this rank's positions, as the layer has it."""
+        """The attention [B, Z, L, A] of q to k and v, which backward recomputes if the options say so."""
         if self.model.recomputes("core_attn"):
             return recomputed(self.attend_at_once, self.strategy.random, q, k, v, places)
         return self.attend_at_once(q, k, v, places)
 
     def beside_heads(self, o: Tensor) -> Tensor:
-        """The heads' features one after another [B, L, Z A], from o [B, Z, L, A]."""
+        """The features of all heads in one row for each position [B, L, Z A], from o [B, Z, L, A]."""
         y = o.transpose(1, 2)
         del o
         if self.model.fused and self.kind.kernel in FLASH_KERNELS and len(y) > 1:
-            # the libraries' hidden states are [L, B, H]: they copy what this kernel returns, [B, L, H]
+            # the libraries' hidden states are [L, B, H], so they copy this kernel's result [B, L, H]
             y = y.clone(memory_format=torch.contiguous_format)
         return y.flatten(2)
 
     def rotated(self, x: Tensor, places: Places) -> Tensor:
-        """[..., L, features that turn] -> the same."""
+        """x [..., L, features] turned by RoPE's angles, in the way that the options name."""
         base, size = self.kind.rotary_base, x.shape[-1]
         assert base is not None
         if self.model.fuses("rope"):
@@ -73,12 +73,12 @@ class AttentionMixer(nn.Module):
         return rotated(x, *places.rotary(size, base))
 
     def attend_at_once(self, q: Tensor, k: Tensor, v: Tensor, places: Places) -> Tensor:
-        """As :meth:`attend_to`, with nothing recomputed in backward."""
+        """The attention [B, Z, L, A] of q to k and v, without recomputation of its own in backward."""
         attended = self.kind.attended(places.attended, places.seq_len)
         if self.model.packing_read:
             read_packing(places.seq_len, q.device)
         if not self.kind.needs_all_positions:
-            # strategies that know of nothing but causal attention need not name further arguments
+            # a strategy whose hook has only q, k and v still runs where no window, document or sink is used
             if self.sinks is not None:
                 return self.strategy.causal_attention(q, k, v, attended, self.sinks)
             if not attended.plain:
@@ -98,7 +98,7 @@ class AttentionMixer(nn.Module):
 
     @property
     def _softmax_of_scores(self) -> str | None:
-        """How scores become probabilities, a way of :func:`softmax_of_scores`; None: none are made."""
+        """The way of :func:`softmax_of_scores` that makes probabilities of scores; None: no scores exist."""
         if self.kind.kernel != "unfused":
             return None
         if not self.model.fused:

@@ -1,10 +1,10 @@
 """Causal language models, as single-device code.
 
 A layer is x + mixer(norm(x)), then x + mlp(norm(x)), or has its norms behind mixer and MLP, or on both sides;
-after the last one comes a norm and the head. What
-mixes the tokens of each layer is chosen by a subclass, from :mod:`spbench.impls.models.blocks.linear_mixer`
-and :mod:`spbench.impls.models.blocks.softmax_mixer`, as are norms, biases, dropout and learned positions; and
-what follows it, from :mod:`spbench.impls.models.blocks.feed_forward`.
+after the last layer come a norm and the head. A subclass chooses each layer's mixer (the module that mixes
+tokens, from :mod:`spbench.impls.models.blocks.linear_mixer` or
+:mod:`spbench.impls.models.blocks.softmax_mixer`), its feed-forward block (from
+:mod:`spbench.impls.models.blocks.feed_forward`), norms, biases, dropout and learned positions.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden,
 V vocabulary.
@@ -32,9 +32,9 @@ from spbench.impls.models.model import ModelPart, check_positions
 from spbench.impls.options import Saving, with_options
 from spbench.impls.strategies.base import Site, Strategy, Unsupported
 
-#: sizes for verification: head count and sizes that divide by 1, 2, 3 and 4. The epsilon of norms is large: a
-#: norm scales up what is almost zero by chance, as the product of a query and a key of 4 features can be, and
-#: half precisions would then compare noise
+#: sizes for verification: 1 to 4 ranks divide the number of heads and the sizes. The epsilon of norms is
+#: large, because a norm scales up numbers that are almost zero by chance (as the inner product of a query and
+#: a key of 4 features can be), so that half precisions would compare noise
 TINY_SIZES: Mapping[str, Any] = {
     "layers": 2,
     "hidden": 48,
@@ -47,8 +47,8 @@ TINY_SIZES: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class DecoderModel(Architecture):
-    """A causal language model of the layers that its options describe; a derived class says what mixes the
-    tokens in each."""
+    """A causal language model of the layers that its options describe; a derived class chooses each layer's
+    mixer."""
 
     sequence_dims: ClassVar[Mapping[str, int | None]] = {
         "tokens": 1,
@@ -120,7 +120,7 @@ class DecoderModel(Architecture):
         }
         others = {"checkpointing", "unfused", "mlp_tile", "loss_tile", "tiling"} | recompute
         plain = {k: v for k, v in self.plain_options.items() if k not in others}
-        # only strategies that split heads refuse 3 over 2 or 4 ranks; all ranks hold one of keys and values
+        # strategies that split heads refuse 3 heads over 2 or 4 ranks; all ranks hold a single key-value head
         one = {"kv_heads": 1} if self.grouped else {}
         as_hugging_face = {"rms_norm": "rounded", "attention_views": True, "rope": "each_layer"}
         in_place = {"swiglu": "in_place"} if self.gated_mlp and self.activation == "silu" else {}
@@ -133,7 +133,7 @@ class DecoderModel(Architecture):
             plain | {"heads": 3, "vocabulary_tile": 40} | one,
             {"tiling": "fpdt", "mlp_tile": 7, "loss_tile": 7} | one,
             {"tied": True, "cross_entropy": "fused", "mlp_tile": 10, "loss_tile": "liger"} | as_hugging_face,
-            # of 1 to 3 ranks' length, cut by ranks' edges, not divisible by twice the ranks
+            # documents that the ranks' boundaries cut, of lengths that twice the ranks do not divide
             {"documents": (7, 1, 11, 5), "fusions": ("swiglu", "rope"), "cross_entropy": "compiled"} | one,
         ]
 
@@ -178,8 +178,8 @@ class DecoderModel(Architecture):
         elif self.kv_heads is not None:
             sizes["kv_heads"] = None
         if self.head_dim is not None:
-            sizes["head_dim"] = 8  # of 12 heads, which together have other features than the hidden state
-        # at once, as a share of RoPE may not fit the smaller heads
+            sizes["head_dim"] = 8  # 12 heads have 96 features, other than the 48 of the hidden state
+        # all in one change, because the old rotary_share may not fit the smaller heads
         others = {"dropout": 0.0, "attention_dropout": 0.0, "lora_dropout": 0.0, "rotary_share": 1.0}
         return with_options(self, {**sizes, **others, **self.shrunk_experts()})
 
@@ -196,7 +196,7 @@ class DecoderModel(Architecture):
         return self._with_further_tokens(inputs)
 
     def _with_further_tokens(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A whole batch with what multi-token prediction needs of it."""
+        """A whole batch of inputs, with the shifted tokens, labels and weights of multi-token prediction."""
         if not self.mtp_layers:
             return inputs
         attended = self.attended(inputs["tokens"].shape[1])
@@ -218,7 +218,7 @@ class DecoderModel(Architecture):
         return stage_sites(self, batch, seq_len, self.padded_vocabulary(vocabulary_parts), stage)
 
     def parameters(self, rows: int, stage: Stage = ONE_STAGE) -> dict[str, int]:
-        """As :func:`stage_parameters`, with a vocabulary of that many rows."""
+        """The counts of :func:`stage_parameters` for a word embedding of ``rows`` rows."""
         return stage_parameters(self, rows, stage)
 
     @property
@@ -231,8 +231,8 @@ class DecoderModel(Architecture):
 
     @property
     def problems_of_sizes(self) -> Iterator[str]:
-        """What is wrong with sizes that a cell gives; smaller ones, for verification and looks with few
-        layers, may have it."""
+        """The faults of the sizes that a cell sets, a sentence each. Smaller sizes, for verification or for
+        traces of few layers, may have these faults."""
         if self.experts and not any(map(self.has_experts, range(self.layers))):
             yield f"dense_layers {self.dense_layers} leaves no experts in {self.layers} layers; set it lower"
         if self.lora_rank > self.hidden:
@@ -244,7 +244,7 @@ class DecoderModel(Architecture):
 
         losses = {"loss": None} | {f"{name}_loss": None for name in self.losses}
         outputs = losses | {"hidden": 1, "token_loss": 1}
-        # of the first layer the attention, of the last the block: they may differ
+        # the attention is the first layer's and the block is the last layer's, because layers may differ
         return {
             "attention": ModelPart(
                 lambda s, n: LoneDecoderLayer(self.mixing(0).build(self, s), self, s, n),
@@ -263,12 +263,12 @@ class DecoderModel(Architecture):
 
 
 def _loss_in_tiles(model: DecoderModel) -> dict[str, Any]:
-    """A tile of so many tokens that their logits take up to 1 GiB in float32 (ALST)."""
+    """The options of a loss in tiles of so many tokens that float32 logits take at most 1 GiB (ALST)."""
     tokens = 2**28 // model.vocabulary
     tile = 1 << max(0, tokens.bit_length() - 1)
     return {"loss_tile": tile, "cross_entropy": "in_place"}
 
 
 def _in_tiles(model: DecoderModel) -> dict[str, Any]:
-    """The loss, and MLPs of as many tokens at once as ALST's, ``hidden``."""
+    """The options of a loss in tiles, and of MLPs in ALST's tiles of ``hidden`` tokens."""
     return {"mlp_tile": model.hidden, **({} if model.loss_tile else _loss_in_tiles(model))}

@@ -26,8 +26,8 @@ from spbench.impls.strategies.base import Strategy
 
 
 class AddToHidden(nn.Module):
-    """hidden + dropout(x + bias), both [B, L, H], with the dropout that the model has, and its bias if
-    ``biased``."""
+    """The module that returns hidden + dropout(x + bias) [B, L, H] with the model's dropout. There is a bias
+    if ``biased`` and the model's projections have biases."""
 
     bias: nn.Parameter | None
 
@@ -46,13 +46,13 @@ class AddToHidden(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """x [B, L, H] -> [B, L, H]: the mixer, and then the feed-forward block, or both of
-    the same x; or the mixer alone. Norms stand before each, behind each, or both, or one before both."""
+    """A layer, x [B, L, H] -> [B, L, H]: a mixer, then a feed-forward block if the layer has one (or both of
+    the same x). Norms stand before each of the two, behind each, on both sides, or one before both."""
 
     def __init__(self, model: Architecture, strategy: Strategy, layer: int):
         super().__init__()
         before, behind = model.norms != "behind", model.norms in ("behind", "around")
-        # a module that does nothing would cost the host a call, so what is not there is None
+        # an absent module is None, because an identity would cost the host a call
         self.mixer_norm = make_norm(model) if before else None
         self.mixer = model.mixing(layer).build(model, strategy)
         self.mixer_post_norm = make_norm(model) if behind else None
@@ -86,10 +86,11 @@ class DecoderBlock(nn.Module):
         return self.mlp_end(_normed(self.mlp_post_norm, fed), mixed)
 
     def _fed(self, x: Tensor) -> Tensor:
-        """What follows the mixer, of hidden states before its norm."""
+        """The feed-forward block's result [B, L, H] of hidden states x [B, L, H], which the block's norm
+        normalises first."""
         model, mlp = self.model, self.mlp
         assert mlp is not None
-        # the projection that opens an MLP includes its norm in TransformerEngine; experts have one apart
+        # TransformerEngine's projection that opens an MLP includes the norm; experts have a separate norm
         included = model.library == TRANSFORMER_ENGINE and not self.has_experts
         if model.recomputes("mlp") and not self.has_experts:
             if included:
@@ -105,7 +106,7 @@ class DecoderBlock(nn.Module):
 
 
 def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
-    """x by a norm, if there is one."""
+    """norm(x), of the shape of x, or x itself without a norm."""
     if norm is None:
         return x
     y: Tensor = norm(x)
@@ -113,12 +114,13 @@ def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
 
 
 def make_norm(model: Architecture) -> nn.Module:
-    """The norm of the model, of hidden states [..., H]."""
+    """A new norm of the model's kind for hidden states [..., H]."""
     return norm_of(model, model.hidden, weighted=model.weighted_norms)
 
 
 class LoneDecoderLayer(nn.Module):
-    """A mixer or a block with inputs of its own, for verification; recomputed in backward if the model is."""
+    """A mixer or a block that takes its own inputs, for verification; backward recomputes it as the model's
+    options say."""
 
     def __init__(self, layer: nn.Module, model: Architecture, strategy: Strategy, seq_len: int):
         super().__init__()

@@ -1,15 +1,15 @@
 """The module of a decoder: embedding, the layers of a pipeline stage, head and loss.
 
-Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules behind the last layer that
-predict further tokens.
+Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules behind the last layer predict
+further tokens.
 
-Module d (1, 2, ...) has, at position i, the hidden state of the module before (d = 1: of the last layer) and
-the token i + d. It normalises the state and the token's embedding, projects both together to H features, and
-runs one layer; from the result, normalised, the model's head predicts token i + d + 1. The tokens come with
-the inputs, shifted on the host: so any placement of positions on ranks may cut them.
+Module d (1, 2, ...) takes, at position i, the hidden state of the module before (d = 1: of the last layer)
+and the token i + d. The module normalises the state and the token's embedding, projects both together to H
+features, and runs one layer; the model's head predicts token i + d + 1 from the normalised result. The host
+shifts the tokens and hands them over as inputs, so that ranks may hold any positions.
 
-Every rank has the projection whole; Megatron-Core splits its columns over tp and gathers the result
-(core/transformer/multi_token_prediction.py).
+Every rank holds the whole projection, whereas Megatron-Core splits the projection's columns over tp and
+gathers the result (core/transformer/multi_token_prediction.py).
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, K modules.
 """
@@ -43,11 +43,10 @@ from spbench.impls.strategies.layers import Linear, full_precision
 class Decoder(nn.Module):
     """A pipeline stage of the model, or all of it.
 
-    ``forward(inputs, hidden)``, with ``hidden`` [B, L, H] of the stage before (None on the first), returns
-    ``hidden`` [B, L, H], before the final norm, and on the last stage ``loss``, this rank's share, the same
-    as ``language_loss``, and ``token_loss`` [B, L]; with multi-token prediction also ``mtp_loss``, which
-    ``loss`` contains.
-    """
+    ``forward(inputs, hidden)`` takes ``hidden`` [B, L, H] of the stage before (None on the first stage). It
+    returns ``hidden`` [B, L, H] before the final norm; on the last stage also ``token_loss`` [B, L] and this
+    rank's shares of ``language_loss``, of ``mtp_loss`` (with multi-token prediction) and of their sum
+    ``loss``."""
 
     def __init__(self, model: Architecture, strategy: Strategy, seq_len: int, stage: Stage):
         super().__init__()
@@ -55,7 +54,7 @@ class Decoder(nn.Module):
         self.unbatched, self.attended = model.unbatched, model.attended(seq_len)
         strategy.pack(self.attended)
         rows = model.padded_vocabulary(strategy.vocabulary_parts)
-        if stage.first or (stage.last and model.shares_embedding):  # a copy, under the same name
+        if stage.first or (stage.last and model.shares_embedding):  # the last stage's copy has the same name
             self.embedding = strategy.embedding(rows, model.hidden)
         self.positions = _learned_positions(model, seq_len) if stage.first else None
         self.loader_mask = _LoaderMask() if model.loader_mask and (stage.first or stage.last) else None
@@ -63,13 +62,13 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleDict({str(i): DecoderBlock(model, strategy, i) for i in layers})
         self.runs = [([str(i) for i in run], again) for run, again in model.recomputed_runs(layers)]
         self.predictions = [str(i) for i in model.prediction_layers(stage)]
-        for name in self.predictions:  # among the blocks, which backends gather one by one
+        for name in self.predictions:  # in ``blocks``, because backends gather these one by one
             self.blocks[name] = TokenPrediction(model, strategy, int(name))
         if stage.last:
             self.norm = make_norm(model)
             if not model.tied:
                 self.head = strategy.vocabulary_parameter(rows, model.hidden)
-        #: what is trained whole was copied from these, which nothing computes with
+        #: frozen originals of the tensors that are trained whole, by name; no computation reads the originals
         self.originals = nn.ParameterDict(
             {
                 name: strategy.vocabulary_parameter(rows, model.hidden)
@@ -80,10 +79,10 @@ class Decoder(nn.Module):
         self.scaling = model.delayed_scaling(self.blocks, strategy)
         freeze(self, model)
         self.on_host = checkpoints_on_host(model.checkpoints, model.checkpointed_angles * seq_len)
-        #: whether a step's first micro-batch casts weights, which the others use
+        #: whether the first micro-batch of a step casts weights to eight bits for all micro-batches
         self.casts_weights = model.fp8 != "none" and model.library == TRANSFORMER_ENGINE
         self._places: Places | None = None
-        #: as the variable of a training loop
+        #: logits that live until the next micro-batch's, as in a variable of a training loop
         self._logits: Tensor | None = None
         self._way: str | CrossEntropy = model.cross_entropy
         if model.autotune_flush_kib:
@@ -92,19 +91,19 @@ class Decoder(nn.Module):
 
     @property
     def tied(self) -> Tensor | None:
-        """The word embedding where the first and the last stage both hold it, and train it."""
+        """The word embedding [V, H] where the first and the last stage both hold and train the embedding."""
         if not self.model.shares_embedding or self.model.lora_rank:  # frozen copies have no gradient
             return None
         weight: Tensor = self.embedding.weight  # type: ignore[assignment]
         return weight
 
     def boundary_shape(self, inputs: Mapping[str, Tensor]) -> tuple[int, int, int]:
-        """The shape of ``hidden``."""
+        """The shape (B, L, H) of ``hidden``, which one pipeline stage sends to the next."""
         batch, length = inputs["tokens"].shape
         return batch, length, self.model.hidden
 
     def forward(self, inputs: Mapping[str, Tensor], hidden: Tensor | None = None) -> dict[str, Tensor]:
-        # held until forward has ended, as what a data loader has made
+        # forward holds the mask to its end, as a training loop holds its data loader's batch
         mask = None if self.loader_mask is None else self.loader_mask(inputs["tokens"], self.seq_len)
         x = with_gradient(self._embedded(inputs["tokens"]), self.model) if hidden is None else hidden
         del hidden
@@ -131,7 +130,8 @@ class Decoder(nn.Module):
         return outputs
 
     def _places_like(self, x: Tensor) -> Places:
-        """Made for each forward; libraries make them once."""
+        """The places of this rank's positions, for tensors like x: new ones for each forward, but one object
+        for all forwards with a library other than torch."""
         if not self.model.fused:
             return Places(self.strategy, self.seq_len, x, self.attended)
         if self._places is None:
@@ -153,7 +153,7 @@ class Decoder(nn.Module):
         return self.strategy.random.dropout(x, self.model.dropout, self.strategy.position_axes)
 
     def _further(self, x: Tensor, inputs: Mapping[str, Tensor], places: Places) -> list[Tensor]:
-        """The normalised states [B, L, H] that each module of multi-token prediction gives the head."""
+        """The normalised states [B, L, H] of each module of multi-token prediction, which the head takes."""
         results = []
         for place, name in enumerate(self.predictions):
             embedded = self.embedding(inputs["mtp_tokens"][..., place].contiguous())
@@ -174,7 +174,7 @@ class Decoder(nn.Module):
     def _further_losses(
         self, further: list[Tensor], inputs: Mapping[str, Tensor], loss: Tensor
     ) -> dict[str, Tensor]:
-        """``loss`` plus the losses of multi-token prediction, and their sum alone (``mtp_loss``)."""
+        """``mtp_loss``, the weighted mean of the losses of multi-token prediction, and ``loss`` plus it."""
         labels, weights = (inputs[f"mtp_{name}"] for name in ("labels", "weights"))
         total = loss.new_zeros(())
         for place in reversed(range(len(further))):
@@ -183,7 +183,7 @@ class Decoder(nn.Module):
         return {"loss": loss + total, "mtp_loss": total}
 
     def _loss(self, x: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of x [B, L, H], a scalar, and that of each token [B, L]."""
+        """The weighted loss of x [B, L, H], a scalar, and the loss of each token [B, L]."""
         weight: Tensor = self.embedding.weight if self.model.tied else self.head  # type: ignore[assignment]
         if tiling := self.model.loss_tiling:
             return loss_in_tiles(self._token_loss, weight, x, labels, weights, tiling)
@@ -204,7 +204,7 @@ class Decoder(nn.Module):
             logits = full_precision(logits)
             for _ in range(times):  # before the loss, which may work in their memory
                 logits.detach().amax(-1)
-        way, self._way = self._way, self.model.cross_entropy  # the first call is over
+        way, self._way = self._way, self.model.cross_entropy  # only the first call times its kernels
         return self.strategy.cross_entropy(logits, labels, way=way)
 
 
@@ -215,8 +215,8 @@ def _learned_positions(model: Architecture, seq_len: int) -> nn.Embedding | None
 
 
 class _LoaderMask(nn.Module):
-    """True where a key must not be attended [B, 1, L, L], of whole sequences; a module, so that meters of
-    memory name it."""
+    """The boolean mask [B, 1, L, L] of whole sequences, true where a query must not attend to a key. The
+    mask has a module, so that meters of memory can name the mask."""
 
     def forward(self, tokens: Tensor, seq_len: int) -> Tensor:
         shape = len(tokens), 1, seq_len, seq_len
@@ -224,7 +224,8 @@ class _LoaderMask(nn.Module):
 
 
 class TokenPrediction(nn.Module):
-    """(hidden, embedded) [B, L, H] -> (hidden, the same normalised for the head) [B, L, H]."""
+    """A module of multi-token prediction: from hidden states and embedded tokens, each [B, L, H], it makes
+    hidden states [B, L, H], and these normalised for the head."""
 
     def __init__(self, model: Architecture, strategy: Strategy, layer: int):
         super().__init__()
@@ -244,7 +245,8 @@ class TokenPrediction(nn.Module):
 
 
 def shifted(x: Tensor, modules: int) -> Tensor:
-    """x [B, L] at the next positions [B, L, K]: of module d those d further; the last d repeat the last."""
+    """x [B, L] shifted for each of K modules [B, L, K]: module d has at position i x of position i + d, and
+    beyond the end the last x."""
     length = x.shape[1]
     places = torch.arange(length).unsqueeze(-1) + torch.arange(1, modules + 1)
     return x[:, places.clamp(max=length - 1)]
@@ -253,8 +255,8 @@ def shifted(x: Tensor, modules: int) -> Tensor:
 def shifted_inputs(
     tokens: Tensor, labels: Tensor, weights: Tensor, attended: Attended, modules: int
 ) -> dict[str, Tensor]:
-    """What the modules take of a whole batch [B, L] of tokens, labels and weights of the loss: tokens, labels
-    and weights [B, L, K]. A weight is 0 where the token is of another document or beyond the sequence."""
+    """The inputs ``mtp_tokens``, ``mtp_labels`` and ``mtp_weights`` [B, L, K] of the modules, shifted from a
+    whole batch [B, L]. A weight is 0 where the token is of another document or beyond the sequence."""
     length = tokens.shape[1]
     ends = torch.tensor(attended.ends or (length,))
     positions = torch.arange(length)

@@ -1,4 +1,4 @@
-"""The options of a decoder's layers: what they are made of, and which kernels they use."""
+"""The options of a decoder's layers: the layers' parts, and the kernels that compute them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from spbench.impls.options import check_choices
 from spbench.impls.strategies.attention import LINEAR_ATTENTION_WAYS
 from spbench.impls.tiles import Tiling
 
-#: what libraries other than torch fuse: the scale, mask and softmax of scores, an MLP's bias and activation,
-#: bias, dropout and addition to the hidden states, and RoPE
+#: the fused kernels of libraries other than torch: scale, mask and softmax of scores; an MLP's bias and
+#: activation; bias, dropout and addition to the hidden states; RoPE
 FUSIONS = ("masked_softmax", "bias_gelu", "bias_swiglu", "bias_dropout", "rope")
 
-#: what torch.compile fuses in a layer of torch's operators, by the names of FUSIONS
+#: the word of FUSIONS for each word of the option ``fusions``, the kernels that torch.compile can fuse
 COMPILED = {"swiglu": "bias_swiglu", "rope": "rope"}
 
-#: what of a layer ``recompute: selective`` can run again
+#: the parts of a layer that ``recompute: selective`` can run again
 RECOMPUTE_MODULES = "core_attn", "moe_act", "moe", "mlp", "layernorm", "mla_up_proj", "shared_experts"
 
 _WAYS = {
@@ -54,7 +54,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options):
-    """What the layers of a decoder are made of, and which kernels they use.
+    """The options of a decoder's layers: the layers' parts, and the kernels that compute them.
 
     An option that changes how, not what, a layer computes has its plain value in
     :attr:`DecoderModel.plain_options`, and a value to verify in :meth:`DecoderModel.variants`.
@@ -62,89 +62,87 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
     Attributes:
         kv_heads: heads of keys and values in softmax attention, each for ``heads / kv_heads`` of queries
             (grouped-query attention, arXiv 2305.13245); None: as many as ``heads``.
-        head_dim: features of a head of attention, A, where they are not ``hidden / heads`` (Qwen3).
-        qk_norm: queries and keys of softmax attention are normalised head by head, with a weight of one
-            head's size each, before RoPE (Qwen3, arXiv 2505.09388); with a bias where the model's norms have
-            one.
-        qk_norm_over: the features of each "head", or of all heads together ("all", OLMo 2).
+        head_dim: A, features of a head of attention; None: ``hidden / heads``.
+        qk_norm: whether queries and keys of softmax attention are normalised before RoPE, with a weight each
+            (Qwen3, arXiv 2505.09388), and with a bias where the model's norms have a bias.
+        qk_norm_over: the features over which ``qk_norm`` normalises: of each "head", or of "all" heads
+            together (OLMo 2).
         inner: width of the MLP.
-        attention_norm: the output of linear attention is normalised over all features ("hidden"), or over
-            those of each head ("head"), which a strategy that splits heads needs.
+        attention_norm: the features over which the output of linear attention is normalised: all ("hidden"),
+            or those of each "head", which a strategy that splits heads needs.
         linear_attention: a key of :data:`LINEAR_ATTENTION_WAYS`.
-        norm_epsilon: added to the mean square in every norm.
+        norm_epsilon: the number that every norm adds to the mean square.
         rms_norm: "fused", "upcast", "plain" or "rounded" (Hugging Face's); see :func:`rms_norm`.
-        rope: of library torch: "shared": all layers have one cos and sin; "each_layer": each makes its own,
-            which backward keeps, as Hugging Face's models did before transformers 4.41.
-        cross_entropy: "plain" keeps the log-softmax in full precision and makes its gradient anew; "fused"
-            makes one full-precision copy of the logits and works in it, as Megatron-LM's own; "native" makes
-            a second one in backward, as Megatron-LM compiles it (--cross-entropy-loss-fusion); "in_place"
-            makes none, as TransformerEngine's (--cross-entropy-fusion-impl te); "compiled" makes none
-            either, and a gradient beside the logits, as torch.compile of torch's; "loss_parallel" makes three
-            at once in forward and four in backward, as torch's loss of that name; "as_given" is "plain" in
-            the precision of the logits.
-        swiglu: "plain" keeps what torch's SiLU and product keep; "in_place" keeps the two projections that
-            open a gated MLP alone, and makes their gradients in their memory, as Liger's kernel.
-        autotune_flush_kib, autotune_copies: of cross_entropy "native" where the compiler times its kernels
-            in the first call; see :class:`Autotuning`. 0 KiB: it did so before.
+        rope: for library torch: "shared": all layers share one cos and sin; "each_layer": each layer makes
+            its own, which backward keeps, as Hugging Face's models did before transformers 4.41.
+        cross_entropy: the kernel of the loss. "plain" keeps the log-softmax in full precision and makes a new
+            tensor for its gradient; "fused" works in one full-precision copy of the logits, as Megatron-LM's
+            own; "native" makes a second copy in backward, as Megatron-LM's --cross-entropy-loss-fusion;
+            "in_place" makes no copy, as TransformerEngine's (--cross-entropy-fusion-impl te); "compiled"
+            makes no copy, but a new tensor for the gradient, as torch.compile of torch's loss;
+            "loss_parallel" holds three copies in forward and four in backward, as torch's loss of that
+            name; "as_given" is "plain" in the precision of the logits.
+        swiglu: "plain" keeps what torch's SiLU and multiplication keep; "in_place" keeps only the two opening
+            projections of a gated MLP and writes their gradients into their memory, as Liger's kernel.
+        autotune_flush_kib, autotune_copies: KiB of the buffer, and the number of copies of logits, that
+            torch.compile allocates to time the kernels of cross_entropy "native" in their first call; see
+            :class:`Autotuning`. 0 KiB: torch.compile timed the kernels earlier.
         separate_projections: queries, keys, values, and the two projections that open the MLP, have a weight
-            and a matmul each, as Hugging Face's and torchtitan's models have; else those of the same
-            input are one product.
-        attention_views: attention takes queries, keys and values as their projection has made them, as where
-            flash-attn's functions are called with parts of one product: the part that RoPE does not copy
-            keeps the whole for backward. Else they are copied out of it.
-        library: whose layers the model is made of, one of LIBRARIES; it decides what is kept for backward,
-            and which workspaces exist. Other than torch's, they have all :data:`FUSIONS`.
+            and a matmul each, as in Hugging Face's and torchtitan's models; else projections of the same
+            input are one matmul.
+        attention_views: attention takes views of the matmul that made queries, keys and values, as
+            flash-attn's functions for packed tensors do: a part that RoPE does not copy keeps the whole
+            tensor for backward. Else the parts are copied.
+        library: the library whose layers the model has, one of LIBRARIES; the library decides what is kept
+            for backward, and which workspaces exist. Libraries other than torch have all :data:`FUSIONS`.
         fusions: words of :data:`COMPILED`: what torch.compile makes one kernel of, with library torch.
-            "swiglu": SiLU and the product with the gate, which keeps its two inputs; "rope": the turning of
-            queries or keys, which keeps the angles. (A norm is one kernel by rms_norm: fused, the update of
-            all weights by the backend's implementation: fused.)
-        unfused: those of :data:`FUSIONS` that are left out of a library's, to be made of torch's operators.
-        recompute: what backward runs again: "full": runs of layers, of which the input is kept; "selective":
-            parts of layers, if nothing else is said softmax attention between its projections (arXiv
-            2205.05198, section 5); "operators": each layer
-            but for softmax attention and every other matmul (torchtitan's "selective" by "op").
-        recompute_modules: of selective recomputation, by Megatron-LM's names (--recompute-modules):
+            "swiglu": SiLU and the multiplication by the gate, which keeps its two inputs; "rope": the turning
+            of queries or keys, which keeps the angles. (rms_norm: fused makes a norm one kernel, and the
+            backend's implementation: fused does so for the update of all weights.)
+        unfused: words of :data:`FUSIONS` that torch's operators replace in another library's layers.
+        recompute: what backward runs again: "full": runs of layers, whose input is kept; "selective": the
+            parts of layers that recompute_modules names (arXiv 2205.05198, section 5); "operators": each
+            layer but for softmax attention and every other matmul (torchtitan's "selective" by "op").
+        recompute_modules: the parts that "selective" runs again, by the names of Megatron-LM's option:
             "core_attn": softmax attention; "moe_act": the activation of experts; "moe": experts with router
             and dispatch; "shared_experts"; "mlp": MLPs without experts; "layernorm": norms that no projection
             of the library includes; "mla_up_proj": the up-projections of latent attention.
-        recompute_keeps: of "operators", what is kept too: "all_to_all": what brings rows to their experts and
-            back (torchtitan since its pull request 1672 of September 2025).
-        recompute_method: of full recomputation: "uniform": all layers, in runs of ``recompute_layers``;
-            "block": the first ``recompute_layers`` of each pipeline stage, one by one; "interval": one of
-            each ``recompute_layers`` layers of a stage, the last of them.
-        recompute_layers: see ``recompute_method``.
-        recompute_early_stop: of full recomputation: it ends at the last tensor that backward needs, so that a
-            run's last product does not run again, as where programs use torch's checkpoint without
-            use_reentrant.
-        recompute_reentrant: of full recomputation: a run's input, its output, made again, and the gradient of
-            that live through the run's backward, as where programs use torch's checkpoint with use_reentrant,
-            Hugging Face's default; see :class:`BackwardFrame`.
-        checkpoints: of full recomputation: where the inputs of runs of layers wait for backward: on the
-            "device"; in pinned memory of the "host", see :class:`HostCheckpoints`; there by torch's
-            "save_on_cpu", see :class:`SavedOnCpu`; or in "pageable" memory, see :class:`PageableCheckpoints`.
-        checkpointed_angles: with checkpoints in pageable memory: features of the cos and sin of all positions
-            of a sequence that are copied there with each input, in vain: where Megatron-DeepSpeed casts them,
-            they lose their mark ``no_checkpointing`` (megatron/model/language_model.py).
-        checkpointing: as ``recompute: full``.
-        mlp_tile: the MLP is computed in tiles of at most that many tokens of a rank, each made again in
-            backward; ALST has as many as ``hidden``. 0: at once. See :func:`in_tiles`.
-        loss_tile: head and loss are computed in tiles of at most that many tokens of a rank, gradients with
-            them; "liger": of the length that Liger's fused linear cross entropy chooses. 0: at once. See
+        recompute_keeps: results that recompute "operators" keeps too: "all_to_all": of the exchanges of rows
+            with experts (torchtitan since its pull request 1672 of September 2025).
+        recompute_method: the layers of full recomputation: "uniform": all, in runs of ``recompute_layers``;
+            "block": the first ``recompute_layers`` of each pipeline stage, one by one; "interval": the last
+            of each ``recompute_layers`` layers of a stage.
+        recompute_layers: a number of layers; see ``recompute_method``.
+        recompute_early_stop: recomputation ends at the last tensor that backward needs, so that a run's last
+            matmul does not run again, as in torch's checkpoint without use_reentrant.
+        recompute_reentrant: in full recomputation a run's input, its recomputed output, and that output's
+            gradient live through the run's backward, as in torch's checkpoint with use_reentrant, Hugging
+            Face's default; see :class:`BackwardFrame`.
+        checkpoints: where full recomputation keeps the inputs of runs of layers: on the "device"; in pinned
+            memory of the "host" (:class:`HostCheckpoints`); there by torch's "save_on_cpu"
+            (:class:`SavedOnCpu`); or in "pageable" memory (:class:`PageableCheckpoints`).
+        checkpointed_angles: with pageable checkpoints: the features of the cos and sin of all positions that
+            are copied, in vain, with each input, because Megatron-DeepSpeed's casts remove the mark
+            ``no_checkpointing`` (megatron/model/language_model.py).
+        checkpointing: another name of ``recompute: full``.
+        mlp_tile: the most tokens of a rank in a tile of the MLP; backward computes each tile again. ALST has
+            ``hidden`` tokens. 0: no tiles. See :func:`in_tiles`.
+        loss_tile: the most tokens of a rank in a tile of head and loss, which makes its gradients at once;
+            "liger": the length that Liger's fused linear cross entropy chooses. 0: no tiles. See
             :func:`loss_in_tiles`.
-        tiling: "alst", or "fpdt": gradients of weights are summed over tiles in float32, and the tiles of the
-            loss run again in backward, as DeepSpeed's FPDT has it (sequence/fpdt_layer.py).
-        vocabulary_tile: head and loss are computed in tiles of that many rows of the vocabulary, each made
-            again in backward, as prime-rl's; see :func:`token_losses`. 0: at once.
-        logits_held: logits live until the next micro-batch's are there, as where a training loop's variable
-            has them: "float32", made from those of half precision, or "as_made".
-        logits_read: times that logits in float32, made from those of half precision, are read beside the
-            loss, as for metrics of all tokens; of a split vocabulary each rank reads its part.
+        tiling: "alst", or "fpdt": gradients of weights are summed over tiles in float32, and backward runs
+            the tiles of the loss again, as DeepSpeed's FPDT does (sequence/fpdt_layer.py).
+        vocabulary_tile: rows of the vocabulary in a tile of head and loss, which backward computes again, as
+            prime-rl does; see :func:`token_losses`. 0: no tiles.
+        logits_held: whether logits live until the next micro-batch's logits exist, as in a variable of a
+            training loop: "none", "float32" (copies of half-precision logits), or "as_made".
+        logits_read: how often float32 copies of the logits are read in addition to the loss, as for metrics
+            of all tokens; with a split vocabulary each rank reads its part.
         positions_read: the host reads the position of each token, one after another, between forward and
-            backward, as a training loop in Python that looks for where packed samples begin; see
-            :func:`samples_begun`.
+            backward, as a Python loop that looks for the begin of packed samples; see :func:`samples_begun`.
         packing_read: the host reads in each call of attention whether the sequence is packed, as Hugging
             Face's flash attention does where a micro-batch has one sequence; see :func:`read_packing`.
-        documents, documents_seed: what a sequence is packed of; see :class:`PackedSequences`.
+        documents, documents_seed: the documents that a sequence is packed of; see :class:`PackedSequences`.
     """
 
     layers: int = 16
@@ -217,7 +215,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}")
 
     def _problems_of_recomputation(self) -> Iterator[str]:
-        """What is wrong with options of what runs again, and of where it waits."""
+        """The faults of the options of recomputation, a sentence each."""
         whole = self.recomputes_layers and not self.keeps_operators
         for option, missing in (
             ("recompute_early_stop", self.recompute_early_stop and not self.recomputes_layers),
@@ -238,7 +236,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
             yield "recompute: operators keeps matmuls, and mlp_tile keeps none; leave one out"
 
     def _problems_of_layers(self) -> Iterator[str]:
-        """What is wrong with options of the library, its kernels, and the loss."""
+        """The faults of the options of the library, its kernels, and the loss, a sentence each."""
         for option, own in (
             ("separate_projections", self.separate_projections),
             ("rope: each_layer", self.rope == "each_layer"),
@@ -277,25 +275,25 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
 
     @property
     def attention_width(self) -> int:
-        """Features of all heads of queries."""
+        """The features of all heads of queries together, Z A."""
         return self.heads * self.head_size
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether layers are recomputed, whole or but for some operators."""
+        """Whether backward recomputes layers: whole ones, or all but some of their operators."""
         return self.checkpointing or self.recompute in ("full", "operators")
 
     def recomputes(self, module: str) -> bool:
-        """Whether ``recompute: selective`` runs a module of a layer again, one of RECOMPUTE_MODULES."""
+        """Whether ``recompute: selective`` runs ``module``, a word of RECOMPUTE_MODULES, again."""
         return self.recompute == "selective" and module in self.recompute_modules
 
     @property
     def keeps_operators(self) -> bool:
-        """Whether layers that are recomputed keep the results of some operators."""
+        """Whether recomputed layers keep the results of some operators (``recompute: operators``)."""
         return self.recompute == "operators"
 
     def recomputed_runs(self, layers: Sequence[int]) -> list[tuple[Sequence[int], bool]]:
-        """The layers of a stage in the runs in which they are recomputed or not."""
+        """The runs of layers of a stage, each with whether backward recomputes the run."""
         if not self.recomputes_layers:
             return [(layers, False)]
         n = self.recompute_layers
@@ -307,7 +305,7 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
 
     @property
     def recomputation(self) -> dict[str, bool]:
-        """How layers are recomputed, as :func:`recomputed` is told."""
+        """The keyword arguments with which :func:`recomputed` runs layers."""
         return {
             "early_stop": self.recompute_early_stop,
             "keep": self.keeps_operators,
@@ -317,26 +315,26 @@ class DecoderOptions(AttentionHeads, PackedSequences, AdapterOptions, Fp8Options
 
     @property
     def kept_collectives(self) -> tuple[str, ...]:
-        """The collectives whose results layers have when they run again."""
+        """The names of the collectives whose results recomputed layers keep."""
         return ("reduce_scatter", *self.recompute_keeps) if self.keeps_operators else ()
 
     @property
     def mlp_tiling(self) -> Tiling:
-        """How the MLP is computed."""
+        """The tiles of tokens in which the MLP is computed."""
         return Tiling(self.mlp_tile, precise=self.tiling == "fpdt")
 
     @property
     def fused(self) -> bool:
-        """Whether the library fuses what stands between products."""
+        """Whether the layers are of a library other than torch, which fuses the operators between matmuls."""
         return self.library != "torch"
 
     def fuses(self, name: str) -> bool:
-        """Whether the library's kernel for one of :data:`FUSIONS` is used, or the compiler's."""
+        """Whether the library or torch.compile has one kernel for ``name``, a word of :data:`FUSIONS`."""
         if not self.fused:
             return name in {COMPILED[each] for each in self.fusions}
         return name not in self.unfused
 
     @property
     def grouped(self) -> bool:
-        """Whether heads of queries share those of keys and values."""
+        """Whether several heads of queries share a head of keys and values."""
         return self.kv_heads not in (None, self.heads)

@@ -1,4 +1,4 @@
-"""What a stage of a decoder asks of a strategy, and how many parameters it has, without building it."""
+"""Closed forms of a decoder's pipeline stage: its sites (calls of the strategy) and counts of parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spbench.impls.models.blocks.architecture import Architecture
 from spbench.impls.models.blocks.latent_mixer import LatentAttention
 from spbench.impls.strategies.base import Site
 
-#: of ways of the loss that send other messages than Megatron-LM's own
+#: the kinds of sites of losses that send other messages than Megatron-LM's own loss, by ``cross_entropy``
 _CROSS_ENTROPY_SITES: Mapping[str, SiteKind] = {
     "in_place": "cross_entropy_in_place",
     "compiled": "cross_entropy_in_place",
@@ -31,14 +31,14 @@ _CROSS_ENTROPY_SITES: Mapping[str, SiteKind] = {
 
 
 def stage_sites(model: Architecture, batch: int, seq_len: int, rows: int, stage: Stage) -> list[Site]:
-    """What a stage asks of a strategy for one batch, with a vocabulary of that many rows."""
+    """The sites of a pipeline stage for one batch, with a word embedding of ``rows`` rows."""
     layers = stage.layers(model.layers)
     alike: Counter[tuple[SiteKind, tuple[tuple[str, int], ...], bool, ExpertCall | None]] = Counter()
     predictions = [([layer], model.recomputes_layers) for layer in model.prediction_layers(stage)]
     for run, again in [*model.recomputed_runs(layers), *predictions]:
         for layer in run:
-            # what drops the output's elements keeps a mask, which the last matmul runs again for; tiles
-            # are one function, which runs whole; the layer of a prediction has a norm behind it
+            # the last matmul runs again where dropout behind it keeps a mask, where tiles make the MLP one
+            # function, and in a module of multi-token prediction, which has a norm behind its layer
             stops = layer == run[-1] and model.recompute_early_stop and layer in layers
             spared = stops and not (model.dropout or model.mlp_tiling.dims or model.adapts([MLP_CLOSING]))
             asked = _layer_sites(model, layer, batch, seq_len, again, spared)
@@ -68,13 +68,12 @@ def stage_sites(model: Architecture, batch: int, seq_len: int, rows: int, stage:
 def _layer_sites(
     model: Architecture, layer: int, batch: int, seq_len: int, again: bool, spared: bool
 ) -> Iterator[Site]:
-    """What a layer asks of a strategy for one batch; the other arguments are those of
-    :meth:`FeedForward.sites`."""
+    """The sites of one layer for one batch; for ``again`` and ``spared`` see :meth:`FeedForward.sites`."""
     mixer, feeding = model.mixing(layer), model.feeding(layer)
     between = {"B": batch, "L": seq_len, "H": model.hidden, "F": mixer.width(model)}
     once = {"gathered_once": 1} if mixer.gathers_once(model) else {}
     kept = {"kept": 1} if model.keeps_operators else {}
-    if not isinstance(mixer, LatentAttention):  # which opens otherwise
+    if not isinstance(mixer, LatentAttention):  # whose own sites include its opening projections
         yield Site("linear_in", 1, between | once | model.gathered_dims, again)
     yield Site("linear_out", 1, between | kept, again and not (spared and feeding is None))
     if feeding is not None:
@@ -83,10 +82,10 @@ def _layer_sites(
 
 
 def stage_parameters(model: Architecture, rows: int, stage: Stage) -> dict[str, int]:
-    """Counts of a stage's parameters: all ``elements``, of them those that can be ``split`` over features
-    and vocabulary, and of these the ``vocabulary``'s, which has that many ``rows``, those of each
-    ``mlp``, and the ``key_value`` ones that grouped heads share, with the number of these heads; those of
-    routed ``experts`` are not among those that can be split."""
+    """Counts of a stage's parameters, with a word embedding of ``rows`` rows. ``elements``: all parameters;
+    ``split``: those that ranks can split over features or vocabulary; of these ``vocabulary``, ``mlp``, and
+    ``key_value``, which ``kv_heads`` grouped heads share; ``experts``: those of routed experts, which
+    ``split`` does not include."""
     h, predictions = model.hidden, model.prediction_layers(stage)
     layers = [*stage.layers(model.layers), *predictions]
     blocks: Counter[str] = Counter()
@@ -102,12 +101,12 @@ def stage_parameters(model: Architecture, rows: int, stage: Stage) -> dict[str, 
     whole = of_norm * (of_block * normed + stage.last) + blocks["whole"]
     whole += (3 * of_norm + 2 * h * h) * len(predictions)
     if model.biases:
-        whole += h * len(layers)  # of the projections that close mixers
+        whole += h * len(layers)  # biases of the projections that close mixers
     if stage.first:
         whole += (model.learned_positions or 0) * h
     tables = stage.first or stage.last if model.tied else stage.first + stage.last
     if predictions and not model.tied:
-        tables += not stage.first  # the copy of the embedding
+        tables += not stage.first  # the last stage's copy of the embedding
     vocabulary = tables * rows * h
     split = blocks["split"] + vocabulary
     counts = {"elements": split + whole + experts, "split": split, "vocabulary": vocabulary}
@@ -119,7 +118,7 @@ def stage_parameters(model: Architecture, rows: int, stage: Stage) -> dict[str, 
     return counts
 
 
-# -- adapters beside frozen weights --------------------------------------------------------------------------
+# -- adapters next to frozen weights -------------------------------------------------------------------------
 
 
 def frozen(
@@ -128,13 +127,13 @@ def frozen(
     spared: Mapping[str, int] = {},
     whole: Sequence[str] = (),
 ) -> Iterator[Site]:
-    """What sites are where their weights are frozen: no gradient of a weight is summed, or needs the input of
-    its projection.
+    """The sites with frozen weights: a frozen weight has no gradient, so no rank sums a gradient or keeps the
+    input of the projection.
 
     Args:
-        trained: of sites of a whole model, the counts of its adapters' parameters; None: of layers alone.
-        spared: of the counts of its parameters, elements that packing saves.
-        whole: words of :data:`WHOLE` that are trained, beside a frozen tensor each.
+        trained: the counts of trained parameters, for the sites of a stage; None: the sites of one layer.
+        spared: the elements that packing frozen weights saves, by the names of the counts of parameters.
+        whole: words of :data:`WHOLE` whose tensors are trained, next to a frozen tensor each.
     """
     around = tuple(site for word, site in WHOLE.items() if word not in whole)
     weighted = ("linear_in", "linear_out", "grouped_query_linear_in") if trained is None else around
@@ -150,7 +149,7 @@ def frozen(
 
 
 def adapter_sites(model: Architecture, layer: int, batch: int, seq_len: int, again: bool) -> Iterator[Site]:
-    """What the adapters of a layer ask of a strategy for one batch; ``again``: the layer is recomputed."""
+    """The sites of a layer's adapters for one batch; ``again``: whether backward recomputes the layer."""
     rank = {"B": batch, "L": seq_len, "H": model.lora_rank}
     for name, of_latent in model.mixing(layer).latents(model).items():
         if of_latent.split and model.adapts([name]):
@@ -174,8 +173,8 @@ def adapter_sites(model: Architecture, layer: int, batch: int, seq_len: int, aga
 
 
 def trained_parameters(model: Architecture, rows: int, stage: Stage) -> dict[str, int]:
-    """Counts of the parameters of a stage that are trained, adapters and what is trained whole, as
-    :meth:`DecoderModel.parameters` has them."""
+    """Counts of a stage's trained parameters (adapters and ``lora_whole``), with the names that
+    :func:`stage_parameters` has."""
     layers = stage.layers(model.layers)
     counts: Counter[str] = Counter()
     for layer in layers:
@@ -207,8 +206,8 @@ def trained_parameters(model: Architecture, rows: int, stage: Stage) -> dict[str
 
 
 def spared_by_packing(model: Architecture, layers: Sequence[int]) -> dict[str, int]:
-    """Elements that frozen weights of some layers are fewer for being packed, by the counts that
-    :meth:`DecoderModel.parameters` has."""
+    """The elements of the model's dtype that packing the frozen weights of these layers saves, by the names
+    that :func:`stage_parameters` has."""
     if not model.packs:
         return {}
     counts: Counter[str] = Counter()
@@ -222,8 +221,8 @@ def spared_by_packing(model: Architecture, layers: Sequence[int]) -> dict[str, i
 
 
 def _blocks(model: Architecture, layer: int) -> Iterator[tuple[Sequence[str], str, int, bool]]:
-    """A layer's attention, then its MLP: the names of the projections that open it and of the one that closes
-    it, where these may have adapters, the features between them, and whether it is the MLP."""
+    """The blocks of a layer, attention and then the MLP: the names of a block's opening projections and of
+    its closing projection that may have adapters, the features between, and whether the block is the MLP."""
     kind = model.mixing(layer)
     opening = QKV if {*QKV} <= {*kind.adapted} else ()
     yield opening, CLOSING if CLOSING in kind.adapted else "", kind.width(model), False
@@ -232,7 +231,7 @@ def _blocks(model: Architecture, layer: int) -> Iterator[tuple[Sequence[str], st
 
 
 def _adapters(model: Architecture, names: Sequence[str]) -> int:
-    """How many adapters the projections that open a block have."""
+    """The number of adapters of a block's opening projections."""
     places = model.adapted_apart(names)
     return int(model.adapts(names)) if places is None else len(places)
 
@@ -240,8 +239,9 @@ def _adapters(model: Architecture, names: Sequence[str]) -> int:
 def _elements(
     model: Architecture, names: Sequence[str], closing: str, features: int, in_mlp: bool
 ) -> dict[str, int]:
-    """Elements of a block's adapters: those that can be split of what ``opens`` and what ``closes`` it, of
-    these the ``key_value`` ones, and those that every rank holds ``whole``."""
+    """Elements of a block's adapters: those that ranks can split, of the opening (``opens``) and the closing
+    projections (``closes``), of ``opens`` those of keys and values (``key_value``), and those that every rank
+    holds ``whole``."""
     rank, hidden, closes = model.lora_rank, model.hidden, model.adapts([closing])
     of_keys = features if in_mlp else (model.kv_heads or model.heads) * model.head_size
     widths = zip(names, (features, of_keys, of_keys), strict=False)

@@ -1,7 +1,7 @@
-"""Encoder blocks, with layer norms after each half, as BERT has them, or before it, as single-device code.
+"""Encoder blocks, with layer norms after each half, as BERT has them, or before each, as single-device code.
 
-The attention can be Linformer's (arXiv 2006.04768): keys and values projected along the sequence to K
-positions, by a matrix each that all heads of a layer share ("headwise sharing", its section 4).
+The attention can be Linformer's (arXiv 2006.04768), which projects keys and values along the sequence to K
+positions, by a matrix each that all heads of a layer share ("headwise sharing", section 4 of the paper).
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden,
 Z heads (this rank's), A head size, K Linformer's projected length.
@@ -35,23 +35,23 @@ _WAYS = {
 
 @dataclass(frozen=True)
 class BlockOptions(AttentionHeads):
-    """What a block is made of, and which kernels it uses.
+    """The options of an encoder block: its parts, and the kernels that compute them.
 
     Attributes:
-        mask_shape: "keys" masks padded keys with [B, 1, 1, L]; "square" builds Megatron-LM's
-            [B, 1, queries, L] from an int64 product of the padding mask with itself; "by_layer": each layer
-            of library transformer-engine makes that of the keys' mask, and sets the probabilities under it to
-            0, for which it keeps it, as TransformerEngine does since 1.10 (UnfusedDotProductAttention).
+        mask_shape: "keys" masks padded keys with [B, 1, 1, L]; "square" builds Megatron-LM's mask
+            [B, 1, queries, L] by an int64 multiplication of the padding mask with itself; "by_layer": each
+            layer of library transformer-engine makes the square mask, keeps it for backward, and sets masked
+            probabilities to 0, as TransformerEngine does since 1.10 (UnfusedDotProductAttention).
         linformer: K, or None for full attention.
         checkpointing: recompute each block in backward.
         softmax: "fused", "plain" or "megatron"; see :func:`masked_softmax`.
         bias_dropout_add: "fused", "plain", or "torchscript", which keeps dropout's input too; see
             :func:`bias_dropout_add`.
-        fused_bias_gelu: use the kernel that keeps and allocates less.
+        fused_bias_gelu: use the kernel that keeps and allocates less than torch's operators.
         pre_norm: norms stand before each half of a block, and one after the last block, as in Megatron-Core's
             BERT.
-        library: whose layers the blocks are made of, one of LIBRARIES. Other than torch's keep queries, keys
-            and values in one piece.
+        library: the library whose layers the blocks have, one of LIBRARIES. Libraries other than torch keep
+            queries, keys and values in one tensor.
     """
 
     layers: int = 12
@@ -77,17 +77,17 @@ class BlockOptions(AttentionHeads):
 
     @property
     def masks_by_layer(self) -> bool:
-        """Whether each layer makes its mask of all queries and keys."""
+        """Whether each layer makes a mask of all queries and keys for itself."""
         return self.mask_shape == "by_layer" and self.library == "transformer-engine"
 
     def savings(self, stages: int = 1) -> Iterator[Saving]:
-        """See :meth:`Model.savings`."""
+        """The changes of options that take less memory; see :meth:`Model.savings`."""
         if not self.checkpointing:
             yield Saving({"checkpointing": True}, "backward runs all blocks again")
 
 
 class EncoderAttention(nn.Module):
-    """Multi-head self attention without its output bias: x [B, L, H] -> [B, L, H]."""
+    """Multi-head self-attention without the bias of its last projection: x [B, L, H] -> [B, L, H]."""
 
     def __init__(self, model: BlockOptions, strategy: Strategy, seq_len: int):
         super().__init__()
@@ -106,7 +106,7 @@ class EncoderAttention(nn.Module):
             q, k, v = (part.transpose(1, 2) for part in heads.unbind(-2))
             y = self.attend_in_place(q, k, v, mask)
             return self.out.project(y.transpose(1, 2).flatten(2))
-        # each [B, Z, L, A]; copies even where the layout would do, for attend writes into them
+        # each [B, Z, L, A]; copied even if contiguous, because ``attend`` writes into these tensors
         layout = torch.contiguous_format
         q, k, v = (part.transpose(1, 2).clone(memory_format=layout) for part in heads.unbind(-2))
         del heads
@@ -117,7 +117,7 @@ class EncoderAttention(nn.Module):
         return self.out.project(y.transpose(1, 2).flatten(2))
 
     def attend_in_place(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Attention to views of one projection, which is kept as it is."""
+        """The attention [B, Z, L, A] of q, k and v [B, Z, L, A], which are views of one projection."""
         into = self.strategy.buffer if self.model.library == "megatron-local" else None
         clear = self.model.masks_by_layer
         return self.strategy.whole_attention(
@@ -132,7 +132,7 @@ class EncoderAttention(nn.Module):
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Attention of q, k and v [B, Z, L, A], Linformer's if the model has it; returns [B, Z, L, A]."""
+        """The attention [B, Z, L, A] of q, k and v [B, Z, L, A], by Linformer if the model has it."""
         how: dict[str, Any] = {"dropout": self.model.dropout, "softmax": self.model.softmax}
         if self.model.linformer is None:
             return self.strategy.attention(q, k, v, mask, **how)
@@ -146,8 +146,8 @@ class EncoderAttention(nn.Module):
 
 
 class BiasDropoutAddNorm(nn.Module):
-    """LayerNorm(residual + dropout(x + bias)), the end of both halves of a block; without the norm where
-    norms stand before."""
+    """The end of each half of a block, LayerNorm(residual + dropout(x + bias)), without the norm where norms
+    stand before each half."""
 
     def __init__(self, model: BlockOptions, strategy: Strategy):
         super().__init__()
@@ -167,7 +167,7 @@ class BiasDropoutAddNorm(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """A transformer block: x [B, L, H] -> [B, L, H], recomputed in backward if asked for."""
+    """A transformer block, x [B, L, H] -> [B, L, H], which backward recomputes with ``checkpointing``."""
 
     def __init__(self, model: BlockOptions, strategy: Strategy, seq_len: int):
         super().__init__()
@@ -195,7 +195,7 @@ class EncoderBlock(nn.Module):
 
 
 class LoneEncoderLayer(nn.Module):
-    """An attention layer or a block with inputs of its own, for verification."""
+    """An attention layer or a block that takes its own inputs, for verification."""
 
     def __init__(
         self,
@@ -212,20 +212,20 @@ class LoneEncoderLayer(nn.Module):
         mask = attention_mask(inputs["padding"], self.model, self.strategy)
         y = self.layer(inputs["x"], mask)
         if self.model.mask_shape != "keys":
-            # a padded query has no key; no loss reads what it gets, and the fused softmax has no true
-            # gradient for it (see masked_softmax), so nothing is asked of it here either
+            # a padded query has no key: no loss reads the query's result, and the fused softmax has no true
+            # gradient for the query (see masked_softmax), so verification sets the result to 0
             padded = self.strategy.shard(inputs["padding"], 1) > 0
             y = y.masked_fill(padded.unsqueeze(-1), 0)
         return {"y": y}
 
 
 def attention_mask(padding: Tensor, model: BlockOptions, strategy: Strategy) -> Tensor:
-    """True where a key must not be attended, from padding [B, L] (1: padded), whole on every rank.
+    """The boolean mask, true where a query must not attend to a key, from padding [B, L] (1: padded), which
+    every rank has whole.
 
-    Of keys alone, also where layers make more of it: [B, 1, 1, L]. Else [B, 1, queries, L] with padded
-    queries masked too, through the int64 product [B, L, L] that Megatron-LM builds, whatever part of its
-    rows this rank needs.
-    """
+    The mask is [B, 1, 1, L] for mask_shape "keys" and for layers that make their own square masks. Else it is
+    [B, 1, queries, L], with padded queries masked too, and comes from an int64 tensor [B, L, L], which
+    Megatron-LM builds whole whatever rows a rank needs."""
     if model.mask_shape == "keys" or model.masks_by_layer:
         return (padding > 0)[:, None, None, :]
     present = 1 - padding

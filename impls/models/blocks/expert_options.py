@@ -26,48 +26,49 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """Experts in place of the MLP of some layers: each token goes to a few of them.
+    """The options of routed experts, which replace MLPs: a router sends each token to a few experts.
 
     Attributes:
         experts: E, routed experts of a layer; 0: none, each layer has an MLP.
-        experts_per_token: k.
-        expert_inner: width of an expert; None: ``inner``.
-        shared_inner: width of all experts together that every token meets; 0: there are none.
-        shared_gate: these have a sigmoid gate, a number a token (Qwen2-MoE, arXiv 2407.10671).
-        shared_overlap: the experts that every token meets run on a stream of their own while tokens are
-            sent; see :mod:`spbench.impls.dispatchers.dispatcher`.
-        dense_layers: the first so many layers have an MLP instead.
-        expert_pattern: 1 for a layer with experts, 0 for one with an MLP, again and again.
-        expert_biases: of the experts' projections (gpt-oss, arXiv 2508.10925).
+        experts_per_token: k, the routed experts that a token goes to.
+        expert_inner: width of a routed expert; None: ``inner``.
+        shared_inner: width of all shared experts together, which every token goes to; 0: no shared experts.
+        shared_gate: whether shared experts have a sigmoid gate, a number a token (Qwen2-MoE, arXiv
+            2407.10671).
+        shared_overlap: whether shared experts run on a stream of their own while tokens are sent; see
+            :mod:`spbench.impls.dispatchers.dispatcher`.
+        dense_layers: the number of layers at the beginning that have an MLP.
+        expert_pattern: 1 for a layer with experts, 0 for a layer with an MLP, repeated over the layers.
+        expert_biases: whether the experts' projections have biases (gpt-oss, arXiv 2508.10925).
         expert_weighting: what the router's weights multiply: an expert's "output", or its "input" (Llama 4).
-        expert_weighting_at: where: on the rank of the "experts", which the weights are sent to; or where the
-            "tokens" are, in float32, before rows go out or when they are back (torchtitan).
-        router: "softmax", "sigmoid" (DeepSeek-V3, arXiv 2412.19437), or "sinkhorn": the choice by a balanced
-            softmax, without gradient.
-        router_scores: "all": scores of all experts, of which the largest are chosen (Qwen3); "chosen": the
-            softmax is over the logits of the chosen ones (Mixtral, arXiv 2401.04088).
-        router_normalized: the weights of a token's experts sum to one.
+        expert_weighting_at: where the weights multiply: on the ranks of the "experts", which the weights are
+            sent to; or on the ranks of the "tokens", in float32, before or after the exchange (torchtitan).
+        router: "softmax", "sigmoid" (DeepSeek-V3, arXiv 2412.19437), or "sinkhorn", a balanced softmax that
+            chooses experts without a gradient.
+        router_scores: "all": a softmax over all experts, of which the largest are chosen (Qwen3); "chosen":
+            a softmax over the logits of the chosen experts (Mixtral, arXiv 2401.04088).
+        router_normalized: whether the weights of a token's experts sum to one.
         router_scale: a factor of the weights.
-        router_groups, router_group_topk: experts in that many groups, and how many of these a token meets:
+        router_groups, router_group_topk: the number of groups of experts, and of groups that a token may use:
             those with the largest sum of their best k / router_group_topk scores. 0: no groups.
-        router_bias: a number for each expert that is added to scores for the choice alone, and has no
-            gradient (arXiv 2408.15664).
-        router_linear_bias: the router's projection has a bias.
-        router_dtype: of the router's projection and scores, at least: "float32", or the "model"'s.
-        aux_loss: the tokens over which experts are to be balanced (arXiv 2101.03961): those of a "batch",
-            which is a micro-batch of one replica, of a "sequence", or of a "global" batch, a micro-batch of
-            all replicas (arXiv 2501.11873).
-        aux_weight: of that loss, the mean over micro-batches.
-        z_weight: of the mean square of the logsumexp of the router's logits (arXiv 2202.08906).
-        capacity: each expert takes at most that many times a rank's mean tokens an expert; None: all.
-        capacity_padded: each expert takes exactly so many.
-        routing: "learned": by the router, which virtual ranks without values take as even; else forced, see
-            :class:`RoutingPlan`.
-        dispatcher: how tokens reach the ranks of their experts, a file of impls/dispatchers.
-        node_ranks: of "node_deduplicated" and "hybrid_ep", the ranks of a node.
-        experts_matmul: "grouped": a rank's experts in one call; "sequential": one after another.
-        stacked_experts: a rank's experts are one parameter, as in torchtitan's GroupedExperts, and not each a
-            parameter, as in Megatron-LM's TEGroupedMLP.
+        router_bias: whether a number for each expert, without gradient, is added to the scores that choose
+            experts, but not to weights (arXiv 2408.15664).
+        router_linear_bias: whether the router's projection has a bias.
+        router_dtype: the least precision of the router's projection and scores: "float32", or the "model"'s.
+        aux_loss: the tokens over which a loss balances the experts' loads (arXiv 2101.03961): of a "batch"
+            (a micro-batch of one replica), a "sequence", or a "global" batch (a micro-batch of all replicas,
+            arXiv 2501.11873).
+        aux_weight: the weight of that loss's mean over micro-batches.
+        z_weight: the weight of the mean square of the logsumexp of the router's logits (arXiv 2202.08906).
+        capacity: the most tokens of an expert, a multiple of a rank's mean tokens an expert; None: no limit.
+        capacity_padded: whether each expert takes exactly its capacity.
+        routing: "learned": the router's choice, for which virtual ranks without values take an even one;
+            else a forced choice, see :class:`RoutingPlan`.
+        dispatcher: how tokens reach the ranks of their experts, the name of a file of impls/dispatchers.
+        node_ranks: the ranks of a node, for dispatchers "node_deduplicated" and "hybrid_ep".
+        experts_matmul: "grouped": one call for all experts of a rank; "sequential": a call for each.
+        stacked_experts: whether a rank's experts are one parameter, as in torchtitan's GroupedExperts, or
+            parameters for each expert, as in Megatron-LM's TEGroupedMLP.
         permutation: one of :data:`PERMUTATIONS`; see :mod:`spbench.impls.kernels.permutation`.
     """
 
@@ -104,7 +105,7 @@ class ExpertOptions:
     permutation: str = "plain"
 
     def check_experts(self) -> None:
-        """Raise ValueError for options of experts that do not fit each other."""
+        """Raise ValueError for options of experts that contradict each other."""
         object.__setattr__(self, "expert_pattern", tuple(self.expert_pattern))  # a list has no hash
         if not self.experts:
             return
@@ -163,7 +164,7 @@ class ExpertOptions:
             )
 
     def shrunk_experts(self) -> dict[str, Any]:
-        """The options of experts in small sizes, for verification; none without experts."""
+        """The options of experts in small sizes, for verification; {} for a model without experts."""
         if not self.experts:
             return {}
         groups = {"router_groups": 4, "router_group_topk": 2} if self.router_groups else {}
@@ -177,8 +178,7 @@ class ExpertOptions:
         }
 
     def expert_variants(self) -> list[Mapping[str, Any]]:
-        """Changes of options of experts that ask something else, for verification; see
-        :meth:`Model.variants`."""
+        """The changes of options of experts that verification tries; see :meth:`Model.variants`."""
         if not self.experts:
             return []
         balanced = {"aux_loss": "sequence", "aux_weight": 0.1}
@@ -188,17 +188,17 @@ class ExpertOptions:
             {"router": "sigmoid", "router_normalized": True, "router_scale": 2.5, **groups, **balanced}
             | {"shared_inner": 48, "shared_gate": True, "shared_overlap": True, "dense_layers": 1}
             | {"stacked_experts": True},
-            # Mixtral's, uneven, one expert after another
+            # Mixtral's router, with uneven loads, one expert after another
             {"routing": "zipf:1.5", "router_scores": "chosen", "experts_matmul": "sequential"}
             | {"aux_loss": "batch", "aux_weight": 0.1, "z_weight": 0.01},
             {"routing": "even", "dispatcher": "all_gather", "permutation": "fused", "recompute": "full"}
             | {"library": "transformer-engine", "aux_loss": "global", "aux_weight": 0.1},
-            # all tokens to the same three experts, so that others have none; without the loss of logits the
-            # router's gradient of those is zero but for rounding, and a rank may hold no other
+            # all tokens go to the same three experts, so that other experts have none. Without z_weight the
+            # router's gradient would be zero but for rounding
             {"routing": "zipf:40", "permutation": "fused", "library": "transformer-engine"}
             | {"recompute": "selective", "recompute_modules": ("moe_act", "shared_experts", "layernorm")}
             | {"shared_inner": 24, "z_weight": 0.01},
-            # Llama 4's in every second layer
+            # Llama 4's router, in every second layer
             {
                 "experts_per_token": 1,
                 "router": "sigmoid",
@@ -213,23 +213,23 @@ class ExpertOptions:
 
     @property
     def expert_width(self) -> int:
-        """Features of one routed expert."""
+        """The inner features of one routed expert."""
         return self.expert_inner or self.inner  # type: ignore[attr-defined]
 
     @property
     def gathers_shared_once(self) -> bool:
-        """Whether the input of shared experts, where a strategy gathers it, is kept whole for backward:
-        beside the dispatch Megatron-Core gathers it before its projection (parallel_mode None)."""
+        """Whether a strategy that gathers the input of shared experts keeps the input whole for backward, as
+        Megatron-Core does with shared_overlap (parallel_mode None)."""
         return self.shared_overlap and self.fp8 == "none"  # type: ignore[attr-defined]
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts, and not an MLP."""
+        """Whether a layer has experts in place of an MLP."""
         pattern = self.expert_pattern
         return bool(self.experts) and layer >= self.dense_layers and bool(pattern[layer % len(pattern)])
 
     @property
     def routing_plan(self) -> RoutingPlan:
-        """Where tokens go, or, if the router learns it, where they are taken to go."""
+        """The experts that tokens go to: by ``routing``, or evenly spread where the router learns."""
         routing = EVEN if self.routing == LEARNED else self.routing
         groups = self.router_groups, self.router_group_topk
         return RoutingPlan(routing, self.experts, self.experts_per_token, *groups)

@@ -1,11 +1,11 @@
-"""The weights of a rank's routed experts, and what they multiply.
+"""The weights of a rank's routed experts, and their matmuls.
 
-Programs hold them in two ways. Megatron-LM's TEGroupedMLP and SequentialMLP have parameters for each expert
-(:class:`SeparateExperts`). torchtitan's GroupedExperts has one parameter for all experts of a rank
+Programs hold the weights in two ways. Megatron-LM's TEGroupedMLP and SequentialMLP have parameters for each
+expert (:class:`SeparateExperts`). torchtitan's GroupedExperts has one parameter for all experts of a rank
 (:class:`StackedExperts`), which FSDP gathers, and an optimizer updates, as one tensor.
 
-Letters: R rows, n experts of this rank, H hidden, F features of an expert, this rank's, P its opening
-projections, 1 or 2.
+Letters: R rows (tokens at this rank's experts, sorted by expert), n experts of this rank, H hidden, F this
+rank's features of an expert, P opening projections, 1 or 2. ``lengths`` are the rows of each expert.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Expert(nn.Module):
 
 
 class SeparateExperts(nn.ModuleDict):
-    """Parameters for each expert, by its number."""
+    """A rank's experts with parameters for each, by the expert's number."""
 
     def __init__(self, model: Architecture, strategy: Strategy, held: range):
         super().__init__({str(number): Expert(model, strategy) for number in held})
@@ -63,7 +63,7 @@ class SeparateExperts(nn.ModuleDict):
         return [expert for expert in self.values() if isinstance(expert, Expert)]
 
     def each(self) -> list[ExpertTensors]:
-        """The experts one by one."""
+        """The weights of each expert."""
         return [
             ExpertTensors(e.opens.weight, e.opens.bias, e.closes.weight, e.closes.bias) for e in self._experts
         ]
@@ -92,7 +92,7 @@ class SeparateExperts(nn.ModuleDict):
 
 
 class Stack(nn.Module):
-    """One weight [n, ..., in_features], and a bias [n, ...] or none."""
+    """The weights of n experts in one parameter [n, ..., in_features], and a bias [n, ...] or None."""
 
     bias: nn.Parameter | None
 
@@ -103,7 +103,7 @@ class Stack(nn.Module):
 
 
 class StackedExperts(nn.Module):
-    """One parameter for all experts of a rank: ``opens`` [n, P, F, H] and ``closes`` [n, H, F]."""
+    """A rank's experts in one parameter for each matmul: ``opens`` [n, P, F, H] and ``closes`` [n, H, F]."""
 
     def __init__(self, model: Architecture, strategy: Strategy, held: range):
         super().__init__()
@@ -120,7 +120,7 @@ class StackedExperts(nn.Module):
                 mark_shard(parameter, StackShard("etp", 2 * (parts > 1), index % parts, parts, *at))
 
     def each(self) -> list[ExpertTensors]:
-        """The experts one by one, as views."""
+        """The weights of each expert, as views of the stacks."""
         opens, closes = self.opens, self.closes
         biases = [None] * len(opens.weight) if opens.bias is None else opens.bias.unbind()
         last = [None] * len(closes.weight) if closes.bias is None else closes.bias.unbind()
@@ -146,7 +146,7 @@ class StackedExperts(nn.Module):
 
 
 class SharedBias(torch.autograd.Function):
-    """A bias that each of ``parts`` ranks adds a part of; each has its whole gradient."""
+    """The part of a bias that each of ``parts`` ranks adds; backward gives each rank the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, parts: int) -> Tensor:

@@ -1,12 +1,12 @@
 """A mixture of experts as a layer's feed-forward block: a router, routed experts, and shared ones.
 
-y = sum over a token's experts e of w_e E_e(x), plus, where there are shared experts, S(x), or
-sigmoid(g x) S(x). Each E_e is an MLP as the model's; the tokens of a rank meet all experts, of which it holds
-some, by way of a dispatcher (:mod:`spbench.impls.dispatchers`).
+A token x becomes y = sum of w_e E_e(x) over the token's experts e, plus S(x) or sigmoid(g x) S(x) where there
+are shared experts S. Each E_e is an MLP of the model's kind. A rank holds some experts; a dispatcher
+(:mod:`spbench.impls.dispatchers`) sends tokens to the ranks of their experts and back.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, T = B L
-tokens of this rank, E experts, k experts a token, R rows of this rank's experts, F features of an expert,
-this rank's.
+tokens of this rank, E experts, k experts a token, R rows (tokens at this rank's experts, sorted by expert), F
+this rank's features of an expert. ``lengths`` are the rows of each expert.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from spbench.impls.strategies.layers import Linear
 
 
 class MixtureOfExperts(FeedForward):
-    """The experts that the model's options describe; see :class:`ExpertOptions`."""
+    """The kind of feed-forward block with the experts of :class:`ExpertOptions`."""
 
     closing_bias = False
 
@@ -83,7 +83,7 @@ class MixtureOfExperts(FeedForward):
 
 
 def call_of(model: Architecture) -> ExpertCall:
-    """What a block of experts of the model asks of its dispatcher."""
+    """The options of one call of the dispatcher, from the model's options."""
     return ExpertCall(
         model.routing_plan,
         model.dispatcher,
@@ -99,7 +99,7 @@ def call_of(model: Architecture) -> ExpertCall:
 
 
 class MixtureModule(nn.Module):
-    """x [B, L, H] -> [B, L, H]."""
+    """The module of router, routed experts and shared experts, x [B, L, H] -> [B, L, H]."""
 
     def __init__(self, model: Architecture, strategy: Strategy):
         super().__init__()
@@ -121,7 +121,7 @@ class MixtureModule(nn.Module):
             self.shared.project.gathered_once = model.gathers_shared_once
         self.shared_gate = Linear(model.hidden, 1, bias=False) if model.shared_gate else None
         self.call = call_of(model)
-        #: of ranks that share experts, for counts of tokens
+        #: the group of ranks that share experts, which gathers counts of tokens
         self.group: dist.ProcessGroup | None = place.group("ep", "etp")
         self._planned: dict[tuple[int, int], Counts] = {}
 
@@ -157,7 +157,7 @@ class MixtureModule(nn.Module):
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
 
     def _beside(self, x: Tensor) -> BesideDispatch | None:
-        """The shared experts as the dispatcher runs them; None: there are none, or they run before it."""
+        """The shared experts for the dispatcher to run; None: no shared experts, or they run before it."""
         shared, gate = self.shared, self.shared_gate
         if shared is None or not self.model.shared_overlap:
             return None
@@ -175,7 +175,7 @@ class MixtureModule(nn.Module):
     def _of_routed(self, tokens: Tensor, routed: Routed, batch: int, length: int) -> Tensor:
         counts = self._counts(routed.chosen, batch, length)
         there = self.dispatcher.dispatch(tokens, routed.weights, routed.chosen, counts)
-        # what programs refer to at each moment, they hold: what experts made, until tokens are summed
+        # as in programs, the experts' result lives until the tokens are summed
         made = self._by_experts(there)
         back = self.dispatcher.send_back(made, there.state)
         return self.dispatcher.to_tokens(back, there.state)
@@ -187,7 +187,7 @@ class MixtureModule(nn.Module):
     # -- where tokens go ---------------------------------------------------------------------------------
 
     def _forced(self, batch: int, length: int, x: Tensor) -> Tensor | None:
-        """The experts of each token [T, k], where the router does not choose them and there are values."""
+        """The experts of each token [T, k] by a forced routing; None: a learned one, or x has no values."""
         if self.model.routing == LEARNED or not has_values(x):
             return None
         positions = positions_of(self.strategy, self.strategy.place, length)
@@ -195,8 +195,8 @@ class MixtureModule(nn.Module):
         return experts.repeat(batch, 1).to(x.device)
 
     def _counts(self, chosen: Tensor, batch: int, length: int) -> Counts | None:
-        """What each rank that shares experts sends. The ranks tell each other, unless each expert takes a
-        fixed number. None: the dispatcher sees it in what it sends."""
+        """The tokens that each rank sends to each expert: the ranks gather them, or, without values or with
+        padded capacity, the plan says them. None: the dispatcher needs no counts, or gathers the choices."""
         parts, padded, counts_of_ranks = self.dispatcher.parts, self.model.capacity_padded, None
         if self.dispatcher.by_counts and not self.dispatcher.gathers_choices and not padded:
             met = [chosen.unflatten(1, (part, -1)).any(2).sum(0) for part in parts]
@@ -215,7 +215,7 @@ class MixtureModule(nn.Module):
     # -- what experts do ---------------------------------------------------------------------------------
 
     def _experts(self, x: Tensor, weights: Tensor | None, lengths: Sequence[int]) -> Tensor:
-        """Rows x [R, H] of experts with that many each -> [R, H], times their weights [R] if there are."""
+        """The experts' results [R, H] of rows x [R, H], times the rows' weights [R] unless None."""
         if weights is not None and self.model.expert_weighting == "input":
             return self._matmuls(x * weights.to(x.dtype)[:, None], None, lengths)
         return self._matmuls(x, weights, lengths)
@@ -240,7 +240,7 @@ class MixtureModule(nn.Module):
     def _one(
         self, expert: ExpertTensors, x: Tensor, weights: Tensor | None, factors: tuple[Tensor, ...]
     ) -> Tensor:
-        """One expert's rows, with the factors of its adapters if it has some."""
+        """One expert's results [rows, H] of its rows x [rows, H]; ``factors``: of its adapters, or ()."""
 
         def projected(x: Tensor, weight: Tensor, bias: Tensor | None, *of_adapter: Tensor) -> Tensor:
             y = project(x, weight, bias)
@@ -258,7 +258,7 @@ class MixtureModule(nn.Module):
         return y + (bias if weights is None else bias * weights.to(bias.dtype)[:, None])
 
     def _activated_and(self, y: Tensor, weights: Tensor | None, use: Callable[[Tensor], Tensor]) -> Tensor:
-        """``use`` of :meth:`_activated`, which backward makes again if the model says so."""
+        """``use(self._activated(y, weights))``; with recompute module moe_act backward activates again."""
         if not self.model.recomputes("moe_act"):
             return use(self._activated(y, weights))
         activated = recomputed(self._activated, self.strategy.random, y, weights)
@@ -267,9 +267,9 @@ class MixtureModule(nn.Module):
             return use(activated)
 
     def _activated(self, y: Tensor, weights: Tensor | None) -> Tensor:
-        """[R, 1 or 2, F] -> [R, F], times the weights [R]."""
+        """The activated and gated features [R, F] of y [R, 1 or 2, F], times the weights [R] unless None."""
         model = self.model
-        # torch.compile alone: libraries' kernel for gpt-oss is not modelled
+        # only torch.compile fuses the clamped SiLU: libraries' kernel for gpt-oss is not modelled
         clamped = model.activation == "clamped_silu" and not model.fused
         fused = model.gated_mlp and (model.activation == "silu" or clamped) and model.fuses("bias_swiglu")
         if fused and weights is not None:
@@ -281,13 +281,13 @@ class MixtureModule(nn.Module):
             y = y * (factors[0] if factor is None else factor(factors[0]))
         if weights is None:
             return y
-        if model.fused:  # Megatron-LM rounds the product, not the weights
+        if model.fused:  # Megatron-LM rounds the weighted features, not the weights
             return (y * weights[:, None]).to(y.dtype)
         return y * weights.to(y.dtype)[:, None]
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether a tensor has values: those of virtual ranks, and on the meta device, have none."""
+    """Whether a tensor has values, which fake tensors (of virtual ranks) and meta tensors have not."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return not isinstance(x, FakeTensor) and x.device.type != "meta"

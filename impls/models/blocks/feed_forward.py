@@ -1,4 +1,4 @@
-"""What follows the mixer in a decoder's layer: a feed-forward block, by default an MLP.
+"""The feed-forward block of a decoder's layer, by default an MLP.
 
 A kind of block is a class derived from :class:`FeedForward`; :meth:`DecoderModel.feeding` says which one a
 layer has.
@@ -34,7 +34,7 @@ from spbench.impls.strategies.layers import GroupedLinear, Linear, SeparateLinea
 
 @dataclass(frozen=True)
 class Mlp(FeedForward):
-    """The MLP that the model's options describe, with a gate or without; see :class:`MlpModule`."""
+    """The kind of feed-forward block that is an MLP, with a gate or without; see :class:`MlpModule`."""
 
     def build(self, model: Architecture, strategy: Strategy) -> nn.Module:
         return MlpModule(model, strategy)
@@ -60,8 +60,8 @@ def mlp_sites(
     spared: bool,
     once: bool = False,
 ) -> list[Site]:
-    """What an MLP with ``inner`` features asks, whose input is gathered ``once`` or, if the model says so,
-    again in backward; see :meth:`FeedForward.sites`."""
+    """The sites of an MLP with ``inner`` features; ``once``: a gathered input is kept whole for backward. For
+    ``again`` and ``spared`` see :meth:`FeedForward.sites`."""
     hidden = {"B": batch, "L": seq_len, "H": model.hidden, "F": inner} | model.mlp_tiling.dims
     weights, bias = model.hidden * inner, {"bias": 1} if model.biases else {}
     gathered = {"gathered_once": 1} if once or model.separate_projections else {}
@@ -90,16 +90,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "squared_relu": squared_relu,
     "clamped_silu": clamped_silu,
 }
-#: what the second projection of a gated MLP goes through, by the activation of the first
+#: the function of the second projection of a gated MLP, by the activation of the first
 FACTORS: dict[str, Callable[[Tensor], Tensor]] = {"clamped_silu": clamped_plus_one}
 
 
 class MlpModule(nn.Module):
-    """x [B, L, H] -> [B, L, H]: W_out (f(W_1 x) * W_2 x), or W_out f(W_1 x + b_1) without a gate; the bias of
-    W_out is left to what adds the result to the hidden states.
+    """The MLP's module, x [B, L, H] -> [B, L, H]: W_out (f(W_1 x) * W_2 x), or W_out f(W_1 x + b_1) without a
+    gate. :class:`AddToHidden` adds the bias of W_out.
 
     Args:
-        inner: features; None: the model's.
+        inner: the inner features of all ranks; None: the model's ``inner``.
     """
 
     def __init__(self, model: Architecture, strategy: Strategy, inner: int | None = None):
@@ -141,12 +141,12 @@ class MlpModule(nn.Module):
         return self.closed(self.opened(x))
 
     def closed(self, x: Tensor) -> Tensor:
-        """The last projection of features [B, L, F]."""
+        """The last projection [B, L, H] of features x [B, L, F]."""
         y = self.out.project(x)
         return y if self.closing is None else self.closing(x, y)
 
     def opened(self, x: Tensor) -> Tensor:
-        """The features [B, L, F] that the last projection takes."""
+        """The activated features [B, L, F] of x [B, L, H], which the last projection takes."""
         project, fuses = self.project, self.model.fuses
         if isinstance(project, GroupedLinear):
             if self.activation == "silu" and self.model.gated_mlp and fuses("bias_swiglu"):
@@ -154,7 +154,7 @@ class MlpModule(nn.Module):
                 return swiglu(y if self.opening is None else y + self.opening.together(x), project.bias)
         elif self.activation == "tanh_gelu" and fuses("bias_gelu") and isinstance(project, Linear):
             bias = project.bias
-            assert bias is not None  # else the MLP has one group
+            assert bias is not None  # an MLP without biases has a GroupedLinear
             y = project.project(x)
             if self.opening is not None:
                 y = y + self.opening.together(x).squeeze(-2)
@@ -169,14 +169,14 @@ class MlpModule(nn.Module):
         return x * FACTORS.get(self.activation, _unchanged)(factors[0]) if factors else x
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The projections that open the MLP, each [B, L, F]."""
+        """The opening projections of x [B, L, H], biases included, each [B, L, F]."""
         project = self.project
         if isinstance(project, SeparateLinear):
             return project(x)
         bias = project.bias
         if bias is None or not self.model.fused:
             return project(x) if isinstance(project, GroupedLinear) else (project(x),)
-        # libraries leave the bias to what comes after the product
+        # libraries add the bias in an operator after the matmul
         if isinstance(project, GroupedLinear):
             return (project.together(x) + bias).unbind(-2)
         return (project.project(x) + bias,)

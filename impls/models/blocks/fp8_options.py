@@ -1,4 +1,4 @@
-"""The options of a decoder whose projections multiply in eight bits, and what these ask of a strategy."""
+"""The options of a decoder whose matmuls are in eight bits, and the sites of the scales of these matmuls."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from spbench.impls.strategies.base import Site, Strategy
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """How the projections of layers multiply in eight bits.
+    """The options of projections of layers whose matmuls are in eight bits.
 
     Attributes:
-        fp8: the matmuls of the projections of layers are in eight bits, by one of
-            :data:`fp8_projection.RECIPES`; the library decides which copies are kept.
-        fp8_history: with fp8 "delayed": passes of which the largest magnitude makes a scale.
-        fp8_transposes: of TransformerEngine's operands with one scale, matmuls need transposed copies, as on
-            Hopper; on Blackwell they do not.
+        fp8: "none", or the recipe of the matmuls' scales, one of :data:`fp8_projection.RECIPES`; the library
+            decides which eight-bit copies are kept.
+        fp8_history: with fp8 "delayed": the number of passes whose largest magnitude makes a scale.
+        fp8_transposes: whether matmuls of TransformerEngine's operands with one scale need transposed copies,
+            as on Hopper; on Blackwell they do not.
     """
 
     fp8: str = "none"
@@ -33,12 +33,12 @@ class Fp8Options:
 
     @property
     def fp8_recipe(self) -> Fp8Recipe | None:
-        """How the operands of matmuls in eight bits are scaled; None: there are none."""
+        """The recipe of the scales of eight-bit operands; None: no matmul is in eight bits."""
         return None if self.fp8 == "none" else replace(RECIPES[self.fp8], transposes=self.fp8_transposes)
 
     def delayed_scaling(self, layers: nn.Module, strategy: Strategy) -> DelayedScaling | None:
-        """The scales of all matmuls of layers in eight bits, if these are of earlier passes; ranks of a
-        pipeline stage have the same."""
+        """The scales of all eight-bit matmuls of the layers, the same on the ranks of a pipeline stage; None:
+        the recipe makes no scales from earlier passes."""
         if (recipe := self.fp8_recipe) is None or not recipe.delayed:
             return None
         numbers = (torch.finfo(E4M3).max, torch.finfo(recipe.gradients).max)
@@ -46,8 +46,8 @@ class Fp8Options:
         return DelayedScaling(layers, self.fp8_history, numbers, group)
 
     def scale_sites(self: Any, layers: int, predictions: int) -> list[Site]:
-        """The site of the scales of a stage's layers and predictions, if they are delayed. A layer has two
-        weights of an MLP and two of attention, or four or five with latents; a prediction one more."""
+        """The site of the delayed scales of a stage's layers and modules of multi-token prediction. A layer
+        has two weights of an MLP and two of attention (with latents four or five), a module one more."""
         if self.fp8 != "delayed":
             return []
         attention = 4 + bool(self.q_lora_rank) if self.kv_lora_rank else 2
@@ -56,7 +56,7 @@ class Fp8Options:
         return [Site("fp8_scales", 1, {"forward": forward, "backward": backward})]
 
     def check_fp8(self: Any) -> None:
-        """Raise ValueError for options of eight bits that do not fit each other, or the model."""
+        """Raise ValueError for options of eight bits that contradict each other or the model."""
         if not self.fp8_transposes and (self.fp8 == "none" or self.library != TRANSFORMER_ENGINE):
             raise ValueError("fp8_transposes: false needs fp8 and library: transformer-engine")
         if self.fp8_history < 1 or (self.fp8_history > 1 and self.fp8 != "delayed"):
@@ -79,7 +79,8 @@ class Fp8Options:
 
     @property
     def gathered_dims(self: Any) -> dict[str, int]:
-        """What a site says of a projection in eight bits, and of its input, if that is gathered so."""
+        """The dims of the site of an eight-bit projection: ``fp8``, and, if the input is gathered in eight
+        bits, the elements and the bytes of a scale (``fp8_tile``, ``fp8_scale_bytes``)."""
         if self.fp8 == "none" or self.separate_projections:
             return {} if self.fp8 == "none" else {"fp8": 1}
         recipe = RECIPES[self.fp8]

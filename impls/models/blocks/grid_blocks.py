@@ -1,10 +1,10 @@
 """Models whose positions lie on a grid (the frames and the places of a video), as single-device code.
 
-Every block mixes positions along one dim of the grid at a time, and asks its strategy for the grid laid out
-for that. The models learn to predict the noise in a noisy latent.
+A block mixes positions along one dim of the grid after another. Before each such stage it asks its strategy
+to lay out the grid, so that this dim is whole. The models learn to predict the noise in a noisy latent.
 
 Shape letters: B batch, n1, .., nK the grid (this rank's part of it, where a strategy cuts it), H hidden,
-Z heads (this rank's), A head size.
+Z heads (this rank's), A head size, C channels of a token.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class GridModel(AttentionHeads, Model):
     """The options that all models on grids have.
 
     Attributes:
-        channels: of the latent.
-        patch: latent positions that a token covers, which are not counted in the grid.
+        channels: the channels of a latent position.
+        patch: the latent positions that a token covers; the grid counts tokens.
         checkpointing: recompute each block in backward.
-        fused_bias_gelu: use the kernel that keeps and allocates less.
+        fused_bias_gelu: use the kernel that keeps and allocates less than torch's operators.
     """
 
     layers: int = 28
@@ -56,24 +56,24 @@ class GridModel(AttentionHeads, Model):
 
     @property
     def token_channels(self) -> int:
-        """Channels of the latent positions of a token together."""
+        """The channels of all latent positions of a token together."""
         return self.channels * self.patch
 
     @property
     @abstractmethod
     def leading(self) -> tuple[int, ...]:
-        """Sizes of the dims of the grid but the last, for which the rest of a sequence length is."""
+        """The sizes of the grid's dims but the last; the last size follows from the sequence length."""
 
     @property
     def grid_dims(self) -> tuple[int, ...]:
-        """The dims of the grid in a tensor [B, n1, .., nK, ...]."""
+        """The numbers of the grid's dims in a tensor [B, n1, .., nK, ...]: 1 to K."""
         return tuple(range(1, len(self.leading) + 2))
 
     def sizes(self, seq_len: int) -> tuple[int, ...]:
-        """The grid of tokens of that many latent positions.
+        """The sizes n1, .., nK of the grid of tokens for ``seq_len`` latent positions.
 
         Raises:
-            Unsupported: they cannot be divided so.
+            Unsupported: the positions do not fill such a grid.
         """
         unit = math.prod(self.leading) * self.patch
         if seq_len % unit:
@@ -86,15 +86,15 @@ class GridModel(AttentionHeads, Model):
         return (*self.leading, seq_len // unit)
 
     def tokens(self, batch: int, seq_len: int) -> int:
-        """As :meth:`Model.tokens`: a token covers ``patch`` positions."""
+        """The tokens of a batch of sequences of ``seq_len`` positions, ``patch`` positions a token."""
         return batch * math.prod(self.sizes(seq_len))
 
     @abstractmethod
     def stages(self) -> Sequence[int]:
-        """The grid dim along which positions meet, for each time they do, in order."""
+        """The grid dim, from 0, along which positions meet in each stage of the model, in order."""
 
     def plan(self, strategy: Strategy, seq_len: int) -> list[int | None]:
-        """How the strategy lays the grid out for each of :meth:`stages`."""
+        """The dim along which the strategy cuts the grid in each of :meth:`stages`; None: no cut."""
         return strategy.plan_grid(self.stages(), self.sizes(seq_len))
 
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -111,12 +111,12 @@ class GridModel(AttentionHeads, Model):
         return dict.fromkeys(("noisy", "noise", "loss_weights"), self.grid_dims)
 
     def variants(self) -> list[Mapping[str, Any]]:
-        # 3 heads cannot be split over 2 or 4 ranks, which only strategies that split heads refuse
+        # strategies that split heads refuse 3 heads over 2 or 4 ranks; other strategies accept them
         return [{"checkpointing": True}, {"fused_bias_gelu": False, "heads": 3}]
 
     def block_sites(self, batch: int, sizes: Sequence[int], projections: Sequence[int]) -> list[Site]:
-        """What all blocks ask for: projections from H to so many features and back, and attention along the
-        dim of each of :meth:`stages`."""
+        """The sites of all blocks: for each of ``projections`` a projection from H to that many features and
+        one back, and for each of :meth:`stages` attention along its dim."""
         grid, again = {"B": batch, **grid_letters(sizes)}, self.checkpointing
         sites = [
             Site(kind, self.layers, {**grid, "H": self.hidden, "F": width}, again)
@@ -128,13 +128,13 @@ class GridModel(AttentionHeads, Model):
 
 
 def one_stage_only(model: str, stage: Stage) -> None:
-    """Raise :class:`Unsupported` for a pipeline: no stage of these models can be built alone."""
+    """Raise :class:`Unsupported` for more than one pipeline stage, which models on grids cannot build."""
     if stage is not ONE_STAGE and stage.count > 1:
         raise Unsupported(f"{model} has no pipeline stages", "use pp 1")
 
 
 class GridAttention(nn.Module):
-    """Multi-head attention along one dim: x [B, n1, .., nK, H] -> the same shape."""
+    """Multi-head attention along one dim of the grid, x [B, n1, .., nK, H] -> the same shape."""
 
     def __init__(self, model: GridModel, strategy: Strategy):
         super().__init__()
@@ -152,7 +152,7 @@ class GridAttention(nn.Module):
 
 
 class GridMlp(nn.Module):
-    """x [..., H] -> [..., H] by way of 4 H features and a GELU."""
+    """An MLP with 4 H features and a GELU, x [..., H] -> [..., H]."""
 
     def __init__(self, model: GridModel, strategy: Strategy):
         super().__init__()
@@ -168,14 +168,14 @@ class GridMlp(nn.Module):
 
 
 def sinusoids(places: Tensor, width: int) -> Tensor:
-    """Fixed embeddings (arXiv 1706.03762) of numbers [n] -> [n, width], in float32."""
+    """The fixed embeddings [n, width] (arXiv 1706.03762) of numbers [n], in float32."""
     powers = torch.arange(width // 2, device=places.device, dtype=torch.float32) / (width // 2)
     angle = places.float().unsqueeze(-1) * 10_000.0**-powers
     return torch.cat((angle.cos(), angle.sin()), -1)
 
 
 def with_positions(grid: Grid) -> Grid:
-    """x [B, n1, .., nK, H] plus fixed embeddings of its place along each dim."""
+    """The grid's x [B, n1, .., nK, H] plus the fixed embedding of each position's place along each dim."""
     x = grid.x
     for dim, size in enumerate(grid.sizes):
         table = grid.rows(sinusoids(torch.arange(size, device=x.device), x.shape[-1]), dim).to(x.dtype)
@@ -184,15 +184,15 @@ def with_positions(grid: Grid) -> Grid:
 
 
 def noise_losses(predicted: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Losses of the noise [B, n1, .., nK, C] that is predicted: the mean square over channels of every token,
-    and this rank's share of their weighted sum."""
+    """The losses of ``predicted`` noise [B, n1, .., nK, C]: ``token_loss`` [B, n1, .., nK], a token's mean
+    square error over channels, and ``loss`` = ``noise_loss``, this rank's share of the weighted sum."""
     token_loss = (full_precision(predicted) - inputs["noise"]).square().mean(-1)
     loss = (token_loss * inputs["loss_weights"]).sum()
     return {"loss": loss, "noise_loss": loss, "token_loss": token_loss}
 
 
 class LoneGridLayer(nn.Module):
-    """A block, or attention along the first stage's dim, with inputs of its own, for verification."""
+    """A block, or attention along the first stage's dim, that takes its own inputs, for verification."""
 
     def __init__(self, layer: nn.Module, model: GridModel, strategy: Strategy, seq_len: int):
         super().__init__()

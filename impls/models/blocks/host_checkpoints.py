@@ -1,11 +1,10 @@
-"""Activation checkpoints on the host: what full recomputation keeps, copied off the device until backward.
+"""Activation checkpoints on the host: the inputs of recomputed layers, copied off the device until backward.
 
-Forward copies the input of each run of layers to pinned memory of the host, on a stream of its own, beside
-the computing of that run. The device's copy is given up when the next run begins, which waits until it has
-been copied. While backward runs a run of layers again, the input of the run before is fetched, so that one
-input is on the device beside that in use. The last input of a forward stays until something else is kept:
-where backward follows at once it need not be fetched.
-At each wait for the :class:`CopyStream` the newest copy is the one that is meant.
+Forward copies the input of each run of layers to pinned memory of the host, on a copy stream, while the run
+computes. When the next run begins, it waits for the copy and frees the device's tensor. While backward runs
+a run of layers again, the copy stream fetches the input of the run before, so that two inputs are on the
+device. The last input of a forward stays on the device until the next input is kept, so that a backward that
+follows at once need not fetch the last input. Each wait for the :class:`CopyStream` is for the newest copy.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from spbench.impls.rings import wait_for_device
 
 
 class _Checkpoint:
-    """An input that is kept.
+    """A kept input of a run of layers.
 
     Attributes:
-        host: in the host's memory.
-        x: on the device, until it has been copied away, and from when it is being copied back; None: it is
-            not there.
-        before: that of the run of layers before, which backward needs next; None: there is none.
+        host: the copy in the host's memory.
+        x: the tensor on the device, before the copy to the host ends and after the copy back begins; None:
+            the input is only on the host.
+        before: the checkpoint of the run before, which backward needs next; None: there is no such run.
     """
 
     def __init__(self, host: Tensor, x: Tensor, before: _Checkpoint | None):
@@ -47,28 +46,28 @@ class _Checkpoint:
 
 
 class HostCheckpoints:
-    """Keeps the inputs of recomputed layers of one module on the host."""
+    """Keeps the inputs of one module's recomputed layers in pinned memory of the host until backward."""
 
     def __init__(self) -> None:
-        #: made on the device of the first input
+        #: the copy stream, made on the device of the first input
         self._copies: CopyStream | None = None
-        #: the newest of this forward; what is kept belongs to the graph
+        #: the newest checkpoint of this forward, a weak reference because autograd's graph owns it
         self._newest: weakref.ref[_Checkpoint] | None = None
-        #: whose tensor on the device is still being copied to the host
+        #: the checkpoint whose tensor the stream still copies to the host
         self._leaving: _Checkpoint | None = None
 
     def begin(self) -> None:
-        """A forward begins: what it keeps is fetched in its own backward."""
+        """Begin a forward, whose backward fetches no checkpoint of an earlier forward."""
         self._newest = None
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Inside, what autograd saves is kept on the host, but for what has no elements."""
+        """A context in which tensors that autograd saves are kept on the host, but for empty tensors."""
         with saved_tensors_hooks(self._keep, self._back):
             yield
 
     def _keep(self, x: Tensor) -> Tensor | _Checkpoint:
-        if not x.numel():  # torch's checkpoint saves an empty tensor beside the inputs
+        if not x.numel():  # torch's checkpoint saves an empty tensor in addition to the inputs
             return x
         if self._copies is None:
             self._copies = CopyStream(x.device)
@@ -86,7 +85,7 @@ class HostCheckpoints:
         x, kept.x = self._copies.to_device(kept.host) if kept.x is None else kept.x, None
         if kept is self._leaving:
             self._leaving = None
-        # it has been copied, here or away: only then may it be read, and its memory be freed
+        # wait for the copy, in either direction, before anyone reads x or frees its memory
         self._copies.wait()
         if (before := kept.before) is not None and before.x is None:
             before.x = self._copies.to_device(before.host)
@@ -94,9 +93,9 @@ class HostCheckpoints:
 
 
 class SavedOnCpu(HostCheckpoints):
-    """In pinned memory, as torch.autograd.graph.save_on_cpu(pin_memory=True) keeps them: the computing stream
-    copies an input away when its run begins, and the program waits; the same stream copies it back when
-    backward asks for it, and no input is fetched ahead."""
+    """Keeps inputs in pinned memory as torch.autograd.graph.save_on_cpu(pin_memory=True) does: the computing
+    stream copies an input away when its run begins, while the program waits, and copies the input back when
+    backward asks for it; no input is fetched ahead."""
 
     def _keep(self, x: Tensor) -> Any:
         if not x.numel():
@@ -115,19 +114,18 @@ class SavedOnCpu(HostCheckpoints):
         return x
 
     def _fill(self, x: Tensor, host: Tensor) -> None:
-        """Copy to the device what has been kept."""
+        """Copy the kept input ``host`` to x on the device."""
         to_device_(x, host)
 
 
 class PageableCheckpoints(SavedOnCpu):
-    """In memory that is not pinned, as ALST's checkpoint function (``CheckpointFunctionWithCPUOffload`` of
-    ArcticTraining) and DeepSpeed's (``checkpoint_in_cpu`` until 0.19) keep them, by ``tensor.to``: the
-    program waits for the copies back too.
+    """Keeps inputs in pageable memory by ``tensor.to``, as ALST's checkpoint function does
+    (``CheckpointFunctionWithCPUOffload`` of ArcticTraining) and DeepSpeed's (``checkpoint_in_cpu`` until
+    0.19). The program also waits for the copies back.
 
     Args:
-        angles: elements of a cos and of a sin that are copied away with each input, and used on the device
-            all the same: other tensors among a run's arguments, as Megatron-DeepSpeed has them.
-    """
+        angles: elements of a cos and of a sin that are copied to the host with each input, in vain, because
+            Megatron-DeepSpeed has them among a run's arguments and still uses those on the device."""
 
     def __init__(self, angles: int = 0):
         super().__init__()
@@ -153,8 +151,8 @@ class PageableCheckpoints(SavedOnCpu):
 
 
 def checkpoints_on_host(where: str, angles: int = 0) -> HostCheckpoints | None:
-    """What keeps inputs of layers where the option ``checkpoints`` says; None: they stay on the device.
-    ``angles`` as in :class:`PageableCheckpoints`."""
+    """The keeper of layers' inputs for ``where``, a value of the option ``checkpoints``; None for "device".
+    ``angles``: see :class:`PageableCheckpoints`."""
     if where == "pageable":
         return PageableCheckpoints(angles)
     return {"host": HostCheckpoints, "save_on_cpu": SavedOnCpu}[where]() if where != "device" else None

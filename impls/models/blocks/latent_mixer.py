@@ -1,14 +1,13 @@
-"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1) as what mixes the tokens in a
-layer.
+"""Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434, section 2.1) as the mixer of a layer.
 
-The input is projected down to a latent vector a position, from which the keys and values of all heads are
-projected up; queries come from a latent of their own, or from the input. Each latent is normalised. RoPE
-turns further features of each query, and one further key, which all heads share. So queries and keys have
-another head size than values, and the scale of the softmax is that of all features of a key.
+A matmul projects the input down to a latent vector for each position; others project the latent up to the
+keys and values of all heads. Queries come from a latent of their own, or from the input. Each latent is
+normalised. RoPE turns further features of each query, and one further key, which all heads share. So queries
+and keys have another head size than values, and the softmax is scaled by all features of a key.
 
-A rank of tensor parallelism has all weights that project down, and its heads' part of those that project up,
-as in Megatron-Core (core/transformer/multi_latent_attention.py). There the pairs that RoPE turns are
-neighbours; here they are halves, as everywhere in this package, which changes neither shapes nor costs.
+A rank of tensor parallelism has all weights that project down, and its heads' part of the weights that
+project up, as in Megatron-Core (core/transformer/multi_latent_attention.py). RoPE turns pairs of neighbours
+in Megatron-Core, but pairs of halves in this package, which changes neither shapes nor costs.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, Z heads
 (this rank's), Q and C features of the latents of queries and of keys and values; of a head N features of a
@@ -40,12 +39,12 @@ from spbench.impls.strategies.layers import GroupedLinear, Linear
 
 @dataclass(frozen=True)
 class LatentAttention(SoftmaxAttention):
-    """A layer of latent attention; see :class:`LatentOptions`.
+    """The kind of mixer that is latent attention; see :class:`LatentOptions`.
 
     Attributes:
         kv_rank, q_rank: C and Q; q_rank None: queries are projected from the hidden state.
         plain_size, turned_size, value_size: N, R and A.
-        padded: values get zeros up to N + R features.
+        padded: whether values are padded with zeros to N + R features.
     """
 
     adapted: ClassVar[Sequence[str]] = (CLOSING,)
@@ -59,7 +58,7 @@ class LatentAttention(SoftmaxAttention):
 
     @property
     def key_size(self) -> int:
-        """Features of a query and a key."""
+        """The features of a query and of a key of one head, N + R."""
         return self.plain_size + self.turned_size
 
     def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
@@ -115,7 +114,7 @@ class LatentAttention(SoftmaxAttention):
 
 
 class LatentAttentionMixer(AttentionMixer):
-    """x [B, L, H] -> [B, L, H], without the bias of the projection that closes it."""
+    """The module of latent attention, x [B, L, H] -> [B, L, H], without the bias of its last projection."""
 
     kind: LatentAttention
 
@@ -144,7 +143,7 @@ class LatentAttentionMixer(AttentionMixer):
         return OpeningAdapters(self.model, self.strategy, of_latent.inputs, (name,), up, up)
 
     def _adapted(self, name: str, x: Tensor, y: Tensor) -> Tensor:
-        """y, the projection of x that has this name, with what its adapter adds, if it has one."""
+        """y, the projection ``name`` of x, plus the output of the projection's adapter, if there is one."""
         if name not in self.adapters:
             return y
         (adapted,) = self.adapters[name](x, (y,))
@@ -154,7 +153,7 @@ class LatentAttentionMixer(AttentionMixer):
         return self.closed(self.beside_heads(self._attended(*self._latents(x), places)))
 
     def _attended(self, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places) -> Tensor:
-        """The attention [B, Z, L, A] that follows from what :meth:`_latents` returns."""
+        """The attention [B, Z, L, A] of the three tensors that :meth:`_latents` returns."""
 
         def attend(*heads: Tensor) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in heads)
@@ -166,30 +165,30 @@ class LatentAttentionMixer(AttentionMixer):
         return used_without_results(self._up, attend, self.strategy.random, inputs)
 
     def _latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The latent of queries [B, L, Q], or x itself, that of keys and values [B, L, C], and the features
-        that the keys of all heads share [B, L, R]."""
+        """The latent of queries [B, L, Q] (or x itself), the latent of keys and values [B, L, C], and the key
+        features [B, L, R] that all heads share."""
         of_queries = x if self.q_down is None else self._adapted(LATENT[0], x, self.q_down.project(x))
         down = self._adapted(LATENT[2], x, self.kv_down.project(x))
         latent, shared = down.split([self.kind.kv_rank, self.kind.turned_size], -1)
-        # all heads use this key, whichever rank has them
+        # the heads of every rank use this key
         return of_queries, latent, self.strategy.features_for_heads(shared)
 
     def _up(
         self, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [B, L, Z, N + R] and values [B, L, Z, A], or padded as long as keys."""
+        """Queries and keys [B, L, Z, N + R], and values [B, L, Z, A], or as long as keys where ``padded``."""
         q, k, v = self._projected_up(of_queries, latent, shared, places)
         return q, k, F.pad(v, (0, self.kind.key_size - self.kind.value_size)) if self.kind.padded else v
 
     def _projected_up(
         self, of_queries: Tensor, latent: Tensor, shared: Tensor, places: Places
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`_up`, without padding."""
+        """Queries and keys [B, L, Z, N + R], and values [B, L, Z, A] without padding."""
         kind = self.kind
         if self.q_norm is not None:
             of_queries = self.q_norm(of_queries)
         if self.model.fused:
-            latent = latent.contiguous()  # libraries' norms take no views
+            latent = latent.contiguous()  # because libraries' norms take no views
         latent = self.kv_norm(latent)
         q, kv = self.q_up.project(of_queries, None), self.kv_up.project(latent, None)
         q = self._adapted(QKV[0] if self.q_down is None else LATENT[1], of_queries, q)
@@ -202,7 +201,7 @@ class LatentAttentionMixer(AttentionMixer):
         q, kv = (y.unflatten(-1, (heads, -1)) for y in (q, kv))
         k, v = kv.split([kind.plain_size, kind.value_size], -1)
         if not self.model.attention_views:
-            v = v.contiguous()  # so that the memory of the projection is given up
+            v = v.contiguous()  # so that the projection's memory is freed
         shared = self._turned(shared.unsqueeze(2), places).expand(-1, -1, heads, -1)
         plain, turned = q.split([kind.plain_size, kind.turned_size], -1)
         return torch.cat((plain, self._turned(turned, places)), -1), torch.cat((k, shared), -1), v

@@ -1,7 +1,7 @@
-"""Linear attention as what mixes the tokens in a decoder's layer.
+"""Linear attention as the mixer of a decoder's layer.
 
-Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden (this
-rank's features of it between projections), Z heads (this rank's), A head size, D size of queries and keys.
+Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden (between
+projections this rank's features), Z heads (this rank's), A head size, D size of queries and keys.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "elu_plus
 
 @dataclass(frozen=True)
 class LinearAttention(Mixer):
-    """A layer of causal linear attention, its output normalised instead of divided by a sum of keys.
+    """The kind of mixer that is causal linear attention, with a norm of the output instead of a denominator.
 
     Attributes:
-        feature_map: a key of FEATURE_MAPS, on queries and keys.
-        decay: the rate of each head of the layer; None: no decay.
-        gated: the normalised output is multiplied by a fourth projection of the input.
-        lrpe: queries and keys turned by LRPE, which doubles their size; see :class:`LinearAttentionMixer`.
+        feature_map: the function of queries and keys, a key of FEATURE_MAPS.
+        decay: the decay rate of each head of the layer; None: no decay.
+        gated: whether a fourth projection of the input multiplies the normalised output.
+        lrpe: whether LRPE turns queries and keys and doubles their size; see :class:`LinearAttentionMixer`.
     """
 
     feature_map: str
@@ -49,7 +49,7 @@ class LinearAttention(Mixer):
 
     @property
     def projections(self) -> int:
-        """Projections of the layer's input, to all heads."""
+        """The number of projections of the layer's input: queries, keys, values, and a gate if ``gated``."""
         return 4 if self.gated else 3
 
     def width(self, model: DecoderOptions) -> int:
@@ -72,13 +72,13 @@ class LinearAttention(Mixer):
 
 
 class LinearAttentionMixer(nn.Module):
-    """x [B, L, H] -> [B, L, H].
+    """The module of linear attention, x [B, L, H] -> [B, L, H].
 
-    Queries, keys and values are handed over as views of the projections, which the feature maps and the gate
-    keep anyway; a kernel that needs them packed makes copies that it does not keep.
+    The strategy takes queries, keys and values as views of the projections, which backward of the feature
+    maps and of the gate keeps anyway; a kernel that needs contiguous tensors copies them and keeps no copy.
 
-    LRPE (TransNormerLLM, arXiv 2307.14995) turns every feature by an angle of its own a position, which it
-    learns: queries and keys x become (x cos, x sin), so that their product depends on the distance.
+    LRPE (TransNormerLLM, arXiv 2307.14995) turns every feature by a learned angle for each position: queries
+    and keys x become (x cos, x sin), so that their inner product depends on the distance.
     """
 
     decay: Tensor | None
@@ -88,7 +88,7 @@ class LinearAttentionMixer(nn.Module):
         self.kind, self.model, self.strategy = kind, model, strategy
         self.project = strategy.grouped_linear_in(model.hidden, model.attention_width, kind.projections)
         self.out = strategy.linear_out(model.attention_width, model.hidden)
-        # in half precision the rates would be other ones
+        # half precision would round the rates
         precise = torch.float64 if self.out.weight.dtype is torch.float64 else torch.float32
         decay = None if kind.decay is None else torch.tensor(kind.decay, dtype=precise)
         self.register_buffer("decay", decay, persistent=False)
@@ -113,7 +113,7 @@ class LinearAttentionMixer(nn.Module):
         return self.out.project(y * gate[0] if gate else y)
 
     def _normalised(self, o: Tensor) -> Tensor:
-        """[B, L, Z, A] -> [B, L, H]."""
+        """The normalised output [B, L, H] of attention o [B, L, Z, A]."""
         epsilon, way = self.model.norm_epsilon, self.model.rms_norm
         if self.model.attention_norm == "hidden":
             return rms_norm(o.flatten(2), None, epsilon, way=way)
@@ -121,5 +121,5 @@ class LinearAttentionMixer(nn.Module):
 
 
 def _heads(x: Tensor, model: DecoderOptions) -> Tensor:
-    """[B, L, H] -> [B, Z, L, A], a view."""
+    """The heads [B, Z, L, A] of x [B, L, H], a view."""
     return x.unflatten(-1, (-1, model.head_size)).transpose(1, 2)

@@ -10,7 +10,7 @@ from spbench.impls.models.blocks.decoder_options import DecoderOptions
 
 
 def norm_of(model: DecoderOptions, features: int, *, weighted: bool = True) -> nn.Module:
-    """The kind of norm that the model has, of [..., features]."""
+    """A new norm of the model's kind for tensors [..., features]."""
     if model.norm == "layer":
         return LayerNorm(features, model.norm_epsilon, weighted=weighted)
     return RMSNorm(features, weighted=weighted, eps=model.norm_epsilon, way=model.rms_norm)

@@ -1,7 +1,4 @@
-"""Sequences that are packed of documents: whose lengths they have, and what positions attend to.
-
-Shape letters: L sequence.
-"""
+"""Sequences that are packed of documents: the documents' lengths, and what positions attend to."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from typing import Any, cast
 
 from spbench.impls.attended import CAUSAL, Attended
 
-#: the folder of distributions of lengths: NAME.csv, with the columns first, last (lengths of a bin, both
-#: included) and documents (how many have one), and where they are from in lines that begin with #
+#: the folder of distributions of lengths: NAME.csv, with the columns first, last (the shortest and longest
+#: length of a bin) and documents (how many documents are in the bin); lines that begin with # say the source
 FOLDER = "spbench.impls.models.documents"
 
-#: lengths, the name of a distribution, or its bins
+#: lengths of documents, the name of a distribution of lengths, or a distribution's bins
 Documents = str | Sequence[int] | Sequence[Sequence[int]]
-#: (shortest, longest, how many documents) of each
+#: the bins of a distribution: (shortest length, longest length, number of documents)
 Bins = tuple[tuple[int, int, int], ...]
 
 
@@ -30,22 +27,21 @@ def check_window(window: int | None) -> None:
 
 
 class PackedSequences:
-    """Options of a model whose sequences may be packed of documents, which do not see each other.
+    """Options of a model whose sequences may be packed of documents, which do not attend to each other.
 
     Attributes:
-        documents: their lengths in order, from the first again where the sequence is longer; or the name of a
-            distribution, or its bins [shortest, longest, how many documents], from which lengths are drawn;
-            none: a sequence is one document. The last document is cut where the sequence ends. All sequences
-            of a batch are packed alike.
-        documents_seed: of the lengths that are drawn.
+        documents: the lengths of documents in order, repeated until they fill the sequence; or the name of a
+            distribution or its bins [shortest, longest, number of documents], from which lengths are drawn;
+            (): a sequence is one document. The sequence's end cuts the last document. All sequences of a
+            batch are packed alike.
+        documents_seed: the seed of drawn lengths.
     """
 
     documents: Documents
     documents_seed: int
 
     def check_documents(self) -> None:
-        """Raise ValueError where there is no such distribution, a length is not at least 1, or a bin is
-        none."""
+        """Raise ValueError for an unknown distribution, a length below 1, or a bin of another form."""
         if isinstance(self.documents, str):
             if self.documents not in (known := distributions()):
                 raise ValueError(
@@ -62,7 +58,7 @@ class PackedSequences:
                 raise ValueError(f"a bin of documents is [shortest, longest, how many], not {[*each]}")
 
     def attended(self, seq_len: int) -> Attended:
-        """What the positions of a sequence attend to."""
+        """The positions that each position of a sequence attends to."""
         if not self.documents:
             return CAUSAL
         if isinstance(self.documents, str):
@@ -72,12 +68,12 @@ class PackedSequences:
         return Attended(_filled(cast(tuple[int, ...], self.documents), seq_len))
 
     def heeded(self, seq_len: int) -> dict[str, int]:
-        """The dims of a site of attention that say what it heeds beside the causal mask."""
+        """The dims of a site of attention that describe packed documents; {} for the plain causal mask."""
         return self.attended(seq_len).dims
 
 
 def _filled(lengths: Sequence[int], seq_len: int) -> tuple[int, ...]:
-    """The lengths in turn, again and again, until they fill ``seq_len`` positions; the last is cut to fit."""
+    """The lengths, repeated until they fill ``seq_len`` positions, with the last length cut to fit."""
     left = seq_len
     found: list[int] = []
     while left:
@@ -88,7 +84,7 @@ def _filled(lengths: Sequence[int], seq_len: int) -> tuple[int, ...]:
 
 @cache
 def distributions() -> Mapping[str, Bins]:
-    """The distributions by name."""
+    """The bins of each packaged distribution of lengths, by name."""
     found: dict[str, Bins] = {}
     for file in sorted(files(FOLDER).iterdir(), key=lambda file: file.name):
         if file.name.endswith(".csv"):
@@ -104,7 +100,8 @@ def distributions() -> Mapping[str, Bins]:
 
 @lru_cache(maxsize=64)
 def _drawn(bins: Bins, seed: int, seq_len: int) -> tuple[int, ...]:
-    """Lengths, each of a bin by its share of all documents, even within it."""
+    """Random lengths that fill ``seq_len`` positions: a bin is drawn by its number of documents, and a length
+    evenly within the bin. The last length is cut to fit."""
     generator, left, counts = random.Random(seed), seq_len, [count for _, _, count in bins]
     found: list[int] = []
     while left:

@@ -1,13 +1,11 @@
-"""Activation checkpointing: a block's input is kept, and backward runs the block again.
+"""Activation checkpointing: only a block's input is kept, and backward runs the block again.
 
-What torch's reentrant checkpoint holds on the device while it runs a layer backward.
+:func:`recomputed` runs a block with its input kept. :class:`BackwardFrame` holds the tensors that torch's
+reentrant checkpoint holds on the device while a block runs backward.
 
-Results that are not kept for backward, but made again when it needs them.
-
-Activation checkpointing (:mod:`spbench.impls.models.blocks.recomputation`) runs a block again, with its last
-operator. Here results are left out of what others keep, and made again from what is kept anyway
-(Megatron-LM's CheckpointWithoutOutput, for moe_act, layernorm and mla_up_proj of --recompute-modules).
-"""
+:func:`remade` and :func:`used_without_results` leave a result out of the tensors that later operators keep
+for backward, and make the result again from tensors that are kept anyway (Megatron-LM's
+CheckpointWithoutOutput, for moe_act, layernorm and mla_up_proj of --recompute-modules)."""
 
 from __future__ import annotations
 
@@ -32,31 +30,31 @@ from spbench.impls.models.blocks.host_checkpoints import HostCheckpoints
 
 
 class BackwardFrame:
-    """A block [B, L, H] -> [B, L, H], or several of these, that is recomputed, with the tensors of a
-    reentrant checkpoint's frame.
+    """A recomputed block, or run of blocks, [B, L, H] -> [B, L, H], that holds the tensors which a reentrant
+    checkpoint holds in backward.
 
     ``CheckpointFunction.backward`` (torch/utils/checkpoint.py, use_reentrant=True, the default of Hugging
     Face's ``gradient_checkpointing_enable``; ArcticTraining's ``CheckpointFunctionWithCPUOffload`` is a copy)
-    has the block's input, its output, made again, and the gradient of that as local variables, and runs
-    ``torch.autograd.backward`` of the block inside. So all three live until the gradient of the input is
-    there. Without reentrance autograd frees each after its last use, and the output at once.
+    has the block's input, its recomputed output, and the output's gradient as local variables while it runs
+    ``torch.autograd.backward`` of the block. So all three live until the input's gradient exists. Without
+    reentrance autograd frees the output at once, and the other two after their last use.
 
-    The block runs as without reentrance, for fully_shard's hooks gather weights once more in a graph inside
-    another, which DeepSpeed's do not; only what is held is the reentrant one's. Gradients are the same.
+    The block itself runs without reentrance, because fully_shard's hooks would gather weights once more in a
+    graph inside another, which DeepSpeed's hooks do not. Gradients are the same.
     """
 
     def __init__(self, block: Callable[..., Any]):
         self.block = block
-        #: of this backward
+        #: the tensors that this backward holds
         self.held: list[Tensor] = []
         self._runs = 0
 
     def __call__(self, x: Tensor, *others: Any) -> Any:
         self._runs += 1
-        x = x.view_as(x)  # its gradient is that of this use alone
+        x = x.view_as(x)  # so that the gradient of x is only that of this use
         y = self.block(x, *others)
         results = y if isinstance(y, tuple) else (y,)
-        if self._runs > 1:  # in backward, whose graph is that of the first run
+        if self._runs > 1:  # the second run, in backward, whose hooks the first run has registered
             self.held += (x.detach(), *(each.detach() for each in results))
         elif x.requires_grad:
             for each in results:
@@ -78,12 +76,12 @@ def recomputed(
     reentrant: bool = False,
     on_host: HostCheckpoints | None = None,
 ) -> Output:
-    """``block(*inputs)``, of which only the inputs are kept until backward, and with ``keep`` what every
-    other matmul made, attention, and sums that are scattered (torchtitan's selective checkpointing by "op"),
-    with ``keep_exchanges`` what all-to-alls of rows brought too. With
-    ``on_host`` tensors among the inputs are kept there. With ``early_stop`` it runs again as far as the last
-    tensor that its backward needs, as torch's own default is. ``reentrant``: what torch's reentrant
-    checkpoint holds meanwhile is held too, see :class:`BackwardFrame`."""
+    """``block(*inputs)``, whose inputs alone are kept until backward runs the block again.
+
+    ``keep`` also keeps the results of every other matmul, of attention, and of reduce-scatters (torchtitan's
+    selective checkpointing by "op"); ``keep_exchanges``, of all-to-alls of rows too. ``early_stop`` ends the
+    second run at the last tensor that backward needs, torch's default. ``on_host`` keeps input tensors on the
+    host. ``reentrant`` also holds the tensors of :class:`BackwardFrame`."""
     first = random.number
     within: Callable[..., Output] = BackwardFrame(block) if reentrant else block
 
@@ -102,13 +100,13 @@ def recomputed(
 
 
 def _keeping(*, exchanges: bool = False) -> tuple[Any, Any]:
-    """The contexts of a block's forward and of its second run, which share what is kept: every other matrix
-    product, and what is :func:`kept`."""
+    """The contexts of a block's forward and of its second run, which share the kept results: of every other
+    matmul, and of operators within :func:`kept`."""
     results = KeptResults(products=True, exchanges=exchanges)
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        # none of those within a result that is kept, which are not run again
-        # torch 2.12 asks in the second run too
+        # no matmul within a kept result is saved, because the second run skips the whole computation
+        # torch 2.12 calls the policy in the second run too
         of_projection = operator is torch.ops.aten.mm.default and keeping()
         if of_projection and results.keeps_next(again=context.is_recompute):
             return CheckpointPolicy.MUST_SAVE
@@ -125,7 +123,7 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
 
 
 class _Remade:
-    """What stands for results until backward reads one; several that kept them read the same ones."""
+    """Results that are made again when backward first reads one; all operators that kept one share them."""
 
     def __init__(self, make: Callable[[], Sequence[Tensor]]):
         self._make = make
@@ -139,7 +137,7 @@ class _Remade:
 
 
 class _Kept:
-    """What an operator keeps of a result: all of it, or a view."""
+    """A placeholder for a result, or for a view of a result, that an operator keeps for backward."""
 
     def __init__(self, remade: _Remade, number: int, x: Tensor):
         self._remade, self._number = remade, number
@@ -150,8 +148,8 @@ class _Kept:
 
 
 def remade(results: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]) -> AbstractContextManager[Any]:
-    """Inside, what operators keep of ``results`` for backward is made again by ``make``, which must hold only
-    what is kept anyway. They live on until all that kept one have run backward."""
+    """A context in which operators keep placeholders for ``results``, which ``make`` makes again in backward
+    and which live until all these operators have run backward. ``make`` may hold only kept tensors."""
     numbers, one = {x.untyped_storage()._cdata: number for number, x in enumerate(results)}, _Remade(make)
 
     def pack(x: Tensor) -> Any:
@@ -165,7 +163,7 @@ def remade(results: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]) -> A
 
 
 class _Ending(torch.autograd.Function):
-    """Results of a block, as what it keeps, so that they are there when the block has run again."""
+    """The last operator of a block: it keeps the block's results, so that the second run saves them."""
 
     @staticmethod
     def forward(ctx: Any, *results: Tensor) -> tuple[Tensor, ...]:
@@ -183,10 +181,10 @@ def used_without_results(
     random: DropoutRandom,
     inputs: Sequence[Any],
 ) -> Tensor:
-    """``use(*block(*inputs))``, where backward runs the block again, once, for its own gradients and for what
-    ``use`` keeps of its results. What else ``use`` keeps is kept."""
+    """``use(*block(*inputs))``, where backward runs the block again, once, for the block's gradients and for
+    the results that ``use`` keeps. Other tensors that ``use`` keeps are kept as usual."""
     results = recomputed(lambda *inputs: _Ending.apply(*block(*inputs)), random, *inputs)
-    # of the ending: it gives what it has kept once, which makes checkpoint run the block
+    # the node of _Ending: reading its saved tensors makes checkpoint run the block again
     node: Any = results[0].grad_fn
     with remade(results, lambda: node.saved_tensors):
         return use(*results)

@@ -1,29 +1,27 @@
-"""What Gated DeltaNet's and Mamba-2's layers share: projections, short convolutions, gates by head.
+"""Gated recurrences as mixers of a decoder's layer: Gated DeltaNet and Mamba-2.
 
-A layer projects its input to queries, keys, values, gates of the recurrence and a gate of the output;
-convolves the first three along the sequence; runs the recurrence; normalises and gates its output. All from
-the convolutions to the recurrence goes by head, so that a strategy may give a rank some heads of the whole
-sequence, or ask its neighbours for what their positions do to its own.
+A mixer projects its input to queries, keys, values, gates of the recurrence and a gate of the output;
+convolves queries, keys and values along the sequence; runs the recurrence; normalises and gates the output.
+From the convolutions to the recurrence no heads mix, so a strategy may give a rank some heads of the whole
+sequence, or send between neighbours what their positions add to the state.
 
 Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden, Z heads
 (this rank's), G heads of queries and keys (this rank's), D their size, A size of values, W positions that a
 convolution sees.
 
-Gated DeltaNet (Yang et al., arXiv 2412.06464) as what mixes the tokens in a decoder's layer.
+Gated DeltaNet (Yang et al., arXiv 2412.06464), as fla's GatedDeltaNet and the layers of Qwen3-Next: queries,
+keys and values are convolved without biases, and queries and keys get length one. A head keeps the share
+exp(-exp(A_log) softplus(a + dt_bias)) of its state and writes with the strength sigmoid(b), with a and b
+projected from the input. The output is normalised, with a weight that all heads share, and multiplied by
+silu(z). Each part has a projection of its own, as in fla.
 
-As fla's GatedDeltaNet and the layers of Qwen3-Next: queries, keys and values are convolved without biases,
-queries and keys made of length one; a head keeps exp(-exp(A_log) softplus(a + dt_bias)) of its state and
-writes with the strength sigmoid(b), a and b projected from the input; its output is normalised, with a weight
-that all heads share, and multiplied by silu(z). Each part has a projection of its own, as in fla.
-
-Mamba-2 (Dao and Gu, arXiv 2405.21060) as what mixes the tokens in a decoder's layer.
-
-As mamba_ssm's Mamba2 with its norm: C, B and x are convolved together, with biases; the step of each head is
-softplus(dt + dt_bias), its decay exp(-exp(A_log) step); D x is added to what the state gives; x silu(z) comes
-before the norm, of each group's features alone. Here each part has a projection of its own, of which
-mamba_ssm makes one product. As in its memory-saving path (mamba_split_conv1d_scan_combined), only what was
-projected is kept, and backward convolves again. Megatron-Core (ssm/mamba_mixer.py) leaves the gate to that
-kernel, which keeps its result before the gate, and norms what it returns, which is kept too.
+Mamba-2 (Dao and Gu, arXiv 2405.21060), as mamba_ssm's Mamba2 with its norm: C, B and x (queries, keys and
+values) are convolved with biases. The step of a head is softplus(dt + dt_bias), its decay
+exp(-exp(A_log) step); D x is added to the state's output, which silu(z) multiplies before a norm over each
+group's features. Each part has a projection of its own, whereas mamba_ssm has one matmul. As in its
+memory-saving path (mamba_split_conv1d_scan_combined), only projections are kept, and backward convolves
+again. Megatron-Core (ssm/mamba_mixer.py) leaves the gate to that kernel: the kernel keeps its result before
+the gate, and the norm keeps the gated result too.
 """
 
 from __future__ import annotations
@@ -56,25 +54,25 @@ from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site, Strategy
 from spbench.impls.strategies.recurrence import RecurrenceHooks
 
-#: "chunked": the kernels of the recurrence and what is fused around it; "sequential": position by position,
-#: in torch's own operators
+#: "chunked": fused kernels of the recurrence and around it; "sequential": torch's operators for one position
+#: after another
 WAYS = ("chunked", "sequential")
 
 
 @dataclass(frozen=True)
 class RecurrentLayer(Mixer):
-    """A layer of a gated recurrence.
+    """A kind of mixer that is a gated recurrence.
 
     Attributes:
-        heads: Z, of values.
-        key_heads: G, of queries and keys, each for Z/G heads of values.
+        heads: Z, heads of values.
+        key_heads: G, heads of queries and keys, each for Z/G heads of values.
         key_size: D, features of a query or a key; the state is D x A.
         value_size: A, features of a value.
         convolution: W, positions that a short convolution sees.
         way: one of :data:`WAYS`.
 
     Raises:
-        ValueError: G does not divide Z, or there is no such way.
+        ValueError: G does not divide Z, or ``way`` is not one of :data:`WAYS`.
     """
 
     heads: int
@@ -84,9 +82,9 @@ class RecurrentLayer(Mixer):
     convolution: int = 4
     way: str = "chunked"
 
-    #: how the state is carried
+    #: the rule that carries the state from position to position
     rule: ClassVar[type[Rule]]
-    #: numbers a head that gate the recurrence at each position
+    #: how many numbers gate the recurrence for each head and position
     gates: ClassVar[int]
     #: whether convolutions have biases
     biased: ClassVar[bool]
@@ -106,17 +104,17 @@ class RecurrentLayer(Mixer):
 
     @property
     def channels(self) -> tuple[int, int, int]:
-        """The features of queries, keys and values, which are convolved."""
+        """The features of queries, of keys and of values of all heads, the channels of the convolutions."""
         keys = self.key_heads * self.key_size
         return keys, keys, self.heads * self.value_size
 
     @property
     def projected(self) -> list[int]:
-        """Features of the projections: queries, keys, values, the output's gate, the recurrence's gates."""
+        """The features of each projection: queries, keys, values, output gate, gates of the recurrence."""
         return [*self.channels, self.heads * self.value_size, *[self.heads] * self.gates]
 
     def split_parameters(self, model: DecoderOptions) -> int:
-        """How many parameters a strategy can split by head."""
+        """The number of parameters that a strategy can split by head."""
         columns = self.convolution + (1 if self.biased else 0)
         projections = sum(self.projected) + self.heads * self.value_size
         return projections * model.hidden + columns * sum(self.channels) + 2 * self.heads
@@ -129,39 +127,39 @@ class RecurrentLayer(Mixer):
 
 
 class RecurrentMixer(nn.Module, ABC):
-    """x [B, L, H] -> [B, L, H]."""
+    """The module of a gated recurrence, x [B, L, H] -> [B, L, H]."""
 
     def __init__(self, kind: RecurrentLayer, model: DecoderOptions, strategy: Strategy):
         super().__init__()
         self.kind, self.model, self.strategy, self.rule = kind, model, strategy, kind.rule
-        #: of norms
+        #: the way of the norms' kernels
         self.way = "plain" if kind.way == "sequential" else "fused"
         self.project = strategy.separate_linear_in(model.hidden, kind.projected)
         by_feature = strategy.feature_parameter
         width = kind.convolution
         self.convolutions = nn.ParameterList(by_feature(torch.zeros(n, width)) for n in kind.channels)
         self.biases = nn.ParameterList(by_feature(torch.zeros(n)) for n in kind.channels if kind.biased)
-        # decays and steps are drawn by the released code between these; here they are spread evenly
+        # the released code draws decays and steps between these bounds; here they are spread evenly
         self.A_log = by_feature(torch.linspace(1.0, 16.0, kind.heads).log())
         steps = torch.linspace(math.log(1e-3), math.log(0.1), kind.heads).exp()
         self.dt_bias = by_feature(steps + torch.log(-torch.expm1(-steps)))  # softplus of it is the step
         self.out = strategy.linear_out(kind.heads * kind.value_size, model.hidden)
 
     def by_head(self) -> Sequence[Tensor]:
-        """Weights with a number for each head, beside A_log and dt_bias."""
+        """The weights with a number for each head [Z], without A_log and dt_bias."""
         return ()
 
     @abstractmethod
     def of_recurrence(
         self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *by_head: Tensor
     ) -> Sequence[Tensor]:
-        """What the recurrence takes (:func:`gated_recurrence`), of what is convolved, q, k [B, L, G, D] and v
-        [B, L, Z, A], and the projections of the gates [B, L, Z, n], in the states' dtype; ``by_head``: A_log,
-        dt_bias and those of :meth:`by_head`."""
+        """The inputs of :func:`gated_recurrence`, from convolved q, k [B, L, G, D] and v [B, L, Z, A], and
+        the gates' n projections [B, L, Z, n] in the states' dtype. ``by_head``: A_log, dt_bias, and the
+        weights of :meth:`by_head`."""
 
     @abstractmethod
     def normalised(self, o: Tensor, gate: Tensor) -> Tensor:
-        """[B, L, Z, A] -> [B, L, Z A]."""
+        """The normalised and gated output [B, L, Z A], from the recurrence's o and the gate [B, L, Z, A]."""
 
     def forward(self, x: Tensor, places: Places) -> Tensor:
         q, k, v, gate, *gates = self.project(x)
@@ -178,7 +176,7 @@ class RecurrentMixer(nn.Module, ABC):
         return self.out.project(self.normalised(o, gate.unflatten(-1, o.shape[-2:])))
 
     def _of_heads(self, *of_qkv: Tensor, dim: int) -> Iterator[Tensor]:
-        """Each of queries', keys' and values' tensors with heads and their features along ``dim`` apart."""
+        """The tensors of queries, keys and values, with ``dim`` split into heads and features of a head."""
         sizes = self.kind.key_size, self.kind.key_size, self.kind.value_size
         for x, size in zip(of_qkv, sizes, strict=False):
             yield x.unflatten(dim, (-1, size))
@@ -187,7 +185,7 @@ class RecurrentMixer(nn.Module, ABC):
         self, attended: Attended, hooks: RecurrenceHooks, by_heads: list[Tensor], weights: Sequence[Tensor]
     ) -> Tensor:
         *inputs, gates = by_heads
-        by_heads.clear()  # whoever handed them over holds them no longer: each dies at its convolution
+        by_heads.clear()  # so that the caller holds no tensor, and each is freed after its convolution
         starts = hooks.document_starts(attended, gates.shape[1])
         biases, by_head = (weights[3:6], weights[6:]) if self.kind.biased else ([None] * 3, weights[3:])
         # the last positions of all channels, in one message
@@ -208,15 +206,15 @@ class RecurrentMixer(nn.Module, ABC):
         return run(*made)
 
     def _made(self, starts: Sequence[int], *sources: Tensor) -> Sequence[Tensor]:
-        """What the recurrence takes, of queries, keys and values before their convolutions, the weights,
-        biases and rows before of these, the projections of the gates, and weights by head."""
+        """The inputs of the recurrence, from ``sources``: queries, keys and values before convolution; the
+        convolutions' weights, biases and rows of earlier ranks; the gates' projections; weights by head."""
         inputs = (self._convolved(starts, *sources[i:12:3]) for i in range(3))
         return self._with_gates(*inputs, *sources[12:])
 
     def _convolved(
         self, starts: Sequence[int], x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None
     ) -> Tensor:
-        """x [B, L, heads, size] of queries, keys or values, convolved."""
+        """The convolution of x [B, L, heads, size], queries, keys or values; ``before``: rows before x."""
         convolve = plain_short_convolution if self.kind.way == "sequential" else short_convolution
         bias = None if bias is None else bias.flatten()
         return convolve(x.flatten(2), weight.flatten(0, 1), bias, before, starts).view(x.shape)
@@ -228,7 +226,7 @@ class RecurrentMixer(nn.Module, ABC):
 
 
 def change_rules(module: nn.Module, change: Callable[[type[Rule]], type[Rule]]) -> None:
-    """Give a module's recurrences other rules, those that were one another's stay so."""
+    """Change the rules of all recurrences in a module; recurrences that shared a rule share the new rule."""
     mixers = [each for each in module.modules() if isinstance(each, RecurrentMixer)]
     rules = {each.rule: change(each.rule) for each in mixers}
     for each in mixers:
@@ -237,7 +235,7 @@ def change_rules(module: nn.Module, change: Callable[[type[Rule]], type[Rule]]) 
 
 @dataclass(frozen=True)
 class GatedDeltaNet(RecurrentLayer):
-    """A layer of Gated DeltaNet."""
+    """The kind of mixer that is Gated DeltaNet."""
 
     rule = GatedDelta
     gates: ClassVar[int] = 2
@@ -255,7 +253,7 @@ class GatedDeltaNet(RecurrentLayer):
 
 
 class GatedDeltaNetMixer(RecurrentMixer):
-    """x [B, L, H] -> [B, L, H] by the gated delta rule; its output is normalised, then gated."""
+    """The module of Gated DeltaNet, x [B, L, H] -> [B, L, H], whose output is normalised, then gated."""
 
     def __init__(self, kind: GatedDeltaNet, model: DecoderOptions, strategy: Strategy):
         super().__init__(kind, model, strategy)
@@ -276,8 +274,8 @@ class GatedDeltaNetMixer(RecurrentMixer):
 
 @dataclass(frozen=True)
 class Mamba2(RecurrentLayer):
-    """A layer of Mamba-2: Z heads of A features (headdim), G groups (n_groups), D numbers a feature of the
-    state."""
+    """The kind of mixer that is Mamba-2: Z heads of A features (headdim), G groups (n_groups), and D numbers
+    of the state for each feature (d_state)."""
 
     rule = StateSpace
     gates: ClassVar[int] = 1
@@ -292,7 +290,7 @@ class Mamba2(RecurrentLayer):
 
 
 class Mamba2Mixer(RecurrentMixer):
-    """x [B, L, H] -> [B, L, H] by Mamba-2's recurrence plus D x; its output is gated, then normalised."""
+    """The module of Mamba-2, x [B, L, H] -> [B, L, H], whose output is gated, then normalised."""
 
     def __init__(self, kind: Mamba2, model: DecoderOptions, strategy: Strategy):
         super().__init__(kind, model, strategy)

@@ -1,5 +1,5 @@
-"""The router of a mixture of experts: which experts each token goes to, with what weights, and the losses
-that keep them balanced.
+"""The router of a mixture of experts: it chooses each token's experts and their weights, and adds the losses
+that balance the experts' loads.
 
 Letters: T tokens of this rank, H hidden, E experts, k experts a token.
 """
@@ -20,14 +20,14 @@ from spbench.impls.routing import capacity_of
 from spbench.impls.strategies.base import Strategy
 
 _TINY = 1e-20
-#: rounds of Sinkhorn's scaling
+#: the number of rounds of Sinkhorn's scaling
 _SINKHORN_ROUNDS = 16
 
 
 @dataclass(frozen=True)
 class Routed:
-    """Attributes:
-    weights: of each token's experts, 0 for the others [T, E].
+    """The router's choice. Attributes:
+    weights: the weights of each token's experts, and 0 for other experts [T, E].
     chosen: whether a token goes to an expert, bool [T, E].
     """
 
@@ -36,7 +36,7 @@ class Routed:
 
 
 class Router(nn.Module):
-    """x [T, H] -> :class:`Routed`. ``choice_bias`` [E] is added to scores for the choice alone."""
+    """The router's module, x [T, H] -> :class:`Routed`. ``choice_bias`` [E] changes choices, not weights."""
 
     bias: nn.Parameter | None
     choice_bias: Tensor | None
@@ -49,13 +49,13 @@ class Router(nn.Module):
         bias = torch.zeros(model.experts, dtype=torch.float32) if model.router_bias else None
         self.register_buffer("choice_bias", bias, persistent=False)
         replicas = ("dp",) if model.aux_loss == "global" else ()
-        #: over whose ranks tokens are counted for the auxiliary loss
+        #: the axes of the ranks that count tokens together for the auxiliary loss
         self.balanced = (*replicas, *strategy.position_axes)
-        # made now, not in the first step
+        # the group is made now, and not in the first step
         self.group = strategy.place.group(*self.balanced) if model.aux_loss != "none" else None
 
     def forward(self, x: Tensor, batch: int, forced: Tensor | None) -> Routed:
-        """``forced``: the experts of each token [T, k], whatever the scores; x is of ``batch`` samples."""
+        """The routing of x [T, H], tokens of ``batch`` samples; ``forced``: each token's experts [T, k]."""
         model = self.model
         dtype = _at_least_float32(x.dtype) if model.router_dtype == "float32" else x.dtype
         logits = router_logits(x, self.weight, self.bias, dtype)
@@ -73,11 +73,11 @@ class Router(nn.Module):
         return Routed(dense, chosen) if model.capacity is None else self._within_capacity(dense, chosen)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The experts of each token [T, k], by scores [T, E]."""
+        """The experts of each token [T, k] with the largest scores [T, E]."""
         return torch.topk(self._limited(scores), self.model.experts_per_token, dim=1).indices
 
     def _scores(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores that weights are made of [T, E], and those by which experts are chosen."""
+        """The scores [T, E] that become weights, and the scores [T, E] that choose experts."""
         model = self.model
         if model.router == "sinkhorn":
             return _plain_scores(logits, model.experts_per_token), sinkhorn(logits)
@@ -91,7 +91,7 @@ class Router(nn.Module):
         return scores, biased.detach()
 
     def _limited(self, scores: Tensor) -> Tensor:
-        """Scores [T, E] without those of groups that a token does not meet."""
+        """The scores [T, E], with -inf for the experts of groups that a token may not use."""
         groups, met = self.model.router_groups, self.model.router_group_topk
         if not groups:
             return scores
@@ -112,11 +112,12 @@ class Router(nn.Module):
         return weights if model.router_scale == 1 else weights * model.router_scale
 
     def _within_capacity(self, weights: Tensor, chosen: Tensor) -> Routed:
-        """Each expert keeps the tokens of the largest weights; where padded, it takes others too."""
+        """The routing in which each expert keeps its capacity's tokens of the largest weights; with
+        ``capacity_padded`` an expert with too few tokens takes others, with weight 0."""
         model = self.model
         capacity = capacity_of(len(weights), model.experts_per_token, model.experts, model.capacity)
         assert capacity is not None
-        # tokens that are not routed to an expert come after all that are
+        # an expert's own tokens come before tokens that are not routed to the expert
         ranked = weights.detach().masked_fill(~chosen, -1.0)
         kept = ranked.topk(min(capacity, len(weights)), dim=0, sorted=False).indices
         mask = torch.zeros_like(chosen).scatter(0, kept, True)
@@ -130,7 +131,7 @@ class Router(nn.Module):
         return logits.logsumexp(-1).square().sum() * (self.model.z_weight / tokens)
 
     def _aux_loss(self, logits: Tensor, chosen: Tensor, batch: int) -> Tensor:
-        """E times the sum over experts of their share of tokens and of their mean score."""
+        """``aux_weight`` times E times the sum over experts of share of tokens times mean score, a scalar."""
         model, place = self.model, self.strategy.place
         axes = self.strategy.position_axes
         parts = batch if model.aux_loss == "sequence" else 1
@@ -153,7 +154,7 @@ def _plain_scores(logits: Tensor, per_token: int) -> Tensor:
 
 
 def _plain_aux_scores(logits: Tensor, router: str) -> Tensor:
-    """The scores of all experts, which sum to one."""
+    """Each token's scores of all experts [T, E], which sum to one."""
     if router == "sigmoid":
         scores = logits.sigmoid()
         return scores / (scores.sum(-1, keepdim=True) + _TINY)
@@ -161,8 +162,8 @@ def _plain_aux_scores(logits: Tensor, router: str) -> Tensor:
 
 
 def sinkhorn(logits: Tensor) -> Tensor:
-    """exp(logits) [T, E] of this rank's tokens, with rows and columns scaled in turns until each expert has
-    nearly as much as the others; without gradient (Megatron-LM's, which ends where scales change little)."""
+    """exp(logits) [T, E] of this rank's tokens, without gradient, with rows and columns scaled in turn for 16
+    rounds, so that all experts have nearly the same sum (Megatron-LM stops where scales change little)."""
     with torch.no_grad():
         cost = logits.to(_at_least_float32(logits.dtype)).exp()
         tokens, experts = cost.shape
@@ -174,7 +175,7 @@ def sinkhorn(logits: Tensor) -> Tensor:
 
 
 class _RouterLogits(torch.autograd.Function):
-    """Keeps x and the weight as they are, not the copies in another precision that are multiplied.
+    """The router's matmul, which keeps x and the weight, but not their copies in the matmul's precision.
 
     Megatron-Core multiplies by TransformerEngine here, also where its other layers do not
     (RouterGatingLinearFunction of core/transformer/moe/moe_utils.py, te_general_gemm).
@@ -203,6 +204,6 @@ class _RouterLogits(torch.autograd.Function):
 
 
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [T, H] W^T + b -> [T, E] in ``dtype``."""
+    """The router's logits x W^T + b [T, E] in ``dtype``, from x [T, H]."""
     logits: Tensor = _RouterLogits.apply(x, weight, bias, dtype)
     return logits

@@ -1,12 +1,12 @@
-"""Softmax attention as what mixes the tokens in a layer of a causal language model: the module, and its heads
-as parts that strategies project by themselves.
+"""Softmax attention as the mixer of a layer of a causal language model: the module, and its queries, keys and
+values in parts (some heads of some positions), which a strategy can project one by one.
 
-A part's rows of the weights are multiplied with its positions, normalised and turned as the layer has it.
-Backward, RoPE is undone by the negative angles; a norm needs what it normalised, which is projected again.
+To make a part, the part's rows of the weights multiply its positions of x; norm and RoPE follow. In backward
+the negative angles undo RoPE, and the part is projected again for the norm.
 
-Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden (this
-rank's features of it between projections), Z heads (this rank's), G heads of keys and values, A head size;
-of a part, z, g and l of these.
+Shape letters: B batch, L sequence (this rank's part of it, where a strategy chunks it), H hidden (between
+projections this rank's features), Z heads (this rank's), G heads of keys and values, A head size; z, g and l
+are the numbers of a part's heads of queries, of its heads of keys and values, and of its positions.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from spbench.impls.strategies.layers import GroupedLinear, GroupedQueryLinear, S
 
 @dataclass(frozen=True)
 class SoftmaxAttention(SoftmaxOptions):
-    """A layer of causal softmax attention."""
+    """The kind of mixer that is causal softmax attention."""
 
     def build(self, model: DecoderOptions, strategy: Strategy) -> nn.Module:
-        """The module that mixes the tokens."""
+        """The module of attention, which maps x [B, L, H] and :class:`Places` to [B, L, H]."""
         return SoftmaxAttentionMixer(self, model, strategy)
 
 
 class SoftmaxAttentionMixer(AttentionMixer):
-    """x [B, L, H] -> [B, L, H], without the bias of the projection that closes it."""
+    """The module of softmax attention, x [B, L, H] -> [B, L, H], without the bias of its last projection."""
 
     def __init__(self, kind: SoftmaxOptions, model: DecoderOptions, strategy: Strategy):
         super().__init__(kind, model, strategy)
@@ -96,7 +96,7 @@ class SoftmaxAttentionMixer(AttentionMixer):
         return self.closed(y)
 
     def attend_whole(self, x: Tensor, places: Places) -> Tensor:
-        """The attention of all heads [B, Z, L, A] to what they are given by x [B, L, H]."""
+        """The attention [B, Z, L, A] of all heads, whose queries, keys and values come from x [B, L, H]."""
         q, k, v = self._projected(x)
         q, k = self.turned(q, places), self.turned(k, places)
         q = q.flatten(1, -3)
@@ -106,9 +106,9 @@ class SoftmaxAttentionMixer(AttentionMixer):
 
     @property
     def _made_contiguous(self) -> bool:
-        """Whether queries, keys and values are, so that the memory of their projection is given up. Attention
-        kernels want that; TransformerEngine's attention by scores takes views, unless q, k and v are parts of
-        more than one tensor (get_qkv_layout of its dot_product_attention/utils.py)."""
+        """Whether queries, keys and values are copied to be contiguous, which frees their projection. Fused
+        kernels need contiguous tensors; TransformerEngine's attention by scores takes views, unless q, k and
+        v are parts of several tensors (get_qkv_layout of its dot_product_attention/utils.py)."""
         if self.model.attention_views:
             return False
         if self.kind.kernel != "unfused":
@@ -117,11 +117,11 @@ class SoftmaxAttentionMixer(AttentionMixer):
         return self.model.library == TRANSFORMER_ENGINE and apart
 
     def turned(self, x: Tensor, places: Places) -> Tensor:
-        """Queries or keys [..., L, A] turned by RoPE's angles, if the layer has it."""
+        """Queries or keys x [..., L, A], turned by RoPE's angles if the layer has RoPE."""
         if self.kind.rotary_base is None:
             return x
         size = int(self.model.head_size * self.kind.rotary_share)
-        # Megatron-Core's own RoPE joins what was turned and what was not, also where that is nothing
+        # Megatron-Core's own RoPE concatenates turned and other features, even where there are no others
         if size == self.model.head_size and (self.model.fuses("rope") or not self.model.fused):
             return self.rotated(x, places)
         return torch.cat((self.rotated(x[..., :size], places), x[..., size:]), -1)
@@ -143,17 +143,17 @@ class SoftmaxAttentionMixer(AttentionMixer):
         return q, k, v
 
     def norm_of(self, name: str) -> list[Tensor]:
-        """The weight of the norm of "q" or "k", and its bias where it has one; none without a norm."""
+        """The weight and, for layer norms, the bias of the norm of "q" or "k"; [] without such a norm."""
         if not self.model.qk_norm:
             return []
         names = [f"{name}_norm", f"{name}_norm_bias"][: 2 if self.model.norm == "layer" else 1]
         if self.model.qk_norm_over == "all":  # each rank has all heads of its positions
             return [getattr(self, each) for each in names]
-        # no get_parameter: under a flat backend a weight is a view of the flat parameter
+        # getattr, not get_parameter, because a flat backend makes a weight a view of the flat parameter
         return [self.strategy.shared_by_heads(getattr(self, each)) for each in names]
 
     def normalised(self, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
-        """[B, L, ..., A] -> the same, by the kind of norm that the model has."""
+        """x [B, L, ..., A] after a norm of the model's kind over a head, or over all heads (qk_norm_over)."""
         epsilon = self.model.norm_epsilon
         if self.model.qk_norm_over == "all":
             shape, x = x.shape, x.flatten(2)
@@ -161,20 +161,20 @@ class SoftmaxAttentionMixer(AttentionMixer):
         return self._normalised(x, epsilon, weight, *bias)
 
     def _normalised(self, x: Tensor, epsilon: float, weight: Tensor, *bias: Tensor) -> Tensor:
-        """Over the last dim."""
+        """x after a norm of the model's kind over the last dim."""
         if self.model.norm != "layer":
             return rms_norm(x, weight, epsilon, way=self.model.rms_norm)
-        # libraries' kernels take no views: what is kept is a copy of the projection's part
+        # libraries' kernels take no views, so backward keeps a copy of the projection's part
         return layer_norm(x.contiguous(), weight, bias[0], epsilon)
 
 
-#: of the three that are projected
+#: the indices of queries, keys and values in ``which``
 QUERIES, KEYS, VALUES = range(3)
 
 
 class ProjectedHeads(HeadSource):
-    """The queries, keys and values of a :class:`SoftmaxAttentionMixer`. Of the tensors x alone has
-    positions."""
+    """The queries, keys and values of a :class:`SoftmaxAttentionMixer`, whole or in parts. The tensors to
+    differentiate are x [B, L, H], weights, biases and norms; only x has positions."""
 
     position_dim, with_positions, needed = 1, 1, 1
 
@@ -188,17 +188,17 @@ class ProjectedHeads(HeadSource):
 
     @property
     def in_parts(self) -> bool:
-        # a rank's part of split weights is followed by what sums or gathers over ranks
+        # split weights need sums or gathers over ranks after each projection
         whole = not self.mixer.strategy.splits_features
         again = self.mixer.model.recomputes("core_attn") or self.mixer.opening is not None
-        again = again or self.mixer.model.fp8 != "none"  # casts are of whole weights
+        again = again or self.mixer.model.fp8 != "none"  # because casts are of whole weights
         again = again or (self.mixer.model.qk_norm and self.mixer.model.qk_norm_over == "all")
         return whole and not again and not self.mixer.kind.needs_all_positions
 
     def attend_whole(self, x: Tensor) -> Tensor:
         return self.mixer.attend_whole(x, self.places)
 
-    # -- what is differentiated: x, the weights, their biases, and the norms of queries and of keys ----------
+    # -- the tensors to differentiate: x, the weights, their biases, and the norms of queries and of keys ----
 
     def tensors(self, x: Tensor) -> Sequence[Tensor]:
         norms = [*self.mixer.norm_of("q"), *self.mixer.norm_of("k")]
@@ -215,8 +215,8 @@ class ProjectedHeads(HeadSource):
         return [] if project.bias is None else [project.bias]
 
     def _by_heads(self, tensors: Sequence[Tensor], which: int, part: HeadPart) -> Tensor:
-        """A part's rows of queries, keys or values, of weights [.., H] or biases, or of gradients of these: a
-        view [.., A, H] or [.., A]."""
+        """A view of a part's rows of queries, keys or values (``which``): [.., A, H] of the weights or their
+        gradients, [.., A] of the biases or their gradients."""
         project: nn.Module = self.mixer.project
         if isinstance(project, SeparateLinear):
             rows = tensors[which].unflatten(0, (self.groups, -1, self.head_size))
@@ -231,7 +231,7 @@ class ProjectedHeads(HeadSource):
         return rows.unflatten(1, (part.runs, -1))[part.groups, :, part.members]
 
     def _rows(self, tensors: Sequence[Tensor], which: int, part: HeadPart) -> tuple[Tensor, Tensor | None]:
-        """A part's rows of the weights [F, H] and of the biases [F], where there are some."""
+        """A part's rows of the weights [rows, H] and of the biases [rows]; None: there are no biases."""
         weights, biases, _ = self._separated(tensors)
         rows = self._by_heads(weights, which, part).flatten(0, -2)
         bias = self._by_heads(biases, which, part).flatten() if biases else None
@@ -240,7 +240,7 @@ class ProjectedHeads(HeadSource):
     def _separated(
         self, tensors: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-        """Weights, biases and norms, of what :meth:`tensors` returns or of its gradients."""
+        """The weights, the biases and the norms among the tensors of :meth:`tensors`, or among gradients."""
         weights = 1 + len(self._weights())
         biases = weights + len(self._biases())
         return tensors[1:weights], tensors[weights:biases], tensors[biases:]
@@ -270,7 +270,7 @@ class ProjectedHeads(HeadSource):
         self._add(tensors, gradients, VALUES, part, d_v)
 
     def _projected(self, tensors: Sequence[Tensor], which: int, part: HeadPart) -> Tensor:
-        """[B, z, l, A], before norm and RoPE."""
+        """A part's queries, keys or values [B, z or g, l, A] before norm and RoPE."""
         rows, bias = self._rows(tensors, which, part)
         y = project(tensors[0], rows, bias)
         return y.unflatten(-1, (-1, self.head_size)).transpose(1, 2)

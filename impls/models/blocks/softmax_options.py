@@ -1,9 +1,7 @@
-"""The options of softmax attention as what mixes the tokens in a layer of a causal language model, with the
-closed forms of its parameters and of what it asks of a strategy.
+"""The options of softmax attention as a mixer of causal language models, with closed forms of its parameters
+and sites; the options of latent attention and of multi-token prediction, named as in DeepSeek's config.json.
 
 Shape letters: B batch, L sequence, H hidden, Z heads, G heads of keys and values, A head size, F features.
-
-The options of latent attention and of multi-token prediction, named as in DeepSeek's config.json.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from spbench.impls.models.blocks.decoder_options import DecoderOptions
 from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Site
 
-#: kernels that take and return [B, L, Z, A]; they are alike but for their rates on a card
+#: kernels that take and return [B, L, Z, A], and differ only in their rates on a card
 FLASH_KERNELS = (
     "flash",
     "flash_attention_1",
@@ -29,28 +27,28 @@ FLASH_KERNELS = (
     "flash_attention_4",
     "triton",
 )
-#: those that make no scores
+#: kernels that make no tensor of all scores
 FUSED_KERNELS = (*FLASH_KERNELS, "cudnn")
 KERNELS = (*FUSED_KERNELS, "unfused")
 
 
 @dataclass(frozen=True)
 class SoftmaxOptions(Mixer):
-    """The options of a layer of causal softmax attention, and what they ask of a strategy.
+    """The options of a layer of causal softmax attention, and its parameters and sites.
 
     Attributes:
-        rotary_base: of RoPE's angles; None: no RoPE.
-        rotary_share: of each head's features, the first ones, that RoPE turns.
-        bias: whether the projection to queries, keys and values has one.
-        dropout: of probabilities.
-        kernel: "flash" or one of its kinds, by whose rates it is timed, "cudnn" (flash attention too, which
-            takes positions before the batch, so that libraries that lay out hidden states so make no second
-            copy of its output), or "unfused", which makes all scores.
-        window: positions that a position attends to at most, with its own; None: all (:class:`Attended`).
-        sinks: each head has a learned logit that joins the softmax's denominator
+        rotary_base: the base of RoPE's angles; None: no RoPE.
+        rotary_share: the share of each head's features, the first ones, that RoPE turns.
+        bias: whether the projection to queries, keys and values has a bias.
+        dropout: the dropout of attention's probabilities.
+        kernel: one of FLASH_KERNELS, whose rates time the attention; "cudnn", flash attention that takes
+            hidden states [L, B, H], so that libraries with this layout copy no output; or "unfused", which
+            makes all scores.
+        window: the most positions that a position attends to, itself included; None: all.
+        sinks: whether each head has a learned logit that joins the softmax's denominator
             (:mod:`spbench.impls.kernels.sinks`).
-        gated: each head's output is multiplied by the sigmoid of a gate, which the input is projected to
-            (Qwen3-Next, whose code makes one product of queries and gates).
+        gated: whether the sigmoid of a gate, a projection of the input, multiplies each head's output
+            (Qwen3-Next, whose code has one matmul for queries and gates).
     """
 
     rotary_base: float | None = 10_000.0
@@ -70,20 +68,20 @@ class SoftmaxOptions(Mixer):
             raise ValueError(f"rotary_share is above 0 and at most 1, not {self.rotary_share}")
 
     def by_groups(self, model: DecoderOptions) -> bool:
-        """Whether the projection's rows lie group by group of heads (:class:`GroupedQueryLinear`)."""
+        """Whether the projection's rows are ordered by groups of heads (:class:`GroupedQueryLinear`)."""
         return self.bias or model.grouped
 
     @property
     def needs_all_positions(self) -> bool:
-        """Whether only a rank that has all positions can compute it."""
+        """Whether a rank needs all positions of its heads to compute this attention."""
         return self.dropout > 0 or self.kernel == "unfused"
 
     def attended(self, packed: Attended, seq_len: int) -> Attended:
-        """What a position attends to in this layer of a sequence that is packed so."""
+        """The positions that a position attends to in this layer, in a sequence that is ``packed`` so."""
         return packed.in_layer(self.window, seq_len)
 
     def heeded(self, packed: Attended, seq_len: int) -> dict[str, int]:
-        """The dims of a site that say what this layer heeds beside the causal mask."""
+        """The dims of a site that describe this layer's documents, window and sinks."""
         return self.attended(packed, seq_len).dims | ({"sinks": 1} if self.sinks else {})
 
     def width(self, model: DecoderOptions) -> int:
@@ -93,7 +91,7 @@ class SoftmaxOptions(Mixer):
         return model.separate_projections
 
     def norm_weights(self, model: DecoderOptions) -> int:
-        """How many weights and biases the norms of queries and keys have, of a head each."""
+        """The number of weights and biases, each of one head's size, of the norms of queries and keys."""
         heads = model.heads + (model.kv_heads or model.heads) if model.qk_norm_over == "all" else 2
         return heads * (2 if model.norm == "layer" else 1) if model.qk_norm else 0
 
@@ -129,7 +127,7 @@ class SoftmaxOptions(Mixer):
     def meeting(
         self, model: DecoderOptions, batch: int, seq_len: int, heads: Mapping[str, int], again: bool
     ) -> Site:
-        """Where positions meet, with these dims of its heads."""
+        """The site of the attention itself, where positions meet; ``heads``: the site's dims of heads."""
         kind: SiteKind = "whole_attention" if self.needs_all_positions else "causal_attention"
         kept = {"kept": 1} if model.keeps_operators else {}
         again = again or model.recomputes("core_attn")
@@ -149,24 +147,24 @@ TINY_LATENT: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class LatentOptions:
-    """Multi-head latent attention (MLA, arXiv 2405.04434, section 2.1), in the layers with softmax attention,
-    and multi-token prediction (arXiv 2412.19437, section 2.2).
+    """The options of multi-head latent attention (MLA, arXiv 2405.04434, section 2.1), which replaces softmax
+    attention in every layer that has it, and of multi-token prediction (arXiv 2412.19437, section 2.2).
 
-    Keys and values of all heads are projected from one latent vector a position, and so may queries be. A
-    head's query and key have features without a position and others that RoPE turns; the latter of the keys
-    are one vector a position for all heads.
+    Keys and values of all heads are projected from one latent vector for each position; queries may come
+    from a latent of their own. A head's query and key have features without a position and features that
+    RoPE turns; the keys of all heads share the latter.
 
     Attributes:
-        kv_lora_rank: features of the latent that keys and values are projected from; 0: no latent attention.
-        q_lora_rank: features of the queries' latent; None: they are projected from the hidden state.
+        kv_lora_rank: features of the latent of keys and values; 0: no latent attention.
+        q_lora_rank: features of the queries' latent; None: queries are projected from the hidden state.
         qk_nope_head_dim: features of a head's query and key without a position.
-        qk_rope_head_dim: those that RoPE turns.
+        qk_rope_head_dim: features of a head's query and key that RoPE turns.
         v_head_dim: features of a head's value.
-        padded_values: values get zeros up to the head size of keys, for kernels and messages with one head
-            size (transformers with FlashAttention-2).
-        mtp_layers: modules of multi-token prediction: module d predicts the token after the next d from the
-            hidden state of module d - 1 and that token's predecessor.
-        mtp_weight: of the mean of their losses.
+        padded_values: whether values are padded with zeros to the head size of keys, for kernels and messages
+            with one head size (transformers with FlashAttention-2).
+        mtp_layers: the number of modules of multi-token prediction; module d predicts the token d + 1 ahead
+            from the hidden state of module d - 1 and the token before the predicted one.
+        mtp_weight: the weight of the mean of these modules' losses.
     """
 
     kv_lora_rank: int = 0
@@ -180,7 +178,7 @@ class LatentOptions:
 
     @property
     def latent(self) -> dict[str, Any]:
-        """The options of a layer, as :class:`LatentAttention` names them."""
+        """The keyword arguments of :class:`LatentAttention`, from these options."""
         return {
             "kv_rank": self.kv_lora_rank,
             "q_rank": self.q_lora_rank,
@@ -192,18 +190,18 @@ class LatentOptions:
 
     @property
     def of_one_head_size(self) -> Mapping[str, Any]:
-        """See :attr:`spbench.impls.models.model.Model.of_one_head_size`."""
+        """The options with which values have the head size of keys, {} if they have; see :class:`Model`."""
         keys = self.qk_nope_head_dim + self.qk_rope_head_dim
         return {"padded_values": True} if self.kv_lora_rank and self.v_head_dim < keys else {}
 
     @property
     def small_latent(self) -> dict[str, Any]:
-        """The sizes of :data:`TINY_LATENT`, with a latent of queries where there is one."""
+        """The options in the sizes of :data:`TINY_LATENT`; queries without a latent stay without one."""
         none = {"q_lora_rank": None} if self.q_lora_rank is None else {}
         return {**TINY_LATENT, **none, "mtp_layers": min(1, self.mtp_layers)}
 
     def latent_variants(self) -> list[Mapping[str, Any]]:
-        """Changes of these options to verify."""
+        """The changes of these options that verification tries; see :meth:`Model.variants`."""
         if not self.kv_lora_rank:
             return []
         return [
@@ -214,7 +212,7 @@ class LatentOptions:
         ]
 
     def check_latent(self) -> None:
-        """Raise ValueError where these options do not fit each other or the others."""
+        """Raise ValueError where these options contradict each other or other options."""
         if min(self.kv_lora_rank, self.mtp_layers) < 0:
             raise ValueError("kv_lora_rank and mtp_layers are at least 0")
         if not self.kv_lora_rank:

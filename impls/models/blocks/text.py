@@ -3,8 +3,8 @@
 `pydoc_data.topics` comes with every Python: half a megabyte of English about the language, so training needs
 no download and no file. The text is of the running Python's version; runs that are compared share it.
 
-Everything follows from the seed and the step alone, so every rank of every strategy makes the same global
-batch and takes its part of it.
+A batch follows from the seed and the step alone, so every rank of every strategy makes the same global batch
+and takes its part of the batch.
 
 Shape letters: B batch, L sequence.
 """
@@ -25,21 +25,21 @@ from torch import Tensor
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PAD, UNKNOWN, CLS, SEP, MASK = range(len(SPECIAL))
 
-#: of the tokens that are not special; of the chosen, what becomes [MASK] and what another token (BERT's)
+#: BERT's shares: of tokens that are predicted; of predicted ones that become [MASK], or a random token
 CHOSEN, MASKED, REPLACED = 0.15, 0.8, 0.1
-#: part of the pairs that are shorter than the sequence, as in BERT
+#: the share of pairs of sentences that are shorter than the sequence, as in BERT
 SHORT = 0.1
 
 _CHARACTERS = 100
-_WORD = re.compile(r"\w+|([^\w\s])\1*")  # a word, or a run of one sign such as the line under a title
+_WORD = re.compile(r"\w+|([^\w\s])\1*")  # a word, or a run of one sign, such as the line under a title
 _SENTENCE_END = re.compile(r"\n\s*\n|(?<=[.!?])\s+")
 
 
 class WordPieces:
-    """Lower-case text to token ids: frequent words whole, others by the longest pieces that are known.
+    """A tokenizer of lower-case text: frequent words are one token, other words their longest known pieces.
 
-    The vocabulary is the special tokens, the most frequent characters (each alone and, written ``##x``,
-    within a word), then the most frequent words until ``size`` tokens are there.
+    The vocabulary is the special tokens, the most frequent characters (each as a word and, written ``##x``,
+    within a word), then the most frequent words, ``size`` tokens in all.
     """
 
     def __init__(self, texts: Sequence[str], size: int):
@@ -78,19 +78,19 @@ class WordPieces:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Sentences of all documents, one after another.
+    """The sentences of all documents, one after another.
 
     Attributes:
-        sentences: token ids of each.
-        documents: the number of the document that each belongs to.
+        sentences: the token ids of each sentence.
+        documents: for each sentence, the number of its document.
     """
 
     sentences: Sequence[Sequence[int]]
     documents: Sequence[int]
 
     def take(self, start: int, room: int) -> tuple[list[int], int]:
-        """At most ``room`` tokens of sentence ``start`` and those that follow in its document, the last
-        one cut; and the number of the sentence after them."""
+        """Up to ``room`` tokens, from sentence ``start`` to its document's end, with the last sentence cut to
+        fit; and the number of the sentence after these tokens."""
         tokens: list[int] = []
         at = start
         while at < len(self.sentences) and len(tokens) < room and self.documents[at] == self.documents[start]:
@@ -101,7 +101,7 @@ class Corpus:
 
 @cache
 def corpus(vocabulary: int) -> Corpus:
-    """The text in tokens of a vocabulary of that size."""
+    """The text as tokens of a vocabulary of ``vocabulary`` tokens."""
     texts = [topics[name] for name in sorted(topics)]
     pieces = WordPieces(texts, vocabulary)
     sentences, documents = [], []
@@ -118,10 +118,9 @@ def masked_language_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Endless whole batches with the inputs of :class:`BertModel`.
 
-    A sequence is [CLS] A [SEP] B [SEP]: runs of sentences that follow each other in a document, in half of
-    the sequences in the wrong order (``order_labels`` 1), as ALBERT's sentence-order prediction. The weights
-    of each loss sum to one over the batch.
-    """
+    A sequence is [CLS] A [SEP] B [SEP], where A and B are runs of sentences that follow each other in a
+    document; half of the sequences have them in the wrong order (``order_labels`` 1), for ALBERT's
+    sentence-order prediction. The weights of each loss sum to one over the batch."""
     if seq_len < 8:
         raise ValueError(f"a pair of sentences needs a sequence length of at least 8, not {seq_len}")
     text, step = corpus(vocabulary), 0
@@ -137,8 +136,8 @@ def causal_language_batches(
 ) -> Iterator[dict[str, Tensor]]:
     """Endless whole batches with the inputs of :class:`DecoderModel`.
 
-    A sequence is a run of the text from anywhere, each document closed by [SEP]; after the last comes the
-    first again. The label of a token is the one that follows it.
+    A sequence is a run of the text from a random place, with [SEP] after each document; after the last
+    document the first one begins again. The label of a token is the next token.
     """
     text, step = _stream(vocabulary), 0
     offsets, shape = torch.arange(seq_len + 1), (batch, seq_len)
@@ -155,7 +154,7 @@ def causal_language_batches(
 
 @cache
 def _stream(vocabulary: int) -> Tensor:
-    """All documents, one after another."""
+    """The token ids of all documents in one tensor, with [SEP] after each document."""
     text = corpus(vocabulary)
     tokens: list[int] = []
     for number, (sentence, document) in enumerate(zip(text.sentences, text.documents, strict=True)):
@@ -173,15 +172,15 @@ _Pair = tuple[list[int], list[int], int]
 
 
 def _pair(text: Corpus, seq_len: int, generator: torch.Generator) -> _Pair:
-    """Tokens of A and of B, and whether they are swapped."""
+    """The tokens of the first and of the second run of sentences, and 1 if their order is swapped, else 0."""
     room = seq_len - 3
     if torch.rand((), generator=generator) < SHORT:
         room = _integer(seq_len // 2, room, generator)
-    # cut anywhere in the middle, or else the place of the [SEP] would reveal the order
+    # the cut is anywhere in the middle, because the place of [SEP] would otherwise reveal the order
     cut = _integer(room // 4, room - room // 4, generator)
     while True:
         first, following = text.take(_integer(0, len(text.sentences) - 1, generator), cut)
-        # the text goes on in the same document, or else there is no second half
+        # a second run exists only if the document goes on behind the first
         if following < len(text.sentences) and text.documents[following] == text.documents[following - 1]:
             break
     second, _ = text.take(following, room - len(first))
@@ -219,7 +218,7 @@ def _batch(
 
 
 def _integer(low: int, high: int, generator: torch.Generator) -> int:
-    """From ``low`` to ``high``, both included."""
+    """A random integer from ``low`` to ``high``, both included."""
     return int(torch.randint(low, high + 1, (), generator=generator))
 
 
@@ -228,5 +227,5 @@ def _words(text: str) -> list[str]:
 
 
 def _most_common(counts: Counter[str], n: int) -> list[tuple[str, int]]:
-    """Ties by name, so that the vocabulary depends on nothing but the text."""
+    """The n largest counts; ties are sorted by name, so that the vocabulary depends only on the text."""
     return sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:n]

@@ -2,11 +2,11 @@
 TiledFusedLogitsLoss of runtime/sequence_parallel/ulysses_sp.py; FPDT_FFN and FPDT_LogitsLoss of
 sequence/fpdt_layer.py).
 
-To autograd all tiles together are one function of its input and of the weights. So each weight gets one
-gradient, whole, and what backends do when a gradient is there (a bucket, a reduce-scatter) is done once.
+For autograd all tiles together are one function of the input and of the weights. So each weight gets one
+whole gradient, and a backend acts once on each gradient (a bucket, a reduce-scatter).
 
-Shape letters: B batch, L sequence (this rank's part of it), T = B L tokens of this rank, H hidden, V rows of
-the vocabulary.
+Shape letters: B batch, L sequence (this rank's part of it), T = B L tokens of this rank, n tokens of a tile,
+H hidden, V rows of the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from spbench.impls.keyed_steps import keyed_steps
 from spbench.impls.rings import wait_for_device
 from spbench.impls.tiles import Tiling
 
-#: of a tile [1, n, H]
+#: a function of a tile [1, n, H] that returns [1, n, H]
 Run = Callable[[Tensor], Tensor]
-#: of a tile [1, n, H], the head's weight [V, H] and the labels [1, n]: the loss of each token [1, n]
+#: a function of a tile [1, n, H], the head's weight [V, H] and labels [1, n] that returns token losses [1, n]
 RunLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class WeightsOf:
-    """The weights of a module, wherever a backend has put them by now: FSDP's are no parameters of the
-    module, or other tensors than those that it was built with."""
+    """The weights of a module at the time of a call, because a backend may replace them: FSDP's tensors are
+    not parameters of the module, or other tensors than those that the module was built with."""
 
     def __init__(self, module: nn.Module):
         self._places = [
@@ -39,16 +39,16 @@ class WeightsOf:
         ]
 
     def now(self) -> list[Tensor]:
-        """In the order of the module's parameters."""
+        """The module's current weights, in the order of its parameters."""
         return [getattr(owner, name) for owner, name in self._places]
 
 
 def in_tiles(run: Run, weights: Sequence[Tensor], x: Tensor, tiling: Tiling) -> Tensor:
-    """``run(x)`` [B, L, H] of x [B, L, H], tile after tile. x alone is kept; backward runs each tile again,
-    and then makes its gradients.
+    """``run(x)`` [B, L, H] of x [B, L, H], computed tile after tile. Only x is kept; backward runs a tile
+    again and makes the tile's gradients, then goes on to the next tile.
 
     Args:
-        weights: that ``run`` uses.
+        weights: the weights that ``run`` uses.
     """
     tokens = x.reshape(1, -1, x.shape[-1])
     lengths = tiling.lengths(tokens.shape[1])
@@ -80,12 +80,12 @@ class _Tiles(torch.autograd.Function):
 def _gradients(
     run: Run, tile: Tensor, weights: Sequence[Tensor], d_y: Tensor, sums: WeightGradients
 ) -> Tensor:
-    """The gradient of a tile, whose graph is freed before the next one; those of the weights are added up."""
+    """The gradient [1, n, H] of a tile, whose graph is freed at once; gradients of weights go to ``sums``."""
     tile = tile.detach().requires_grad_()
     with torch.enable_grad():
         y = run(tile)
     trained = [weight for weight in weights if weight.requires_grad]
-    # not Tensor.backward: this touches no .grad, and calls no hook of the weights
+    # autograd.grad, because Tensor.backward would fill .grad and call hooks of the weights
     d_tile, *d_weights = torch.autograd.grad(y, [tile, *trained], d_y)
     rest = iter(d_weights)
     sums.add([next(rest) if weight.requires_grad else None for weight in weights])
@@ -93,25 +93,25 @@ def _gradients(
 
 
 def _each(lengths: Sequence[int], losses: list[Tensor] | None = None) -> Iterator[slice]:
-    """The positions of each tile. Those of one length do the same, but for the first, which begins sums.
+    """The slice of positions of each tile. A trace may skip tiles of equal length, but not the first one,
+    which begins the sums (:func:`keyed_steps`).
 
     Args:
-        losses: to which each tile appends its own.
-    """
+        losses: the list to which each tile appends its losses."""
     keys = [(i == 0, length) for i, length in enumerate(lengths)]
     for i in keyed_steps(len(lengths), keys.__getitem__, backward_within=True, kept=losses):
         yield slice(i * lengths[0], i * lengths[0] + lengths[i])
 
 
 class WeightGradients:
-    """The sums over tiles of gradients of weights, in their dtype or, ``precise``, in at least float32."""
+    """The sums of the weights' gradients over tiles, in their dtype or, if ``precise``, at least float32."""
 
     def __init__(self, weights: Sequence[Tensor], *, precise: bool = False):
         self.weights, self.precise = weights, precise
         self.sums: list[Tensor | None] = [None] * len(weights)
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of one tile, in the order and shapes of the weights; None of a frozen one."""
+        """Add the gradients of one tile, in the weights' order and shapes; a frozen weight's is None."""
         for i, (weight, gradient) in enumerate(zip(self.weights, gradients, strict=True)):
             if gradient is None:
                 continue
@@ -120,7 +120,7 @@ class WeightGradients:
                 so_far = self.sums[i] = torch.zeros_like(gradient, dtype=state_dtype(gradient.dtype))
             if so_far is None:
                 self.sums[i] = gradient
-            elif not elsewhere:  # else products have added it there
+            elif not elsewhere:  # else the matmuls have added the gradient to main_grad
                 so_far.add_(gradient)
 
     def whole(self) -> list[Tensor | None]:
@@ -132,14 +132,13 @@ class WeightGradients:
 def loss_in_tiles(
     run: RunLoss, weight: Tensor, x: Tensor, labels: Tensor, loss_weights: Tensor, tiling: Tiling
 ) -> tuple[Tensor, Tensor]:
-    """The sum of each token's loss times its weight, and each token's loss [B, L], of x [B, L, H], labels
-    [B, L] and weights of tokens [B, L], tile after tile.
+    """The weighted sum of token losses, a scalar, and each token's loss [B, L], computed tile after tile from
+    x [B, L, H], labels [B, L] and the tokens' weights [B, L].
 
-    Forward makes the gradients of x and of the head's weight too, which backward scales by that of the sum.
-    (So does Liger's fused linear cross entropy.) Nothing runs twice; the gradient of the head's weight exists
-    from forward on. Under a loss scale it is scaled later than elsewhere, after it was rounded. Without
-    ``backward_at_once`` backward runs each tile again, from an x that waited in pageable memory of the host.
-    """
+    Forward also makes the gradients of x and of the head's weight, which backward multiplies by the sum's
+    gradient, as Liger's fused linear cross entropy does. So no tile runs twice, and the head's weight has a
+    gradient from forward on; a loss scale multiplies that gradient after rounding. Without
+    ``backward_at_once`` backward runs each tile again, from a copy of x in pageable memory of the host."""
     lengths = tiling.lengths(labels.numel())
     tokens = x.reshape(1, -1, x.shape[-1])
     flat = (each.reshape(1, -1) for each in (labels, loss_weights))
@@ -186,7 +185,7 @@ class _LossTiles(torch.autograd.Function):
 
 
 class _LossTilesAgain(torch.autograd.Function):
-    """As :class:`_LossTiles`, but backward runs each tile again for its gradients (FPDT_LogitsLoss)."""
+    """The loss in tiles of :func:`loss_in_tiles` where backward runs each tile again (FPDT_LogitsLoss)."""
 
     @staticmethod
     def forward(
@@ -236,7 +235,7 @@ def _loss_gradients(
     sums: WeightGradients,
     losses: list[Tensor],
 ) -> Tensor:
-    """The gradient of a tile; that of the weight is added up, and the losses of the tokens are appended."""
+    """The gradient [1, n, H] of a tile; the weight's goes to ``sums``, token losses go to ``losses``."""
     tile = tile.detach().requires_grad_()
     with torch.enable_grad():
         token_loss = run(tile, leaf, labels)
