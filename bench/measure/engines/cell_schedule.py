@@ -1,6 +1,6 @@
-"""What a cell says of its micro-batches: how many there are, and the order in which a rank runs them; and
-which options of its model mend its refusal: all at once, where each alone would show the next; and the model
-that its ranks play."""
+"""Facts that follow from a cell's options: the number of its micro-batches, the order in which a rank runs
+them, the model options that make a refused cell run (all options at once, since mending one fault would only
+show the next), and the model that the ranks run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from spbench.impls import Composition, Model, Stage, Turns, Unsupported, model_p
 
 
 def turns_of(cell: Cell, stage: Stage) -> Turns | None:
-    """The turns of a pipeline's rank in a step of the interleaved schedule; None: the schedule is another.
-
-    Args:
-        stage: which rank it is.
+    """The turns (forwards and backwards in order) of the rank that holds the pipeline stage ``stage``, in a
+    step of the interleaved schedule; None for any other schedule.
     """
     training = cell.training
     if training.schedule != "interleaved":
@@ -33,7 +31,7 @@ def turns_of(cell: Cell, stage: Stage) -> Turns | None:
 
 
 def passes_of(cell: Cell, around: Composition) -> list[list[bool]]:
-    """See :class:`PlannedStep`."""
+    """For each chunk of layers of a rank, whether each pass is a forward, as :class:`PlannedStep` has it."""
     turns, training = turns_of(cell, around.stage), cell.training
     if turns is not None:
         return [[*turns.passes(chunk)] for chunk in range(turns.chunks)]
@@ -58,7 +56,7 @@ def batch_parts(cell: Cell) -> int:
 
 
 def check_inference(cell: Cell) -> None:
-    """Raise :class:`Unsupported` for settings that a forward pass alone has no use for."""
+    """Raise :class:`Unsupported` if an inference cell has settings that only training steps use."""
     training = cell.training
     for given, what in (
         (cell.learning is not None, "learning"),
@@ -72,7 +70,7 @@ def check_inference(cell: Cell) -> None:
 
 
 def check_schedule(cell: Cell) -> None:
-    """Raise :class:`Unsupported` for a pipeline that its schedule cannot run."""
+    """Raise :class:`Unsupported` if the interleaved schedule cannot run a cell's stages and micro-batches."""
     training, ranks = cell.training, cell.sizes.pp
     if training.schedule != "interleaved":
         return
@@ -98,11 +96,11 @@ Checked = TypeVar("Checked")
 
 
 def with_mends(check: Callable[[Cell], Checked], cell: Cell) -> Checked:
-    """The result of a check of a cell.
+    """The value that ``check(cell)`` returns.
 
     Raises:
-        Unsupported: the check refuses the cell; names the options of :meth:`Model.mending` that would help,
-            what each mends and how to set it.
+        Unsupported: the check refuses the cell. The error names the options of :meth:`Model.mending` that
+            would make the cell pass, the fault that each option mends, and how to set the option.
     """
     try:
         return check(cell)
@@ -128,9 +126,9 @@ def with_mends(check: Callable[[Cell], Checked], cell: Cell) -> Checked:
 
 
 def played_arguments(cell: Cell) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
-    """The model's arguments as a cell's ranks run it. FlashAttention-2 has one head size, so where it is
-    played, values are padded with zeros to the head size of keys (``_pad_qkv_head_dim`` of
-    TransformerEngine's dot_product_attention.py since 8a5af978; transformers' latent attention)."""
+    """The arguments (name, options, config) of the model that a cell's ranks run. FlashAttention-2 has one
+    head size, so where ranks run that kernel, values are padded with zeros to the head size of keys
+    (``_pad_qkv_head_dim`` of TransformerEngine's dot_product_attention.py since 8a5af978)."""
     name, options, config = cell.model_arguments
     if cell.precision in ("fp16", "bf16") and attention_kernel(cell) == "flash_attention_2":
         options = {**options, **model_preset(name, options, config).of_one_head_size}
@@ -138,12 +136,12 @@ def played_arguments(cell: Cell) -> tuple[str, dict[str, Any], dict[str, Any] | 
 
 
 def played_model(cell: Cell) -> Model:
-    """The model of :func:`played_arguments`."""
+    """The model that a cell's ranks run, built from :func:`played_arguments`."""
     return model_preset(*played_arguments(cell))
 
 
 def attention_kernel(cell: Cell) -> str:
-    """The kernel of softmax attention that a cell's ranks play, by its model or its card."""
+    """The name of the softmax attention kernel that ranks run: the model's choice, or the card's default."""
     return played_kernel(
         load_cluster(cell.cluster).device, model_preset(*cell.model_arguments).attention_kernel
     )

@@ -1,21 +1,20 @@
-"""The trace of a deep model, put together from those of two shallow ones.
+"""The trace of a deep model, put together from the traces of two shallow models.
 
-Each list of a trace is aligned by itself (:mod:`measure.engines.repeating_runs`). Two things may always
-grow with the number of layers: what an operator that takes lists of tensors reads and writes, as an
-optimizer's does, and the host's work. A buffer or a message of all layers may where the backend says that its
-cuts do not depend on how many there are (:meth:`Backend.cuts`), outside forward and backward alone.
+The layers of a model are alike, and each takes equally long to trace. So models of 3 and 5 layers are traced,
+and the trace of the deep model is put together from the two traces. A model of 4 layers gives the proof: the
+trace put together for 4 layers must equal the traced one in every field. If the two differ, or if a list of
+the two traces does not consist of like blocks, the whole model is traced. A guess leaves out the proof.
 
-A layer takes as long to trace as any other, and the layers of a model are alike. So few are traced: models of
-3 and 5 layers, from which that of all layers is put together, and one of 4, which is the proof: what is put
-together for 4 layers must equal it in every field. If it does not, or a list of the two is no list of like
-blocks, the whole model is traced. A guess takes the models of 3 and 5 layers, and does without the proof.
+Each list of a trace is aligned separately (:mod:`measure.engines.repeating_runs`). Two numbers may always
+grow with the number of layers: the bytes that an operator on lists of tensors reads and writes (for example
+an optimizer's), and the host's work. A buffer or a message that spans all layers may grow only outside
+forward and backward, and only if the backend cuts its buffers independently of the layers
+(:meth:`Backend.cuts`), because the proof cannot show a limit on sizes that 5 layers do not reach. If the
+backend cuts the four models' buffers unlike each other, the whole model is traced, and a guess ignores this.
 
-What the proof cannot show is a limit that 5 layers do not reach. So nothing may grow with the number of
-layers that could have one (:mod:`measure.engines.deepened_traces`), unless the backend says that it
-cuts its buffers alike in all four models (:meth:`Backend.cuts`); if it does not, the whole one is traced at
-once, and guessed as if it did. A model says how often its kinds of layers repeat (:attr:`Model.period`) after
-the first ones, of which all models have as many more (:attr:`Model.unlike_layers`), and
-it is trusted that a layer does not depend on its number otherwise. A test compares traces with whole ones.
+A model says after how many layers its kinds of layers repeat (:attr:`Model.period`), and how many first
+layers differ from the others (:attr:`Model.unlike_layers`). That a layer depends on its number in no other
+way is an assumption; a test compares traces put together with traces of whole models.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import CommunicationMeter, Operation
 from spbench.impls import backend_class, model_preset
 
-#: how a trace is made; see :func:`measure.engines.tracing.trace`
+#: how many layers are run to make a trace; see :func:`measure.engines.tracing.trace`
 Effort = Literal["whole", "proved", "guess", "few"]
-#: the layers of the shallowest model: with fewer, a first or last one would be beside each other
+#: the layers of the shallowest model: with fewer, no layer would lie between the first and the last
 _FEWEST = 3
-#: the fewest layers of which tracing all takes longer than tracing 3 and 5, and 4 for the proof
+#: the fewest layers of a model for which tracing 3, 5 (and 4, for the proof) layers is quicker than all
 LEAST: dict[Effort, int] = {"proved": 20, "guess": 9, "few": 9}
 
 
@@ -56,10 +55,10 @@ class FewLayers(NamedTuple):
     """Cells of few layers, from whose traces the trace of a deep cell is put together.
 
     Attributes:
-        sources: two cells; the second has two layers, or runs of layers that repeat, more.
-        proof: a cell with one layer more than the first; None: nothing is proved.
-        more: by how many layers, or runs, the deep cell has more than the first.
-        grows: whether buffers and messages of all layers may grow, outside forward and backward.
+        sources: two cells; the second has two layers (or two repeating units of layers) more than the first.
+        proof: a cell with one layer or unit more than the first; None for a guess without a proof.
+        more: how many layers or units the deep cell has more than the first.
+        grows: whether buffers and messages that span all layers may grow outside forward and backward.
     """
 
     sources: tuple[Cell, Cell]
@@ -69,8 +68,9 @@ class FewLayers(NamedTuple):
 
 
 def stage_layers(cell: Cell) -> tuple[int, int]:
-    """(layers of a stage, counted in units; layers of the model for one unit), a unit being layers computed
-    again together; 0 if the model has no number of layers, or its kinds do not repeat alike in each stage."""
+    """(units of layers in a stage; layers of the whole model for one unit in each stage). A unit is the least
+    number of layers that are recomputed together and whose kinds repeat. The units are 0 if the model has no
+    number of layers, or if its kinds of layers do not repeat alike in each stage."""
     model = model_preset(*cell.model_arguments)
     together = getattr(model, "recompute_layers", 1) if getattr(model, "recomputes_layers", False) else 1
     unit = cell.sizes.pp * cell.training.virtual_stages * math.lcm(together, model.period)
@@ -79,8 +79,7 @@ def stage_layers(cell: Cell) -> tuple[int, int]:
 
 
 def leading_runs(cell: Cell) -> int:
-    """The layers of a stage, counted as by :func:`stage_layers`, that hold the first layers of a model that
-    are of another kind."""
+    """How many units (:func:`stage_layers`) of a stage hold the model's first, unlike layers."""
     layers, unit = stage_layers(cell)
     leading = model_preset(*cell.model_arguments).unlike_layers
     here = unit // (cell.sizes.pp * cell.training.virtual_stages)
@@ -88,22 +87,22 @@ def leading_runs(cell: Cell) -> int:
 
 
 def with_layers(cell: Cell, layers: int) -> Cell:
-    """The cell of a model with that many layers."""
+    """A copy of a cell whose model has that many layers."""
     return cell.model_copy(update={"model_options": {**cell.model_options, "layers": layers}})
 
 
 def few_layers(cell: Cell, rank: int, effort: Effort) -> FewLayers | None:
-    """The cells of few layers whose traces give that of a rank; None where tracing all layers is as quick.
+    """The cells of few layers whose traces determine a rank's trace; None if tracing all layers is as quick.
 
     Raises:
-        NotAlike: the backend cuts buffers of all layers otherwise than those of few.
+        NotAlike: the backend cuts the buffers of all layers in another way than those of few layers.
         Unsupported: the strategy cannot run so few layers.
     """
     (layers, unit), leading = stage_layers(cell), leading_runs(cell)
     if effort == "whole" or layers < LEAST[effort] + leading or cell.training.stage_layers is not None:
         return None
     left_over = getattr(model_preset(*cell.model_arguments), "layers", 0) - layers * unit
-    # the first layers, where they are unlike those that repeat, are in all of them
+    # each shallow model has all the first layers that are unlike the repeating ones
     fewest = _FEWEST + leading
     if layers < fewest + 3:
         return None
@@ -122,27 +121,29 @@ def _cuts(cell: Cell, rank: int) -> Hashable:
     return backend_class(cell.training.backend).cuts(planned_step(cell, rank, ()))
 
 
-#: how operators begin that take lists of tensors, of which a deeper model has longer ones
+#: the first letters of the names of operators on lists of tensors, which are longer in a deeper model
 _OF_LISTS = ("_foreach_", "_fused_", "sum_of_squares")
-#: and those that take a buffer of all layers in forward or backward, where there is one
+#: the first letters of the names of operators on a buffer that spans all layers, in forward or backward
 _OF_BUFFERS = ("zero_", "linalg_vector_norm")
 #: the phases whose buffers do not grow with the number of layers
 _OF_LAYERS = ("forward", "backward")
-#: what stands for a number that grows
+#: the value that replaces a number that grows with the layers, so that two lists compare as alike
 _GROWS = -1
-#: the most that a column of :attr:`Program.host` can be
+#: the largest number that :attr:`Program.host` can hold (int16)
 _MOST_HOST_WORK = 2**15 - 1
 
 
 def _outside(marks: Sequence[tuple[str, int]], length: int) -> np.ndarray:
-    """[length]: whether each entry of a list is outside forward and backward."""
+    """[length]: whether each entry of a list is in a phase other than forward and backward.
+
+    ``marks``: the name of each phase with its first entry, in order."""
     first = [0, *(start for _, start in marks), length]
     outside = [True, *(name not in _OF_LAYERS for name, _ in marks)]
     return np.repeat(outside, np.diff(first))
 
 
 def _without_what_grows(columns: Sequence[np.ndarray], may: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Two columns, where numbers that only one column has become _GROWS, if the entry ``may`` grow."""
+    """Two columns in which a number that only one column contains is _GROWS, if ``may`` allows the entry."""
     return [
         np.where(here & ~np.isin(column, other[there]), _GROWS, column)
         for column, other, here, there in zip(columns, columns[::-1], may, may[::-1], strict=True)
@@ -150,10 +151,10 @@ def _without_what_grows(columns: Sequence[np.ndarray], may: Sequence[np.ndarray]
 
 
 def _grown(column: np.ndarray, by_two_layers: np.ndarray, layers: int) -> np.ndarray:
-    """A column after its growth.
+    """A column of a model with ``layers`` layers more than the shallow one, if it grows by ``by_two_layers``.
 
     Raises:
-        NotAlike: a number would not be whole.
+        NotAlike: a number of the column would be no integer.
     """
     grown = column + by_two_layers * ((layers - 2) / 2)
     if (grown != np.rint(grown)).any():
@@ -170,7 +171,7 @@ class _DeepLog:
         self._log = deeper
         logs = shallow, deeper
         events = [np.asarray(log.events, dtype=np.int64) for log in logs]
-        # of each event, the bytes of its storage, and whether it was made where it may grow
+        # for each event, the bytes of its storage, and whether its birth is in a phase where bytes may grow
         pairs = [*zip(logs, events, strict=True)]
         sizes = [np.asarray(log.sizes, dtype=np.int64)[np.abs(each) - 1] for log, each in pairs]
         may = [grows & _outside(log.marks, len(each))[each > 0][np.abs(each) - 1] for log, each in pairs]
@@ -178,7 +179,7 @@ class _DeepLog:
         self._list = DeepList(
             *(listed_log(log, each, log.ends) for log, each in zip(logs, alike, strict=True))
         )
-        # of each storage, by its number
+        # for each storage of the deeper log, the bytes by which two layers more enlarge it
         self._growth = np.zeros(len(deeper.sizes))
         born = events[1] > 0
         self._growth[events[1][born] - 1] = self._list.growth(*sizes)[born]
@@ -248,11 +249,11 @@ class DeepTrace:
     """The trace of a deeper model, worked out from the traces of two shallow models.
 
     Args:
-        shallow, deeper: of models of n and n + 2 layers, or runs of layers that repeat.
-        grows: whether buffers and messages of all layers may grow, outside forward and backward.
+        shallow, deeper: the traces of models of n and n + 2 layers, or repeating units of layers.
+        grows: whether buffers and messages that span all layers may grow outside forward and backward.
 
     Raises:
-        NotAlike: the two traces do not determine the deeper one's.
+        NotAlike: the two traces do not determine a deeper model's trace.
     """
 
     def __init__(self, shallow: Trace, deeper: Trace, *, grows: bool):
@@ -265,10 +266,10 @@ class DeepTrace:
             self._program = _DeepProgram(shallow.program, deeper.program, grows)
 
     def by(self, layers: int) -> Trace:
-        """The trace of a model with that many layers more than the shallower one.
+        """The trace of a model with that many layers more than the shallower model.
 
         Raises:
-            NotAlike: the two traces do not determine it.
+            NotAlike: the two traces do not determine that model's trace.
         """
         return replace(
             self._trace,

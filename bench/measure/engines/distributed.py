@@ -35,9 +35,9 @@ from spbench.bench.measure.trace.recorder import Recorder
 from spbench.bench.measurement import Measurement
 from spbench.impls import Strategy, all_reduce, initialize, model_preset
 
-#: of weights and data, the same for every strategy and size
+#: seed of the weights and the data, the same for every strategy and size
 SEED = 1
-#: seconds that a cell without a limit of its own may take, as torch's process groups have it
+#: seconds that a cell without a limit of its own may take: the default of torch's process groups
 DEFAULT_LIMIT_S = 1800.0
 #: Gloo's own thread drops its hold on a tensor a moment after the collective has ended; the metered step,
 #: which is not timed, waits for that so that a death is noted when it is due
@@ -59,8 +59,8 @@ class DistributedEngine(Engine):
         refuse_variables(cell)
 
     def measure(self, cell: Cell) -> Measurement:
-        """Step time, communication and peak memory; the peaks are those of torch's caching allocator on GPUs,
-        and as the meters count it on CPUs.
+        """The step time, communication and peak memory of a cell. The peaks are those of torch's caching
+        allocator on GPUs, and those that the meters count on CPUs.
 
         Raises:
             Unsupported: the strategy cannot run these sizes; Unavailable: there are too few ranks or GPUs.
@@ -78,7 +78,7 @@ class DistributedEngine(Engine):
         return result
 
     def learn(self, cell: Cell) -> Measurement:
-        """Train on real data, and return the losses of each step; status numerics where one is not finite.
+        """Train on real data, and return the losses of each step; status numerics if a loss is not finite.
 
         Raises:
             Unsupported: the strategy cannot run these sizes, or there is no data for the model.
@@ -88,7 +88,8 @@ class DistributedEngine(Engine):
 
 
 def learned(cell: Cell, losses_of_run: Callable[[], list[dict[str, float]]]) -> Measurement:
-    """The losses of a training run as a measurement. The run starts only if the cell can be trained.
+    """A measurement with the losses that ``losses_of_run()`` returns, which is called only if the cell can be
+    trained; status numerics if a loss is not finite.
 
     Raises:
         Unsupported: the strategy cannot run these sizes, or there is no data for the model.
@@ -103,11 +104,11 @@ def learned(cell: Cell, losses_of_run: Callable[[], list[dict[str, float]]]) -> 
 
 
 def launch(cell: Cell, work: Callable[[DeviceMesh, Cell], Any]) -> dict[int, Any]:
-    """Call ``work(mesh, cell)`` on every rank of a cell, in processes that end with it; returns what each
-    returned, by rank.
+    """Call ``work(mesh, cell)`` on every rank of a cell, in new processes that end after the call; returns
+    the results by rank.
 
     Args:
-        work: a function of a module, since other processes import it.
+        work: a function at the top of a module, since the other processes import it.
 
     Raises:
         Unavailable: there are too few ranks or GPUs.
@@ -129,7 +130,7 @@ def _on_rank(mesh: DeviceMesh, work: Callable[[DeviceMesh, Cell], Any], cell: Ce
 
 
 def measure_rank(mesh: DeviceMesh, cell: Cell) -> Measurement:
-    """Measure one rank: its memory and communication in a metered step, then the times of further steps."""
+    """Measure this rank: memory and communication in a metered step, then the times of further steps."""
     recorder = Recorder(mesh, settle_s=_SETTLE_S, further=meter_classes(cell.meters))
     with recorder:
         generator, set_weights = torch.Generator().manual_seed(SEED), partial(initialize, seed=SEED)
@@ -145,11 +146,11 @@ def losses_of_rank(mesh: DeviceMesh, cell: Cell, cls: type[Strategy] | None = No
     """Train on this rank; every rank returns the same :attr:`Measurement.losses`.
 
     Args:
-        cls: the strategy, instead of the registered one of the cell's name.
+        cls: the strategy's class, in place of the registered class with the name in the cell.
     """
     asked, model = cell.learning, model_preset(*cell.model_arguments)
     assert asked is not None
-    # a sum that threads share rounds otherwise, and how many there are depends on the machine
+    # rounding depends on how many threads share a sum, and their number depends on the machine
     torch.set_num_threads(1)
     set_weights = partial(initialize, seed=asked.seed, deviation=asked.deviation)
     training, strategy, around = build_training(cell, mesh, set_weights, cls)
@@ -176,7 +177,7 @@ def losses_of_rank(mesh: DeviceMesh, cell: Cell, cls: type[Strategy] | None = No
 
 
 def learning_rate(asked: Learning, step: int) -> float:
-    """The learning rate of a step; steps count from 1."""
+    """The learning rate of a step (from 1): a linear warm-up, then a linear decay to the last step."""
     top = max(1, asked.warmup)
     rising, falling = step / top, (asked.steps + 1 - step) / max(1, asked.steps + 1 - top)
     return asked.learning_rate * min(rising, falling)

@@ -1,14 +1,14 @@
 """The emulated engine: a device of this machine plays one rank of N, at full shapes.
 
-Kernels, tensors and the allocator are real; the other ranks are not there: what they would send is made up
-(:class:`EmulatedGroup`), and nobody waits. On a GPU the allocator may have as much as the cluster's card has
-for tensors, so that a 16 GB card can be played on an 80 GB one, and a step that needs more is out of memory.
-On CPUs, for small shapes, the meters decide that as they do on virtual ranks.
+Kernels, tensors and the allocator are real. The other ranks do not exist: the values that they would send are
+made up (:class:`EmulatedGroup`), and no rank waits. On a GPU the allocator may take as many bytes as tensors
+can have on the cluster's card, so an 80 GB card can play a 16 GB card, and a step that needs more is out of
+memory. On CPUs, for small shapes, the meters decide whether a step fits, as on virtual ranks.
 
-The time of a step is what this rank's kernels took (the median of the timed steps, launches included), and
-what the simulation of all ranks on the cluster's links says that this rank waits: while bytes move that no
-computation hides, and for other ranks. The simulation has the cluster's rates for kernels, so it hides
-communication behind kernels as fast as those.
+The time of a step has two parts: the time of this rank's kernels (the median of the timed steps, launches
+included), and the time that this rank waits in the simulation of all ranks on the cluster's links, for bytes
+that no computation hides and for other ranks. The simulation prices kernels by the cluster's rates, so
+communication hides behind kernels of that speed, not of the speed measured here.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ from spbench.bench.measure.trace.torch_internals import FakeProcessGroup, withou
 from spbench.bench.measurement import Measurement
 from spbench.impls import Unavailable, runs_plain
 
-#: of torch.distributed: :class:`EmulatedGroup`
+#: the name by which torch.distributed knows :class:`EmulatedGroup`
 BACKEND = "emulated"
 DEVICES = ("cpu", "cuda")
-#: of what others send: like a matmul of weights and normalised activations, and small enough for float16
+#: standard deviation of received values: as of matmuls of weights with activations, and small for float16
 _RECEIVED_DEVIATION = 0.1
-#: of matrices: that of training
+#: standard deviation of weight matrices, as in training
 _WEIGHTS_DEVIATION = 0.02
-#: cluster files have the total of nvidia-smi, of which CUDA gives up to 1.2% less
+#: the least share of a card's memory in cluster files (nvidia-smi's total) that CUDA reports: up to 1.2% less
 _SAME_CARD = 0.98
 
 
 class EmulatedGroup(dist.ProcessGroup):
-    """A process group of which one rank exists, as that sees it.
+    """A process group of which only this rank exists.
 
-    torch's fake group leaves sums as they are and, in gathered, scattered and exchanged tensors, puts this
-    rank's own part in the place of each other's. It leaves alone what arrives from one other rank, and what
-    an exchange of uneven parts has no counterpart for: these are drawn here from a narrow normal
-    distribution, in place, after torch's operator, which meters see, as they do not see this. So no value of
-    a step depends on what was in memory before, all are finite and of the size of activations, and nothing is
-    allocated. On a GPU the writes take of the memory's bandwidth as those of NCCL's kernels do.
+    torch's fake group leaves sums as they are and, in gathered, scattered and exchanged tensors, repeats this
+    rank's own part in place of the other ranks' parts. torch writes nothing into tensors received from one
+    rank, or from an exchange of uneven parts. Those tensors are drawn here in place, from a narrow normal
+    distribution, after torch's operator; meters see the operator but not the draw. So all values are finite,
+    of the size of activations and independent of earlier memory contents, and nothing is allocated. On a GPU
+    the writes take memory bandwidth as the writes of NCCL's kernels do.
     """
 
     def __init__(self, made: Any, options: object = None):
@@ -87,7 +87,7 @@ class EmulatedGroup(dist.ProcessGroup):
 
 
 class _EmulatedGroupOfOld(EmulatedGroup):
-    """An emulated group with the names of torch before 2.12, whose fake group writes no result of these."""
+    """An emulated group with the method names of torch before 2.12, whose fake group writes no results."""
 
     def alltoall_base(self, output: Tensor, *rest: Any) -> dist.Work:
         work: dist.Work = super().alltoall_base(output, *rest)
@@ -116,7 +116,7 @@ dist.Backend.register_backend(
 
 
 class EmulatedEngine(Engine):
-    """Plays one rank in a process of its own: the cell's, or that with the largest peak on virtual ranks."""
+    """Plays one rank in a new process: the cell's rank, or else the virtual rank with the largest peak."""
 
     name = "emulated"
     summary = "one rank of N on a device of this machine: real kernels and memory, modelled communication"
@@ -140,7 +140,7 @@ class EmulatedEngine(Engine):
         refuse_variables(cell)
 
     def measure(self, cell: Cell) -> Measurement:
-        """Memory, communication and the time of a step, of one rank.
+        """The memory, communication and step time of one rank.
 
         Raises:
             Unsupported: the strategy cannot run these sizes; Unavailable: no GPU here, or a smaller one than
@@ -167,7 +167,7 @@ class EmulatedEngine(Engine):
 
 @contextmanager
 def _player(cell: Cell) -> Iterator[Callable[..., Measurement]]:
-    """Inside, a function that plays a rank; all are played one after another in one new process."""
+    """Yields a function that plays a rank of a cell; all calls run one after another in one new process."""
     check_gpus(1, cell.device)
     with RankPool(1) as process:
 
@@ -188,28 +188,28 @@ def _gpu_memory_bytes(mesh: DeviceMesh) -> int:
 
 
 def _played_alone(mesh: DeviceMesh, cell: Cell, rank: int, timed: bool, memory: float) -> Measurement:
-    """:func:`played` on a process whose own group has one rank; a fake mesh takes its place.
-
-    Args:
-        memory: the part of the GPU's memory that the allocator may take.
+    """Call :func:`played` in this process, after its one-rank process group is destroyed; status oom if a GPU
+    has no room. ``memory``: the share (0 to 1) of the GPU's memory that the allocator may take.
     """
     dist.destroy_process_group()
     if mesh.device_type == "cuda":
-        torch.cuda.empty_cache()  # what the probe before has left
+        torch.cuda.empty_cache()  # free the blocks that the previous probe has left
         torch.cuda.set_per_process_memory_fraction(memory)
     try:
         return played(cell, rank, timed)
     except torch.OutOfMemoryError as error:
         full = Measurement(status="oom", reason=str(error).splitlines()[0], peak_rank=rank)
-    gc.collect()  # what the error has seen
+    gc.collect()  # free the tensors in the error's frames
     return full
 
 
 def memory_fraction(usable_bytes: int | None, total_bytes: int) -> float:
-    """The part of a GPU's memory that the allocator may take to have the card that is played; None: all.
+    """The share (0 to 1) of this GPU's memory that the allocator may take to play the cluster's card.
+
+    ``usable_bytes``: of the cluster's card; None: no limit. ``total_bytes``: of this GPU.
 
     Raises:
-        Unavailable: the GPU is smaller than that card.
+        Unavailable: this GPU is smaller than the cluster's card.
     """
     if usable_bytes is None:
         return 1.0
@@ -223,10 +223,10 @@ def memory_fraction(usable_bytes: int | None, total_bytes: int) -> float:
 
 
 def played(cell: Cell, rank: int, timed: bool) -> Measurement:
-    """A metered step of that rank in this process, then timed ones; without the time of communication.
+    """Run a metered step of a rank in this process, then timed steps, whose times have no communication.
 
-    Peaks are those of torch's caching allocator on GPUs, of the timed steps; with ``timed`` False one step is
-    run there for them. Status numerics where a loss is not finite.
+    On GPUs the peaks are those of torch's caching allocator in the timed steps; if ``timed`` is False, one
+    step is run for the peaks. The status is numerics if a loss is not finite.
 
     Raises:
         torch.OutOfMemoryError: a GPU has no room.
@@ -248,7 +248,7 @@ def played(cell: Cell, rank: int, timed: bool) -> Measurement:
 
 
 def _metered(cell: Cell, mesh: DeviceMesh, events: bool = False) -> tuple[Recorder, Any, dict[str, Tensor]]:
-    """Run a step under the meters; returns the recorder, and the training and inputs for further steps."""
+    """Run a metered step; returns (the recorder, the training or inference, the inputs of further steps)."""
     import torch._dynamo  # the optimizer's import of it would keep frames, and what they hold
 
     recorder = Recorder(mesh, events=events, further=meter_classes(cell.meters))
@@ -259,7 +259,7 @@ def _metered(cell: Cell, mesh: DeviceMesh, events: bool = False) -> tuple[Record
 
 
 def _draw_weights(module: nn.Module) -> None:
-    """Normal matrices, each where it is: no other rank has to have the same."""
+    """Draw each weight matrix in place from a normal distribution; ranks need not have equal weights."""
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.ndim > 1:
@@ -272,8 +272,8 @@ def _finite(outcome: Tensor | dict[str, Tensor]) -> bool:
 
 
 def in_plain_torch(program: Program | None, device: str) -> str:
-    """A line on operators that multiply matrices and ran as plain torch, so that the time is not that of the
-    fused kernels that programs run, and that the simulation prices; "" on CPUs, and if none did."""
+    """A line that names the operators with matmuls that ran as plain torch, so that their time is not that of
+    the fused kernels that the simulation prices; "" on CPUs, and if there are no such operators."""
     if program is None or device == "cpu":
         return ""
     fused = program.name[(program.category == MEMORY_BOUND) & (program.flops > 0)]
@@ -284,7 +284,7 @@ def in_plain_torch(program: Program | None, device: str) -> str:
 
 
 def _add_time(measurement: Measurement, traces: ClassTraces, rank: int) -> None:
-    """Set the step time and its breakdown, if the cluster's links are known."""
+    """Set a measurement's step time and breakdown, if the traces have the events that a simulation needs."""
     if not traces.timed:
         return
     timeline = traces.simulator()()

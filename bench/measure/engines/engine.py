@@ -1,13 +1,11 @@
-"""What an engine is: something that measures cells.
+"""Engines, which measure cells, and the quantities that a search can vary.
 
-An engine is found by being there: a class derived from :class:`Engine`, with a name, in a module of this
-package or registered by another package under the entry point group ``spbench.engines``. A cell names its
-engine; what an engine can do stands on its class, so that nothing else has to know engines by name.
+spbench finds an engine by its class: a class derived from :class:`Engine`, with a name, in a module of this
+package, or registered by another package under the entry point group ``spbench.engines``. A cell names its
+engine. The attributes of the class say what the engine can do, so that no other code lists engines by name.
 
-What may be searched for, and the values that a search may try.
-
-A quantity is found by being there: a class derived from :class:`Quantity`, with a name, in a module of this
-package.
+spbench finds a quantity in the same way: a class derived from :class:`Quantity`, with a name, in a module of
+this package.
 """
 
 from __future__ import annotations
@@ -23,33 +21,33 @@ from spbench.impls import Place, Unsupported, named_classes, nesting
 
 
 class Engine(ABC):
-    """Measures cells; see the capabilities below for what it may be asked."""
+    """Measures cells. The class attributes below say which cells an engine accepts."""
 
-    #: how cells and the option ``--engine`` name it
+    #: the engine's name in cells and in the option ``--engine``
     name: ClassVar[str]
     #: one line for `spbench list engines`
     summary: ClassVar[str]
-    #: whether its measurements run one at a time with nothing beside them, since it starts processes of its
-    #: own or times what it runs; training runs, of which only losses are kept, do not
+    #: whether measurements must run one at a time, with no other work on the machine, since the engine starts
+    #: processes or times real work; training runs, of which only losses are kept, may run side by side
     runs_alone: ClassVar[bool] = False
-    #: whether its memory and times are the same in every run on any machine, so that they can be compared
-    #: exactly
+    #: whether memory and times are equal in every run on any machine, so that they can be compared exactly
     is_exact: ClassVar[bool] = False
-    #: whether its tensors are on a device of this machine, of the type that a cell says (``--device``); else
-    #: they are on the CPU, whatever they stand for
+    #: whether tensors are on a device of this machine, of the type that a cell says (``--device``); if not,
+    #: all tensors are on the CPU
     on_devices: ClassVar[bool] = False
-    #: of the settings of a cell that not every engine can heed, those that it does, of ``rank`` (the one that
-    #: it plays alone), ``timing``, ``meters`` and ``training.`` moments, steps, batch_on_device and
-    #: alloc_retries; a scenario that gives others is refused
+    #: the settings of a cell that this engine heeds, among the settings that some engines ignore: ``rank``
+    #: (the only rank that an engine plays), ``timing``, ``meters``, ``training.moments``, ``training.steps``,
+    #: ``training.batch_on_device`` and ``training.alloc_retries``; a scenario with a setting that the
+    #: engine ignores is refused
     heeds: ClassVar[frozenset[str]] = frozenset()
-    #: whether it ends a cell at :attr:`Cell.timeout_s` itself, since it knows what its processes do by then
+    #: whether the engine itself stops a cell at :attr:`Cell.timeout_s`, and reports what its processes did
     ends_in_time: ClassVar[bool] = False
 
     def check(self, cell: Cell) -> None:
-        """Refuse what the engine cannot be asked, as far as that is known before a cell is planned.
+        """Refuse a cell that the engine cannot run, as far as that is known before the cell is planned.
 
         Raises:
-            Unsupported: it does not search, does not train, or has no such setting.
+            Unsupported: the engine does not search, does not train, or ignores a setting of the cell.
         """
         if cell.search is not None and type(self).probes is Engine.probes:
             self.probes(cell)
@@ -61,15 +59,15 @@ class Engine(ABC):
         """Measure a training or inference step.
 
         Raises:
-            Unsupported: the strategy cannot run these sizes, with the reason and the nearest that work.
+            Unsupported: the strategy cannot run these sizes; says why, and the nearest sizes that work.
         """
 
     def probes(self, cell: Cell) -> AbstractContextManager[Callable[[Cell], Measurement]]:
-        """For a search: a function that says of a cell, with the rank to be played, whether its step fits,
-        and with which memory.
+        """Yields a function for a search: for a cell, with the rank to be played, the function returns a
+        measurement of memory whose status says whether the step fits.
 
         Args:
-            cell: the one that searches.
+            cell: the cell whose ``search`` is to be answered.
 
         Raises:
             Unsupported: the engine does not search.
@@ -91,10 +89,10 @@ def engine_classes() -> dict[str, type[Engine]]:
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The engine of that name.
+    """The class of the engine with that name.
 
     Raises:
-        KeyError: no engine has that name; the message lists the names.
+        KeyError: no engine has that name; the message lists the names of all engines.
     """
     classes = engine_classes()
     if name not in classes:
@@ -103,42 +101,42 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def heeded(engine: str) -> list[str]:
-    """The settings that an engine heeds and others do not; see :attr:`Engine.heeds`."""
+    """The names of the settings in :attr:`Engine.heeds` of an engine, sorted."""
     return sorted(engine_class(engine).heeds)
 
 
 def engine_property(engine: str, name: str) -> bool:
-    """A property of an engine's class, such as ``on_devices``; see :class:`Engine`."""
+    """The value of a boolean attribute of an engine's class, such as ``on_devices``."""
     return bool(getattr(engine_class(engine), name))
 
 
-#: kernels treat tiny shapes apart, so that shorter sequences do not predict longer ones
+#: positions: kernels treat shorter sequences specially, so that those do not predict longer sequences
 SHORTEST_SAMPLE = 128
 
 
 class Quantity:
     """A setting of a cell that can be searched for."""
 
-    #: how searches name it; the field of :class:`Cell`, unless :meth:`at` sets something else
+    #: the name in searches, and the field of :class:`Cell`, unless :meth:`at` sets another field
     name: ClassVar[str]
-    #: degree of the polynomial in it that the bytes of a tensor are
+    #: the bytes of a tensor are a polynomial of this degree in the quantity
     degree: ClassVar[int]
 
     def parts(self, cell: Cell) -> int:
-        """The number of equal parts that the value is divided into: values are multiples of it."""
+        """The number of equal parts that each value is divided into; values are its multiples."""
         return 1
 
     def smallest_sample(self, unit: int) -> int:
-        """The smallest value, in units, whose step is enough like large ones to predict them from it."""
+        """The smallest value, in units of ``unit``, whose step predicts the steps of larger values."""
         return 1
 
     def at(self, cell: Cell, value: int) -> Cell:
-        """A cell that searches for this quantity, with the quantity set to a value, and no search."""
+        """A copy of a searching cell with this quantity set to ``value``, and without the search."""
         return cell.at(value)
 
 
 class Batch(Quantity):
-    """Samples of the whole batch, equally many in each micro-batch of each replica."""
+    """The number of samples in the whole batch: equally many in each micro-batch of each replica."""
 
     name = "batch"
     degree = 1
@@ -148,8 +146,8 @@ class Batch(Quantity):
 
 
 class SequenceLength(Quantity):
-    """Positions of a whole sequence, equally many in each chunk that the strategy cuts; attention scores have
-    bytes that are quadratic in them."""
+    """The number of positions in a whole sequence: equally many in each chunk that the strategy cuts. The
+    bytes of attention scores are quadratic in the sequence length."""
 
     name = "seq_len"
     degree = 2
@@ -163,7 +161,7 @@ class SequenceLength(Quantity):
 
 
 def quantities() -> Mapping[str, type[Quantity]]:
-    """The quantities by name."""
+    """The classes of the quantities that a search can vary, by name."""
     return named_classes("spbench.bench.measure.engines", Quantity)
 
 
@@ -171,10 +169,10 @@ class Candidates:
     """The values that a search may try.
 
     Args:
-        cell: with ``search`` set.
+        cell: a cell with ``search`` set.
 
     Attributes:
-        values: in ascending order.
+        values: the values, in ascending order.
 
     Raises:
         Unsupported: the smallest value is above the search's limit, or the strategy cannot run on these
@@ -194,5 +192,5 @@ class Candidates:
             )
 
     def at(self, value: int) -> Cell:
-        """The cell with the quantity set to a value, and no search."""
+        """A copy of the cell with the searched quantity set to ``value``, and without the search."""
         return self.quantity.at(self.cell, value)

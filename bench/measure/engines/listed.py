@@ -1,9 +1,9 @@
-"""The lists of a trace, as entries that refer to each other, and the same lists in another order.
+"""The lists of a trace, whose entries refer to each other, and lists in another order made of their entries.
 
-A memory log and a program are lists whose entries refer to earlier ones: a death to a birth, a wait to what
-is waited for; and phases are marked in them. What is put together from traces of less (fewer layers, stages
-that hold other micro-batches) is such a list again, of which each entry is a copy of one that was traced, and
-refers to a copy of what that one refers to.
+A memory log and a program are lists whose entries refer to earlier entries: the death of a storage to its
+birth, a wait to the communication that it waits for. Marks in the lists show where phases begin. A trace that
+is put together from smaller traces (of fewer layers, or of stages with other micro-batches) has such lists
+too. There each entry is a copy of a traced entry, and refers to a copy of the entry that this one refers to.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import numpy as np
 from spbench.bench.measure.simulator.program import WAIT, Program
 from spbench.bench.measure.trace.memory_log import MemoryLog
 
-#: numbers of words (phases, tags, workspaces), by which those of two lists are compared
+#: a number for each word (phase, tag, workspace), so that the words of two lists compare as integers
 _NUMBERS: dict[str | None, int] = {None: 0}
-#: a word that a phase begins or, None, that a step has ended; and the first entry after it
+#: (the name of a phase that begins, or None where a step has ended; the first entry after the mark)
 Mark = tuple[str | None, int]
 
 
 class NotAlike(ValueError):
-    """The traces do not determine the trace that is asked for."""
+    """The traced lists do not determine the list to be put together."""
 
 
 class Order(NamedTuple):
-    """A list in another order.
+    """A new list, as copies of the entries of an old list in another order.
 
     Attributes:
-        source: [entries]: of each, the one of the list as it was that it is a copy of.
-        references: [entries]: the entry that each refers to; -1: none.
-        marks: in order.
+        source: [entries]: for each new entry, the old entry of which it is a copy.
+        references: [entries]: for each new entry, the new entry that it refers to; -1: none.
+        marks: the marks of the new list, in order.
     """
 
     source: np.ndarray
@@ -46,11 +46,11 @@ class Listed:
     """A list whose marks are entries of their own.
 
     Attributes:
-        tokens: [entries]: a number for all that an entry is, but for its reference; alike entries have one.
-        references: [entries]: the entry that each refers to; -1: none.
-        source: [entries]: the place of each entry in the list; -1: it is a mark.
+        tokens: [entries]: a hash of each entry without its reference; like entries have equal tokens.
+        references: [entries]: for each entry, the entry that it refers to; -1: none.
+        source: [entries]: the place of each entry in the list without marks; -1 for a mark.
         words: [entries]: for a mark, the number of its word.
-        targets: [entries]: whether another entry may refer to it.
+        targets: [entries]: whether other entries may refer to the entry.
     """
 
     tokens: np.ndarray
@@ -70,8 +70,8 @@ class Listed:
         """A list with these marks; marks at one entry stay in their order.
 
         Args:
-            columns: each [length]: what two alike have in common.
-            references, targets: [length]: as the attributes, without marks.
+            columns: each [length]: the values in which two like entries agree.
+            references, targets: [length]: as the attributes, for a list without marks.
         """
         in_order = sorted(marks, key=lambda mark: mark[1])
         source = np.insert(np.arange(len(references)), [first for _, first in in_order], -1)
@@ -92,11 +92,11 @@ class Listed:
 
     @property
     def is_mark(self) -> np.ndarray:
-        """[entries]."""
+        """[entries]: whether each entry is a mark."""
         return self.source < 0
 
     def words_of(self, entries: np.ndarray) -> list[str | None]:
-        """The words of marks."""
+        """The words of the marks at these places in the list."""
         by_number = [*_NUMBERS]
         return [by_number[number] for number in self.words[entries].tolist()]
 
@@ -104,8 +104,8 @@ class Listed:
         """The order of a list whose entries are copies of this list's entries.
 
         Args:
-            like: [entries]: the entry of this list of which each is a copy.
-            references: [entries]: the entry of the new list that each refers to; -1: none.
+            like: [entries]: for each new entry, the entry of this list of which it is a copy.
+            references: [entries]: for each new entry, the new entry that it refers to; -1: none.
         """
         is_mark = self.is_mark[like]
         number = np.cumsum(~is_mark) - ~is_mark
@@ -119,7 +119,7 @@ def _numbered(words: Iterable[str | None]) -> np.ndarray:
 
 
 def _tokens(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """[rows]: numbers of 64 bits; two are equal if the rows of the columns are."""
+    """[rows]: a hash of 64 bits for each row of the columns; equal rows have equal hashes."""
     tokens = np.zeros(len(columns[0]), dtype=np.uint64)
     for column in columns:
         wide = column if column.dtype == np.float64 else column.astype(np.int64)
@@ -129,11 +129,11 @@ def _tokens(columns: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def listed_log(log: MemoryLog, sizes: np.ndarray, ends: Sequence[int]) -> Listed:
-    """The births and deaths of a log.
+    """The births and deaths of a memory log, as a list whose deaths refer to births.
 
     Args:
-        sizes: [events]: bytes of each one's storage, by which they are compared.
-        ends: of traced steps, which are marked as well.
+        sizes: [events]: bytes of each event's storage; like events have equal bytes.
+        ends: the first event after each traced step, which gets a mark.
     """
     events = np.asarray(log.events, dtype=np.int64)
     number, dies = np.abs(events) - 1, events < 0
@@ -157,15 +157,15 @@ def listed_log(log: MemoryLog, sizes: np.ndarray, ends: Sequence[int]) -> Listed
 
 
 def log_in_order(log: MemoryLog, order: Order, sizes: np.ndarray | None = None) -> MemoryLog:
-    """A memory log in another order.
+    """The memory log whose events are copies of the events of ``log``, in another order.
 
     Args:
-        sizes: [storages]: bytes of the storages of ``log``, if they have changed.
+        sizes: [storages]: bytes of the storages of ``log``; None: ``log.sizes``.
     """
     events = np.asarray(log.events, dtype=np.int64)[order.source]
     born = events > 0
     number = np.cumsum(born) - 1
-    like = events[born] - 1  # of each storage, the one that it is a copy of
+    like = events[born] - 1  # for each new storage, the storage of ``log`` of which it is a copy
 
     def of_storages(given: Sequence[int] | np.ndarray) -> list[int]:
         return np.asarray(given, dtype=np.int64)[like if len(given) else []].tolist()
@@ -190,16 +190,16 @@ def log_in_order(log: MemoryLog, order: Order, sizes: np.ndarray | None = None) 
 
 
 def columns_of(program: Program) -> dict[str, np.ndarray]:
-    """The columns of a program, each with one entry an event, by name."""
+    """The arrays of a program with one row for each event, by the name of the field."""
     named = ((each.name, getattr(program, each.name)) for each in fields(Program))
     return {name: column for name, column in named if isinstance(column, np.ndarray)}
 
 
 def listed_program(program: Program, **others: np.ndarray) -> Listed:
-    """The events of a program, which are compared in all but the host's work.
+    """The events of a program, as a list whose waits refer to events; the host's work is not compared.
 
     Args:
-        others: columns by which they are compared in place of the program's own.
+        others: columns that take the place of the program's columns when events are compared.
     """
     waits = program.kind == WAIT
     columns = {**columns_of(program), **others, "partner": np.where(waits, -1, program.partner)}
@@ -210,10 +210,10 @@ def listed_program(program: Program, **others: np.ndarray) -> Listed:
 
 
 def program_in_order(program: Program, order: Order, **others: np.ndarray) -> Program:
-    """A program in another order.
+    """The program whose events are copies of the events of ``program``, in another order.
 
     Args:
-        others: columns that ``program`` would have in place of its own.
+        others: columns, by name, that take the place of the columns of ``program``.
     """
     columns: dict[str, Any] = {
         name: column[order.source] for name, column in {**columns_of(program), **others}.items()

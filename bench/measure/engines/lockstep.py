@@ -1,14 +1,14 @@
-"""The lockstep engine: all ranks of a cell in one process, in turns, and how far they are from float64.
+"""The lockstep engine: all ranks of a cell in one process, in turns, and their errors against float64.
 
 The strategy's own code runs on all ranks (:mod:`measure.processes.lockstep_ranks`), in the cell's precision.
-The reference is one device in float64, with weights and inputs that hold the very values which the cell's
-precision can hold, so that the errors are those of arithmetic alone. An error is that of a whole tensor, over
-all ranks: ||x - ref|| / ||ref||.
+The reference is one device in float64, with the same weights and inputs, whose values the cell's precision
+can hold, so that only arithmetic makes errors. An error is that of a whole tensor, over all ranks:
+||x - ref|| / ||ref||.
 
-- Of a model with weights: the loss, and the gradients as the backend leaves them for the optimizer; all of
-  them as one vector, and the one that is farthest off.
-- Of a model without weights, as one attention: its outputs, and the gradients of its inputs from a gradient
-  of the outputs that is drawn.
+- For a model with weights, the engine compares the loss and the gradients as the backend leaves them for the
+  optimizer: all gradients as one vector, and the gradient with the largest error.
+- For a model without weights, such as one attention, the engine compares the outputs and the gradients of the
+  inputs. The gradient of the outputs is drawn at random.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from spbench.impls import (
     shard_of,
 )
 
-#: of the weights of models: 0.02 belongs to hidden sizes of 768 and more, and these are small
+#: standard deviation of weights: 0.02 suits hidden sizes of 768 and more, but these models are small
 DEVIATION = 0.08
 
-#: the square of a distance from the reference, and that of the reference
+#: (the square of the distance from the reference, the square of the reference's norm)
 Squares = tuple[float, float]
-#: what a rank has of a tensor, and what takes the same part of the whole one
+#: (a rank's part of a tensor, a function that takes the same part of the whole tensor)
 Computed = tuple[Tensor, Callable[[Tensor], Tensor]]
 
 
 class LockstepEngine(Engine):
-    """Runs all ranks in turns: no processes, no times, but every value."""
+    """Runs all ranks of a cell in turns in this process, and computes every value, but measures no time."""
 
     name = "lockstep"
     summary = "every rank in turn in one process: errors of outputs and gradients against float64"
@@ -65,7 +65,7 @@ class LockstepEngine(Engine):
             _refuse(cell)
 
     def measure(self, cell: Cell) -> Measurement:
-        """:attr:`Measurement.errors`; status numerics where one is not finite.
+        """A measurement with :attr:`Measurement.errors`; status numerics if an error is not finite.
 
         Raises:
             Unsupported: the strategy cannot run these sizes.
@@ -75,7 +75,7 @@ class LockstepEngine(Engine):
         ranks, values = LockstepRanks(), drawn(cell)
         (reference,) = ranks.run({}, on_one_device, cell, values)
         by_rank = ranks.run(cell.mesh_sizes, squares_of_rank, cell, replace(values, reference=reference))
-        # a rank has some of the experts alone
+        # a rank may hold only some of the experts, so ranks have tensors of other names
         names = dict.fromkeys(itertools.chain.from_iterable(by_rank))
         squares = {name: [of_rank[name] for of_rank in by_rank if name in of_rank] for name in names}
         errors = {name: _error(each) for name, each in squares.items()}
@@ -86,7 +86,7 @@ class LockstepEngine(Engine):
         return Measurement(errors=shown)
 
     def learn(self, cell: Cell) -> Measurement:
-        """As on real ranks, which compute the same but for the order of sums.
+        """Train on real data, and return the losses of each step, as of real ranks but for the order of sums.
 
         Raises:
             Unsupported: the strategy cannot run these sizes, or there is no data for the model.
@@ -99,7 +99,7 @@ def _has_weights(cell: Cell) -> bool:
 
 
 def _refuse(cell: Cell) -> None:
-    """Raise :class:`Unsupported` for what has no gradients that could be compared."""
+    """Raise :class:`Unsupported` for a cell with pipeline stages, or with weights but without a backward."""
     if cell.sizes.pp > 1:
         raise Unsupported("the engine lockstep compares no pipeline stages", "use pp 1")
     if _has_weights(cell) and cell.training.step == "inference":
@@ -107,7 +107,7 @@ def _refuse(cell: Cell) -> None:
 
 
 def _error(squares: list[Squares]) -> float:
-    """The relative error of a tensor of which ranks have parts, or the whole."""
+    """The relative error of a tensor, from each rank's squares; the absolute one if the reference is 0."""
     distance, norm = (sum(each) for each in zip(*squares, strict=True))
     return math.sqrt(distance / norm) if norm else math.sqrt(distance)
 
@@ -115,7 +115,7 @@ def _error(squares: list[Squares]) -> float:
 def _summed_up(
     errors: Mapping[str, float], squares: Mapping[str, list[Squares]]
 ) -> Iterator[tuple[str, float]]:
-    """By name, the error of the loss, of all gradients as one vector, and of the worst gradient."""
+    """(name, relative error) of the loss, of all gradients as one vector, and of the worst gradient."""
     yield "loss", errors["loss"]
     gradients = [name for name in errors if name != "loss"]
     yield "gradients", _error([each for name in gradients for each in squares[name]])
@@ -123,7 +123,7 @@ def _summed_up(
 
 
 def single(cell: Cell) -> Cell:
-    """The reference cell: the same computation on one device in float64, without casts to eight bits."""
+    """The reference cell: the same computation on one device in float64, without the model's rounding."""
     training, rounding = (
         TrainingOptions(step=cell.training.step),
         model_preset(*cell.model_arguments).rounding,
@@ -135,11 +135,11 @@ def single(cell: Cell) -> Cell:
 
 @dataclass(frozen=True)
 class Values:
-    """Whole tensors that a cell and its reference begin with.
+    """The whole tensors from which a cell and its reference start.
 
     Attributes:
-        weights, inputs: by name; their values can be written in the cell's precision.
-        reference: by name, what one device computes from them in float64; empty while that runs.
+        weights, inputs: tensors by name, with values that the cell's precision can hold.
+        reference: the tensors that one device computes from these in float64, by name; empty until then.
     """
 
     weights: Mapping[str, Tensor]
@@ -148,7 +148,7 @@ class Values:
 
 
 def drawn(cell: Cell) -> Values:
-    """The weights and the inputs of a cell, the same for every strategy and size."""
+    """Draw the weights and the inputs of a cell, the same for every strategy and size."""
     model, dtype = model_preset(*cell.model_arguments), PRECISIONS[cell.precision].parameters
     batch, seq_len = cell.shape
     with default_dtype(torch.float64):
@@ -161,12 +161,12 @@ def drawn(cell: Cell) -> Values:
 
 
 def on_one_device(mesh: DeviceMesh, cell: Cell, values: Values) -> dict[str, Tensor]:
-    """The whole tensors of one device in float64, by name."""
+    """The whole tensors that one device computes in float64, by name: the reference of ``cell``."""
     return {name: x.double() for name, (x, _) in _computed(mesh, single(cell), values)}
 
 
 def squares_of_rank(mesh: DeviceMesh, cell: Cell, values: Values) -> dict[str, Squares]:
-    """By name, the sums of squares of this rank's part of each tensor against the reference."""
+    """For this rank's part of each tensor, by name, the squares of its distance and of the reference."""
     return {
         name: _squares(x.double(), mine(values.reference[name]).reshape(x.shape))
         for name, (x, mine) in _computed(mesh, cell, values)
@@ -178,12 +178,12 @@ def _squares(x: Tensor, reference: Tensor) -> Squares:
 
 
 def _computed(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[str, Computed]]:
-    """The tensors that a rank computes, by name."""
+    """The tensors that a rank computes to be compared: (name, :data:`Computed`)."""
     return (_trained if _has_weights(cell) else _called)(mesh, cell, values)
 
 
 def _trained(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[str, Computed]]:
-    """The loss, and what the rank keeps of the gradients of weights."""
+    """The loss, and the rank's part of each weight's gradient: (name, :data:`Computed`)."""
     shards: dict[str, Shard | None] = {}
 
     def set_weights(module: nn.Module) -> None:
@@ -210,7 +210,7 @@ def _trained(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[str
 
 
 def _called(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[str, Computed]]:
-    """The rank's part of the outputs, and of the gradients of inputs."""
+    """The rank's part of each output and of each input's gradient: (name, :data:`Computed`)."""
     module, strategy, around = build_module(cell, mesh)
     model, dtype = model_preset(*cell.model_arguments), PRECISIONS[cell.precision].parameters
     batch = {name: x.to(dtype) for name, x in values.inputs.items()}
@@ -234,6 +234,6 @@ def _called(mesh: DeviceMesh, cell: Cell, values: Values) -> Iterator[tuple[str,
 
 
 def _drawn_gradient(name: str, output: Tensor) -> Tensor:
-    """The gradient of an output, with which its backward begins."""
+    """A random gradient of an output, in its shape and in float64, with which the backward begins."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{SEED} {name}".encode()))
     return torch.randn(output.shape, generator=generator, dtype=torch.float64)

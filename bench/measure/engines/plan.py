@@ -1,4 +1,4 @@
-"""The plan of a cell: its sizes checked, and what each of its ranks should send, in closed form."""
+"""The plan of a cell: the check of its sizes, and a closed form of the bytes that each of its ranks sends."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ from spbench.impls import (
 
 @dataclass(frozen=True)
 class RankClass:
-    """Global ranks of a cell that run the same program, so that a trace of one stands for all.
+    """Global ranks of a cell that run the same program, so that the trace of one rank holds for all.
 
     Attributes:
         stage: the pipeline stage of these ranks.
-        coordinates: of the first rank, along the strategy's axes.
-        ranks: the first stands for all.
+        coordinates: the first rank's coordinates, by the strategy's axes.
+        ranks: the global ranks; the first is traced.
     """
 
     stage: Stage
@@ -79,10 +79,10 @@ class RankClass:
 
 
 def rank_classes(cell: Cell) -> list[RankClass]:
-    """All ranks of a cell by pipeline stage, and within a stage by :meth:`Strategy.roles` and by their work
-    along each axis of the strategy, but where the step of one says what all have (:func:`marked_axis`). The
-    first class of each stage is the one that sends most. The first rank of a class is the one whose experts
-    get most tokens (:func:`fullest_rank`), or that updates most weights where ranks share these out whole."""
+    """The classes of all ranks of a cell: by pipeline stage, then along each axis of the strategy by
+    :meth:`Strategy.roles` and by work, except on an axis where one rank's step contains the work of all ranks
+    (:func:`marked_axis`). The first class of a stage sends most. The first rank of a class has the experts
+    with most tokens (:func:`fullest_rank`), or updates most weights if ranks share out whole weights."""
     sizes, strategy, marked = cell.mesh_sizes, nesting(cell.strategy), marked_axis(cell)
     along_axes, rows = [], expert_rows(cell)
     for axis in strategy.axes:
@@ -105,7 +105,7 @@ def rank_classes(cell: Cell) -> list[RankClass]:
 
 
 def shares_whole_weights(cell: Cell) -> bool:
-    """Whether the ranks of a class update unlike weights."""
+    """Whether the backend gives each rank whole weights to update, so that ranks of a class update others."""
     if cell.training.step == "inference":
         return False
     backend = backend_class(cell.training.backend)
@@ -121,7 +121,7 @@ def _heaviest(cell: Cell, ranks: Sequence[int]) -> int:
 
 
 def sending_class(cell: Cell, rank: int) -> RankClass:
-    """The class of ranks that send most in the pipeline stage of a rank."""
+    """The class of the ranks that send most bytes in the pipeline stage of ``rank``."""
     classes = rank_classes(cell)
     stage = next(each.stage for each in classes if rank in each.ranks)
     return next(each for each in classes if each.stage == stage)
@@ -133,10 +133,10 @@ class Plan:
 
     Attributes:
         classes: the classes of the cell's ranks.
-        traffic: for each class, the closed form of what a rank sends in a step.
-        sizes: ranks along each axis, in the order of the mesh.
-        uneven: the cell, if ranks of a class send unlike amounts, so that ``traffic`` holds for the first
-            rank of each class alone.
+        traffic: for each class, the closed form of the messages that a rank sends in a step.
+        sizes: the number of ranks along each axis, in the order of the mesh.
+        uneven: the cell, if ranks of a class send different amounts, so that ``traffic`` holds only for the
+            first rank of each class; else None.
     """
 
     classes: list[RankClass]
@@ -149,24 +149,24 @@ class Plan:
         return next(each for each in self.classes if rank in each.ranks)
 
     def traffic_of(self, rank: int) -> list[Traffic]:
-        """The closed form of what a global rank sends."""
+        """The closed form of the messages that a global rank sends in a step."""
         if self.uneven is not None and rank not in [each.first for each in self.classes]:
             return closed_form(self.uneven, rank)
         return next(sent for each, sent in zip(self.classes, self.traffic, strict=True) if rank in each.ranks)
 
     def formula(self, rank: int) -> list[dict[str, Any]]:
-        """Rows of what a global rank sends by the closed form: phase, purpose, collective, axis (the axes of
-        its group, as "dp_sp"), count, payload_bytes (of one call) and sent_bytes (of all calls)."""
+        """The messages that a global rank sends by the closed form, as rows: phase, purpose, collective, axis
+        (the group's axes, as "dp_sp"), count, payload_bytes (of one call) and sent_bytes (of all calls)."""
         return sent_rows(self.traffic_of(rank), self.sizes)
 
     def difference(
         self, meter: CommunicationMeter, rank: int, *, has_values: bool = False
     ) -> list[dict[str, Any]]:
-        """Where the meter of a rank saw other bytes than the closed form says, by phase, collective and axis;
-        empty where they agree exactly.
+        """Rows for each phase, collective and axis in which a rank's meter and the closed form have different
+        bytes; empty if meter and closed form agree exactly.
 
         Args:
-            has_values: of tensors: then what varies with them is not compared.
+            has_values: whether tensors have values; then messages whose bytes depend on values are left out.
         """
         unknown = {
             (t.phase, t.collective, self._axis(t)) for t in self.traffic_of(rank) if t.varies and has_values
@@ -196,7 +196,7 @@ class Plan:
 
 
 def sent_rows(traffic: Sequence[Traffic], sizes: Mapping[str, int]) -> list[dict[str, Any]]:
-    """A closed form in rows, as :meth:`Plan.formula` has them."""
+    """The rows of a closed form, with the columns of :meth:`Plan.formula`."""
     return [
         {
             "phase": t.phase,
@@ -212,11 +212,11 @@ def sent_rows(traffic: Sequence[Traffic], sizes: Mapping[str, int]) -> list[dict
 
 
 def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -> Strategy:
-    """The cell's strategy without process groups. It can check sizes, and has the closed forms of what the
-    rank at these coordinates sends. An axis that is left out has the coordinate 0.
+    """The cell's strategy without process groups, which checks sizes and has the closed forms of the messages
+    of the rank at these coordinates. An axis that ``coordinates`` leaves out has the coordinate 0.
 
     Raises:
-        Unsupported: an axis has more than one rank that the strategy does not use.
+        Unsupported: an axis that the strategy does not use has more than one rank.
     """
     nested, sizes = nesting(cell.strategy), cell.mesh_sizes
     for axis in unused_axes(nested.axes, sizes):
@@ -228,12 +228,12 @@ def planned_strategy(cell: Cell, coordinates: Mapping[str, int] | None = None) -
 
 
 def composition(cell: Cell, place: Place) -> Composition:
-    """How data and pipeline parallelism divide the cell at that place of the mesh."""
+    """The replica and the pipeline stages of the rank at a place of the mesh."""
     return Composition(place, cell.training.virtual_stages, cell.training.stage_layers or ())
 
 
 def plan(cell: Cell) -> Plan:
-    """Check a cell, and write down its rank classes and what they should send.
+    """Check a cell, and return its rank classes with the closed forms of the messages that they send.
 
     Raises:
         Unsupported: see :func:`check_sizes`.
@@ -248,12 +248,19 @@ def check_sizes(cell: Cell) -> list[RankClass]:
     """Check a cell, without building its modules; returns the classes of its ranks.
 
     Raises:
-        Unsupported: the strategy cannot run these sizes, the card not the attention kernel, or the batch or
-            the layers cannot be divided so.
+        Unsupported: the strategy cannot run these sizes, the card cannot run the attention kernel, or the
+            batch or the layers cannot be divided in this way.
     """
     strategy, model = planned_strategy(cell), model_preset(*cell.model_arguments)
-    if why := cannot_run(load_cluster(cell.cluster).device, model.attention_kernel):
+    cluster = load_cluster(cell.cluster)
+    if why := cannot_run(cluster.device, model.attention_kernel):
         raise Unsupported(*why)
+    ranks, of_node = cell.model_options.get("node_ranks", 0), cluster.devices_per_node
+    if ranks > of_node > 1:
+        raise Unsupported(
+            f"node_ranks {ranks} is more than the {of_node} devices of a node of {cell.cluster}",
+            f"set model_options.node_ranks to {of_node}",
+        )
     strategy.check(_sites(cell, strategy, Stage()) + training_sites(PRECISIONS[cell.precision]))
     if cell.training.step == "inference":
         check_inference(cell)
@@ -275,18 +282,19 @@ def check_sizes(cell: Cell) -> list[RankClass]:
 
 
 def _sites(cell: Cell, strategy: Strategy, stage: Stage) -> list[Site]:
-    """The sites at which a micro-batch of a replica uses the strategy in a stage."""
+    """The places in a stage's model (sites) at which a micro-batch of one replica calls the strategy."""
     (batch, seq_len), model = cell.shape, played_model(cell)
     return list(model.sites(batch // batch_parts(cell), seq_len, strategy.vocabulary_parts, stage))
 
 
 def closed_form(cell: Cell, rank: int) -> list[Traffic]:
-    """What a global rank of a checked cell sends in a step; entries that send nothing are left out."""
+    """The closed form of the messages that a global rank of a checked cell sends in a step; no entry of it
+    has 0 bytes."""
     precision, training, sizes = PRECISIONS[cell.precision], cell.training, cell.mesh_sizes
     strategy, backend = planned_strategy(cell), backend_class(training.backend)
     around = composition(cell, Place.of_rank(sizes, rank))
     asked = [_sites(cell, strategy, stage) for stage in around.stages]
-    # asked for once a step, whatever the stages
+    # these sites count once a step, however many stages the rank has
     asked[0] += training_sites(precision, [*itertools.chain(*asked)])
     step = planned_step(cell, rank, [*itertools.chain(*asked)])
     width, of_tied = precision.parameters.itemsize, partial(backend.tied_bytes, step)
@@ -301,10 +309,10 @@ def closed_form(cell: Cell, rank: int) -> list[Traffic]:
 
 
 def planned_step(cell: Cell, rank: int, asked: Sequence[Site]) -> PlannedStep:
-    """The facts about a global rank that the closed forms of its backend depend on.
+    """The facts about a global rank on which the closed forms of its backend depend.
 
     Args:
-        asked: the sites of its stages at which its strategy is used.
+        asked: the sites in the rank's stages at which the strategy is used.
     """
     place, training = Place.of_rank(cell.mesh_sizes, rank), cell.training
     role, around = planned_strategy(cell, place.coordinates), composition(cell, place)
@@ -316,26 +324,26 @@ def planned_step(cell: Cell, rank: int, asked: Sequence[Site]) -> PlannedStep:
 
 
 def backend_options(cell: Cell) -> Options:
-    """The options of a cell's backend."""
+    """The options of a cell's backend: the defaults, with ``training.backend_options`` set."""
     backend = backend_class(cell.training.backend)
     return set_options(backend.options_type(), cell.training.backend_options, f"backend {backend.name}")
 
 
 def _without_values(model: Model, strategy: Strategy, seq_len: int, around: Composition) -> nn.Module:
-    """The module of a rank on the meta device: its parameters have shapes, and no values."""
+    """The module of a rank on the meta device, whose parameters have shapes but no values."""
     with torch.device("meta"):
         return rank_module(partial(model.build, strategy, seq_len), around)
 
 
 def stage_module(cell: Cell, ranks: RankClass) -> nn.Module:
-    """The module of the ranks of a class, on the meta device."""
+    """The module of the first rank of a class, on the meta device."""
     around = composition(cell, Place.of_rank(cell.mesh_sizes, ranks.first))
     role = planned_strategy(cell, ranks.coordinates)
     return _without_values(played_model(cell), role, cell.shape[1], around)
 
 
 def model_parameters(cell: Cell) -> int:
-    """How many parameters the whole model has, with the padding of its vocabulary for the strategy."""
+    """The number of parameters of the whole model, with the padding of its vocabulary for the strategy."""
     parts = planned_strategy(cell).vocabulary_parts
     sites = model_preset(*cell.model_arguments).sites(1, cell.seq_len or 1, parts)
     return sum(s.dims["elements"] for s in sites if s.kind in ("parameters", "frozen_parameters"))

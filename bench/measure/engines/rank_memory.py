@@ -1,6 +1,6 @@
-"""The memory of a rank: on its card as the allocator gives it out (peaks, where it does not fit, and what
-would fit), and on its host, and whether a node has as much. Of a card, tensors can have what CUDA leaves,
-less what NCCL takes to connect its ranks."""
+"""The memory of a rank. On its card: the peaks by the allocator, the request that has no room, and settings
+that need less. On its host: the peaks, and whether a node has enough. The tensors of a card can have the
+bytes that CUDA leaves, less the buffers by which NCCL connects ranks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _GIB = 2**30
 
 
 def host_peaks(log: MemoryLog) -> list[int]:
-    """The most bytes that a rank has taken of the host by the end of set-up and of each traced step.
+    """The most bytes of the host's memory that a rank has held, up to the end of set-up and of each step.
 
-    PyTorch's allocator of pinned memory rounds each request up to a power of two, keeps what is freed, and
+    PyTorch's allocator of pinned memory rounds each request up to a power of two, keeps freed blocks, and
     gives a block out again only for requests of its own size (allocate and get_free_block of
-    ATen/core/CachingHostAllocator.h). So of each size it has as many blocks as were ever alive at once. Of
-    pageable memory counts what is alive.
+    ATen/core/CachingHostAllocator.h). So it holds as many blocks of each size as were ever alive at once. In
+    pageable memory only live storages count.
     """
     alive: Counter[int] = Counter()
     most: Counter[int] = Counter()
@@ -57,16 +57,16 @@ def host_peaks(log: MemoryLog) -> list[int]:
 
 
 def _rounded(nbytes: int) -> int:
-    """The least power of two that is not smaller than ``nbytes``; 0 of 0."""
+    """The least power of two that is not smaller than ``nbytes``; 0 for 0."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def limit_by_host(measurement: Measurement, cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
-    """A measurement with the largest bytes that a rank and a node hold on hosts; with the status oom where it
-    was ok and a node has less.
+    """Set in a measurement the most bytes that a rank holds in its host's memory, and the ranks of a node
+    together; turn its status from ok into oom if a node has less host memory.
 
     Args:
-        by_rank: the measurements of ranks, at least one of each class.
+        by_rank: the measurements of at least one rank of each class.
     """
     peaks = [m.peak_host_memory_bytes or 0 for m in by_rank]
     if not any(peaks):
@@ -74,7 +74,7 @@ def limit_by_host(measurement: Measurement, cell: Cell, by_rank: Sequence[Measur
     planned, held = plan(cell), np.zeros(cell.sizes.world, dtype=np.int64)
     for measured, peak in zip(by_rank, peaks, strict=True):
         held[list(planned.class_of(measured.peak_rank).ranks)] = peak
-    for measured, peak in zip(by_rank, peaks, strict=True):  # what was measured itself stands
+    for measured, peak in zip(by_rank, peaks, strict=True):  # a rank's own peak replaces its class's peak
         held[measured.peak_rank] = peak
     cluster = load_cluster(cell.cluster)
     nodes = node_of(np.arange(len(held)), cluster)
@@ -94,8 +94,8 @@ def limit_by_host(measurement: Measurement, cell: Cell, by_rank: Sequence[Measur
 
 
 def part_of_host(cell: Cell, nbytes: int) -> float:
-    """The part of a node's host memory that its ranks take if each holds that many bytes there; 0 where the
-    cluster does not say how much there is."""
+    """The share (0 to 1, or more if it does not fit) of a node's host memory that its ranks take if each rank
+    holds ``nbytes`` there; 0 if the cluster's file does not give the host memory."""
     cluster = load_cluster(cell.cluster)
     ranks = int(np.bincount(node_of(np.arange(cell.sizes.world), cluster)).max())
     total = cluster.host_memory.total_bytes.value
@@ -103,17 +103,17 @@ def part_of_host(cell: Cell, nbytes: int) -> float:
 
 
 def host_is_full(measurement: Measurement, cell: Cell) -> bool:
-    """Whether a node's ranks hold more in its host's memory than that has."""
+    """Whether the ranks of a node hold more bytes in its host memory than the cluster's file gives."""
     total = load_cluster(cell.cluster).host_memory.total_bytes.value
     return total is not None and (measurement.node_host_memory_bytes or 0) > total
 
 
-#: categories of what is kept from step to step
+#: categories of tensors that are kept from step to step
 _STATES = ("parameters", "gradients", "optimizer_state")
 
 
 def allocator_of(cell: Cell) -> type[CachingAllocator]:
-    """The allocator of a cell's ranks, as ``training.cuda_alloc_conf`` and ``alloc_retries`` set it."""
+    """The class of allocator for a cell's ``training.cuda_alloc_conf`` and ``training.alloc_retries``."""
     kind: type[CachingAllocator] = CachingAllocator
     conf = cell.training.cuda_alloc_conf
     if conf is not None:
@@ -123,13 +123,13 @@ def allocator_of(cell: Cell) -> type[CachingAllocator]:
 
 @dataclass(frozen=True)
 class Failure:
-    """Where a rank runs out of memory.
+    """The point at which a rank runs out of memory.
 
     Attributes:
-        step: from 1; 0 is set-up.
-        phase: of the step, or SET_UP.
+        step: the number of the step, from 1; 0 for set-up.
+        phase: the phase of the step, or SET_UP.
         error: the request that has no room.
-        steps_fit: whether set-up alone does not fit.
+        steps_fit: whether only set-up does not fit, but the steps do.
     """
 
     step: int
@@ -138,10 +138,10 @@ class Failure:
     steps_fit: bool = False
 
     def reason(self, ranks: RankClass) -> str:
-        """A line for a result row.
+        """The failure in one line, for a result row.
 
         Args:
-            ranks: the class of the rank.
+            ranks: the class of the rank that runs out of memory.
         """
         error, alike = self.error, len(ranks.ranks)
         where = f"{self.phase} of step {self.step}" if self.step else self.phase
@@ -156,17 +156,17 @@ class Failure:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """A rank's memory in set-up and at each traced step; of one that does not fit, as on a card without a
-    limit.
+    """A rank's memory in set-up and in each traced step. For a rank that runs out of memory, the peaks are
+    those on a card without a limit.
 
     Attributes:
         setup: the peak of set-up.
-        peaks: of each step.
-        reserved: the largest number of bytes reserved up to the end of set-up, and up to that of each step.
-        phase_ends: of set-up and of each step, its phases by name with the bytes ``allocated`` and
-            ``reserved`` where the last one of that name ends.
-        reserved_on_card: the same on the card, up to the last step or until it runs out of memory.
-        failure: where it does not fit; None if it does.
+        peaks: the peak of each step.
+        reserved: the most bytes reserved up to the end of set-up, and up to the end of each step.
+        phase_ends: for set-up and each step, by the name of a phase, the bytes ``allocated`` and
+            ``reserved`` at the end of the last phase of that name.
+        reserved_on_card: the most bytes reserved on the real card, until the last step or the failure.
+        failure: the point at which the rank runs out of memory; None if it does not.
         returned: bytes that the allocator returns to the card in set-up, and in each step; empty: none.
     """
 
@@ -185,11 +185,11 @@ class RankMemory:
         capacity: int | None,
         kind: type[CachingAllocator] = CachingAllocator,
     ) -> RankMemory:
-        """Replay a log.
+        """The memory of a rank, from a replay of its memory log through an allocator.
 
         Args:
             capacity: bytes of the card that tensors can have; None: no limit.
-            kind: the allocator.
+            kind: the class of the allocator.
         """
         ends = log.phase_ends()
         stops = sorted({log.step_start, *log.step_ends, *(at for of_step in ends for at in of_step.values())})
@@ -226,7 +226,7 @@ class RankMemory:
         return failure is None or step < failure.step or (step > 0 and failure.steps_fit)
 
     def rows(self, ranks: RankClass) -> list[dict[str, Any]]:
-        """The entries of :attr:`Measurement.by_class` for the class of the rank."""
+        """The rows of :attr:`Measurement.by_class` for the rank's class: set-up, then each step."""
         returned = self.returned or [0] * (1 + len(self.peaks))
         return [
             {
@@ -250,7 +250,7 @@ class RankMemory:
 
 
 def needs(memory: RankMemory, cell: Cell) -> str:
-    """How much a rank of the cell that does not fit would need, and which settings would need less."""
+    """A line that says how many GiB a rank that does not fit would need, and which settings need less."""
     peak = memory.peak
     if memory.failure is not None and memory.failure.steps_fit:
         steps, setup = (each.nbytes / 2**30 for each in (peak, memory.setup))
@@ -269,7 +269,7 @@ def needs(memory: RankMemory, cell: Cell) -> str:
 
 
 def _fewer_states(cell: Cell) -> str:
-    """What would hold fewer model states: another backend, where replicas and stages allow it."""
+    """In words, a setting by which a rank holds fewer model states, for example another backend."""
     classes, sizes = all_backends(), cell.sizes.by_axis
     here = classes[cell.training.backend]
     replicas = prod(n for axis, n in sizes.items() if axis not in ("pp", "tp"))
@@ -283,26 +283,26 @@ def _fewer_states(cell: Cell) -> str:
 
 
 def usable_memory_bytes(cell: Cell, planned: Plan | None = None) -> int | None:
-    """Bytes of a device that the tensors of a cell and the allocator's own waste can have; None: no limit.
+    """The bytes of a device that a cell's tensors and the allocator's waste can have; None: no limit.
 
     Args:
-        planned: the cell's plan, or that of one that has other numbers of layers and micro-batches alone;
-            None: it is made.
+        planned: the plan of the cell, or of a cell that differs only in layers and micro-batches; None: this
+            function makes the plan.
 
     Raises:
-        Unsupported: the cell cannot run as it is, on clusters that know what NCCL takes.
+        Unsupported: the cell cannot run; only on clusters whose files give the bytes of NCCL's buffers.
     """
     usable = load_cluster(cell.cluster).usable_memory_bytes
     return None if usable is None else usable - (exchange_memory_bytes(cell, planned) or 0)
 
 
 def exchange_memory_bytes(cell: Cell, planned: Plan | None = None) -> int | None:
-    """What NCCL's buffers for all-to-alls take of the device of rank 0, which has no fewer peers in its node
-    than others; one communicator counts, that with the most. None: the cluster does not say.
+    """The bytes of NCCL's buffers for all-to-alls on the device of rank 0, which has at least as many peers
+    in its node as any rank; None: the cluster's file does not say. Only the largest communicator counts.
 
     An all-to-all connects each pair of devices of a node over each of NCCL's channels, with buffers of all
-    protocols at either end (``p2pSendSetup`` and ``p2pRecvSetup`` of src/transport/p2p.cc). Between nodes
-    buffers are shared (src/transport/net.cc), and count as nothing. ``planned``: see
+    protocols at either end (``p2pSendSetup`` and ``p2pRecvSetup`` of src/transport/p2p.cc). Buffers between
+    nodes are shared (src/transport/net.cc), and count as 0 bytes. ``planned``: see
     :func:`usable_memory_bytes`.
     """
     cluster = load_cluster(cell.cluster)

@@ -1,13 +1,13 @@
-"""What a rank of a pipeline does in a step, action by action: of each kind of rank a short step is traced,
-and those of all ranks are put together from its actions (:mod:`measure.engines.tracing`).
+"""The actions of a pipeline's rank in a step. By them the trace of a long step is put together from the trace
+of a short step (:mod:`measure.engines.tracing`).
 
-A rank holds several runs of layers, in an interleaved schedule, or one, which is the same with one chunk. A
-step has a warm-up of forwards, a steady state of forwards and backwards, and an end of backwards. A short
-step is that of a rank of the same kind (the first, the last, one between them) in a pipeline of fewer ranks,
-with a few micro-batches. An action is a copy of one of the short step that goes through the same chunk, in
-the same stretch of the step, with the first, the last, or another micro-batch. What it frees or waits for is
-of an action near it, of its micro-batch's forward, of the micro-batch before it in its chunk, or of the first
-or last ones of a chunk.
+A rank holds one run of layers or, in an interleaved schedule, several runs (chunks). A step has a warm-up of
+forwards, a steady state that alternates forwards and backwards, and an end of backwards; each of these
+stretches has turns that are alike. A short step is the step of a rank of the same kind (the first, the last,
+or one between them) in a pipeline of fewer ranks, with a few micro-batches. Each action of the long step is a
+copy of an action of the short step with the same chunk, the same stretch, and a like micro-batch (the first,
+the last, or another). The tensors that an action frees or waits for belong to an action near it, to its
+micro-batch's forward, to the micro-batch before it in its chunk, or to the first or last ones of a chunk.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from spbench.bench.measure.engines.listed import NotAlike
 from spbench.impls import Action, Ahead, Turn, Turns
 
 _FORWARD, _BACKWARD = ("forward", "pass_on"), ("backward", "pass_back")
-#: what a rank begins with: a step, and to gather the weights of its first chunks
+#: the action that begins a rank's step: it zeroes gradients, or gathers the weights of the first chunks
 _BEGINS: Action = ("begins", -1)
-#: by how many numbers an action may come after another of its direction whose tensors it frees or waits for
+#: the most forwards (or backwards) between an action and an earlier one whose tensors it frees or waits for
 _NEAR = 2
-#: micro-batches of a group of short steps: a first and a last one, and others
+#: micro-batches in a group of a short step: a first one, a last one, and one or two between them
 _SHORT_GROUPS = (3, 4)
-#: groups of a short step: a first and a last one, and another
+#: groups of micro-batches in a short step: the first, the last, and one between them
 _GROUPS = 3
-#: the most micro-batches that a short step of one run of layers holds
+#: the most forwards that a short step of one run of layers has before its first backward
 _FEWEST = 2 * _NEAR
-#: micro-batches of such a step: of its warm-up, of a steady state that repeats, and a last one
+#: micro-batches of a short step of one run of layers: its warm-up, a repeating steady state, and a last one
 SHORT = 3 * _FEWEST + 1
-#: the stretch of such a step, see :meth:`OneRun.stretch`, whose turns are all alike
+#: the number of the stretch (:meth:`OneRun.stretch`) whose turns are all alike: the steady state
 _ALTERNATES = 2
 
 
 @dataclass(frozen=True)
 class OneRun(Turns):
-    """The turns of a rank that holds one run of layers: 1F1B, and GPipe, whose forwards are all ``ahead``. A
-    forward and a backward each send and receive in their own phase."""
+    """The turns of a rank that holds one run of layers, in 1F1B or in GPipe, where all forwards come before
+    the first backward. A forward and a backward each send and receive in their own phase."""
 
     forwards_ahead: int = 0
 
     @classmethod
     def of(cls, micro_batches: int, ahead: int) -> OneRun:
-        """The turns of a rank, wherever it is, with so many forwards ahead of the first backward."""
+        """The turns of any rank that runs ``ahead`` forwards before its first backward."""
         return cls(0, 1, 1, micro_batches, forwards_ahead=ahead)
 
     @property
     def ahead(self) -> int:
-        """How many forwards are run before the first backward follows on a forward."""
+        """The number of forwards that a rank runs before forwards and backwards alternate."""
         return self.forwards_ahead
 
     def warm_up(self) -> Iterator[Action]:
@@ -60,7 +60,7 @@ class OneRun(Turns):
         return (("forward", i) for i in range(self.ahead))
 
     def alternating(self, forwards: range) -> Iterator[Action]:
-        """These forwards, and the backward after each."""
+        """The actions of the forwards with these numbers, with the backward that follows each forward."""
         return chain.from_iterable((("forward", i), ("backward", i - self.ahead)) for i in forwards)
 
     def cool_down(self) -> Iterator[Action]:
@@ -68,10 +68,10 @@ class OneRun(Turns):
         return (("backward", i) for i in range(len(self) - self.ahead, len(self)))
 
     def stretch(self, name: str, number: int) -> tuple[int, int]:
-        """The stretch of a step that a forward or a backward is in, and the turns since it has begun. A turn
-        is a forward and the backward after it, where there are these: those of the warm-up, those with its
-        backwards, those that alternate; the last forward; then backwards of the warm-up, others, and the
-        last."""
+        """(the number of the stretch of a step in which an action is, the turns since the stretch began). A
+        turn is a forward with the backward after it, or one of the two. The stretches: 0 warm-up forwards,
+        1 forwards with the warm-up's backwards, 2 the alternating rest, 3 the last forward, 4 the warm-up's
+        backwards after it, 5 other backwards, 6 the last backward."""
         ahead, count = self.ahead, len(self)
         turn, end = number + ahead * (name == "backward"), count + ahead - 1
         starts = (0, ahead, 2 * ahead, max(ahead, count - 1), count, max(count, 2 * ahead), end)
@@ -79,9 +79,9 @@ class OneRun(Turns):
         return stretch, turn - starts[stretch]
 
     def shorter(self) -> Iterator[OneRun]:
-        """The step from which this one is put together, if there is one that is shorter."""
+        """Yield the short step from which this step is put together, if a shorter step exists."""
         both, tail = len(self) - self.ahead, max(0, 2 * self.ahead - len(self))
-        # stages that hold one or none have no first ones that differ from others
+        # a rank that is 0 or 1 forwards ahead has no first forwards that differ from its other forwards
         ahead = self.ahead if self.ahead < _NEAR else _FEWEST
         if both > self.ahead + _NEAR:  # forwards and backwards alternate until turns repeat
             count = SHORT
@@ -100,9 +100,10 @@ class RankTurns:
     """The actions of a rank of a pipeline, by their places in a step.
 
     Attributes:
-        begins: whether a phase of its own comes before them.
-        gathers: whether a pass gathers weights that the one before it has not left, so that turns depend on
-            which passes follow each other.
+        of: the forwards and backwards, in order.
+        begins: whether the step begins with a phase of its own, before the first action.
+        gathers: whether a pass gathers weights that the pass before it has not left gathered, so that turns
+            depend on the order of passes.
     """
 
     of: Turns
@@ -111,18 +112,18 @@ class RankTurns:
 
     @property
     def ahead(self) -> int:
-        """Forwards before the first backward."""
+        """The number of forwards before the first backward."""
         return self.of.ahead
 
     @property
     def run(self) -> Turns | Ahead:
-        """What a step is asked to run, see :func:`record_step`."""
+        """The turns that :func:`record_step` is told to run."""
         return Ahead(len(self.of), self.ahead) if isinstance(self.of, OneRun) else self.of
 
     @property
     def _lead(self) -> list[int]:
-        """By chunk, by how many forwards its first one of a group comes after the backward of its last one
-        (below 0) or before it (above 0). Last, how many forwards of warm-up go beyond the last chunk."""
+        """For each chunk, by how many forwards its first forward of a group comes before (above 0) or after
+        (below 0) the backward of its last forward; then the warm-up forwards beyond the last chunk."""
         leads = [self.ahead - 2 * chunk * self.of.group for chunk in range(self.of.chunks)]
         return [*leads, self.ahead - self.of.period]
 
@@ -134,7 +135,7 @@ class RankTurns:
 
     @property
     def _touching(self) -> list[bool]:
-        """By chunk, whether its forward follows the backward at once, which frees what would be kept."""
+        """For each chunk, whether its forward directly follows its backward, which frees the kept input."""
         return [each == -1 for each in self._lead]
 
     @property
@@ -143,12 +144,12 @@ class RankTurns:
         return (self.of.rank == self.of.ranks - 1) - (self.of.rank == 0)
 
     def shorter(self) -> Iterator[RankTurns]:
-        """Steps from which this one may be put together, the shortest first."""
+        """Yield the short steps from which this step may be put together, the shortest first."""
         of = self.of
         if isinstance(of, OneRun):
             yield from (replace(self, of=short) for short in of.shorter())
             return
-        # what is sent beside the computation is waited for in turns that are not told apart here
+        # with overlapped sends a rank waits in turns that the kinds below do not tell apart
         if self.gathers or of.overlapped or of.group != of.ranks or of.micro_batches % of.group:
             return
         # a whole step runs three periods once it alternates
@@ -184,7 +185,7 @@ class RankTurns:
 
     @cached_property
     def _latest(self) -> list[tuple[int, int]]:
-        """The numbers of the last forward and backward up to each place, and up to the end."""
+        """For each place, and for the end, the numbers of the last forward and the last backward so far."""
         forward, backward, latest = -1, -1, []
         for name, number in self.actions:
             forward = number if name == "forward" else forward
@@ -194,7 +195,7 @@ class RankTurns:
 
     @cached_property
     def _numbers(self) -> tuple[dict[Turn, int], dict[Turn, int]]:
-        """The number of each forward and of each backward."""
+        """The number of each turn among the forwards, and among the backwards."""
         forwards, backwards = (
             {turn: number for number, turn in enumerate(turns)}
             for turns in (self.of.forwards, self.of.backwards)
@@ -203,7 +204,7 @@ class RankTurns:
 
     @cached_property
     def _gathers(self) -> dict[int, int]:
-        """The number of the forward that begins to gather the weights of each chunk."""
+        """By chunk, the number of the forward that begins to gather the chunk's weights."""
         gathered = ((self.of.gathered(number), number) for number in range(len(self.of)))
         return {chunk: number for chunk, number in gathered if chunk is not None}
 
@@ -211,7 +212,7 @@ class RankTurns:
         return len(self.actions)
 
     def phases(self, place: int) -> list[str]:
-        """The phases of an action."""
+        """The names of the phases that the action at a place begins."""
         name, number = action = self.actions[place]
         if action == _BEGINS:
             return ["forward"] * (self.begins + (self.of.chunks > 1))
@@ -224,7 +225,7 @@ class RankTurns:
         return (self.of.forwards if name in _FORWARD else self.of.backwards)[number]
 
     def _kind(self, action: Action) -> Hashable:
-        """What an action must have in common with another one to be a copy of it."""
+        """A key that an action shares with every action of which it may be a copy."""
         (name, number), of = action, self.of
         if number < 0:
             return action, of.received(*action) if name != "begins" else None
@@ -238,13 +239,13 @@ class RankTurns:
         return name, chunk, outside, ends, by, of.gathered(number) if name == "forward" else None
 
     def _where(self, action: Action) -> tuple[Hashable, ...]:
-        """What an action has in common with its best copies, the most important first."""
+        """The features in which an action should agree with its copy, the most important feature first."""
         if action[1] < 0:
             return ()
         of, micro_batch = self.of, self._turn(action).micro_batch
         if isinstance(of, OneRun):
             stretch, since = of.stretch(*action)
-            # the latest of its kind: in the turns before it things of the first ones may still die
+            # prefer the latest like turn: in earlier turns, tensors of the first turns may still be freed
             return tuple(since > turns for turns in range(SHORT if stretch == _ALTERNATES else _NEAR))
         place, outside = micro_batch % of.group, action[1] >= len(of) - self.ahead
         last = micro_batch == of.micro_batches - 1
@@ -254,14 +255,14 @@ class RankTurns:
 
     @cached_property
     def _of_kind(self) -> dict[Hashable, list[tuple[tuple[Hashable, ...], int]]]:
-        """Where the actions of each kind are, and their places."""
+        """For each :meth:`_kind`, the (:meth:`_where`, place) of its actions."""
         alike = defaultdict(list)
         for place, action in enumerate(self.actions):
             alike[self._kind(action)].append((self._where(action), place))
         return alike
 
     def like(self, place: int, other: RankTurns) -> int:
-        """The place of the action of a short step that does what this step does at ``place``.
+        """The place, in the short step ``other``, of the action that is most like this step's at ``place``.
 
         Raises:
             NotAlike: the short step has no such action.
@@ -280,8 +281,8 @@ class RankTurns:
         return max(alike, key=in_common)[1]
 
     def _near(self, place: int, forwards: bool) -> Iterator[tuple[int | None, int]]:
-        """Numbers of forwards (else of backwards) by which those are told that the action at a place refers
-        to, and how far before each they may be."""
+        """Yield (the number of a forward, or else backward, near the action at ``place``, or None; how many
+        numbers before it an action may be to which the one at ``place`` refers)."""
         name, number = self.actions[place]
         own = (name in _FORWARD) == forwards
         turn = self._turn(self.actions[place]) if number >= 0 else None
@@ -295,11 +296,11 @@ class RankTurns:
         yield (numbers.get(before) if before else None), 1
 
     def moved(self, place: int, of: int, other: RankTurns, to: int) -> int:
-        """The place that the action at place ``to`` of another step refers to, where its like, at ``place``
-        of this one, refers to place ``of``.
+        """The place in ``other`` to which its action at ``to`` refers, if the like action of this step, at
+        ``place``, refers to place ``of``.
 
         Raises:
-            NotAlike: the other has no such action.
+            NotAlike: the other step has no such action.
         """
         if of == len(self):
             return len(other)
@@ -317,7 +318,7 @@ class RankTurns:
             for (mine, most), (theirs, _) in near:
                 if mine is not None and theirs is not None and 0 <= mine - number <= most:
                     return theirs + number - mine
-        else:  # the end refers to the last ones, and to those about the last forward
+        else:  # the end of a step refers to the last actions, and to actions near the last forward
             lasts = [(len(self.of), len(other.of))]
             if not forwards and self.of.chunks == 1:
                 lasts.append((len(self.of) - self.ahead, len(other.of) - other.ahead))

@@ -1,14 +1,14 @@
-"""Lists in which a deeper model has longer runs of like blocks: those of two depths say what another one is.
+"""Lists in which a deeper model has longer runs of like blocks, so that two depths determine a third.
 
 The lists of a model of n layers (births and deaths of storages, the events of a program) have a run of like
-blocks for each pass over the layers: one of forward, one of backward, some of the optimizer. With a layer
-more each run has a block more. Two lists are aligned whose models differ by two layers: where they part, the
-deeper one has two like blocks more. What lies between runs is the same in both. So a block can begin anywhere
-in a layer, and the first and last layers may differ from the others: these lie between the runs.
+blocks for each pass over the layers: one of forward, one of backward, some of the optimizer. Each further
+layer adds a block to each run. Two lists are aligned whose models differ by two layers: where the lists part,
+the deeper list has two like blocks more. The entries between runs are the same in both lists. So a block can
+begin anywhere in a layer, and the first and last layers may differ from the others and lie between the runs.
 
-Entries refer to earlier ones, a death to a birth, a wait to what is waited for. In a deeper list that is the
-entry at the same place of a block, whose number is linear in the number of the referring block and in the
-number of layers: backward frees in its block j what forward made in block n - 1 - j.
+Entries refer to earlier entries: a death to a birth, a wait to a communication. In a deeper list an entry
+refers to the same place of a block whose number is linear in the number of the referring block and in the
+number of layers: for example, backward frees in its block j the tensors that forward made in block n - 1 - j.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 
 from spbench.bench.measure.engines.listed import Listed, NotAlike, Order
 
-#: entries that are compared at first, where two lists may soon part
+#: how many entries are compared first, since two lists may soon part
 _FIRST_LOOK = 256
 
 
 class Run(NamedTuple):
-    """Equal blocks in the shallower model's list: ``blocks`` of ``length`` entries, which end at entry
-    ``end``. Before them lies ``part``, how many last entries of a further block."""
+    """A run of equal blocks in the shallower model's list: ``blocks`` blocks of ``length`` entries, which end
+    before entry ``end``. The ``part`` entries before the first block equal the end of a further block."""
 
     end: int
     length: int
@@ -38,7 +38,7 @@ class Run(NamedTuple):
 
 
 def in_common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many entries two lists have in common, from the first on."""
+    """The number of leading entries in which two lists are equal."""
     most, at, look = min(len(a), len(b)), 0, _FIRST_LOOK
     while at < most:
         end = min(most, at + look)
@@ -50,10 +50,10 @@ def in_common(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def runs_of(shallow: np.ndarray, deeper: np.ndarray) -> list[Run]:
-    """The runs of a list of tokens that have two blocks more in a deeper one.
+    """The runs of blocks in a shallow model's tokens that have two blocks more in a deeper model's tokens.
 
     Raises:
-        NotAlike: the lists differ otherwise.
+        NotAlike: the lists differ in more than two blocks for each run.
     """
     runs: list[Run] = []
     at = there = free = 0  # entries from `free` on belong to no run yet
@@ -77,11 +77,11 @@ def runs_of(shallow: np.ndarray, deeper: np.ndarray) -> list[Run]:
 
 
 def _inserted(shallow: np.ndarray, deeper: np.ndarray) -> int:
-    """The length of the block with which ``deeper`` begins twice, and after which ``deeper`` has most in
-    common with ``shallow``.
+    """The length of the block that stands twice at the start of ``deeper``, chosen so that the rest of
+    ``deeper`` equals ``shallow`` for as long as possible.
 
     Raises:
-        NotAlike: there is none.
+        NotAlike: ``deeper`` begins with no such block.
     """
     lengths = np.arange(1, (len(deeper) - len(shallow)) // 2 + 1)
     if len(shallow):
@@ -103,26 +103,26 @@ class DeepList:
     """The list of a deeper model, worked out from the lists of two shallow models.
 
     Args:
-        shallow, deeper: of models of n and n + 2 layers.
+        shallow, deeper: the lists of models of n and n + 2 layers.
 
     Attributes:
-        counterpart: of each entry of the deeper list, the one in its place in the shallower; -1: there is
-            none, for it is of the two blocks that a run has more.
+        counterpart: for each entry of the deeper list, the entry in its place in the shallower list; -1 for
+            an entry of the two blocks by which a run is longer.
 
     Raises:
-        NotAlike: the two lists do not determine it.
+        NotAlike: the two lists do not determine a deeper model's list.
     """
 
     def __init__(self, shallow: Listed, deeper: Listed):
         self._runs = runs_of(shallow.tokens, deeper.tokens)
         self._shallow, self._deeper = shallow, deeper
-        # of each entry its place in the first block of its run, the number of its block (-1: the part before
-        # the first), and its run (-1: it is in none); of the shallower list in terms of the deeper one
+        # for each entry: its place in the first block of its run, the number of its block (-1: the part
+        # before the first block), and its run (-1: no run); the shallower list's in terms of the deeper's
         self._base, self._block = np.arange(len(deeper)), np.zeros(len(deeper), dtype=np.int64)
         self._run = np.full(len(deeper), -1)
         base, block = np.arange(len(shallow)), np.zeros(len(shallow), dtype=np.int64)
         self.counterpart = np.arange(len(deeper))
-        #: of each run, its first entry in the deeper list
+        #: for each run, its first entry in the deeper list
         self._starts: list[int] = []
         for number, run in enumerate(self._runs):
             more = 2 * run.length
@@ -142,13 +142,13 @@ class DeepList:
             self.counterpart[start:end] = -1
         self._refers = deeper.references >= 0
         self._target, self._of_block = self._base[deeper.references], self._block[deeper.references]
-        #: of each run, the first of the two blocks without counterparts, of which further ones are copies
+        #: for each run, the first of the two blocks without counterparts; further blocks are its copies
         self._copied = [self._split(number, shallow.references, base) for number in range(len(self._runs))]
         self._refer(shallow.references, base, block)
 
     def _split(self, number: int, references: np.ndarray, base: np.ndarray) -> slice:
-        """Tell which blocks of a run have counterparts in the shallower list: the first, the last, or some
-        of both."""
+        """Decide which blocks of a run have counterparts in the shallower list (some first and some last
+        blocks); returns the entries of the first block without a counterpart."""
         run, start = self._runs[number], self._starts[number]
         shallow = np.arange(run.start, run.end)
         targets = np.where(references[shallow] >= 0, base[references[shallow]], -1)
@@ -162,14 +162,14 @@ class DeepList:
         raise NotAlike("blocks refer to other entries with two layers more")
 
     def _refer(self, references: np.ndarray, base: np.ndarray, block: np.ndarray) -> None:
-        """Find how blocks that entries refer to depend on the number of layers and on the entries' own."""
+        """Set how the block to which an entry refers depends on the number of layers and on its own block."""
         has = self._refers & (self.counterpart >= 0)
         there = references[self.counterpart[has]]
         more = self._of_block[has] - block[there]
         same = (there >= 0).all() and np.array_equal(base[there], self._target[has])
         if not same or not np.isin(more, (0, 2)).all():
             raise NotAlike("entries refer to other entries with two layers more")
-        #: by how much the number of that block grows with a layer, and from each block to the next
+        #: by how much the number of the referred block grows with each layer, and from one block to the next
         self._by_layer, self._by_block = (np.zeros(len(self._deeper), dtype=np.int64) for _ in range(2))
         self._by_layer[has] = more // 2
         for copied, run in zip(self._copied, self._runs, strict=True):
@@ -185,7 +185,8 @@ class DeepList:
             self._by_layer[here] = by_block < 0
 
     def growth(self, of_shallow: np.ndarray, of_deeper: np.ndarray) -> np.ndarray:
-        """By how much a column of the list grows with two layers, for each row of the deeper one."""
+        """[rows of the deeper list]: by how much a column grows with two layers more; 0 without a
+        counterpart."""
         both = (self.counterpart >= 0) & ~self._deeper.is_mark
         row, row_there = self._deeper.source[both], self._shallow.source[self.counterpart[both]]
         growth = np.zeros(of_deeper.shape, dtype=np.float64)
@@ -193,14 +194,14 @@ class DeepList:
         return growth
 
     def by(self, layers: int) -> Order:
-        """The list of a model with that many layers more than the shallower one, of copies of entries of the
-        deeper one.
+        """The list of a model with ``layers`` layers more than the shallower model, as copies of the deeper
+        list's entries.
 
         Raises:
-            NotAlike: something would refer to what is not there.
+            NotAlike: an entry would refer to a block that does not exist.
         """
         pieces, copies, first = [], [], 0
-        begins = np.arange(len(self._deeper))  # where the first block of each entry's run has it
+        begins = np.arange(len(self._deeper))  # each entry's place in its run's first block, in the new list
         for start, copied, run in zip(self._starts, self._copied, self._runs, strict=True):
             pieces += [np.arange(first, copied.start), np.tile(np.arange(copied.start, copied.stop), layers)]
             copies += [np.zeros(copied.start - first, int), np.repeat(np.arange(layers), run.length)]
@@ -209,14 +210,14 @@ class DeepList:
         pieces.append(np.arange(first, len(self._deeper)))
         copies.append(np.zeros(len(self._deeper) - first, int))
         like, copy = np.concatenate(pieces), np.concatenate(copies)
-        # of what each entry of the deeper list refers to, by that entry's run; the last is of what is in none
+        # of the run in which each referred entry lies; the last value is for entries in no run
         target, run_of = self._target, self._run[self._target]
         lengths = np.array([*(run.length for run in self._runs), 0])[run_of]
         ends = np.array([*(run.blocks + layers for run in self._runs), 1])[run_of]
         parts = np.array([*(run.part for run in self._runs), 0])[run_of]
         place = target - np.array([*self._starts, 0])[run_of]
         block = self._of_block + self._by_layer * (layers - 2)
-        # of the copies of those that refer to one
+        # only the copies of entries that refer to another entry
         refers = np.flatnonzero(self._refers[like])
         of = like[refers]
         block = block[of] + self._by_block[of] * copy[refers]

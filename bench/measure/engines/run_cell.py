@@ -1,4 +1,4 @@
-"""A cell that is run: what its engine makes of it, and the outcome, whatever was raised."""
+"""Run a cell on its engine, and turn the measurement, or whatever error was raised, into an outcome."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from spbench.bench.measure.processes.stacks import RankError
 from spbench.bench.measurement import Measurement, Outcome, shortened
 from spbench.impls import Unavailable, Unsupported, exits_refused, printed, told
 
-#: measures a cell
+#: a function that measures a cell
 Run = Callable[[Cell], Measurement]
 
 
 def run_cell(cell: Cell) -> Measurement:
-    """What a cell asks for, by its engine.
+    """The measurement of a cell by its engine: the answer of its search, its training run, or one step.
 
     Raises:
-        Unsupported: the strategy cannot run these sizes, or the engine not what is asked.
+        Unsupported: the strategy cannot run these sizes, or the engine cannot search or train.
     """
     engine = engine_class(cell.engine)()
     if cell.search is not None:
@@ -36,7 +36,7 @@ def run_cell(cell: Cell) -> Measurement:
 
 
 def measure(run: Run, cell: Cell) -> Outcome:
-    """Run a cell; whatever it raises becomes an outcome."""
+    """The outcome of ``run(cell)``, with its seconds. Errors become outcomes, but for KeyboardInterrupt."""
     start = time.perf_counter()
     try:
         with exits_refused():

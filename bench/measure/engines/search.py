@@ -1,18 +1,17 @@
 """A search on any engine: the largest value that fits, proved by a step at each value that was tried.
 
-On virtual ranks it is predicted from a few guessed traces (:class:`Guesses`), then proved by whole traces:
-the answer fits, one step more does not. So a search costs two whole traces where the prediction is right, one
-more where the allocator loses memory to fragmentation, and up to three more where the step is no multiple of
-what fused kernels take. The time of a step comes from the same traces.
+On virtual ranks the answer is predicted from a few guessed traces (:class:`Guesses`), then proved by whole
+traces: the answer fits, one search step more does not. So a search costs two whole traces if the prediction
+is right, one more if the allocator loses memory to fragmentation, and up to three more if the search step is
+no multiple of the lengths that fused kernels take. The time of a step comes from the same traces.
 
-What a cell needs of its card and of its host at any size is guessed from traces of few layers. Within one
-program, the size of each storage is a polynomial of degree two in the batch or the sequence length. So two or
-three guessed traces (:func:`measure.engines.tracing.trace`) give the whole curve of live bytes at any size,
-and its peak is the largest over all phases, whichever it is. The overall peak alone must not be extrapolated:
-which phase it falls in changes with the size.
+The bytes that a cell needs on its card and its host at any size are guessed from traces of few layers. Within
+one program, the size of each storage is a polynomial of degree 1 or 2 in the batch or the sequence length. So
+two or three guessed traces (:func:`measure.engines.tracing.trace`) give the whole curve of live bytes at any
+size, and its largest value is the peak. The peak alone must not be extrapolated, because the phase in which
+the peak falls changes with the size.
 
-Where another program runs (a longer sequence has more tiles), no other size says what one needs: the very
-size is traced.
+If sizes run different programs (a longer sequence has more tiles), each size is traced itself.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ class Guesses:
     """The memory that a cell needs, by size: extrapolated if all sizes run one program, else traced.
 
     Args:
-        cell: of which sizes are asked; all of its ranks are taken to hold as much on hosts as the traced.
-        trace: gives the trace of a size, at that effort.
-        points: sizes to extrapolate from; as many as the degree of its sizes plus one.
+        cell: the searching cell; every rank is taken to hold as many bytes on its host as the traced rank.
+        trace: returns the trace of a size, at an effort.
+        points: the sizes to extrapolate from: one more than the degree of the polynomial.
         capacity: bytes of the card that tensors can have.
 
     Attributes:
-        extrapolates: whether one program runs, as far as is known.
+        extrapolates: whether all sizes that were traced so far run one program.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Guesses:
         return extrapolated
 
     def confirm(self, size: int) -> bool:
-        """Whether the size runs the program that it is guessed by; if not, sizes are traced from now on."""
+        """Whether a size runs the program of the sampled sizes; if not, each size is traced from now on."""
         if self.extrapolates and self._program(size) != self._program(self._smallest):
             self.extrapolates = False
             self._forget()
@@ -99,7 +98,7 @@ class Guesses:
         return True
 
     def need(self, size: int) -> float:
-        """The share of the card's or the host's memory that a size needs, whichever is larger."""
+        """The share of memory that a size needs, on the card or the host, the larger; above 1: no room."""
         return self._need(*self.memories(size))
 
     def _need(self, card: MemoryLog, host: MemoryLog) -> float:
@@ -107,7 +106,7 @@ class Guesses:
         return max(on_card, part_of_host(self._cell, host_peaks(host)[-1]))
 
     def served(self, size: int) -> bool:
-        """Whether the allocator of the card serves the step."""
+        """Whether the card's caching allocator has room for all requests of the step at a size."""
         if size not in self._served:
             log, kind = self.memories(size)[0], allocator_of(self._cell)
             replayed = replay(log.sizes, log.events, self._capacity, (), log.streams, kind)
@@ -115,9 +114,9 @@ class Guesses:
         return self._served[size]
 
     def last_that_fits(self, low: int, high: int) -> int:
-        """The last size from ``low`` on, and below ``high``, of which the need is no more than there is;
-        ``low`` if there is none. Needs of cards grow nearly in a line with the size, which says where to
-        look; those of hosts in steps, so every third look is in the middle, by factors."""
+        """The largest size from ``low`` to below ``high`` whose :meth:`need` is at most 1; ``low`` if there
+        is none. The need of a card is nearly linear in the size, which says where to look next. The need of
+        a host grows in steps, so every third look is at the geometric mean of the bounds."""
         needs = self._needs
         low = max([low, *(n for n in needs if n < high and needs[n] <= 1)])
         high = min([high, *(n for n in needs if n > low and needs[n] > 1)])
@@ -144,7 +143,7 @@ def _events(memories: Sequence[MemoryLog]) -> list[list[int]]:
 
 #: whole traces that a search may take before it is given up as a failure
 MAX_PROBES = 40
-#: fused kernels of attention take multiples of this only; other sizes run other kernels and need more memory
+#: fused attention kernels take only multiples of this; other lengths run other kernels, with more memory
 KERNEL_MULTIPLE = 4
 
 
@@ -157,7 +156,7 @@ class Probe(NamedTuple):
 
 
 def proof_of(value: int, measurement: Measurement) -> dict[str, Any]:
-    """A line of a row's proof: what was measured at a value of the searched quantity."""
+    """An entry of :attr:`Measurement.proof`: the status, memory and reason at one value of the quantity."""
     shown = ("status", "peak_memory_bytes", "reserved_memory_bytes", "reason")
     return {"value": value, **{name: getattr(measurement, name) for name in shown}}
 
@@ -165,11 +164,11 @@ def proof_of(value: int, measurement: Measurement) -> dict[str, Any]:
 class Boundary:
     """The bracket around the largest value that fits, and the probes that narrowed it.
 
-    Values are counted in units here: of the search's step, or of the smallest multiple of it that all kernels
-    take, among which memory only grows. The values between two of those are tried last, by :meth:`refine`.
+    Bounds are counted in units: the search's step, or its smallest multiple that all kernels take, so that
+    memory grows from each unit to the next. :meth:`refine` tries the values between two units last.
 
     Args:
-        candidates: what may be tried.
+        candidates: the values that may be tried.
         capacity: bytes of the card that tensors can have.
     """
 
@@ -186,7 +185,7 @@ class Boundary:
         self.proof: list[dict[str, Any]] = []
         #: the rank class whose memory is predicted; mostly the first stage's, which runs furthest ahead
         self.predicted = 0
-        #: how many sizes were out of memory that were said to fit
+        #: the number of sizes that were predicted to fit and were out of memory
         self.disappointed = 0
         self._sample()
 
@@ -204,8 +203,8 @@ class Boundary:
     def _guess(self) -> int:
         """The last unit inside the bracket that seems to fit; its lower end if none does.
 
-        What the allocator loses is asked after the first whole trace; a size is further below the bracket's
-        end with each that does not fit though it seemed so."""
+        The allocator's losses are counted after the first whole trace. Each failed prediction keeps the next
+        guess further below the upper end of the bracket."""
         while True:
             guess = self.guesses.last_that_fits(self.low, self.high)
             if self.newest is not None:
@@ -231,8 +230,8 @@ class Boundary:
         return fits
 
     def narrow(self) -> None:
-        """Probe until the bracket has no room."""
-        beyond = 1  # how far past a size that fits to look, when nothing more is predicted to fit
+        """Probe until no unit lies between the bounds of the bracket."""
+        beyond = 1  # units above the lower bound to probe, when no larger size is predicted to fit
         while self.high - self.low > 1:
             if len(self.proof) == MAX_PROBES:
                 raise RuntimeError(
@@ -247,13 +246,13 @@ class Boundary:
             beyond = 2 * beyond if fits and not predicted else 1
 
     def refine(self) -> None:
-        """Probe the values inside the bracket that are not whole units, the largest first."""
+        """Probe the values inside the bracket that are no whole units, the largest first, until one fits."""
         inside = [value for value in self.candidates.values if self.low < value / self.unit < self.high]
         next((value for value in reversed(inside) if self.probe(value)), None)
 
 
 def largest_that_fits(cell: Cell) -> Measurement:
-    """As :func:`search`, on virtual ranks."""
+    """The answer of :func:`search` on virtual ranks; a cluster without a memory limit is Unsupported."""
     candidates = Candidates(cell)
     capacity = usable_memory_bytes(cell.at(candidates.values[0]))
     if capacity is None:
@@ -270,11 +269,11 @@ def largest_that_fits(cell: Cell) -> Measurement:
 
 
 def search(cell: Cell, engine: Engine) -> Measurement:
-    """The measurement at the largest value that fits, with ``answer`` and ``proof``; status oom, if not even
+    """The measurement at the largest value that fits, with ``answer`` and ``proof``; status oom if not even
     the smallest value fits.
 
-    Virtual ranks predict the answer from small traces. On any other engine the virtual answer is tried first,
-    for the cell's rank or else the virtual one with the largest peak.
+    Virtual ranks predict the answer from small traces. Any other engine tries the virtual answer first, on
+    the cell's rank, or else on the virtual rank with the largest peak.
 
     Raises:
         Unsupported: the engine does not search, the strategy cannot run these sizes, the limit is below the
@@ -309,9 +308,9 @@ def search(cell: Cell, engine: Engine) -> Measurement:
 def largest_fitting(count: int, fits: Callable[[int], bool], guess: int) -> int:
     """The largest of 1, ..., ``count`` for which ``fits`` is true; 0 if there is none.
 
-    Whatever is below a number that fits must fit too. The guess is tried first, then numbers at distances
-    that double from there until the answer changes, then the middle of what is left: two numbers where the
-    guess is right.
+    Each number below a number that fits must fit too. The guess is tried first, then numbers at distances
+    that double from there until ``fits`` changes, then the middle of the remaining range. A right guess costs
+    two calls.
     """
     low, high, step = 0, count + 1, 1  # low fits, high does not
     tried_low = tried_high = False

@@ -1,4 +1,4 @@
-"""What every engine builds and runs: a cell's module, its training or inference step, and a rank's inputs."""
+"""Build and run a cell's step for any engine: its module, its training or inference, and a rank's inputs."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def set_up(
     set_weights: Callable[[nn.Module], None] | None = None,
     turns: Turns | Ahead | None = None,
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
-    """Build what a cell runs on this rank, and this rank's inputs, with values from the two arguments after
-    the mesh, on the mesh's device; see :func:`record_step` for the last one."""
+    """(the training or inference of a cell on this rank, this rank's inputs by name), on the mesh's device.
+    ``generator`` draws the inputs, ``set_weights`` sets the weights; ``turns``: see :func:`record_step`."""
     model = model_preset(*cell.model_arguments)
     training: Training | Inference
     left_out: frozenset[str] = frozenset()
@@ -75,12 +75,12 @@ def build_training(
     cls: type[Strategy] | None = None,
     turns: Turns | Ahead | None = None,
 ) -> tuple[Training, Strategy, Composition]:
-    """The training of a cell on this rank, and what it was built with.
+    """The training of a cell on this rank, with its strategy and its composition.
 
     Args:
-        set_weights: gives the module its weights; before they are copied or sharded, unless the backend
-            starts on the meta device. None: they have none.
-        cls: the strategy, instead of the registered one of the cell's name.
+        set_weights: sets the module's weights before they are copied or sharded (after that, if the backend
+            starts on the meta device). None: weights have no values.
+        cls: the strategy's class, in place of the registered class with the name in the cell.
         turns: see :func:`record_step`.
     """
     deferred = backend_class(cell.training.backend).starts_on_meta(backend_options(cell))
@@ -112,8 +112,8 @@ def build_module(
     cls: type[Strategy] | None = None,
     device: str | None = None,
 ) -> tuple[nn.Module, Strategy, Composition]:
-    """The module alone, with the arguments of :func:`build_training`; on the mesh's device, unless another
-    is given."""
+    """A cell's module on this rank, with its strategy and its composition; arguments as of
+    :func:`build_training`. ``device``: the type of the module's device; None: the mesh's."""
     place = Place.on(mesh, cell.mesh_sizes)
     strategy = (cls or nesting(cell.strategy)).configured(place, cell.strategy_options)
     around = composition(cell, place)
@@ -132,7 +132,7 @@ def _built(cell: Cell, strategy: Strategy, around: Composition, device: str) -> 
 def rank_inputs(
     model: Model, strategy: Strategy, around: Composition, batch: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """This rank's part of a whole batch (views)."""
+    """This rank's part of each tensor of a whole batch, by name, as views."""
     return {
         name: strategy.shard(
             value if name in model.unbatched else value.chunk(around.replicas)[around.replica],
@@ -150,11 +150,12 @@ def record_step(
     set_weights: Callable[[nn.Module], None] | None = None,
     turns: Turns | Ahead | None = None,
 ) -> tuple[Training | Inference, dict[str, Tensor]]:
-    """Set up and run ``training.steps`` steps under an entered recorder; returns what further steps need.
+    """Set up and run ``training.steps`` steps under an entered recorder; returns the training or inference,
+    and its inputs by name, for further steps.
 
     Args:
-        set_weights: gives the weights values, unseen by the recorder; None: there are none (fake tensors).
-        turns: of the pipeline, which may be of fewer micro-batches than are set up. None: the cell's.
+        set_weights: sets the weights, unseen by the recorder; None: weights have no values (fake tensors).
+        turns: the pipeline's turns, if the step runs other micro-batches than the cell's; None: the cell's.
     """
 
     def set_unseen(module: nn.Module) -> None:
@@ -169,20 +170,20 @@ def record_step(
     for number in range(1, cell.training.steps + 1):
         with recorder.step(last=number == cell.training.steps):
             training.step(inputs, recorder.phase)
-    _tag(recorder.memory, training, inputs)  # what the steps have made and still hold, such as moments
+    _tag(recorder.memory, training, inputs)  # tensors that the steps made and still hold, such as moments
     return training, inputs
 
 
 def _tag(memory: MemoryMeter, training: Training | Inference, inputs: Mapping[str, Tensor]) -> None:
-    """Tag the tensors that training holds; their list must not outlive this, or it keeps them alive."""
+    """Tag the tensors that training holds. No list of them outlives the call, as it would keep them alive."""
     for category, tensors in training.held().items():
-        memory.tag(tensors, category, keep=True)  # where weights are the masters too, they are parameters
+        memory.tag(tensors, category, keep=True)  # weights that are also the master weights stay parameters
     memory.tag(inputs.values(), "inputs")
 
 
 def workspace_bytes(cell: Cell) -> dict[str, int]:
-    """Bytes of each workspace on the cell's cluster, by the name that :attr:`Device.workspaces` has for the
-    library; cuBLAS's as ``training.cublas_workspace`` says, if it does."""
+    """The bytes of each library's workspace on the cell's cluster, by the names of :attr:`Device.workspaces`;
+    for cuBLAS, the bytes that ``training.cublas_workspace`` sets, if the cell sets it."""
     limits = load_cluster(cell.cluster).device.workspaces
     nbytes: dict[str, int] = {name: limit.value or 0 for name, limit in limits.items()}
     engine = nbytes.get("transformer_engine", 0)
@@ -194,8 +195,8 @@ def workspace_bytes(cell: Cell) -> dict[str, int]:
 
 
 def configured_bytes(config: str) -> int:
-    """Bytes of a CUBLAS_WORKSPACE_CONFIG, pairs of KiB and count as in ":4096:2:16:8", as torch adds them
-    up."""
+    """The bytes of a CUBLAS_WORKSPACE_CONFIG, which has pairs of KiB and count, such as ":4096:2:16:8"; torch
+    adds the products."""
     numbers = [int(number) for number in config.split(":")[1:]]
     return sum(kib * 2**10 * count for kib, count in zip(numbers[::2], numbers[1::2], strict=True))
 

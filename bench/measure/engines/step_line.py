@@ -1,11 +1,11 @@
-"""The step of a pipeline with very many micro-batches, from steps of a few: once the pipeline is full, each
-further group of micro-batches takes as long as the one before, sends as much, and holds nothing more.
+"""The step of a pipeline with very many micro-batches, from steps with few: once the pipeline is full, each
+further group of micro-batches takes as long as the group before, sends as much, and holds no more memory.
 
-So a step's seconds and what it sends are a line in the number of micro-batches. Steps of three numbers of
-them say which; where these are not on a line, nothing is said.
+So a step's seconds and its messages are linear in the number of micro-batches. Steps with three numbers of
+micro-batches determine the line; if the three are not on a line, the module raises NotAlike.
 
-The class of a simulated time is here too: what its rates are, by the worst of what prices a part of it that
-counts.
+The module also names the class of a simulated time: the worst grade among the rates that price a part of the
+step large enough to count.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from spbench.bench.measure.simulator.timeline import Timeline
 from spbench.bench.measure.trace.meter import Operation
 from spbench.bench.setting_values import STAND_IN, StandIn
 
-#: groups of micro-batches of steps: two, and with the proof a first and a last one, and others between
+#: the numbers of groups of micro-batches in the steps to be traced, without and with a proof of the line
 _GROUPS, _PROOF_GROUPS = (1, 2), (3, 4, 5)
-#: stages of a pipeline whose steps of hardly more micro-batches than there are stages are traced as quickly
-#: as the short steps that longer ones are put together from
+#: the most stages of a pipeline whose whole step, with hardly more micro-batches than stages, is traced as
+#: quickly as a short step from which the step could be put together
 _FEW_STAGES = 4
-#: how many times the micro-batches of all three steps together a cell has at least
+#: a cell is put on a line only if it has this many times the micro-batches of the three steps together
 _WORTH = 2
-#: how far the second step may be from the line of the others, as a share of the step
+#: the most by which the second step may differ from the line of the others, as a share of the step
 _OFF = 1e-9
-#: a part of a step
+#: the name of a part of a step
 Named = TypeVar("Named", str, Substitute)
-#: of calls: the operator's name, or the collective with its size
+#: a kind of call: the operator's name, or the collective with its size
 Kind = TypeVar("Kind", str, Operation)
 
 
 def steady_counts(cell: Cell, *, proved: bool = False) -> Sequence[int]:
-    """Two numbers of micro-batches from which on each further one, or group of them, takes equally long; with
-    ``proved`` three, of which the third shows that."""
+    """Two numbers of micro-batches, from which on each further micro-batch (or group of an interleaved
+    schedule) takes equally long; with ``proved`` a third number, to check that."""
     training, pp = cell.training, cell.sizes.pp
     if training.schedule == "interleaved":
         return [pp * n for n in (_PROOF_GROUPS if proved else _GROUPS)]
-    # warm-up and end of a pipeline of one run of layers a rank take a group each, and one micro-batch between
+    # with one run of layers a rank: pp micro-batches of warm-up, one of steady state, pp of the end
     first = max(2 * pp + 1, SHORT)
-    # with so many, ranks between the first and the last are put together from one short step
+    # with that many micro-batches, the inner stages are put together from one short step
     long = training.schedule == "1f1b" and pp > _FEW_STAGES and training.micro_batches > first + 1
     if not (proved or long):
         first = pp + 1  # the second backward of a rank is neither its first, nor its last
@@ -56,7 +56,8 @@ def steady_counts(cell: Cell, *, proved: bool = False) -> Sequence[int]:
 
 
 def counts_on_line(cell: Cell) -> Sequence[int] | None:
-    """Three numbers of micro-batches whose steps give the cell's; None: running all takes no longer."""
+    """Three numbers of micro-batches whose steps determine the cell's; None if the cell's own step takes no
+    longer to trace than the three."""
     counts = steady_counts(cell, proved=True)
     worth = cell.sizes.pp > 1 and cell.training.micro_batches >= _WORTH * sum(counts)
     return counts if worth else None
@@ -67,7 +68,7 @@ class StepNumbers:
     """Numbers of a simulated step that grow by the same amount with each micro-batch, and with each layer.
 
     Attributes:
-        step_time_s, breakdown, parts, priced_by, flops: as of :class:`Timeline`.
+        step_time_s, breakdown, parts, priced_by, flops: the attributes of :class:`Timeline`.
     """
 
     step_time_s: float
@@ -83,7 +84,7 @@ class StepNumbers:
         return cls(*numbers, timeline.flops)
 
     def on(self, other: StepNumbers, times: float) -> StepNumbers:
-        """This step's numbers plus ``times`` their differences to ``other``'s, at least 0."""
+        """This step's numbers plus ``times`` times the differences to ``other``'s numbers; at least 0."""
 
         def grown(a: Mapping[Named, float], b: Mapping[Named, float]) -> dict[Named, float]:
             return {
@@ -109,10 +110,10 @@ class StepNumbers:
 
 
 def on_line(counts: Sequence[int], steps: Sequence[StepNumbers], micro_batches: int) -> StepNumbers:
-    """The step of that many micro-batches, from those of three numbers of them.
+    """The numbers of a step with ``micro_batches``, from three ``steps`` with ``counts`` micro-batches.
 
     Raises:
-        NotAlike: they are not on a line.
+        NotAlike: the three steps are not on a line.
     """
     first, second, third = steps
     share = (counts[1] - counts[0]) / (counts[2] - counts[0])
@@ -124,11 +125,11 @@ def on_line(counts: Sequence[int], steps: Sequence[StepNumbers], micro_batches: 
 def calls_on_line(
     counts: Sequence[int], calls: Sequence[Mapping[Kind, int]], micro_batches: int
 ) -> dict[Kind, int]:
-    """How often a rank calls each of some operators or collectives in a step of that many micro-batches, from
-    its calls in steps of three numbers of them.
+    """A rank's number of calls of each operator or collective in a step with ``micro_batches``, from the
+    rank's ``calls`` in three steps with ``counts`` micro-batches.
 
     Raises:
-        NotAlike: they are not on a line.
+        NotAlike: the calls in the three steps are not on a line.
     """
     on_line = {}
     for each in {kind: None for of_step in calls for kind in of_step}:
@@ -140,15 +141,15 @@ def calls_on_line(
     return on_line
 
 
-#: the least share of a step for which it is named what some work is priced by
+#: the least share of a step that work must have for its substitute to be named
 NAMED = 0.01
-#: the grades of such prices, the worst first, and the least share of a step with which each makes the class
-#: of its time. A small share of work without any rate may be small only because its price is much too low
+#: the grades of substitutes, the worst first, with the least share of a step with which a grade becomes the
+#: class of the step's time. Work without any rate may have a small share only because its price is too low
 COUNTS = {"substituted": NAMED, "transferred": 0.05, "extrapolated": 0.05}
 
 
 def by_share(seconds: Mapping[Substitute, float], step_time_s: float) -> list[dict[str, Any]]:
-    """The entries of :attr:`Measurement.priced_by`; work with too small a share of the step is left out."""
+    """The entries of :attr:`Measurement.priced_by`, without work whose share of the step is below NAMED."""
     shares = {each: min(1.0, s / step_time_s) for each, s in seconds.items() if s >= NAMED * step_time_s}
     ordered = sorted(shares, key=lambda each: (-shares[each], each))
     return [{**each._asdict(), "share": shares[each]} for each in ordered]
@@ -157,16 +158,14 @@ def by_share(seconds: Mapping[Substitute, float], step_time_s: float) -> list[di
 def rates_of_step(
     cluster: Cluster, precision: str, program: tuple[str, str], priced_by: Sequence[Mapping[str, Any]]
 ) -> str:
-    """What the rates of a step are: what stands in for a part of its program, else the worst grade of what is
-    priced by something else, as far as that takes a part of the step that counts, or what those of the
-    cluster are where there is none. A scalar that was
-    fitted to steps has taken up what their kernels were priced by: "fitted" stays for the model and strategy
-    that it was fitted to, and is "fitted elsewhere" for others, which do not do what nobody
-    modelled of these.
+    """The class of a step's rates (:attr:`Measurement.rates`): the stand-in for a part of its program, if
+    there is one; else the worst grade of substitutes with a share that counts (COUNTS); else the class of the
+    cluster's rates. A scalar fitted to measured steps absorbs the errors of their kernels' prices. So the
+    class is "fitted" only for the model and strategy of those steps, and "fitted elsewhere" for others.
 
     Args:
-        program: the model and the strategy.
-        priced_by: as :attr:`Measurement.priced_by`.
+        program: the names of the model and the strategy.
+        priced_by: :attr:`Measurement.priced_by` of the step.
     """
     of_cluster = cluster.rates_of(precision)
     if of_cluster == "fitted":
@@ -183,7 +182,7 @@ def rates_of_step(
 
 
 def _fitted_to(cluster: Cluster, precision: str) -> set[tuple[str, str]]:
-    """Model and strategy of the cells that scalars and rates of a cluster were fitted to."""
+    """(model, strategy) of each cell to which the scalars and rates of a cluster were fitted."""
     own = cluster.calibration_of(precision).fitted_on
     keys = [*own, *(key for _, figure in cluster.sourced for key in figure.fitted_on)]
     return {(parts[0], parts[1]) for key in keys if len(parts := key.split("/")) > 1}

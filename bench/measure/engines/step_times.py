@@ -1,10 +1,10 @@
-"""The time of a step. A simulated one: its parts, its bounds, and the rates it rests on. A measured one:
-steps of a real device, timed and not metered. For both: the FLOPs of the model on a single device.
+"""The time of a step. For a simulated step: the parts of the time, its bound, and the class of its rates. For
+a measured step: the timing of steps on a real device, without meters. For both: the model's FLOPs.
 
-They are counted on fake tensors, from the model's own code: of one sequence and of few layers, as FLOPs are
-linear in both. What backward computes again, what several ranks compute alike, and what is padded for ranks
-are no FLOPs of the model; of a causal mask, a window and packed documents only what they leave is counted.
-Linear attention and recurrences are counted as the single device computes them, in chunks.
+The FLOPs of a model are those on a single device, counted on fake tensors from the model's own code, for one
+sequence and few layers, because FLOPs are linear in both. Recomputation in backward, work repeated on several
+ranks, and padding for ranks are no FLOPs of the model. Scores that a causal mask, a window or packed
+documents hide do not count. Linear attention and recurrences are counted in the single device's chunks.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from spbench.bench.measurement import Measurement
 from spbench.bench.setting_values import stand_ins
 from spbench.impls import is_packaged, model_preset, nesting
 
-#: FLOPs of a step over those of its forward: backward has two matmuls for each
+#: FLOPs of a step over the FLOPs of its forward: backward has two matmuls for each matmul of forward
 _OF_FORWARD = {"training": 3, "inference": 1}
-#: options of models that cut the same matmuls into pieces, which a single device would trace one by one
+#: model options that only cut matmuls into pieces; tracing would take longer, and FLOPs stay the same
 _PIECES = ("mlp_tile", "loss_tile", "tiling")
-#: what sums of that many numbers can be off by
+#: the relative rounding error that a sum of many floating-point numbers can have
 _ROUNDING = 1e-9
 
 
 def model_flops(cell: Cell) -> float:
-    """FLOPs of a step of the cell's model, for the whole batch."""
+    """The FLOPs of the cell's model in a step (forward, and backward in training), for the whole batch."""
     return _OF_FORWARD[cell.training.step] * forward_flops(cell).forward
 
 
 def forward_flops(cell: Cell) -> Flops:
-    """FLOPs of the forward of the cell's model, for the whole batch."""
+    """The FLOPs of the cell's model in its forward pass, for the whole batch."""
     batch, seq_len = cell.shape
     return _of_a_sequence(json.dumps(played_arguments(cell)), cell.precision, seq_len).times(batch)
 
@@ -77,24 +77,24 @@ def _forward(cell: Cell) -> Flops:
 
 
 def checked_flops(cell: Cell, metered: Flops) -> tuple[dict[str, float], str]:
-    """:attr:`Measurement.flops`, and in words where the work of the ranks together is not that of the model;
-    "" where it is.
+    """(:attr:`Measurement.flops`, a line that says how the FLOPs of all ranks differ from the model's; "" if
+    they agree).
 
-    Causal softmax attention is work that ranks only share out: together they have the model's, but for heads
-    that are padded, the diagonals of stripes, and sets of ranks of which one stands for others of much the
-    same work. All matmuls together are at least the model's. This is not said of linear attention, or where
-    experts have a capacity. A strategy of users may have more, as one that multiplies what a mask hides, or
-    calls no kernel of attention: then its attention is among all matmuls.
+    Ranks only share out causal softmax attention, so together they have the model's FLOPs, except for padded
+    heads, the diagonals of striped placement, and traced ranks that represent ranks of slightly different
+    work. The FLOPs of all matmuls are at least the model's. Linear attention and experts with a capacity are
+    not checked. A user's strategy may have more FLOPs, for example for masked scores, or may call no
+    attention kernel, so that its attention counts among the matmuls.
 
     Args:
-        metered: of all ranks.
+        metered: the FLOPs of all ranks together.
     """
     model = forward_flops(cell)
     counts = {"model": model_flops(cell), "forward": metered.forward, "all": metered.all}
     sites = model_preset(*cell.model_arguments).sites(1, cell.shape[1])
     kinds = {site.kind for site in sites}
     if kinds & {"linear_attention", "gated_recurrence"}:
-        return counts, ""  # cut into other chunks where ranks have fewer positions
+        return counts, ""  # ranks with fewer positions cut these into other chunks
     allowed = _ROUNDING + (work_error(cell) or 0.0)
     if cell.strategy_options.get("placement") == "striped":
         allowed += cell.sizes.world / cell.shape[1]
@@ -117,7 +117,7 @@ def _differs(what: str, metered: float, model: float) -> str:
     )
 
 
-#: what can bound a step, by the names of :attr:`Measurement.parts` and :attr:`Measurement.breakdown`
+#: for each bound of a step, the fields of :attr:`Measurement.parts` and :attr:`Measurement.breakdown` it sums
 BOUNDS = {
     "matmul": ("matmul_s",),
     "attention": ("attention_s",),
@@ -136,11 +136,12 @@ def add_step_time(
     breakdown: Mapping[str, float] | None = None,
     priced_by: Mapping[Substitute, float] = MappingProxyType({}),
 ) -> None:
-    """Set the step time, and throughput in tokens of the model and in samples of the whole batch; of a
-    simulated time also what it is made of, and what its cluster's rates are.
+    """Set a measurement's step time, and its throughput in tokens/s and samples/s of the whole batch; for a
+    simulated time also its breakdown and the class of its rates.
 
     Args:
-        priced_by: of a simulated time, seconds of what is priced by something else than a rate of its own.
+        breakdown: seconds by part, for a simulated time; None: the time was measured.
+        priced_by: for a simulated time, the seconds of work without a rate of its own, by its substitute.
     """
     measurement.step_time_s = step_time_s
     measurement.tokens_per_s = model_preset(*cell.model_arguments).tokens(*cell.shape) / step_time_s
@@ -149,7 +150,7 @@ def add_step_time(
         cluster = load_cluster(cell.cluster)
         measurement.breakdown = dict(breakdown)
         measurement.calibration = cluster.calibration_of(cell.precision).label
-        if cluster.rates_of(cell.precision) != "datasheet":  # of which all is priced by the datasheet
+        if cluster.rates_of(cell.precision) != "datasheet":  # else the datasheet prices all work
             measurement.priced_by = by_share(priced_by, step_time_s)
         nodes = -(-cell.sizes.world // cluster.devices_per_node)
         ranks = {**cell.sizes.by_axis, "nodes": nodes}
@@ -161,7 +162,8 @@ def add_step_time(
 
 
 def add_simulated_time(measurement: Measurement, cell: Cell, timeline: Timeline | StepNumbers) -> None:
-    """Set the step time of a simulation, what it is made of, and what bounds it."""
+    """Set a measurement's simulated step time with its parts, bound, MFU and FLOPs; status mismatch if the
+    FLOPs of the ranks disagree with the model's."""
     add_step_time(measurement, cell, timeline.step_time_s, timeline.breakdown, timeline.priced_by)
     measurement.parts = dict(timeline.parts)
     measurement.bound = bound_of({**measurement.breakdown, **measurement.parts})
@@ -172,10 +174,10 @@ def add_simulated_time(measurement: Measurement, cell: Cell, timeline: Timeline 
 
 
 def bound_of(seconds: Mapping[str, float]) -> str:
-    """The one of :data:`BOUNDS` that takes most of a step, of several the first; "" of a step of no time.
+    """The key of :data:`BOUNDS` that takes most of a step, the first if several do; "" if all take 0 s.
 
     Args:
-        seconds: of the parts of a step; one that is absent takes none.
+        seconds: seconds by part of the step; an absent part takes 0 s.
     """
     taken = {name: sum(seconds.get(part, 0.0) for part in of) for name, of in BOUNDS.items()}
     most = max(taken, key=taken.__getitem__)
@@ -183,9 +185,9 @@ def bound_of(seconds: Mapping[str, float]) -> str:
 
 
 def utilization(cell: Cell, step_time_s: float) -> float | None:
-    """The FLOPs of a step's model (:func:`model_flops`) over what the ranks' datasheet promises in the time,
-    from 0 to 1; None where the datasheet's figure is not known. So for one model and length it goes as the
-    throughput of a GPU, whatever the strategy."""
+    """Model FLOPs utilization (MFU), 0 to 1: :func:`model_flops` over the FLOPs that all ranks could do in
+    the step's time by their datasheet; None if the datasheet's peak is not known. For one model and length
+    MFU is proportional to the throughput of a GPU, whatever the strategy."""
     peaks = load_cluster(cell.cluster).device.peak_flops_per_s
     peak = next((figure.value for name, figure in peaks.items() if name == cell.precision), None)
     if not peak or step_time_s <= 0:
@@ -194,7 +196,7 @@ def utilization(cell: Cell, step_time_s: float) -> float | None:
 
 
 def can_time(cell: Cell) -> bool:
-    """Whether the cell's cluster has the figures that a time needs."""
+    """Whether the cell's cluster has the rates that a simulated time needs."""
     try:
         check_rates(load_cluster(cell.cluster), cell.precision, cell.sizes.world)
     except RatesUnknown:
@@ -202,16 +204,16 @@ def can_time(cell: Cell) -> bool:
     return True
 
 
-#: of torch.cuda.memory_stats, what says that a step was short of memory or fragmented it
+#: keys of torch.cuda.memory_stats that show whether a step was short of memory or fragmented it
 _STATISTICS = ("num_alloc_retries", "num_ooms", "inactive_split_bytes.all.peak")
 
 
 def add_timed_steps(
     metered: Measurement, rank: int, step: Callable[[], Any], timing: Timing, device_type: str
 ) -> Measurement:
-    """Warm up, then time steps, and add to what the meters saw of a step: their seconds on the slowest rank,
-    what host and device say (:attr:`Measurement.ranks`), and the peaks of the device's own allocator in the
-    place of the meters' where it has one. All ranks call this together.
+    """Warm up, time steps, and add to a metered measurement: the steps' seconds on the slowest rank, facts of
+    host and device (:attr:`Measurement.ranks`) and, on a GPU, the peaks of torch's allocator in place of the
+    meters' peaks. All ranks call this function together.
 
     Raises:
         torch.OutOfMemoryError: a GPU has no room for the step.
@@ -241,10 +243,10 @@ def add_timed_steps(
 
 
 def remark(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """A line on the first rank whose clocks fell while steps were timed; "" if none did.
+    """A line about the first rank whose clocks fell while steps were timed; "" if no clocks fell.
 
     Args:
-        ranks: as :attr:`Measurement.ranks`.
+        ranks: :attr:`Measurement.ranks`.
     """
     notes = {entry["rank"]: entry.get("telemetry", {}).get("clocks_note") for entry in ranks}
     return next((f"rank {rank}: {note}" for rank, note in notes.items() if note), "")
@@ -258,21 +260,21 @@ def seconds(
     burst: int = 1,
     group: dist.ProcessGroup | None = None,
 ) -> list[float]:
-    """Seconds of one call of ``work``, on the slowest rank: a sample of each of ``repeats`` bursts of calls.
+    """The seconds of one call of ``work`` on the slowest rank: ``repeats`` samples, each the mean of a burst.
 
-    All ranks of the group call this together, and all get the same samples. None begins before all are
-    there. On a GPU a pair of CUDA events stands around each burst, and the host waits for the device once, at
-    the end, so that kernels are launched ahead as in training; events see the current stream and what that
-    waits for. On CPUs, where a call has ended when it returns, ranks meet again before each burst.
+    All ranks of the group call this function together, start together, and get the same samples. On a GPU, a
+    pair of CUDA events encloses each burst, and the host waits for the device once, at the end, so that
+    kernels are launched ahead as in training; events see the current stream and the work it waits for. On
+    CPUs, where a call has ended when it returns, ranks meet again before each burst.
 
-    Nothing here warms up: the first call may allocate, compile or connect.
+    The function does not warm up: the first call may allocate, compile or connect.
 
     Args:
-        work: one step, or one operation.
-        device_type: "cuda" or "cpu", as :attr:`DeviceMesh.device_type` says it.
-        repeats: samples.
-        burst: calls of which a sample is the mean, for work that is short beside the clock or a barrier.
-        group: the ranks that take part; None: all, or this process alone where there is no process group.
+        work: a function that runs one step, or one operation.
+        device_type: :attr:`DeviceMesh.device_type`, "cuda" or "cpu".
+        repeats: the number of samples.
+        burst: calls in a sample; several, if one call is short compared with the clock or a barrier.
+        group: the ranks that take part; None: all ranks, or this process if there is no process group.
     """
     time_bursts = _by_events if device_type == "cuda" else _by_clock
     samples = time_bursts(work, repeats, burst, group)
@@ -293,7 +295,7 @@ def _by_events(
             work()
         end.record()
     torch.cuda.synchronize()
-    return [start.elapsed_time(end) / 1e3 for start, end in pairs]  # of milliseconds
+    return [start.elapsed_time(end) / 1e3 for start, end in pairs]  # milliseconds to seconds
 
 
 def _by_clock(
@@ -310,10 +312,10 @@ def _by_clock(
 
 
 def _meet(device_type: str, group: dist.ProcessGroup | None) -> None:
-    """Wait until all ranks are here, and the device has done what it was given.
+    """Wait until all ranks call this function, and the device has done its work.
 
-    A sum, since ``dist.barrier`` has to be told the device by NCCL and refuses it by Gloo; no rank has the
-    sum before all have given their part.
+    An all-reduce replaces ``dist.barrier``, which needs the device with NCCL and refuses a device with Gloo.
+    No rank has the sum before all ranks have given their part.
     """
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1, device=device_type), group=group)
@@ -322,10 +324,10 @@ def _meet(device_type: str, group: dist.ProcessGroup | None) -> None:
 
 
 def telemetry_of(device_index: int | None) -> Telemetry:
-    """Telemetry of a CUDA device of this process; of nothing for None, or where torch has no such device.
+    """The telemetry of a CUDA device; an empty telemetry for None, or if torch has no such device.
 
-    The index is one among CUDA_VISIBLE_DEVICES, in CUDA's order; the management library knows the same GPU by
-    its UUID.
+    The index counts within CUDA_VISIBLE_DEVICES, in CUDA's order; the management library finds the same GPU
+    by its UUID.
     """
     if device_index is None or device_index >= torch.cuda.device_count():
         return Telemetry(None)

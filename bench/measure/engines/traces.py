@@ -1,15 +1,14 @@
-"""A trace: what the meters saw of a rank's step.
+"""A trace: the records of all meters of one rank's step; and traces kept on disk, so that a step that the
+same code has traced before is read instead of traced again.
 
-Traces on disk: what has been traced once by the same code is read instead.
+A trace depends on the cell without its cluster, on the rank, the code, torch and the processor. So cells that
+differ only in the cluster are timed from one trace, and repeated searches and scenarios with equal cells read
+earlier traces. Only workers of sweeps use the cache (:func:`use`): their code is that of the files in the
+digest, whereas an interactive session may have changed a class in memory.
 
-A trace depends on the cell without its cluster, on the rank, the code, torch and the processor; so cells that
-differ in the cluster alone are timed from one trace, as are probes of searches that are run again, and cells
-that several scenarios have. Only workers of sweeps use the cache (:func:`use`): these have their code
-from the files that the digest is made of, whereas an interactive session may have changed a class in memory.
-
-The folder is ``traces`` in that of all that is kept (:func:`spbench.bench.files.cache_folder`). A file
-is a digest, then, compressed by zlib, a NumPy archive of a trace's arrays, with one entry of JSON for the
-rest. The digest tells damage that would still read as a trace. No pickle is read.
+The folder is ``traces`` within :func:`spbench.bench.files.cache_folder`. A file has a digest, then a NumPy
+archive, compressed by zlib, of the trace's arrays, with one entry of JSON for all other fields. The digest
+detects damage after which the file would still read as a trace. No pickle is read.
 """
 
 from __future__ import annotations
@@ -46,13 +45,13 @@ from spbench.impls import WITH_BUFFERS, Ahead, Turns, versions
 
 @dataclass(frozen=True)
 class Trace:
-    """What the meters saw of one rank's step, on fake tensors or on real ones.
+    """The records of all meters of one rank's step, on fake tensors or on real tensors.
 
     Attributes:
-        memory: births and deaths of storages.
-        program: the order of events, where it was asked for.
-        found: what further meters found, by their names.
-        host_memory: births and deaths in the host's memory.
+        memory: births and deaths of storages on the device.
+        program: operators and communication in order; None if events were not recorded.
+        found: the results of the meters in ``cell.meters``, by the meter's name.
+        host_memory: births and deaths of storages in the host's memory.
     """
 
     cell: Cell
@@ -65,13 +64,13 @@ class Trace:
 
     @classmethod
     def of(cls, cell: Cell, rank: int, recorder: Recorder) -> Trace:
-        """What a recorder that has been left has seen of a rank."""
+        """The trace of a rank from its recorder, whose ``with`` block has ended."""
         log, on_host = recorder.memory.stop(), recorder.host_memory.stop()
         program = recorder.events.program() if recorder.events is not None else None
         return cls(cell, rank, log, recorder.communication, program, recorder.found(), on_host)
 
     def same(self, other: Trace) -> bool:
-        """Whether both have the same logs of memory, counts of communication, and program."""
+        """Whether two traces have equal memory logs, counts of communication and programs."""
         ours, theirs = self.program, other.program
         return (
             (self.memory, self.host_memory) == (other.memory, other.host_memory)
@@ -80,12 +79,12 @@ class Trace:
         )
 
     def measurement(self, capacity: int | None, planned: Plan | None = None) -> Measurement:
-        """Memory and communication of the rank.
+        """The measurement of the rank's memory and communication, without times.
 
         Args:
-            capacity: bytes of the card that tensors can have; status oom where a caching allocator would need
+            capacity: bytes of the card that tensors can have; the status is oom if a caching allocator needs
                 more. None: no limit.
-            planned: the cell's plan; None: it is made.
+            planned: the cell's plan; None: this method makes the plan.
         """
         planned = planned or plan(self.cell)
         memory = RankMemory.of(self.memory, capacity, allocator_of(self.cell))
@@ -122,20 +121,20 @@ def _same_program(ours: Program, theirs: Program) -> bool:
     return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
 
 
-#: bytes of all traces; one of 64 ranks has some 50 kB, one of 1,024 some MB
+#: the most bytes of all kept traces; a trace of 64 ranks has some 50 kB, a trace of 1,024 ranks some MB
 LIMIT_BYTES = 2 * 2**30
 
-#: fields of a cell that no trace depends on: what the trace is for, and on which cards it is timed
+#: fields of a cell on which no trace depends: the trace's purpose, and the cards on which the step is timed
 _NOT_TRACED = frozenset(
     {"cluster", "engine", "device", "rank", "timing", "search", "learning", "meters", "program", "variant"}
 )
 
-#: entry of a file's archive that is no array of numbers
+#: the name of the JSON entry in a file's archive
 _REST = "rest"
-#: fields of a trace that are logs of memory, and lists of these that are arrays in a file
+#: the fields of a trace that are memory logs, and the fields of a memory log that are arrays in a file
 _MEMORIES, _OF_LOGS = ("memory", "host_memory"), ("sizes", "events", "places", "streams")
 _PROGRAM, _CALLS = "program", "calls"
-#: of SHA-256
+#: the length of a SHA-256 digest
 _DIGEST_BYTES = 32
 
 _cache: DiskCache | None = None
@@ -144,7 +143,7 @@ _log = logging.getLogger(__name__)
 
 
 def use() -> None:
-    """From now on this process keeps traces on disk, unless nothing is to be kept."""
+    """Keep traces on disk from now on in this process, unless the user has turned the cache folder off."""
     global _cache
     folder = cache_folder()
     _cache = None if folder is None else DiskCache(folder / "traces", LIMIT_BYTES)
@@ -152,7 +151,7 @@ def use() -> None:
 
 @contextmanager
 def keeping_traces() -> Iterator[None]:
-    """Inside, as after :func:`use`."""
+    """Within the context, this process keeps traces on disk (:func:`use`)."""
     global _cache
     before = _cache
     use()
@@ -164,19 +163,19 @@ def keeping_traces() -> Iterator[None]:
 
 @dataclass
 class Kept:
-    """A place for a trace that is kept, or will be; None: the trace is yet to be made."""
+    """A place for a trace: the kept trace, or None, in whose place the caller puts the trace it makes."""
 
     trace: Trace | None = None
 
 
 @contextmanager
 def making(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None = None) -> Iterator[Kept]:
-    """The trace of a rank of a cell as an earlier run has kept it, and if there is none, the place for the
-    one that is made inside; one process at a time is inside for the same trace.
+    """Yields the place of a rank's trace: with the trace that an earlier run has kept, or empty, and then the
+    trace that is put there is kept at the end. One process at a time is in the context for the same trace.
 
     Args:
         events: whether the trace has a program.
-        turns: of the traced step, where they are not the cell's.
+        turns: the turns of the traced step, if it runs other turns than the cell.
     """
     if _cache is None:
         yield Kept()
@@ -201,9 +200,9 @@ def _read(cache: DiskCache, key: str, cell: Cell) -> Trace | None:
 
 
 def trace_key(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None = None) -> str:
-    """A digest of all that a trace depends on."""
+    """The digest (SHA-256, in hexadecimal) of all settings, code and versions on which a trace depends."""
     settings = cell.model_dump(mode="json", exclude=set(_NOT_TRACED))
-    for name in (*VARIABLES, "alloc_retries"):  # as a cluster's figures, they count afterwards
+    for name in (*VARIABLES, "alloc_retries"):  # these settings matter only after a trace is made
         del settings["training"][name]
     kernel = attention_kernel(cell)
     content = {
@@ -211,7 +210,7 @@ def trace_key(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None =
         "rank": rank,
         "events": events,
         "turns": asdict(turns) if isinstance(turns, Turns) else turns,
-        # the kernel of attention that a trace has the buffers of; empty: none
+        # the attention kernel whose buffers a trace contains; "": no kernel with buffers
         "buffers": kernel if kernel in WITH_BUFFERS and cell.precision in ("fp16", "bf16") else "",
         "code": code_digest(),
         "torch": torch.__version__,
@@ -222,11 +221,11 @@ def trace_key(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None =
 
 
 class DamagedTrace(ValueError):
-    """The content of a file is not a trace."""
+    """The content of a file is no trace."""
 
 
 def to_bytes(trace: Trace) -> bytes:
-    """All of a trace but its cell; see :func:`from_bytes`. It has nothing of further meters."""
+    """The content of a file for a trace, without its cell and further meters; see :func:`from_bytes`."""
     assert not trace.found, "results of further meters are not kept"
     meter, program = trace.communication, trace.program
     numbers = {operation: number for number, operation in enumerate(meter.counts)}
@@ -243,16 +242,16 @@ def to_bytes(trace: Trace) -> bytes:
     # Any: the stub has a keyword of its own among the names of arrays
     entries: dict[str, Any] = {**arrays, _REST: text}
     np.savez(stream, **entries)
-    # a sixth of the time of higher levels, or of compressing each array, and as small to a tenth
+    # level 1 takes a sixth of the time of higher levels, and the result is at most a tenth larger
     archive = zlib.compress(stream.getvalue(), level=1)
     return hashlib.sha256(archive).digest() + archive
 
 
 def from_bytes(content: bytes, cell: Cell) -> Trace:
-    """The trace of :func:`to_bytes`, as one of ``cell``.
+    """The trace of ``cell`` from the bytes that :func:`to_bytes` returned.
 
     Raises:
-        DamagedTrace: the content is not what was written.
+        DamagedTrace: the bytes differ from those that were written.
     """
     digest, archive = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if hashlib.sha256(archive).digest() != digest:
@@ -282,7 +281,7 @@ def _trace(arrays: dict[str, np.ndarray], cell: Cell) -> Trace:
 
 
 def _apart(of: MemoryLog | Program, name: str, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The fields of a log or a program; fields of numbers alone are put into ``arrays`` instead."""
+    """The fields of a log or a program by name, without fields of only numbers, which go into ``arrays``."""
     rest = {}
     for field_name, x in ((each.name, getattr(of, each.name)) for each in fields(of)):
         if isinstance(x, np.ndarray) or field_name in _OF_LOGS:
@@ -293,12 +292,12 @@ def _apart(of: MemoryLog | Program, name: str, arrays: dict[str, np.ndarray]) ->
 
 
 def _of(name: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of a log or a program with that name, by field."""
+    """The arrays of the log or program ``name`` in a file's ``arrays``, by field."""
     return {each.removeprefix(f"{name}."): x for each, x in arrays.items() if each.startswith(f"{name}.")}
 
 
 def _in_text(kind: type) -> Any:
-    """The schema of the fields that :func:`_apart` returns."""
+    """A pydantic model of the fields that :func:`_apart` returns for a class of log or program."""
     hints = get_type_hints(kind).items()
     in_text = {name: (hint, ...) for name, hint in hints if hint is not np.ndarray and name not in _OF_LOGS}
     return create_model(kind.__name__, **in_text)  # type: ignore[call-overload]

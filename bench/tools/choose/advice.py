@@ -1,4 +1,4 @@
-"""The answer to one question, for people and programs: ties, why the winner wins, and its scenario."""
+"""The answer to one question of `spbench advise`: its layouts as records, ties, and why the winner wins."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from spbench.bench.units import GIB, shown_price
 from spbench.bench.yaml_text import dump
 from spbench.impls import Place, model_preset
 
-#: collectives of which a rank sends to each of the others, so that a share of it leaves the node
+#: the collective in which a rank sends to each other rank, so that a share of the bytes leaves the node
 _TO_EACH = "all_to_all"
-#: messages from a rank to the next, which leave a node by one card
+#: messages from a rank to the next rank, which leave a node by one network card
 _TO_NEXT = ("send", "recv")
 
 
@@ -44,9 +44,9 @@ class Advice:
     """The answer to one question.
 
     Attributes:
-        seconds, cpu_s: how long the search took, and how many seconds of cores, its own and its looks'.
-        prices: of the named layout's memory switches, and of other settings that it could have.
-        absence: why the layouts that were asked about are not named; None: nothing was asked.
+        seconds, cpu_s: seconds that the search took, and CPU seconds of the search and its looks.
+        prices: the prices of the winner's memory switches, and of other settings that it could have.
+        absence: why the layouts of ``--why`` are not named; None: there is no such option.
     """
 
     question: Question
@@ -59,7 +59,7 @@ class Advice:
     @property
     def ranked(self) -> list[Seen]:
         """The named layouts: first ties with the fastest, the simplest first, then others. The job's own
-        takes the place of one as fast that differs in settings alone, else it is last."""
+        layout replaces a layout that is as fast and differs only in settings, else it comes last."""
         named, own = ranked(self.result.best)[:NAMED], self.result.own
         if own is None or not named:
             return named
@@ -68,7 +68,7 @@ class Advice:
 
     @property
     def tie_limit(self) -> float:
-        """The ratio to the shortest time up to which times are a tie; 1.0: nothing fits."""
+        """Step times up to this ratio to the shortest are ties with it; 1.0: nothing fits."""
         return tie_limit(self.result.best)
 
     def is_tie(self, seen: Seen) -> bool:
@@ -76,18 +76,17 @@ class Advice:
         return seen.fits and is_tie(seen, self.result.best)
 
     def hidden_ties(self) -> list[Seen]:
-        """The layouts that tie with the fastest and are not named, the simplest first; no named tie is less
-        simple than these."""
+        """The ties with the fastest that are not named, the simplest first; no named tie is less simple."""
         return [seen for seen in ranked(self.result.best)[NAMED:] if self.is_tie(seen)]
 
     @property
     def winner(self) -> Seen | None:
-        """The simplest of the fastest; None: nothing fits."""
+        """The layout named first: the simplest of the ties with the fastest; None: nothing fits."""
         return next(iter(self.ranked), None)
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The question in plain data."""
+        """The question as plain data: model, cluster, GPUs, length, figures and batch."""
         cell = self.question.cell
         return {
             "model": cell.model,
@@ -101,7 +100,7 @@ class Advice:
         return [{**self.asked, **record} for record in self.records()]
 
     def records(self) -> list[dict[str, Any]]:
-        """One mapping a layout, the best first: plain data."""
+        """One mapping of plain data for each named layout, the best first."""
         return [self._record(rank, seen) for rank, seen in enumerate(self.ranked, start=1)]
 
     def _record(self, rank: int, seen: Seen) -> dict[str, Any]:
@@ -140,7 +139,7 @@ class Advice:
         }
 
     def fullness(self) -> str:
-        """A warning if the winner is too full, with the first tie that is not; "" if it is not too full."""
+        """A warning if the winner is too full or tight, with the first tie that is not too full; else ""."""
         winner = self.winner
         if winner is None or not winner.fits or not winner.is_full:
             because = winner.certainty.reason if winner else ""
@@ -154,8 +153,8 @@ class Advice:
         return f"{text}; {roomy} takes {ratio:+.0%} and leaves {roomy.memory.spare_bytes / GIB:.1f}"
 
     def folding(self) -> str:
-        """In words, how much the fastest layout gains because experts have groups of ranks of their own; "":
-        they have none, or there are no experts. Both layouts were traced whole."""
+        """In words, how much the fastest layout gains because its experts lie on other groups of ranks than
+        the rest; "": they do not, or there are no experts. Only layouts that were traced whole count."""
         whole = sorted((s for s in self.result.traced if s.fits and s.exact), key=lambda seen: seen.step_s)
         if not whole or not has_experts(whole[0].cell) or not folds_anew(whole[0].cell.sizes.by_axis):
             return ""
@@ -175,13 +174,13 @@ class Advice:
         return measured
 
     def priced_by(self) -> str:
-        """In words, by what the best layouts' times are priced instead of a rate of their own; "": all have
+        """In words, the work of the best layouts that is priced by a rate of other work; "": all work has
         rates."""
         return priced_by_in_words(seen.measured for seen in self.result.best)
 
     def attention(self) -> str:
-        """In words, the attention kernel of the layout named first, and how long its step would take by other
-        kernels, the shortest first; "": no other was priced."""
+        """In words, the winner's attention kernel, and how long its step would take with other kernels, the
+        shortest first; "": no other kernel was priced."""
         others = sorted((p for p in self.prices if p.settings.startswith(ATTENTION)), key=lambda p: p.ratio)
         if self.winner is None or not others:
             return ""
@@ -190,14 +189,14 @@ class Advice:
         return f"attention by {kernel}; a step by others: {steps}"
 
     def bars(self) -> list[dict[str, Any]]:
-        """The records of the layouts, with the seconds of each part of a step, for a drawing."""
+        """The records of the named layouts, each with the seconds of each part of its step, for a figure."""
         return [
             {**record, "parts": {text: _parts(seen)[name] for name, text in words()["step_parts"].items()}}
             for seen, record in zip(self.ranked, self.records(), strict=True)
         ]
 
     def point(self) -> dict[str, Any]:
-        """A point of a map: the winner's strategy ("" if nothing fits), and whether another ties with it."""
+        """A point of a map: the winner's strategy ("" if nothing fits), and whether another strategy ties."""
         winner = self.winner
         strategy = winner.cell.strategy if winner else ""
         others = [s for s in self.result.of_strategies if s.cell.strategy != strategy and self.is_tie(s)]
@@ -214,7 +213,7 @@ class Advice:
         cell = self.question.cell
         sequences = f"{cell.batch} sequence{'s' if cell.batch != 1 else ''} of {cell.seq_len}"
         sizes = [cell.model_options.get(name) for name in ("layers", "hidden")]
-        # a job that gives all sizes has a preset in name alone
+        # a job that gives all sizes has a preset only in name
         model = f"a model of {sizes[0]} layers of width {sizes[1]}" if all(sizes) else cell.model
         return f"{model}, {self.question.gpus} GPUs of {self.question.cluster}, {sequences}"
 
@@ -245,7 +244,7 @@ class Advice:
 
 
 def beside_in_words(seen: Seen, other: Seen, named: str = "") -> str:
-    """How much longer a step takes than another, called ``named``: a share, or from twice on a factor."""
+    """In words, how much longer a step of ``seen`` takes than one of ``other``, which is called ``named``."""
     ratio = seen.step_s / other.step_s
     share = abs(ratio - 1)
     words, joint = f"{share:.{0 if share >= 0.1 else 1}%} {'more' if ratio >= 1 else 'less'} time", "than"
@@ -255,7 +254,7 @@ def beside_in_words(seen: Seen, other: Seen, named: str = "") -> str:
 
 
 def causes_in_words(other: Seen, winner: Seen) -> str:
-    """The two parts of a step that explain most of why ``other`` takes longer than ``winner``, or less."""
+    """In words, the two parts of a step that explain most of the difference between the layouts' times."""
     mine, theirs = (_parts(seen) for seen in (winner, other))
     differences = {name: theirs[name] - mine[name] for name in mine}
     sign = 1 if other.step_s >= winner.step_s else -1
@@ -273,7 +272,7 @@ def _parts(seen: Seen) -> dict[str, float]:
 
 
 def settings_beside(asked: Cell, cell: Cell) -> dict[str, Any]:
-    """What a layout sets beside strategy, ranks, backend and micro-batches, by dotted name."""
+    """The settings of a layout besides strategy, ranks, backend and micro-batches, by dotted name."""
     own = {k: v for k, v in cell.model_options.items() if asked.model_options.get(k) != v}
     settings = dotted("model_options", own) | dotted("strategy_options", cell.strategy_options)
     if cell.training.virtual_stages > 1:
@@ -284,7 +283,7 @@ def settings_beside(asked: Cell, cell: Cell) -> dict[str, Any]:
 
 
 def scenario_text(cells: Sequence[Cell], title: str) -> str:
-    """A scenario file with these cells, to run, verify, trace and ask fit about."""
+    """The text of a scenario file with these cells, for `spbench run`, `verify`, `trace` and `fit`."""
     left_out = {"engine", "timing", "model_config_json"}
     groups = [cell.model_dump(mode="json", exclude_defaults=True, exclude=left_out) for cell in cells]
     for group in groups:
@@ -293,15 +292,15 @@ def scenario_text(cells: Sequence[Cell], title: str) -> str:
 
 
 def compute_floor_s(measurement: Mapping[str, Any]) -> float | None:
-    """Seconds of the FLOPs of the model (nothing computed again) at what the card's datasheet promises; None:
-    it promises nothing of this precision."""
+    """Seconds of the model's FLOPs (without recomputation) at the peak rate of the card's datasheet; None:
+    the datasheet has no rate for this precision."""
     utilization, step_s = measurement["mfu"], measurement["step_time_s"]
     return None if utilization is None else float(utilization * step_s)
 
 
 def links_floor_s(cell: Cell, measurement: Mapping[str, Any]) -> float | None:
-    """Seconds of the bytes that a rank sends at the bandwidth of the links, those within a node and those
-    across nodes at the same time; None: the cluster lacks a bandwidth that they need."""
+    """Seconds of the bytes that a rank sends at the bandwidth of the links, with the links within a node and
+    across nodes busy at the same time; None: the cluster lacks a bandwidth of these links."""
     within_s = across_s = 0.0
     for row in measurement["formula"]:
         times = _row_s(cell, row)
@@ -312,10 +311,10 @@ def links_floor_s(cell: Cell, measurement: Mapping[str, Any]) -> float | None:
 
 
 def _row_s(cell: Cell, row: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Seconds of one row of the closed form: within a node, and across nodes."""
+    """(seconds within a node, seconds across nodes) of one row of the closed form; None: no bandwidth."""
     cluster, sent = load_cluster(cell.cluster), float(row["sent_bytes"])
     nodes = np.array(Place(cell.mesh_sizes).members(*row["axis"].split("_"))) // cluster.devices_per_node
-    ranks, here = len(nodes), int((nodes == nodes[0]).sum())  # of the group, and of it in one node
+    ranks, here = len(nodes), int((nodes == nodes[0]).sum())  # ranks of the group, in all and in one node
     if not sent or ranks == 1:
         return 0.0, 0.0
     card = cluster.network.bandwidth_bytes_per_s.value
@@ -329,7 +328,7 @@ def _row_s(cell: Cell, row: Mapping[str, Any]) -> tuple[float, float] | None:
     if row["collective"] == _TO_EACH:
         leaves = (ranks - here) / (ranks - 1)
         return sent * (1 - leaves) / node, sent * leaves / share
-    # of a ring one rank of a node sends to the next node, by the cards of all its ranks there
+    # in a ring one rank of a node sends to the next node, through the network cards of all ranks in its node
     by = share * here
     if row["collective"] in _TO_NEXT:
         by = min(by, card)

@@ -1,4 +1,4 @@
-"""What `spbench advise` says: the best layouts, why the first wins, and what became of the others."""
+"""The output of `spbench advise`: the best layouts, why the first wins, and why others are not named."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import GIB, shown_price, shown_share, three_digits
 from spbench.impls import PLUS
 
-#: lines for --why, and costs of simpler layouts, where no details are asked for
+#: the most lines for --why, and the most costs of simpler layouts, unless --details asks for all
 _REASONS, _COSTS = 3, 3
-#: budgets are in these, where a step is too little
+#: tokens for which hours and GPU-hours are printed, because training is planned in billions of tokens
 _MANY_TOKENS = 1e9
 
 
@@ -44,8 +44,8 @@ def report(
 
     Args:
         why: ranks along axes; the report says why no layout with them is named.
-        figure: the layouts of one answer, or a map of several, are drawn there.
-        output: the best layouts are written there, as a scenario.
+        figure: the file for a figure of one answer's layouts, or for a map of several answers.
+        output: the file for a scenario of the best layouts.
         program: the layout named first is shown in the arguments of this program; "": in none.
     """
     files = []
@@ -188,7 +188,7 @@ def _details(answer: Advice) -> Iterator[Table | str]:
 
 
 def _simplified(answer: Advice) -> str:
-    """In words, how much longer steps take if less is set than in the layout named first."""
+    """In words, how much longer a step of simpler layouts takes than that of the layout named first."""
     winner = answer.winner
     assert winner is not None
     simpler_ones = simpler(answer.result.best, winner)
@@ -204,7 +204,7 @@ def _simplified(answer: Advice) -> str:
 
 
 def _told_apart(answer: Advice) -> str:
-    """The meaning of the marks of the layouts; "" where no layout ties."""
+    """A sentence that explains the mark of ties; "" if no layout ties with the fastest."""
     if sum(answer.is_tie(seen) for seen in answer.result.best) < 2:
         return ""
     text = f"{TIE}: a tie with the fastest (up to {answer.tie_limit - 1:.0%} slower); the simplest is first"
@@ -249,7 +249,7 @@ def _floors(record: Mapping[str, Any]) -> str:
 
 
 def _as_job(program: str, cell: Cell) -> str:
-    """A layout as arguments of a program, or what that lacks."""
+    """A layout as arguments of a program, or a sentence on what the program lacks."""
     flags = program_flags(program, cell)
     name = flags.program.split()[0]
     if flags.missing:
@@ -306,7 +306,7 @@ def advise(
     jobs: int | None,
     executor: str | None,
 ) -> Output:
-    """The outcome of `spbench advise`, whose options the arguments are."""
+    """The output of `spbench advise`; the arguments are the options of that command."""
     if batch is not None and batch_tokens is not None:
         raise UserError("--batch and --batch-tokens say the same: give one")
     asked_about = whole_numbers("--why", why)

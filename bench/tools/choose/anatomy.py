@@ -1,5 +1,5 @@
-"""What a rank's memory is made of: its largest moment taken apart, the curve around it, and the smallest card
-that it would fit. Workers run :func:`examine` for a cell, and :func:`attempt` for a change of one."""
+"""The anatomy of a rank's memory: bytes at its peak by kind and module, its curve over time, and the smallest
+card on which it fits. Workers run :func:`examine` for a cell, and :func:`attempt` for a changed cell."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from spbench.bench.units import GIB
 
 #: under this name the meters of a measurement have an :class:`Anatomy`, as plain data
 ANATOMY = "fit"
-#: points of the curve, each the largest of its run of events
+#: points of the memory curve, each the largest moment of a run of allocator events
 _POINTS = 600
 #: parts of the peak, by kind and module, that have a line each; all smaller ones share one
 _MOST_PARTS = 12
-#: a change is traced no further where the guess needs more than so much of the card
+#: a changed cell is not traced whole if its guessed peak is more than this many times the card's memory
 _PLAINLY_TOO_MUCH = 1.1
-#: how exactly the smallest card is found: a segment, or this part of it
+#: the tolerance of the smallest card's bytes, relative to these, if that is more than a segment
 _NEAR = 1e-3
 
 
@@ -50,10 +50,10 @@ class Moment:
     """When a rank's memory is largest.
 
     Attributes:
-        step: from 1; 0 is set-up.
-        phase: of the step; "set-up" before it.
-        micro_batch, micro_batches: of a forward or backward, from 1; 0 elsewhere.
-        module: in whose forward or backward; "": in none. Numbers of layers are ``*``.
+        step: number of the step from 1; 0: set-up.
+        phase: phase of the step, such as "forward"; "set-up" before the first step.
+        micro_batch, micro_batches: which of the step's phases of that name, from 1, and of how many.
+        module: the module whose tensor is allocated, with ``*`` for numbers of layers; "": none.
     """
 
     step: int
@@ -71,7 +71,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the peak: ``tensors`` of one kind made in one module; the kind "" is all the rest."""
+    """A part of the peak: tensors of one kind made in one module; the kind "" has all smaller parts."""
 
     kind: str
     module: str
@@ -85,15 +85,15 @@ class Anatomy:
 
     Attributes:
         ranks: the ranks of the class, which run the same program.
-        stage: of the pipeline; None: the pipeline has one stage.
-        peak_memory_bytes: of blocks that are given out at that moment.
+        stage: index of the pipeline stage; None: the pipeline has one stage.
+        peak_memory_bytes: bytes of all allocated blocks at that moment.
         reserved_memory_bytes: the most that the allocator reserves, on a card without a limit.
-        least_usable_bytes: of the smallest card on which the rank fits; see :func:`least_usable`.
-        held: bytes by kind at the moment, largest first, without zeros.
-        parts: the same by kind and module, largest first; the last has the rest.
-        curve: ``event`` and, by kind, bytes at the largest moments of equal runs of events, in order.
-        phases: (name, event of its start), a run of one name once.
-        events: how many there are.
+        least_usable_bytes: the smallest card on which the rank fits; see :func:`least_usable`.
+        held: allocated bytes by kind of tensor at that moment, largest first, without zeros.
+        parts: the same bytes by kind and module, largest first; the last part has the rest.
+        curve: the ``event`` and, by kind, the bytes at the largest moment of each of equal runs of events.
+        phases: (name, event at its start); phases of one name in a row are one.
+        events: how many allocations and frees the log has.
     """
 
     ranks: Sequence[int]
@@ -119,9 +119,9 @@ def anatomy(
     """Take the memory log of a rank apart.
 
     Args:
-        kind: the allocator that gives out its blocks.
-        least: the result of :func:`least_usable`, where that is known.
-        ranks, stage: as of :class:`Anatomy`.
+        kind: the class of the allocator.
+        least: the result of :func:`least_usable`; None: not worked out yet.
+        ranks, stage: see :class:`Anatomy`.
     """
     served = replay(log.sizes, log.events, None, (), log.streams, kind)
     blocks, events = np.asarray(served.blocks, dtype=np.int64), np.asarray(log.events, dtype=np.int64)
@@ -148,8 +148,8 @@ def anatomy(
 
 
 def _kinds(log: MemoryLog, events: np.ndarray) -> np.ndarray:
-    """[storages]: the places of their categories; what backward makes and the optimizer still finds are
-    gradients, also where a backend holds none between steps."""
+    """[storages]: each storage's index in CATEGORIES. Temporaries that backward makes and that are still
+    alive in the optimizer count as gradients, because some backends hold none between steps."""
     kinds = np.asarray([CATEGORIES.index(name) for name in log.categories()])
     born: set[int] = set()
     for name, span in log.spans():
@@ -205,8 +205,8 @@ def _curve(live: np.ndarray, signed: np.ndarray, kinds: np.ndarray) -> dict[str,
 
 
 def peaks_by_phase(anatomy: Anatomy) -> dict[tuple[int, str], int]:
-    """Bytes at the largest moment of each phase, by the number of its kind's occurrence and its name; from
-    the curve, whose moments are the largest of their runs of events."""
+    """The most bytes in each phase, by (how many phases of its name came before, name); from the curve, whose
+    points are the largest moments of their runs of events."""
     kinds = [values for name, values in anatomy.curve.items() if name != "event"]
     totals = np.sum(np.array(kinds), axis=0)
     names, starts = zip(*anatomy.phases, strict=True)
@@ -224,18 +224,18 @@ def least_usable(
     kind: type[CachingAllocator] = CachingAllocator,
     usable: int | None = None,
 ) -> int:
-    """Usable bytes of the smallest card on which the allocator serves a log, to 2 MiB or 0.1%; what it needs
-    may be more than what is given out, as free blocks between others are too small.
+    """Usable bytes of the smallest card on which the allocator serves a log, to 2 MiB or 0.1%. Fragmentation,
+    free blocks too small for a request, can make these more than the peak of allocated bytes.
 
-    A larger card does not always serve what a smaller one does: blocks are given back where room is short,
-    and what is asked for later finds other gaps. So the answer is held to the card that is asked about: at
-    most its bytes if that serves the log, and more if it does not.
+    A larger card does not always serve what a smaller one does: if room is short, the allocator returns
+    cached blocks, so that later requests meet other gaps. So the answer agrees with the card that ``usable``
+    describes: at most ``usable`` if that card serves the log, and more if not.
 
     Args:
-        low: bytes with which it cannot, or just can: those that are given out at once at the most.
-        high: bytes with which it can.
-        kind: the allocator.
-        usable: bytes of the card that is asked about; None: of no one card.
+        low: the peak of allocated bytes; a card with less cannot serve the log.
+        high: bytes of a card that serves the log.
+        kind: the class of the allocator of the card.
+        usable: usable bytes of the user's card; None: no card is given.
     """
     if usable is not None and low <= usable < high:
         low, high = (low, usable) if _serves(log, usable, kind) else (usable, high)
@@ -259,8 +259,8 @@ class Fullest(NamedTuple):
 
 
 def fullest(traces: ClassTraces) -> Fullest:
-    """The class of ranks that needs the largest card. If some classes do not fit the cell's own card, it is
-    one of them, and needs more than the card has; else it needs at most what the card has."""
+    """The class of ranks that needs the largest card. If some classes do not fit the cell's own card, the
+    result is one of these and needs more than the card has; else it needs at most what the card has."""
     kind, usable = allocator_of(traces.cell), usable_memory_bytes(traces.cell)
     oom = [each.status == "oom" for each in traces.by_class]
     candidates = [at for at in range(len(oom)) if oom[at] or not any(oom)]
@@ -272,7 +272,7 @@ def fullest(traces: ClassTraces) -> Fullest:
     for at in sorted(candidates, key=lambda at: -most(at, "peak_memory_bytes")):
         low, high = most(at, "peak_memory_bytes"), most(at, "reserved_memory_bytes")
         log, so_far = traces.traces[at].memory, largest.usable_bytes
-        # none needs more than it reserves where nothing is given back, or than a card that serves it
+        # no class needs more than it reserves on a card without a limit, or than a card that serves it
         if high > so_far and not (low <= so_far and _serves(log, so_far, kind)):
             needed = least_usable(log, low, high, kind, usable)
             largest = max(largest, Fullest(at, needed), key=lambda each: each.usable_bytes)
@@ -283,8 +283,8 @@ def fullest(traces: ClassTraces) -> Fullest:
 
 
 def examine(cell: Cell) -> Measurement:
-    """Measure a cell, also its time where it does not fit; ``meters`` have the :class:`Anatomy` of the class
-    of ranks that is closest to not fitting, or furthest beyond it.
+    """Measure a cell, with its step time even if it does not fit; ``meters`` have the :class:`Anatomy` of the
+    class of ranks that needs the largest card.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.

@@ -1,6 +1,6 @@
-"""What a command line asks about: its options, and what its words stand for; a cluster with some figures
-changed, as a file, so that workers and scenarios can name it; and the layout that a job or a scenario has
-already, with what of it every other layout keeps."""
+"""What a command line asks about: its options, and the kind of thing that its words name; a file of a cluster
+with changed figures, so that workers and scenarios can name that cluster; and the layout that a job or a
+scenario already has, with the options that every other layout keeps."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _OF_CONFIGS = ("model_type", "architectures")
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line says of the cells.
+    """The options of a command line that choose or change cells.
 
     Attributes:
         settings: new values of the cells' settings, by dotted name.
-        micro_batch: samples of a micro-batch; how many there are follows.
-        where, variant: as of :class:`Narrowing`, for scenarios alone.
-        given: what the files of a job leave to run time, by name.
+        micro_batch: samples of a micro-batch; the number of micro-batches follows from the batch.
+        where, variant: see :class:`Narrowing`; only for scenarios.
+        given: values, by name, of variables that the files of a job leave to run time.
     """
 
     cluster: str | None = None
@@ -55,10 +55,10 @@ class Asked:
 
 
 def kind_of(words: Sequence[str]) -> Literal["scenario", "model", "job"]:
-    """What the words of a command line name.
+    """The kind of thing that the words of a command line name.
 
     Raises:
-        UserError: nothing.
+        UserError: the words name no scenario, model or file.
     """
     (first, *others) = words
     if not others and _is_scenario(first):
@@ -82,7 +82,7 @@ def _is_scenario(word: str) -> bool:
         return False
     try:
         return _OF_SCENARIOS in read_yaml(path)
-    except UserError:  # perhaps a job's file, whose reader will say what is wrong
+    except UserError:  # if this is a job's file, its reader says what is wrong
         return False
 
 
@@ -99,13 +99,13 @@ def _is_model(word: str) -> bool:
 
 
 def ask_for(needed: Mapping[str, Any], model: str) -> None:
-    """Ask for all that is missing of a model at once.
+    """Raise one error for all options that a model needs and that are missing.
 
     Args:
         needed: values by flag, such as ``--seq-len N``; None: missing.
 
     Raises:
-        UserError: something is missing.
+        UserError: a value is None.
     """
     if missing := [flag for flag, value in needed.items() if value is None]:
         flags = ", ".join(missing[:-1]) + " and " * (len(missing) > 1) + missing[-1]
@@ -115,10 +115,10 @@ def ask_for(needed: Mapping[str, Any], model: str) -> None:
 
 #: parts of a cluster's file whose figures can be changed
 PARTS = ("device", "node_link", "network", "nccl", "host", "host_memory")
-#: a figure times a factor, and factors from one to another by doubling
+#: a factor such as x2, by which a figure is multiplied; and a range of factors, each twice the one before
 _FACTOR = re.compile(r"x(\d*\.?\d+)")
 _FACTORS = re.compile(r"x(\d*\.?\d+)\.\.x?(\d*\.?\d+)")
-#: values of one figure at the most
+#: the most doublings in a range of factors
 _MOST = 64
 
 
@@ -132,7 +132,7 @@ def values_of(text: str) -> list[str]:
     """The values that a text stands for: ``x0.5..x4`` is x0.5 and its doublings up to x4; else the text.
 
     Raises:
-        UserError: the range has none, or too many.
+        UserError: the range has no values, or too many.
     """
     if (match := _FACTORS.fullmatch(text)) is None:
         return [text]
@@ -146,7 +146,7 @@ def values_of(text: str) -> list[str]:
 
 
 def swept_figures(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    """The figures of each cluster that pairs of name and text ask for, of which one may be a range.
+    """The changed figures of each cluster, from (figure, text) pairs: one mapping for each value of a range.
 
     Raises:
         UserError: a name is given twice, or a range has no values.
@@ -160,13 +160,14 @@ def swept_figures(pairs: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def changed_cluster(name: str, figures: Mapping[str, str]) -> str:
-    """The path of a file with a cluster, some figures of which are changed.
+    """Write the file of a cluster with some figures changed; returns its path.
 
-    Where a figure of a link is changed, the rates that collectives were measured to reach on that link change
-    by the same factor. The file is in the folder of what is kept between runs.
+    If a figure of a link is changed, the measured rates of collectives on that link change by the same
+    factor. The file is in the cache folder, or in a temporary folder if there is no cache.
 
     Args:
-        figures: by dotted name, as ``network.bandwidth_bytes_per_s``: a number, or a factor such as ``x2``.
+        figures: a number, or a factor such as ``x2``, by dotted name such as
+            ``network.bandwidth_bytes_per_s``.
 
     Raises:
         UserError: the cluster has no such figure, or a value is no number or factor.
@@ -216,8 +217,8 @@ def _change(content: dict[str, Any], cluster: str, figure: str, text: str) -> No
 
 
 def _figures(part: Any, path: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """The numbers of a part of a cluster's file: by dotted name the mapping or list that holds it, and under
-    which key."""
+    """The numbers of a part of a cluster's file: (dotted name, (the mapping or list that holds a number, its
+    key))."""
     entries = enumerate(part) if isinstance(part, list) else part.items()
     for key, value in entries:
         name = f"{path}{key}"
@@ -230,10 +231,10 @@ def _figures(part: Any, path: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
             yield name, (part, key)
 
 
-#: options of a model that save memory, which a search chooses anew: names begin or end so
+#: how names of a model's memory-saving options begin or end; a search chooses these options again
 _SWITCHES, _TILES = ("recompute", "checkpoint"), "_tile"
-#: options of a backend that count ranks, that another backend stands for, or of an optimizer on the host,
-#: which a search chooses anew
+#: options of a backend that a search chooses again: numbers of ranks, choices that are other backends here,
+#: and options of an optimizer on the host
 _CHOSEN = {
     *("data_parallel_replicate_degree", "num_distributed_optimizer_instances", "gradients"),
     *("optimizer_offload_fraction", "use_precision_aware_optimizer"),
@@ -244,13 +245,13 @@ _OF_MEASUREMENT = {"steps", "moments"}
 
 @dataclass(frozen=True)
 class OwnLayout:
-    """A layout that is asked about beside those that are searched.
+    """The layout that a job or scenario already has, which a search compares with other layouts.
 
     Attributes:
-        cell: as it is.
-        kept: options of its backend, which every layout has whose backend has them.
-        released: options of its model that other layouts choose anew.
-        job: the kind of job that it was read from; "": of none.
+        cell: the cell of the job or scenario.
+        kept: options of the cell's backend, which each layout keeps if its own backend has them.
+        released: options of the cell's model that other layouts choose again.
+        job: the kind of job that the cell was read from; "": no job.
     """
 
     cell: Cell
@@ -263,7 +264,7 @@ class OwnLayout:
         """The layout of a cell.
 
         Args:
-            said: settings that are given of every layout, by dotted name.
+            said: settings, by dotted name, that the user gives for every layout.
         """
         released = {
             name: value
@@ -274,8 +275,8 @@ class OwnLayout:
 
     @property
     def looked_at(self) -> Cell:
-        """The cell in the form that a search gives to all: one step, with Adam's moments, and the strategy
-        "single" if its strategy divides nothing."""
+        """The cell in the form of a search's cells: one measured step, with Adam's moments, and the strategy
+        "single" if the cell's strategy divides nothing."""
         content = self.cell.training.model_dump(exclude_defaults=True, exclude=_OF_MEASUREMENT)
         update: dict[str, Any] = {"training": TrainingOptions.model_validate(content), "variant": ""}
         if several_ranks(self.cell)[0].name == "single":
@@ -283,13 +284,13 @@ class OwnLayout:
         return self.cell.model_copy(update=update)
 
     def without_switches(self) -> Cell:
-        """The cell without the options that other layouts choose anew."""
+        """The cell without the options that other layouts choose again."""
         rest = {name: v for name, v in self.cell.model_options.items() if name not in self.released}
         return self.cell.model_copy(update={"model_options": rest})
 
     def training(self, backend: str, searched: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The settings of ``training`` of a layout with a backend: some that are searched, and those that are
-        kept; None: they cannot be together, or the backend lacks the job's update, as Muon's."""
+        """The settings of ``training`` of a layout with a backend: ``searched`` ones and the kept ones; None:
+        these exclude each other, or the backend lacks the job's update rule, such as Muon."""
         usual = backend_class(backend).options_type()
         there = asdict(usual)
         if self.kept.get("update", "adam") != there.get("update", "adam") and "update" not in there:
@@ -302,7 +303,7 @@ class OwnLayout:
         return {"backend": backend, **own, **searched}
 
     def remarks(self) -> list[str]:
-        """Remarks on the options that other layouts choose anew, and on those that they keep."""
+        """Lines on the options that other layouts choose again, and on the options that they keep."""
         lines = []
         if self.released:
             switches = written(dotted("model_options", self.released))
@@ -313,7 +314,7 @@ class OwnLayout:
 
 
 def _kept(training: TrainingOptions) -> dict[str, Any]:
-    """The options of a backend that other layouts keep, by name: all but those that a search chooses."""
+    """The options of a backend, by name, that other layouts keep: all except those that a search chooses."""
     kind = backend_class(training.backend).options_type
     options = asdict(set_options(kind(), training.backend_options, training.backend))
     searched = {name for each in kind.searched() for name in each}

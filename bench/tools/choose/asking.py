@@ -1,5 +1,5 @@
-"""Many cells asked at once: functions that workers run on cells, and their outcomes kept on disk, so that the
-same question is answered at once; and how much of a task is behind."""
+"""Workers that run functions on many cells at once and keep the outcomes on disk, so that the same question
+is answered at once later; and the progress of a search."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from spbench.bench.measure import Crew, Executor, Run, digest, unproven, usable_
 from spbench.bench.measured_code import digest_of_files
 from spbench.bench.measurement import Outcome
 
-#: takes what is done, and the share of the task that is behind, of 1
+#: a callback that takes the current work in words, and the share of a task that is done, from 0 to 1
 Say = Callable[[str, float], None]
-#: under this name a measurement's ``meters`` may have the seconds of a core that it took, ``cpu_s``
+#: under this name a measurement's ``meters`` may have ``cpu_s``, the CPU seconds that measuring took
 COST = "cost"
-#: bytes of all kept outcomes; one has some 30 kB
+#: the most bytes of kept outcomes; one outcome has about 30 kB
 _LIMIT_BYTES = 2**28
-#: statuses that another run would find too
+#: statuses that another run would have too, so that their outcomes are kept
 _KEPT = ("ok", "oom", "unsupported", "mismatch")
 
 
 @functools.cache
 def _code() -> str:
-    """The digest of the files of this room, which the digest of measured code leaves out."""
+    """The digest of the source files in this folder, which the digest of measured code leaves out."""
     room = Path(__file__).parent
     return digest_of_files(room, sorted(room.glob("*.py")))
 
@@ -46,11 +46,10 @@ def within(say: Say, low: float, high: float) -> Say:
 
 
 class Behind:
-    """The share of a search that is done: in each of its parts, the looks that have ended over those that the
-    part will probably take.
+    """The progress of a search: in each part of the search, the share of its looks that have ended.
 
     Args:
-        say: takes what is being done, and the share that is done.
+        say: takes the current work in words, and the share of the search that is done.
     """
 
     def __init__(self, say: Say):
@@ -63,7 +62,7 @@ class Behind:
         self.say(text, low)
 
     def expect(self, text: str, left: int) -> None:
-        """Say what is done, and how many looks this part will probably still take."""
+        """Set the current work in words, and how many more looks this part will probably take."""
         self.text, self._left = text, left
         self.ended(0, 0)
 
@@ -76,30 +75,30 @@ class Behind:
 
 
 class Task(NamedTuple):
-    """A cell, and the function with which a worker runs it: a function of a module, or a partial of one.
-    Tasks that are asked together must have different objects as cells."""
+    """A cell, and the function that a worker runs on the cell: a function of a module, or a partial of one.
+    Tasks of one call must have different objects as cells."""
 
     cell: Cell
     run: Run
 
 
 def _name(run: Run) -> str:
-    """The name of a function with its arguments."""
+    """The name of a function, with the arguments of a partial; a part of the key of kept outcomes."""
     if isinstance(run, functools.partial):
         return f"{run.func.__qualname__} {run.args} {run.keywords}"
     return run.__qualname__
 
 
 class Asking:
-    """Workers that run tasks, which stay until the context is left.
+    """Workers that run tasks; the workers stay until the context is left.
 
     Args:
         jobs: how many workers; None: one for each usable core.
-        executor: where tasks run, as many at a time as there is room for; None: here.
+        executor: runs the tasks, as many at a time as it has room for; None: this machine does.
 
     Attributes:
         jobs: how many tasks can run at a time.
-        cpu_s: seconds of a core that the outcomes took when they were made, where they have :data:`COST`.
+        cpu_s: CPU seconds that the outcomes took when they were measured, from their :data:`COST`.
     """
 
     def __init__(self, jobs: int | None = None, executor: Executor | None = None):
@@ -118,10 +117,10 @@ class Asking:
     def __call__(
         self, tasks: Sequence[Task], enough: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[Task, Outcome]]:
-        """Yield each task with its outcome as soon as it has one.
+        """Yield each task with its outcome as soon as the outcome is there, kept outcomes first.
 
         Args:
-            enough: asked before a task begins; true: no more is begun.
+            enough: called before a task begins; if it returns True, no further task begins.
         """
         waiting: list[Task] = []
         refused = unproven((task.cell for task in tasks), say=remark)

@@ -1,5 +1,5 @@
-"""How far a job's own layout is behind the best, the arguments of its program that change it, and where the
-best layout turns into another one, in words."""
+"""In words: how much slower a job's own layout is than the fastest, which arguments of its program lead to
+the fastest, and from which length or number of GPUs on another layout is the fastest."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from spbench.bench.tools.jobs.flag_changes import FlagChanges, flag_changes
 from spbench.bench.tools.jobs.flags import OWN_WAYS, differences
 from spbench.bench.units import GIB
 
-#: kinds of jobs whose arguments are another program's
+#: kinds of jobs that take the arguments of another program, and that program
 _FLAGS_OF = {"bridge": "megatron"}
-#: characters of what a program lacks that a line repeats
+#: the most characters that a line quotes of what a program lacks
 _LONGEST = 160
-#: settings that a line repeats
+#: the most settings that a line names
 _MOST = 6
 
 
@@ -54,8 +54,8 @@ def _beside_the_best(answer: Advice, own: Seen) -> str:
 
 
 def _changes_in_words(answer: Advice) -> Iterator[str]:
-    """The arguments that lead to the fastest layout that the job's program can run, and before them why it
-    cannot run the fastest of all; settings of a scenario if no arguments of the program are known."""
+    """The arguments that lead to the fastest layout that the job's program can run, after the reason why the
+    program cannot run the fastest of all. If its arguments are unknown: settings of a scenario."""
     own, lacking = answer.result.own, ""
     for at, (seen, changes) in enumerate(_changes(answer)):
         gain = f" ({seen.step_s / own.step_s - 1:+.0%})" if own and own.fits else ""
@@ -94,10 +94,10 @@ def _changes(answer: Advice) -> Iterator[tuple[Seen, FlagChanges | None]]:
     own, asked = answer.result.own, answer.question.own
     if own is None or asked is None:
         return
-    # to one that surely fits first
+    # layouts that surely fit come first
     whole = [seen for seen in answer.result.best if seen.exact]
     towards = sorted(whole[:NAMED], key=lambda seen: seen.is_full)
-    if not own.fits:  # and of those that tie, to what differs in least of it
+    if not own.fits:  # then ties with the fastest, and those with the fewest changed settings
         towards.sort(key=lambda seen: (seen.is_full, not answer.is_tie(seen), len(_differing(own, seen))))
     for seen in towards:
         if own.fits and seen.step_s >= own.step_s:
@@ -134,10 +134,10 @@ Point = Mapping[str, Any]
 
 
 def varying(points: Sequence[Point]) -> list[str]:
-    """The fields in which answers differ, the one that is walked along first.
+    """The fields of :data:`AXES` in which answers differ; the first is the horizontal axis of a map.
 
     Raises:
-        UserError: there are more than two, which no map has.
+        UserError: answers differ in more than two fields, so that no map can show them.
     """
     names = [name for name in AXES if len({point[name] for point in points}) > 1]
     if len(names) > 2:
@@ -146,7 +146,7 @@ def varying(points: Sequence[Point]) -> list[str]:
 
 
 def turns(points: Sequence[Point]) -> Iterator[str]:
-    """A line for each value of the field that varies second: which strategy wins from where on, and the ties.
+    """A line for each value of the second varying field: which strategy wins from where to where, and ties.
 
     Args:
         points: with ``gpus``, ``seq_len``, ``figures``, ``strategy`` ("" where nothing fits) and ``tie``, in

@@ -1,4 +1,4 @@
-"""The candidates of a search, with their estimates."""
+"""The candidates of a search: layouts with a backend and memory-saving settings, each with its estimates."""
 
 from __future__ import annotations
 
@@ -30,55 +30,55 @@ from spbench.bench.tools.choose.question import Question
 from spbench.bench.tools.choose.references import as_text, has_stages, twins_of
 from spbench.impls import MESH_AXES, Unsupported, spelled
 
-#: a layout whose estimated bytes are so much less than a card has surely fits
+#: a layout surely fits if a card has this many times its estimated bytes
 SURELY = 2.0
-#: a layout whose estimated bytes are so much less than a card has probably fits, and so much more, may fit
+#: a layout probably fits if its estimated bytes times this fit a card, and may fit if they do divided by this
 _MAY_FIT = 1.25
-#: settings that save memory which is there must be faster than simpler ones by so much, by the estimate
+#: further settings must be faster than simpler ones that surely fit by this factor, by the estimate
 _SAME = 1.005
 #: what became of layouts that take longer than another that surely fits
 SLOWER = "slower than with other settings that surely fit"
-#: what became of those that were not traced, or not even made candidates
+#: what became of layouts that were not traced, or not even made candidates
 TOO_SLOW = "too slow by the estimate, or too large after traces of their strategy"
-#: and of those that are no candidates as others of the same ranks take so much less
+#: what became of layouts that are no candidates because of their estimated bytes
 TOO_LARGE = "need too much by the estimate"
-#: a layout whose estimated memory is so much more than a card has is not traced
+#: a layout with more than this many times a card's bytes, by the estimate, is not traced
 FAR_TOO_LARGE = 1.25
-#: so many kinds of layouts are to be named; what takes so much longer by the estimate than that many that
-#: probably fit is left out at once
+#: how many kinds of layouts the answer names; a layout is left out at once if its estimated seconds are this
+#: many times those of as many kinds that probably fit
 _NAMED, _FAR = 5, 1.6
-#: of one layout what takes so much longer by the estimate than what needs no more bytes is left out
+#: of one layout, settings that take this many times longer than others without more bytes are left out
 _DOMINATED = 1.1
 
 
 def ordered(sizes: Mapping[str, int], order: Sequence[str] = ORDER) -> list[str] | None:
-    """The axes of several ranks in an order; None if that is the default order."""
+    """The axes of two or more ranks, sorted by ``order``; None if that is the mesh's default order."""
     axes = [axis for axis in order if sizes.get(axis, 1) > 1]
     return None if axes == sorted(axes, key=MESH_AXES.index) else axes
 
 
 def kind_of_layout(strategy: str, sizes: Mapping[str, int]) -> tuple[str, str]:
-    """Strategy and mesh as text, without the ranks of experts and whatever the order of the axes: the best
-    layout of each kind is named."""
+    """(strategy, mesh as text) without ranks of experts and without an order of the axes; the answer names
+    only the best layout of each such kind."""
     return strategy, spelled({axis: sizes[axis] for axis in ORDER if axis in sizes})
 
 
-#: a choice and its value
+#: (a choice, such as "backend"; its value as text)
 Variant = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with a backend and settings of the model.
+    """A layout with a backend and memory-saving settings of the model.
 
     Attributes:
-        options: of the strategy.
-        training: backend and its options.
+        options: options of the strategy.
+        training: the backend and its options.
         saving: settings of the model that take less memory.
         training_text, saving_text: the same as text.
-        estimated_s, estimated_bytes: of a step, and of the fullest rank.
-        activation_bytes: of the estimated ones, those that are no states of training.
-        twin: ``training`` without the host, where that only makes room; None: it has nothing there.
+        estimated_s, estimated_bytes: seconds of a step, and bytes of the fullest rank.
+        activation_bytes: the part of the estimated bytes that is no states of training.
+        twin: the same ``training`` with all states on the card; None: it has none on the host.
     """
 
     layout: Layout
@@ -104,19 +104,19 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int]:
-        """How many strategies and memory switches the candidate has, and axes of several ranks."""
+        """(number of strategies and memory switches, number of axes of several ranks)."""
         things = things_to_set(self.strategy, self.saving, self.training)
         return things, sum(n > 1 for n in self.layout.sizes.values())
 
     @cached_property
     def variants(self) -> tuple[Variant, ...]:
-        """The properties, beside the way, in which another layout of the way may differ from this."""
+        """The choices besides the way: backend, samples of a micro-batch, and for experts the fold."""
         of_all = ("backend", self.training_text), ("micro-batch", str(self.layout.micro_batch))
         fold = self.layout.fold
         return of_all if fold is None else (*of_all, ("fold", str(fold)))
 
     def cell(self, asked: Cell) -> Cell:
-        """The cell with this layout, made of the cell that was asked about."""
+        """The cell with this layout; ``asked`` is the question's cell."""
         layout, (batch, _) = self.layout, asked.shape
         training = {**asked.training.model_dump(exclude_defaults=True), **self.training}
         if asked.training.step == "training":
@@ -138,10 +138,10 @@ class Candidate:
 
 
 class Bar:
-    """The estimated seconds above which layouts are no candidates, by the layouts looked at so far.
+    """The estimated seconds above which layouts are no candidates, from the layouts enumerated so far.
 
     Attributes:
-        far: by kind of layouts that are no candidates, the least estimated seconds.
+        far: the least estimated seconds of layouts that are no candidates, by (way, dp, pp).
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class Bar:
         self.most_s = math.inf
 
     def add(self, layout: Layout, seconds: float) -> None:
-        """Take in the estimated seconds of a layout that probably fits."""
+        """Record the estimated seconds of a layout that probably fits."""
         kind = (layout.way, layout.dp, layout.pp)
         if seconds < self._best.get(kind, math.inf):
             self._best[kind] = seconds
@@ -158,7 +158,7 @@ class Bar:
             self.most_s = _FAR * shortest[-1] if len(shortest) == _NAMED else math.inf
 
     def passes(self, layout: Layout, seconds: float) -> bool:
-        """Whether a layout that takes so long at the least may be a candidate."""
+        """Whether a layout that takes at least ``seconds`` may be a candidate; records those that may not."""
         if seconds <= self.most_s:
             return True
         kind = (layout.way, layout.dp, layout.pp)
@@ -175,16 +175,16 @@ def candidates(
     left_out: Counter[str] | None = None,
     bar: Bar | None = None,
 ) -> Iterator[Candidate]:
-    """All layouts of a question, with every backend and saving that there is a figure of; of a layout and
-    backend none that takes longer by the estimate than another that surely fits, also with its states on the
-    cards where these are on the host; nor one with more settings that is no faster.
+    """The candidates of a question: each layout with every backend and saving that has figures, except those
+    that take longer by the estimate than the same layout and backend with another saving that surely fits (or
+    with states on the cards, not the host), and those with more settings that are no faster.
 
     Args:
         savings: settings of the model by their text.
-        refused: takes what cannot be.
+        refused: takes the reasons of impossible layouts.
         usable: bytes of a card that tensors can have; 0: nothing surely fits.
-        left_out: counts those that take longer, as :data:`SLOWER`, and as :data:`TOO_SLOW`.
-        bar: leaves out what takes far longer than others; None: nothing is far.
+        left_out: counts the exceptions, by :data:`SLOWER`, :data:`TOO_SLOW` and :data:`TOO_LARGE`.
+        bar: leaves out layouts that take far longer than others; None: a new bar.
     """
     forward_only = question.cell.training.step == "inference"
     settings_by_text = (
@@ -210,8 +210,8 @@ def candidates(
 
 @dataclass(frozen=True)
 class _Choices:
-    """What each layout can have: settings of backends, whether the backends have stages, the places of their
-    twins, settings of the model, and both settings as text; the bytes of a card, and the bar of seconds."""
+    """The choices for each layout: settings of backends, whether each backend has stages, the index of its
+    twin, settings of the model, and both settings as text; the bytes of a card, and the bar."""
 
     backends: Sequence[Mapping[str, Any]]
     pipelined: Sequence[bool]
@@ -230,7 +230,7 @@ def _of_layouts(
     choices: _Choices,
     left_out: Counter[str],
 ) -> Iterator[Candidate]:
-    """The candidates of layouts that differ in the ranks of their experts alone."""
+    """The candidates of layouts that differ only in their folds, the ranks of their experts."""
     backends, settings, usable, bar = choices.backends, choices.settings, choices.usable, choices.bar
     computing = estimates.computing(every, figures)
     passing = [bar.passes(each, least) for each, least in zip(every, computing.min(axis=1), strict=True)]
@@ -248,7 +248,7 @@ def _of_layouts(
     within = times_of <= bar.most_s
     asked = may & within & folds
     large = asked & (memories_of > FAR_TOO_LARGE * (usable or np.inf))
-    if large.any() and (large == asked).all():  # the smallest says what would fit
+    if large.any() and (large == asked).all():  # keep the smallest, to say what would fit
         large &= memories_of > memories_of[large].min()
     left = undominated(times_of, memories_of, asked & ~large)
     for layout, times, memories, own, kept_of in zip(
@@ -271,8 +271,8 @@ def _of_layouts(
 
 
 def undominated(times: np.ndarray, memories: np.ndarray, asked: np.ndarray) -> np.ndarray:
-    """Which of the candidates ``asked`` about take hardly longer than the fastest that needs no more bytes; a
-    bool array, of the shape of the others."""
+    """Which of the candidates marked in ``asked`` take hardly longer than the fastest candidate that needs no
+    more bytes; all arrays have one shape."""
     places = np.flatnonzero(asked)
     taken, nbytes = times.ravel()[places], memories.ravel()[places]
     order = np.lexsort((taken, nbytes))
@@ -284,10 +284,10 @@ def undominated(times: np.ndarray, memories: np.ndarray, asked: np.ndarray) -> n
 
 def best_folds(times: np.ndarray, memories: np.ndarray, usable: float) -> np.ndarray:
     """Which folds may be the best, bool [folds, backends, settings]: for each backend and settings the
-    fastest fold that probably fits, and the fastest that may fit; if none may, the smallest.
+    fastest fold that probably fits, and the fastest fold that may fit; if none may fit, the smallest fold.
 
     Args:
-        times, memories: [folds, backends, settings].
+        times, memories: seconds and bytes, [folds, backends, settings].
         usable: bytes of a card; 0: anything fits.
     """
     kept = np.zeros(times.shape, dtype=bool)
@@ -301,12 +301,12 @@ def best_folds(times: np.ndarray, memories: np.ndarray, usable: float) -> np.nda
 
 
 def promising(times: np.ndarray, fitting: np.ndarray, of_twin: float) -> np.ndarray:
-    """Which of the settings, the simplest first, may be the best: none that takes longer than another that
-    surely fits, and of those that take as long as the shortest of these the simplest, alone.
+    """Which settings may be the best, bool [settings], the simplest first: none that takes longer than
+    another that surely fits; and of settings about as fast as the shortest of these only the simplest.
 
     Args:
-        fitting: the times of those that surely fit; infinite for others.
-        of_twin: the shortest time of the twin with settings with which it surely fits.
+        fitting: the seconds of settings that surely fit; infinite for others.
+        of_twin: the shortest seconds of the twin (states on the card) that surely fits.
     """
     shortest = fitting.min(initial=np.inf)
     kept: np.ndarray = times <= min(shortest, of_twin)
@@ -320,7 +320,7 @@ def promising(times: np.ndarray, fitting: np.ndarray, of_twin: float) -> np.ndar
 def figures_of(
     estimates: Estimates, way: Way, question: Question, refused: Refused
 ) -> tuple[WayFigures, Mapping[str, Any]] | None:
-    """The figures of a way, and the first settings of its strategy that can be; None: no settings can."""
+    """(figures of a way, the first options of its strategy that can run it); None: no options can."""
     reason = ""
     for options in settings_of(question, way.strategy):
         try:

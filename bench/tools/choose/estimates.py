@@ -1,9 +1,9 @@
 """Estimates of layouts from closed forms and a few small traces; they decide in which order layouts are
 traced, and what is plainly too slow or too large.
 
-One layer of one sample takes on one rank what two small traces say; a layout divides that by its ranks, adds
-what its strategy sends by the closed forms at the speed of the links, fills the pipeline, and adds what the
-backend sends. How much of it really is hidden behind computation only traces tell: :mod:`.learned` has it.
+Two small traces give the seconds of one layer for one sample on one rank. An estimate divides these by the
+layout's ranks, and adds the strategy's messages (closed forms at the links' rates), the filling of the
+pipeline, and the backend's messages. Only traces tell how much computation hides; see :mod:`.learned`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from spbench.impls import (
     ranks_along,
 )
 
-#: shares of computation behind which what a backend sends is taken to be hidden: what it sends once a step,
-#: behind one micro-batch; what it sends with each, behind each. Nothing is where rows go to experts of other
-#: ranks: they wait on the same links until the next layer's weights are there
+#: shares of computation that hide a backend's messages: one micro-batch hides the messages of once a step,
+#: each micro-batch those of its own. None are hidden if rows go to experts of other ranks, because the rows
+#: wait on the same links until the next layer's weights have arrived
 _HIDDEN_ONCE, _HIDDEN_EACH = 0.5, 0.8
 #: how often each micro-batch moves the weights of experts through memory, however few its rows are: they are
 #: read in forward and in backward, and their gradients are written
 _MOVED = 3
-#: of the 16 bytes of a parameter that are on the host: what AdamW reads and writes, and what crosses
+#: for each byte of states on the host: bytes that AdamW reads and writes, and bytes that cross the link
 _UPDATED, _COPIED = 28 / 16, 8 / 16
-#: how often the rows that go to experts of other ranks are there at once beside those of one rank alone
+#: copies of the rows for experts of other ranks that a rank holds at once, beyond a trace on one rank
 _DISPATCHED = 2
 
 
@@ -50,10 +50,10 @@ _NOTHING = Depths(0.0, 0.0)
 
 @dataclass(frozen=True)
 class WayFigures:
-    """The figures of what a rank holds and sends, for a way to divide a sample.
+    """What a rank holds and sends with a way to divide a sample: each number by layer and outside layers.
 
     Attributes:
-        sent_s: seconds of what the strategy sends for one sample of one micro-batch.
+        sent_s: seconds of the messages that the strategy sends for one sample of one micro-batch.
         elements: how many elements of parameters a rank has.
         alike: the axes of the strategy along which ranks hold the same of most parameters.
         experts: elements of routed experts, before they are shared out over ranks; they are not among
@@ -73,10 +73,10 @@ _Place = tuple[tuple[str, ...], tuple[int, ...]]
 
 
 class CollectivePrices:
-    """Seconds of collectives among the ranks of a mesh, each worked out once for all layouts that have it.
+    """Seconds of collectives among the ranks of a mesh, each worked out once for all layouts that share it.
 
     Args:
-        cell: of the question.
+        cell: the question's cell.
 
     Attributes:
         s_of_byte: seconds of a byte that a kernel moves through the card's memory; 0: not known.
@@ -88,7 +88,7 @@ class CollectivePrices:
         bandwidth = self._costs.memory_bandwidth()
         self.s_of_byte = 1 / bandwidth if bandwidth > 0 else 0.0
         self._prices: dict[tuple[str, float, _Place], float] = {}
-        #: by axes and sizes
+        #: meshes and places by axes and sizes
         self._meshes: dict[tuple[Any, ...], tuple[dict[str, int], _Place]] = {}
         self._groups: dict[_Place, tuple[list[list[int]], list[GroupLinks]]] = {}
 
@@ -124,13 +124,13 @@ class CollectivePrices:
 
 
 class Estimates:
-    """Estimates for one question.
+    """Estimates of the seconds and bytes of the layouts of one question.
 
     Args:
-        cell: of the question, on one rank.
-        gpus: of all layouts.
-        references: by the settings of the model that take less memory, as text; "" for none.
-        backends: by settings as text.
+        cell: the question's cell, on one rank.
+        gpus: how many GPUs each layout has.
+        references: by the model's memory-saving settings ("savings") as text; "" for none.
+        backends: the figures of each backend by its settings as text.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Estimates:
         self.references, self.backends = references, backends
         model = model_preset(*cell.model_arguments)
         self.layers: int = getattr(model, "layers", 1)
-        #: of layers, one of which is what figures here are of
+        #: periods of layers in the model; what is said of "a layer" is of one period
         self.periods = self.layers / model.period
         #: by layers: the cell, its model, and the model's sites by parts of the vocabulary
         self._shallow: dict[int, tuple[Cell, Model, dict[int, list[Site]]]] = {}
@@ -157,7 +157,7 @@ class Estimates:
         """What a rank sends and holds with a way to divide a sample.
 
         Raises:
-            Unsupported: it cannot divide the model so.
+            Unsupported: the strategy cannot divide the model so.
         """
         sizes = {"dp": self.gpus // way.ranks, **way.axes}
         sent, elements, experts, rows = [], [], [], []
@@ -195,8 +195,8 @@ class Estimates:
         return WayFigures(Depths(*sent), Depths(*elements), alike, Depths(*experts), Depths(*rows))
 
     def computing(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
-        """Seconds of a step without what replicas send, [layouts, savings]; here and below layouts differ in
-        their folds alone."""
+        """Seconds of a step without messages among replicas, [layouts, savings]; the layouts of this and the
+        following methods differ only in their folds."""
         layout, (batch, _) = layouts[0], self.cell.shape
         ranks, b = layout.way.ranks, layout.micro_batch
         parts = batch // (layout.dp * b)
@@ -214,7 +214,7 @@ class Estimates:
         """Seconds of a step, [layouts, backends, savings].
 
         Args:
-            computing: of :meth:`computing`.
+            computing: the result of :meth:`computing`.
         """
         (batch, _), layout = self.cell.shape, layouts[0]
         parts = batch // (layout.dp * layout.micro_batch)
@@ -230,8 +230,8 @@ class Estimates:
         return seconds
 
     def _experts_s(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
-        """Seconds in which a micro-batch's rows go to experts, and kernels move the weights of experts, of a
-        layer and of the rest: [layouts, 2]."""
+        """[layouts, 2]: seconds of a layer and of the rest, in which a micro-batch's rows go to experts, and
+        kernels move the experts' weights."""
         itemsize, b = PRECISIONS[self.cell.precision].parameters.itemsize, layouts[0].micro_batch
         moved_s = _MOVED * itemsize * self._s_of_byte
         both = [
@@ -243,7 +243,7 @@ class Estimates:
         )
 
     def _dispatch_s(self, layout: Layout, nbytes: float) -> float:
-        """Seconds in which rows of so many bytes go to experts and back, and their gradients."""
+        """Seconds in which rows of ``nbytes`` and their gradients go to experts and back."""
         if layout.fold is None or not nbytes:
             return 0.0
         # folded axes have the same groups whatever the axes that divide a sample
@@ -265,8 +265,8 @@ class Estimates:
         return elements / ranks, layout.stage_ranks // ranks
 
     def _host_s(self, layouts: Sequence[Layout], way: WayFigures) -> np.ndarray:
-        """Seconds in which the host updates its part of the parameters, and of the copies over the link,
-        [layouts, backends]; all ranks of a node update at once."""
+        """[layouts, backends]: seconds in which hosts update their part of the parameters and copy it over
+        the link to the card; all ranks of a node update at once."""
         sharing = layouts[0].dp * ranks_along(way.alike, layouts[0].sizes)
         elements = self._elements(layouts[0], way) / sharing
         held = [self._expert_elements(each, way) for each in layouts]
@@ -279,8 +279,8 @@ class Estimates:
         return np.asarray(own[:, None] * (updated_s + copied_s))
 
     def _replicas_s(self, layout: Layout, way: WayFigures) -> np.ndarray:
-        """[4, backends]: seconds of what a backend sends once a step, with each micro-batch, and with each
-        micro-batch in stages; then of copies to and from buffers for the second of these."""
+        """[4, backends]: seconds of a backend's messages once a step, with each micro-batch, and with each
+        further one in stages; and of copies to and from buffers for the second kind."""
         key = (layout.way, layout.dp, layout.pp, layout.fold)
         if key in self._of_backends:
             return self._of_backends[key]
@@ -331,7 +331,7 @@ class Estimates:
         """Bytes of all but states of training on the fullest rank at its peak, [layouts, savings]."""
         (batch, _), layout = self.cell.shape, layouts[0]
         stages, runs = layout.pp, layout.virtual_stages
-        # of runs of layers in turns, the first rank has as many before its first backward, and one more
+        # with runs of layers in turns, the first rank has as many before its first backward, and one more
         most = stages if runs == 1 else ((runs - 1) * stages + 2 * (stages - 1) + 1) / runs
         at_once = min(most, batch // (layout.dp * layout.micro_batch))
         _, _, layer, ends = self._of_savings

@@ -1,5 +1,5 @@
-"""What `spbench fit` says: the answer and what would help, or with `--budget` the switches that were chosen,
-then what holds the memory, and details."""
+"""The output of `spbench fit`: the verdict and changes that help, or with `--budget` the chosen switches,
+then the parts of the memory, and details."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from spbench.bench.tools.jobs.job_files import given_values
 from spbench.bench.units import card_gib, shown_price, shown_share
 from spbench.impls import model_preset
 
-#: a part of the peak below which a kind is not worth a word
+#: kinds of memory with a smaller share of the peak are not named
 _SMALL = 0.002
-#: parts of the peak, changes and switches that a terminal shows where no details are asked for
+#: the most parts of the peak, changes and switches that a terminal shows without --details
 _PARTS, _CHANGES, _SWITCHES = 4, 2, 4
 
 
 def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
-    """The answer for people and for programs; ``must_fit``: with the exit code 1 where something does not
-    fit, or is tight."""
+    """The answer for people and programs; with ``must_fit`` the exit code is 1 if a cell is not sure to
+    fit."""
     fullest, proofs = answer.fullest, answer.proofs
     backend = fullest.cell.training.backend
     errors = [each for quantity in (PEAK, RESERVED) if (each := past_errors(backend, quantity))]
@@ -56,7 +56,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
     if len(answer.verdicts) + len(answer.others) > 1:
         sections += [f"the fullest: {fullest.cell.key}", _cells_table(answer)]
     sections += [*_help(answer), *_switches_table(answer), *_holding(fullest)]
-    # where it does not fit, what would help takes the place of what is there
+    # if the fullest does not fit, changes that help take the place of the parts of its memory
     (sections if fullest.fits else details).append(_parts(fullest, program))
     timed = [fullest, *proofs.fitting] if proofs and proofs.fitting else []
     if priced_by := priced_by_in_words([each.measurement for each in timed]):
@@ -93,7 +93,7 @@ def report(answer: Fitting, files: Sequence[Path], must_fit: bool) -> Output:
 
 
 def _verdict_lines(answer: Fitting) -> list[str]:
-    """Whether the fullest fits, by how much, why that is not sure, and where the peak is."""
+    """Lines on the fullest cell: whether it fits and by how much, why that is unsure, and its peak."""
     fullest = answer.fullest
     because = [f"tight, as {reason}" for reason in filter(None, [fullest.certainty.reason])]
     return [str(fullest), *because, fullest.peak(answer.subject.job)]
@@ -117,7 +117,7 @@ def _cells_table(answer: Fitting) -> Table:
 
 
 def _holding(verdict: Verdict) -> Iterator[Table | str]:
-    """The sections on the number that decides, beside numbers that programs show, and on the peak by kind."""
+    """The sections on needed bytes, next to the numbers that other tools show, and on the peak by kind."""
     anatomy, memory = verdict.anatomy, verdict.memory
     context, nccl = (
         "unknown" if nbytes is None else card_gib(nbytes)
@@ -140,7 +140,7 @@ def _holding(verdict: Verdict) -> Iterator[Table | str]:
 
 
 def _parts(verdict: Verdict, program: str) -> Table:
-    """What holds the peak: tensors by kind and by the module in whose forward or backward they were made."""
+    """A table of the peak's parts: tensors by kind and by the module whose forward or backward made them."""
     peak = verdict.anatomy.peak_memory_bytes
     experts = bool(getattr(model_preset(*verdict.cell.model_arguments), "experts", 0))
     of_experts = Column("of", "of", of=lambda part: part_of_experts(part.kind, part.module, experts) or None)
@@ -160,7 +160,7 @@ def _parts(verdict: Verdict, program: str) -> Table:
 
 
 def _first_change(answer: Fitting) -> str:
-    """The third line of an answer: the fastest change that makes it fit, or that takes less where it fits."""
+    """The third line of an answer: the fastest change that makes the cell fit, or saves memory."""
     proofs = answer.proofs
     if answer.plan is not None:
         return _plan_line(answer, answer.plan)
@@ -177,7 +177,7 @@ def _first_change(answer: Fitting) -> str:
 
 
 def _plan_line(answer: Fitting, plan: BudgetPlan) -> str:
-    """The third line of an answer for a budget: the cheapest switches, or that none fit or are needed."""
+    """The third line of an answer for a budget: the cheapest switches, or why there are none."""
     chosen, within = plan.chosen, f"{card_gib(plan.budget_bytes)} GiB"
     if chosen is None:
         return f"no switches need at most {within}: {plan.traced} cells traced; --suggest tries other layouts"
@@ -190,7 +190,7 @@ def _plan_line(answer: Fitting, plan: BudgetPlan) -> str:
 
 
 def _switches_table(answer: Fitting) -> Iterator[Table]:
-    """The switches of a budget, each alone."""
+    """A table of the switches that were tried for a budget, each alone."""
     if (plan := answer.plan) is None or not plan.alone:
         return
     shown = [
@@ -216,7 +216,7 @@ def _tried(proofs: Proofs) -> str:
 
 
 def _help(answer: Fitting) -> Iterator[Table | str]:
-    """The changes that help, and the largest sizes that fit."""
+    """The sections on changes that help, and on the largest sizes that fit."""
     if (proofs := answer.proofs) is not None:
         what = "take less memory" if answer.fullest.fits else "make it fit"
         if proofs.fitting:
@@ -251,7 +251,7 @@ def _closest(answer: Fitting, near: Verdict) -> str:
 
 
 def _change_columns(answer: Fitting, before: Verdict, fits: Callable[[Verdict], bool]) -> list[Column]:
-    """Columns of changes for programs, beside a cell ``before``."""
+    """Columns of changes for programs; ``before`` is the verdict without the change, for relative times."""
     return [
         Column("--set", "set", of=settings_of),
         *columns(what="change.words", cell="cell.key"),
@@ -280,7 +280,7 @@ def _suggestions(answer: Fitting, proofs: Proofs) -> dict[str, Any]:
 
 
 def _plan_content(answer: Fitting, plan: BudgetPlan) -> dict[str, Any]:
-    """The switches of a budget for programs."""
+    """The chosen switches and each tried switch of a budget, as a record for programs."""
     flags = Column("flags", "flags", of=lambda verdict: flags_of(answer, verdict))
     of_switch = [*_change_columns(answer, plan.before, plan.fits), flags]
     return {
@@ -292,8 +292,8 @@ def _plan_content(answer: Fitting, plan: BudgetPlan) -> dict[str, Any]:
 
 
 def flags_of(answer: Fitting, verdict: Verdict, lack: bool = False) -> str:
-    """The change in the job's own arguments; "" if there are none or, with ``lack``, what the program
-    lacks."""
+    """The change in the arguments of the job's program; "" if there are none, but with ``lack`` a sentence on
+    what the program lacks."""
     job = answer.subject.job
     flags = flag_changes(answer.fullest.cell, verdict.cell, job) if job else None
     if flags is not None and flags.missing and lack:
@@ -320,8 +320,8 @@ def fit(
     jobs: int | None,
     **sizes: int | None,
 ) -> Output:
-    """The outcome of `spbench fit`, whose options the arguments are; ``sizes``: --seq-len, --batch, and the
-    ranks along each axis."""
+    """The output of `spbench fit`; the arguments are the options of that command, ``sizes`` those of
+    --seq-len, --batch and ranks along axes."""
     own = {name if name in ("seq_len", "batch") else f"sizes.{name}": size for name, size in sizes.items()}
     settings = {name: size for name, size in own.items() if size is not None} | settings_given(changes)
     asked = Asked(cluster, gpus, strategy, settings, micro_batch, where, variant, given_values(given))

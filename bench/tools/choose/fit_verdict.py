@@ -1,5 +1,5 @@
-"""Whether a cell fits, and by how much: the measurement of a cell, as it is or with a change, in numbers and
-words, modules in those of the program whose job it is."""
+"""Whether a cell fits, and by how much, in numbers and words: the verdict on the measurement of a cell or of
+a changed cell. Modules have the names of the job's own program."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from spbench.bench.yaml_files import read_yaml
 from spbench.impls import model_preset
 
 _ANATOMY = TypeAdapter(Anatomy)
-#: parts of the peak that an answer names in its second line
+#: the most parts of the peak that the second line of an answer names
 _LARGEST = 2
 
 
 @dataclass(frozen=True)
 class CardMemory:
-    """Bytes of a card and what a rank needs of them.
+    """The bytes of a card, and the bytes of it that a rank needs.
 
     Attributes:
         card_bytes: all of the card's memory.
         tensors_bytes: the least that PyTorch's allocator must reserve to serve the rank.
-        context_bytes: what the CUDA context takes; None: not known, and counted as none.
-        nccl_bytes: what NCCL's buffers for all-to-alls take; None: not known, and counted as none.
+        context_bytes: bytes of the CUDA context; None: unknown, and counted as 0.
+        nccl_bytes: bytes of NCCL's buffers for all-to-alls; None: unknown, and counted as 0.
     """
 
     card_bytes: int
@@ -56,7 +56,7 @@ class CardMemory:
 
     @property
     def outside_bytes(self) -> int:
-        """Bytes of the card that are known to be taken outside PyTorch's allocator."""
+        """Known bytes of the card that are taken outside PyTorch's allocator."""
         return (self.context_bytes or 0) + (self.nccl_bytes or 0)
 
     @property
@@ -66,16 +66,16 @@ class CardMemory:
 
     @property
     def spare_bytes(self) -> int:
-        """What the card has beyond the total; negative: what is missing."""
+        """The card's bytes minus :attr:`total_bytes`; negative if bytes are missing."""
         return self.card_bytes - self.total_bytes
 
 
 def card_memory(cell: Cell, measurement: Mapping[str, Any], tensors_bytes: int) -> CardMemory:
-    """The memory of a cell's cards beside what one of its ranks needs.
+    """The memory of a cell's card, and the bytes of it that one of the cell's ranks needs.
 
     Args:
-        measurement: of the cell on a cluster with a limit; ``usable_memory_bytes`` is what tensors can have.
-        tensors_bytes: the least that the allocator must reserve for the rank.
+        measurement: the cell's, on a cluster with a limit; tensors can have ``usable_memory_bytes``.
+        tensors_bytes: the least bytes that the allocator must reserve for the rank.
     """
     context: int | None = load_cluster(cell.cluster).device.memory_context_bytes.value
     nccl = exchange_memory_bytes(cell)
@@ -85,11 +85,11 @@ def card_memory(cell: Cell, measurement: Mapping[str, Any], tensors_bytes: int) 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A cell that was measured by :func:`examine` or :func:`attempt`.
+    """The verdict on a cell that :func:`examine` or :func:`attempt` has measured.
 
     Attributes:
-        measurement: as rows have it.
-        change: how the cell differs from the one that was asked about; None: it is that cell.
+        measurement: the measurement as a mapping, as in a row.
+        change: the change that was made to the user's cell; None: none.
     """
 
     cell: Cell
@@ -98,7 +98,7 @@ class Verdict:
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        """The memory of the ranks that are closest to not fitting, or furthest beyond."""
+        """The memory of the class of ranks that needs the largest card."""
         return _ANATOMY.validate_python(self.measurement["meters"][ANATOMY])
 
     @property
@@ -112,34 +112,34 @@ class Verdict:
         return all(entry["status"] == "ok" for entry in self.measurement["by_class"])
 
     def within(self, budget_bytes: int) -> bool:
-        """Whether the cell needs at most so many bytes of a card, and the hosts have the memory for it."""
+        """Whether the cell needs at most ``budget_bytes`` of a card, and its hosts have enough memory."""
         on_host = self.devices_fit and not self.fits
         return self.memory.total_bytes <= budget_bytes and not on_host
 
     @cached_property
     def memory(self) -> CardMemory:
-        """What the card has and must have, on the fullest ranks; by the guessed peak, where the cell was not
-        traced whole."""
+        """The card's bytes and those that the fullest ranks need, or a guess if not all layers were
+        traced."""
         traced = ANATOMY in (self.measurement.get("meters") or {})
         needed = self.anatomy.least_usable_bytes if traced else self.measurement["peak_memory_bytes"]
         return card_memory(self.cell, self.measurement, needed)
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of a step; None: it has no time."""
+        """Seconds of a step; None: the cell cannot be timed."""
         return self.measurement.get("step_time_s")
 
     def price(self, before: Verdict) -> float | None:
-        """The step time over the time without the change, ``before``; None: one of the two has no time."""
+        """The step time divided by that of ``before``, without the change; None: one has no time."""
         return self.step_s / before.step_s if self.step_s and before.step_s else None
 
     def where_in(self, program: str = "") -> str:
-        """The fullest ranks, their pipeline stage, and when, in words; modules as a program calls them."""
+        """In words: the fullest ranks, their pipeline stage, and the moment; see :meth:`moment_in`."""
         at = "" if self.anatomy.stage is None else f"stage {self.anatomy.stage}, "
         return f"{ranks_text(self.anatomy.ranks)} ({at}{self.moment_in(program)})"
 
     def moment_in(self, program: str = "") -> str:
-        """The moment at which memory is largest, its module by the program's name for that module."""
+        """In words, the moment at which memory is largest; its module has the name in ``program``."""
         moment = self.anatomy.moment
         return str(replace(moment, module=moment.module and in_program_words(moment.module, program)))
 
@@ -159,10 +159,10 @@ class Verdict:
         return f"fits: no, {card_gib(-memory.spare_bytes)} GiB are missing {needs}"
 
     def peak(self, program: str = "") -> str:
-        """The second line: the fullest ranks, when they are, and what holds most of their memory then.
+        """The second line of an answer: the fullest ranks, the moment of their peak, and its largest parts.
 
         Args:
-            program: the kind of job whose words for modules it has.
+            program: the kind of job whose names for modules the line uses.
         """
         largest = [part for part in self.anatomy.parts if part.kind][:_LARGEST]
         parts = [f"{self.named(part, program)} {card_gib(part.bytes)}" for part in largest]
@@ -185,7 +185,7 @@ class Verdict:
         return int(reserved) + self.memory.outside_bytes
 
     def on_host(self) -> str:
-        """A line on what ranks hold in the memory of their hosts; "" where they hold nothing."""
+        """A line on the bytes that ranks hold in the memory of their hosts; "" if they hold nothing there."""
         if not (node := self.measurement.get("node_host_memory_bytes")):
             return ""
         total = load_cluster(self.cell.cluster).host_memory.total_bytes.value
@@ -195,15 +195,15 @@ class Verdict:
 
 
 def columns(**paths: str) -> list[Column]:
-    """Columns for programs: by field, the dotted path of an attribute."""
+    """Columns for programs, each with a field's name and the dotted path of an attribute."""
     return [Column(field, field, of=attrgetter(path)) for field, path in paths.items()]
 
 
-#: what a card has and must have, for programs
+#: columns for programs: the bytes of a card, needed and spare bytes
 MEMORY_COLUMNS = columns(
     total_bytes="memory.total_bytes", card_bytes="memory.card_bytes", spare_bytes="memory.spare_bytes"
 )
-#: the answer on a cell in a line, for programs
+#: columns for programs: the verdict on a cell, in one line
 VERDICT_COLUMNS = [
     *columns(cell="cell.key", fits="fits", verdict="certainty.word", tight_because="certainty.reason"),
     *MEMORY_COLUMNS,
@@ -227,12 +227,12 @@ VERDICT_COLUMNS = [
 
 
 def settings_of(verdict: Verdict) -> str:
-    """The change as ``--set`` takes it; "" if there is no change."""
+    """The change of a verdict in the words of ``--set``; "" if there is no change."""
     return written(verdict.change.settings) if verdict.change else ""
 
 
 def step_of(verdict: Verdict) -> str:
-    """The step time of a verdict with its interval, in words; "not timed" without one."""
+    """The step time of a verdict with its interval, in words; "not timed" without a step time."""
     row = {"cell": verdict.cell.model_dump(), "measurement": verdict.measurement}
     return shown_band(with_band(row)["measurement"]) or "not timed"
 
@@ -249,13 +249,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(texts)}"
 
 
-#: of jobs whose kind has no words of its own
+#: the kind of job whose names of modules are used if a kind has none of its own
 _USUAL = "huggingface"
 
 
 @functools.cache
 def words() -> Mapping[str, Any]:
-    """The words of answers: names of modules by the kind of job, and other tables."""
+    """The tables of words.yaml: names of modules by the kind of job, and other words of answers."""
     return read_yaml(Path(__file__).with_name("words.yaml"))
 
 
@@ -263,8 +263,8 @@ def in_program_words(module: str, program: str) -> str:
     """The name that a program gives to a module.
 
     Args:
-        module: its path here, as ``blocks.*.mlp``; the name of a class: the decoder itself.
-        program: the kind of its job; "" for none.
+        module: its path in spbench's model, such as ``blocks.*.mlp``; a class name: the decoder itself.
+        program: the kind of job; "": no job.
     """
     programs = words()["modules"]
     names = {**programs.get(program, programs[_USUAL]), "loader_mask": "the data loader's attention mask"}
@@ -281,9 +281,9 @@ def part_of_experts(kind: str, module: str, experts: bool) -> str:
     """The part of a layer with experts that a part of a peak belongs to, such as "router"; "" for others.
 
     Args:
-        kind: of memory, as "activations".
-        module: in which it was allocated.
-        experts: whether the model's feed-forward layers have any.
+        kind: the kind of memory, such as "activations".
+        module: the module that allocated the part.
+        experts: whether the model has routed experts.
     """
     if not experts or ".mlp" not in module or module.endswith(("mlp_norm", "mlp_end")):
         return ""

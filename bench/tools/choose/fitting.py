@@ -1,5 +1,5 @@
-"""The answer of `spbench fit`: its cells examined, changes that help the fullest, and the largest sizes. Also
-a rank's memory as a snapshot of PyTorch's, as ``torch.cuda.memory._dump_snapshot`` writes them, for its
+"""The answer of `spbench fit`: verdicts on its cells, changes that help the fullest cell, and the largest
+sizes. Also a rank's memory as a snapshot like those of ``torch.cuda.memory._dump_snapshot``, for PyTorch's
 viewer (https://pytorch.org/memory_viz) and for ``torch.cuda._memory_viz``."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from spbench.bench.tools.choose.proofs import (
 from spbench.bench.tools.choose.subject import Subject, model_line, slow_words, subject
 from spbench.plots.style import length_text, model_name, strategy_name
 
-#: share of the time that tracing the cells takes, roughly, where changes are tried after it
+#: share of the progress that tracing the cells makes, if changes are tried afterwards
 _EXAMINED = 0.4
 #: settings of what is trained, whatever the layout
 _OF_THE_JOB = ("precision", "model_options")
@@ -53,10 +53,10 @@ class Fitting:
     """The answer whether cells fit, with the changes that would help.
 
     Attributes:
-        verdicts: of the cells that can run.
-        others: cells that cannot, with the reasons.
+        verdicts: one for each cell that can run.
+        others: cells that cannot run, with the reasons.
         proofs: changes of the fullest cell; None: not asked for.
-        sizes: the largest that fit; None: not asked for.
+        sizes: the largest sizes that fit; None: not asked for.
         plan: switches of the fullest cell for a budget; None: not asked for.
         advise: the command line that searches for another layout.
     """
@@ -71,7 +71,8 @@ class Fitting:
 
     @property
     def fullest(self) -> Verdict:
-        """The verdict with the least room: of those that do not fit, if there are any, else of tight ones."""
+        """The verdict with the least spare bytes of cells that do not fit, else of tight ones, else of
+        all."""
         return min(
             self.verdicts,
             key=lambda each: (each.fits, each.certainty.word == FITS, each.memory.spare_bytes),
@@ -114,19 +115,19 @@ def fitting(
     budget_bytes: int | None = None,
     examined_first: Callable[[Fitting], None] = lambda answer: None,
 ) -> Fitting:
-    """Examine the cells that words stand for.
+    """Examine the cells that command-line words name, and try what would help.
 
     Args:
-        words, asked: as of :func:`subject`.
-        say: takes what is being done, and the share that is done.
+        words, asked: the arguments of :func:`subject`.
+        say: takes the current work in words, and the share of all work that is done.
         jobs: how many workers; None: one for each usable core.
         suggest: try more changes, and also where the fullest rank fits.
         longest: search for the largest sizes.
         budget_bytes: what the fullest rank may need; if given, switches for it are chosen instead of changes.
-        examined_first: takes the verdicts before a search for what would help begins.
+        examined_first: takes the verdicts before changes or sizes are tried.
 
     Raises:
-        UserError: the words stand for nothing, or no cell can run.
+        UserError: the words name nothing, or no cell can run.
     """
     about = subject(words, asked)
     with Asking(jobs) as asking:
@@ -153,8 +154,8 @@ def fitting(
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest sizes that fit, each with all else as it is; None: not even the smallest fits, or it cannot
-    be searched for. ``batch`` is the whole one, of micro-batches of ``micro_batch`` samples."""
+    """The largest sizes that fit, each with all other settings unchanged; None: not even the smallest fits,
+    or the size cannot be searched for. ``batch`` is the global batch in micro-batches of ``micro_batch``."""
 
     seq_len: int | None
     micro_batch: int | None
@@ -178,7 +179,7 @@ def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:
 
     Args:
         words: the words with which the cell was asked about.
-        asked: the rest of that command line; settings of the model and the precision are the job's own.
+        asked: the options of that command line, of which the model's options and the precision are kept.
     """
     batch, seq_len = cell.shape
     own = {name: value for name, value in asked.settings.items() if name.split(".")[0] in _OF_THE_JOB}
@@ -189,14 +190,14 @@ def advise_command(words: Sequence[str], cell: Cell, asked: Asked) -> str:
 
 
 def _examined(about: Subject, asking: Asking, say: Say) -> Iterator[tuple[Cell, Outcome]]:
-    """The cells with their outcomes, in their order."""
+    """Each cell with its outcome, in the order of the subject's cells."""
     cells = about.cells
     tasks = [Task(cell, examine) for cell in cells]
     beside = stages_beside(cells, asking.jobs)
     say(f"tracing a step of {model_line(cells[0], about.name)}{slow_words(cells[0])}", 0)
     outcomes: dict[str, Outcome] = {}
     for task, outcome in asking([*beside[:1], *tasks, *beside[1:]]):
-        if task.run is examine:  # of a stage it finds the trace, or what is wrong with it
+        if task.run is examine:  # it reads the traces of stages, or meets their errors
             outcomes[task.cell.key] = outcome
             say(f"{about.shown(task.cell)}: {outcome.status}", len(outcomes) / len(cells))
             if outcome.status in ("failed", "timeout"):
@@ -205,12 +206,12 @@ def _examined(about: Subject, asking: Asking, say: Say) -> Iterator[tuple[Cell, 
 
 
 def stages_beside(cells: Sequence[Cell], jobs: int) -> list[Task]:
-    """The stages of pipelines that are worth tracing at the same time as the cells themselves: each trace is
-    kept on disk, where the worker that examines the whole cell finds it. No stage is, if workers have enough
-    to do, or nothing is kept.
+    """Tasks that trace single pipeline stages at the same time as the whole cells: each trace is kept on
+    disk, where the worker that examines the whole cell reads it. There are none if the cells occupy all
+    workers, or if no cache is kept.
 
-    These are the last stage and the second, as who examines a cell begins with the first. The stages between
-    differ in their micro-batches alone, and few of them are traced.
+    The tasks are the last stage and the second, because an examination begins with the first. The stages
+    between differ only in their micro-batches, and few of them are traced.
     """
     if len(cells) >= jobs or cache_folder() is None:
         return []
@@ -222,12 +223,12 @@ def stages_beside(cells: Sequence[Cell], jobs: int) -> list[Task]:
     ]
 
 
-#: where addresses begin, as they do on a card
+#: the first address of a snapshot, like those of a card
 _BASE = 0x7F0000000000
 
 
 def write_snapshot(cell: Cell, rank: int, path: Path) -> Path:
-    """Write the set-up and the traced steps of a rank; returns the path.
+    """Write a snapshot of a rank's memory over set-up and the traced steps; returns the path.
 
     Raises:
         UserError: the file cannot be written.
@@ -238,9 +239,9 @@ def write_snapshot(cell: Cell, rank: int, path: Path) -> Path:
 
 
 def snapshot(log: MemoryLog, kind: type[CachingAllocator] = CachingAllocator) -> dict[str, Any]:
-    """A log as its events and its segments at the end, the blocks as that allocator gives them out on a card
-    without a limit. In place of a stack trace stand a storage's kind, module and phase; ``time_us`` is
-    the number of the event."""
+    """The snapshot of a log: its events, and its segments at the end, with the blocks of an allocator of
+    class ``kind`` on a card without a limit. In place of a stack trace it names a storage's kind, module and
+    phase; ``time_us`` is the number of the event."""
     allocator, kinds, streams = kind(), log.categories(), log.streams or [0] * len(log.sizes)
     held: dict[int, Any] = {}
     frames: dict[int, list[dict[str, Any]]] = {}

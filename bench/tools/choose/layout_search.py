@@ -1,10 +1,9 @@
-"""The search: layouts in the order of their estimates, the promising ones traced with few layers, the best
-of these with all.
+"""The search for the fastest layouts: it traces promising layouts with few layers, in the order of their
+estimates, and the best of these with all layers.
 
-What a trace of few layers finds also says how far the estimates of its strategy on these axes, of its backend
-and of its micro-batches are off, and the order is mended by it. The search ends where no layout is left that
-would be faster than the fifth best even if it took as little time as :meth:`Learned.least_s` says, or where
-many traces in a row have gained the best nothing.
+A trace of few layers also shows how far the estimates of its strategy on these axes, of its backend and of
+its micro-batches are off, and corrects the order. The search ends when no layout is left whose least time
+(:meth:`Learned.bounds`) is below that of the fifth best, or when many traces in a row have changed nothing.
 """
 
 from __future__ import annotations
@@ -50,48 +49,49 @@ from spbench.bench.tools.choose.ranking import (
 from spbench.bench.tools.choose.references import references, savings_of
 from spbench.bench.tools.choose.whole_looks import WholeLooks, changes_beside, cheaper_savings
 
-#: layouts that are traced with few layers at once, a worker
+#: how many layouts are traced with few layers at once, for each worker
 _AT_ONCE = 3
-#: so many of the best are wanted
+#: how many of the best layouts the search looks for
 BEST = NAMED
-#: after so many traces of few layers, of strategies that were traced before, by which the best together were
-#: not faster by so much, none is awaited
+#: the traces of few layers end after this many of strategies that were traced before, if they have not made
+#: the best together faster by this factor
 _PATIENCE, _GAIN = 12, 1.02
-#: of so many stages a trace takes several times as long, and counts as so many
+#: a trace of this many stages takes several times as long, and counts as this many traces
 _DEEP, _COUNTS = 8, 3
-#: from which share of a search's time to which its parts are, roughly: small traces, traces of few layers,
-#: also beside the best, of which there are some so many, and traces of all layers
+#: the shares of the progress at which parts of a search begin and end: small traces, traces of few layers
+#: (with about this many changes of the best), and traces of all layers
 _BEHIND = {"small": (0.08, 0.15), "few": (0.15, 0.4), "all": (0.4, 1.0)}
 _BESIDE = 6
-#: a layout whose estimated memory is so much less probably fits
+#: a layout probably fits if a card has this many times its estimated bytes
 _ROOM = 1.1
-#: rounds of traces, each of as many as there are workers, of simpler layouts
+#: how many rounds of simpler layouts are traced, each with one layout for each worker
 _SIMPLER = 4
 
 
 class Search(LookedAt):
-    """The search for one question; see the module.
+    """The search for one question; the module's docstring says how.
 
     Args:
-        asking: traces layouts.
-        say: takes what is done.
+        asking: the workers that trace layouts.
+        say: takes the current work in words, and the share of the search that is done.
 
     Attributes:
-        every: the candidates, once there are some.
+        every: all candidates; empty until :meth:`run` has enumerated these.
     """
 
     def __init__(self, question: Question, asking: Asking, say: Say = unheard):
         super().__init__(question, asking, say)
-        #: a layout that takes more than :attr:`most_bytes` is not traced; above these estimated bytes none is
+        #: no layout with more estimated bytes is traced; corrected estimates must be at most
+        #: :attr:`most_bytes`
         self.too_large = FAR_TOO_LARGE * self.usable
         self.every, self.bar, self.learned = list[Candidate](), Bar(), Learned()
-        #: by layout, its candidates, the fastest by the estimate first
+        #: the candidates of each layout, by the layout's id, the fastest by the estimate first
         self._of_layouts: dict[int, list[Candidate]] = defaultdict(list)
-        self._roomy = set[str]()  # strategies of which a layout will probably fit
+        self._roomy = set[str]()  # strategies with a layout that probably fits
         self.whole = WholeLooks(self)
 
     def run(self) -> SearchResult:
-        """Search.
+        """Run the search; returns its result.
 
         Raises:
             UserError: no layout is possible.
@@ -100,19 +100,19 @@ class Search(LookedAt):
             raise UserError(reason)
         self._enumerate()
         waiting = [c for c in self.every if c.estimated_bytes <= self.too_large]
-        if not waiting:  # the nearest that would fit is asked for
+        if not waiting:  # trace the smallest, to name the nearest
             waiting = sorted(self.every, key=lambda c: c.estimated_bytes)[: 2 * BEST]
             self.most_bytes = float("inf")
         self.behind.begin(f"{len(self.every)} layouts, of which {len(waiting)} may fit", *_BEHIND["few"])
         (counts := self.result.counts)[TOO_LARGE] += len(self.every) - len(waiting)
-        if own := self.question.own:  # it may be the best too
+        if own := self.question.own:  # the job's own layout may be the best too
             self.result.own = next(iter(self.looked_at([own.looked_at], "all_layers")), None)
         self._roomy = {c.strategy for c in waiting if c.estimated_bytes * _ROOM <= self.most_bytes}
         for candidate in sorted(waiting, key=lambda each: each.estimated_s):
             self._of_layouts[id(candidate.layout)].append(candidate)
         left = Waiting(waiting)
         self._few_layers(left)
-        if self.most_bytes < self.usable and not self.fitting():  # also those that hardly do
+        if self.most_bytes < self.usable and not self.fitting():  # now also layouts that hardly fit
             self.most_bytes = self.usable
             self._few_layers(left)
         self._simpler(left)
@@ -121,7 +121,7 @@ class Search(LookedAt):
         self.behind.begin("the best with all layers", *_BEHIND["all"])
         self.whole.run()
         while self.seen and not self.fitting() and not (near := min(self.seen.values(), key=_peak)).exact:
-            self.looked_at([near.cell], "all_layers")  # what few layers say it needs may be too much
+            self.looked_at([near.cell], "all_layers")  # few layers may say too many bytes
             self.whole.run()
         self._conclude()
         return self.result
@@ -130,7 +130,7 @@ class Search(LookedAt):
         """Make all candidates, with their estimates by small traces.
 
         Raises:
-            UserError: none can be traced.
+            UserError: no candidate can be traced.
         """
         self.behind.begin("small traces of the model and of the backends", *_BEHIND["small"])
         question, counts, refused = self.question, self.result.counts, self.result.refused
@@ -153,7 +153,7 @@ class Search(LookedAt):
     def _few_layers(self, waiting: Waiting) -> None:
         """Trace candidates with few layers until none is left that could be among the best."""
         best_s, patience = float("inf"), _PATIENCE
-        # layouts with experts take long to trace: traces of all parts of a strategy tell of it too
+        # layouts with experts take long to trace, so traces of all parts of a strategy are enough
         told = self.learned.knows_parts if has_experts(self.question.cell) else self.learned.knows
         while patience > 0 and (batch := self._next(waiting)):
             again = sum(_COUNTS if each.layout.pp >= _DEEP else 1 for each in batch if told(each.strategy))
@@ -173,7 +173,8 @@ class Search(LookedAt):
                 )
 
     def _next(self, waiting: Waiting) -> list[Candidate]:
-        """Take the most promising that could be among the best, one of each way and of each new strategy."""
+        """Take the most promising candidates that may be among the best: one for each way and new
+        strategy."""
         best = self.best_layouts()
         bar = best[BEST - 1].step_s if len(best) >= BEST else float("inf")
         of_kind = {seen.kind: seen.step_s for seen in best}
@@ -186,17 +187,18 @@ class Search(LookedAt):
             name, way = candidate.strategy, candidate.layout.way
             soonest_s = min(expected_s[[*chosen]], default=float("inf"))
             if len(chosen) >= _AT_ONCE * max(2, self.asking.jobs) or expected_s[at] > UNKNOWN * soonest_s:
-                break  # what takes so much longer has time until these are traced
+                break  # slower candidates wait until these are traced
             if name in begun or way in begun or least_s[at] > of_kind.get(candidate.kind, bar):
                 continue
             if not self._may_fit(candidate) or self._outdone(candidate):
                 continue
             if not self.learned.knows(name):
-                # the first of a strategy tells how long its steps are only where one like it may fit
+                # the first trace of a strategy should be of a layout that probably fits, if the strategy has
+                # any
                 if name in self._roomy and candidate.estimated_bytes * _ROOM > self.most_bytes:
                     continue
                 if begun & (parts := self.learned.unsettled_parts(name)):
-                    continue  # what one of them shows of the part tells of the others
+                    continue  # one trace of the unsettled part is enough for now
                 begun |= {name, *parts}
             begun.add(way)
             chosen[at] = candidate
@@ -204,8 +206,8 @@ class Search(LookedAt):
         return [*chosen.values()]
 
     def _simpler(self, waiting: Waiting) -> None:
-        """Look at layouts that by their estimates tie with the fastest, and are simpler than the one that
-        would be named first, or as simple and of a strategy that was not traced."""
+        """Look at layouts that by their estimates tie with the fastest, and are simpler than the layout that
+        would be named first (or as simple, but of an untraced strategy)."""
         for _ in range(_SIMPLER if self.fitting() else 0):
             best = self.best_layouts()
             (things, *axes), most_s = complexity(ranked(best)[0].cell)[:2], tie_limit(best) * best[0].step_s
@@ -224,7 +226,7 @@ class Search(LookedAt):
         no longer by the estimate and surely fits."""
         for rival in self._of_layouts[id(candidate.layout)]:
             if rival is candidate:
-                return False  # the next ones take longer
+                return False  # the next candidates take longer
             alike = rival.training in (candidate.training, candidate.twin)
             if alike and self.learned.most_bytes(rival) <= self.usable:
                 return True
@@ -253,7 +255,7 @@ class Search(LookedAt):
             begun = waiting[: self.asking.jobs]
             self._changes_looked_at(begun)
             if any((seen := self.seen.get(cell.key)) and seen.fits for cell in begun):
-                break  # the next ones save more memory, and take longer
+                break  # the next changes save more memory and take longer
             waiting = waiting[len(begun) :]
 
     def _changes_looked_at(self, changes: Sequence[Cell]) -> None:
@@ -285,14 +287,14 @@ def answered(
     executor: str | None = None,
     asked_about: Mapping[str, int] = {},
 ) -> Iterator[Advice]:
-    """The answers to questions, each as soon as it is there. If there are several, a question without any
-    layout has an answer that says so.
+    """Yield the answer to each question as soon as the answer is there. Among several questions, one without
+    any layout has an answer that says so.
 
     Args:
         jobs: how many workers; None: one for each usable core.
-        say: takes what is being done, and the share that is done.
-        executor: the address where layouts are traced, as of :func:`executor_at`; None: here.
-        asked_about: ranks along axes; each answer says what became of layouts with them.
+        say: takes the current work in words, and the share of all questions that is done.
+        executor: the address for :func:`executor_at`, where layouts are traced; None: this machine.
+        asked_about: ranks along axes; each answer says why layouts with these ranks are not named.
 
     Raises:
         UserError: no layout of the only question is possible.

@@ -1,4 +1,4 @@
-"""The layouts that a search looks at: strategies, alone and around each other, times the ranks along axes."""
+"""The layouts that a search considers: strategies, single and nested, and the ranks along each mesh axis."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from spbench.impls import (
 
 #: the order of the mesh: tensor parallel ranks next to each other, since they send most
 ORDER = ("dp", "pp", "cp", "sp", "tp")
-#: strategies around each other, at the most; a mesh has no more axes for them
+#: the most strategies that are nested in each other; a mesh has axes for no more
 _DEEPEST = 3
-#: positions of a rank and micro-batch from which larger micro-batches make kernels no faster
+#: positions of a micro-batch on a rank from which larger micro-batches make kernels no faster
 _MANY_POSITIONS = 16384
-#: micro-batches are doubled so often at the most
+#: how often the size of a micro-batch is doubled at the most
 _DOUBLINGS = 4
-#: names that may be fixed, besides the axes of a mesh
+#: names that ``--fixed`` accepts besides the axes of a mesh
 _OTHERS = ("micro_batch", *FOLDED_AXES)
-#: runs of layers a rank of the pipeline holds
+#: how many runs of layers (virtual stages) a rank of a pipeline may hold
 _VIRTUAL_STAGES = (1, 2)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to divide a sample, with the ranks along the axes of its strategies, each 2 or more."""
+    """A way to divide a sample: a strategy (single or nested) and 2 or more ranks along each of its axes."""
 
     strategy: str
     axes: Mapping[str, int]
@@ -65,7 +65,7 @@ class Way:
 
 
 class Fold(NamedTuple):
-    """Over how many ranks of a stage experts are shared out (``ep``), and each of them split (``etp``)."""
+    """How experts lie on the ranks of a stage: ``ep`` ranks share them out, and ``etp`` ranks split each."""
 
     ep: int
     etp: int
@@ -73,11 +73,11 @@ class Fold(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """A way with the ranks around it.
+    """A way to divide a sample, with the replicas (``dp``) and stages (``pp``) around it.
 
     Attributes:
         micro_batch: samples of a micro-batch.
-        fold: of the experts; None: the model has none.
+        fold: how experts lie on ranks; None: the model has no experts.
         stage_layers: layers of each stage; empty: all stages have equally many.
     """
 
@@ -109,19 +109,19 @@ def folds_anew(sizes: Mapping[str, int]) -> bool:
 
 
 def switch_of(option: str) -> str:
-    """The memory switch that an option of a model belongs to: recompute_layers and recompute_method say how
-    what recompute switches on is done."""
+    """The memory switch that an option of a model belongs to: "recompute" for recompute_layers and
+    recompute_method too, else the option itself."""
     return "recompute" if option.startswith("recompute") else option
 
 
 def things_to_set(strategy: str, model: Iterable[str], training: Mapping[str, Any]) -> int:
-    """How many strategies there are, and memory switches: of the options of a model, by name, and of a
-    backend those that hold states on the host."""
+    """The number of strategies and memory switches of a layout: the switches are options of the model
+    (names), and an option of the backend that holds states on the host."""
     strategies = 0 if strategy == "single" else len(strategy.split(PLUS))
     return strategies + len({*map(switch_of, model)}) + ("host" in training.values())
 
 
-#: layouts that cannot be, and why, as far as no trace is needed to say so
+#: why layouts are impossible, by the layout in words; only reasons that need no trace
 Refused = dict[str, str]
 
 
@@ -131,8 +131,8 @@ def divisors(n: int) -> list[int]:
 
 
 def searched_strategies(question: Question) -> list[Nesting]:
-    """The strategies that may be asked, alone and around each other; no peers, which stand for the same.
-    Where a program is given, those that it has, alone or around others that it has alone."""
+    """The strategies that a question allows, single and nested, without peers, which are the same strategies
+    in other packages. If the question names a program: only those that the program has."""
     own = [name for name, cls in all_strategies().items() if cls.searched and settings_of(question, name)]
     searched = []
     for depth in range(1, _DEEPEST + 1):
@@ -156,7 +156,7 @@ def ways(question: Question) -> Iterator[Way]:
 
 
 def _meshes(axes: tuple[str, ...], ranks: int, fixed: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Ranks along each axis, 2 or more, that together divide the ranks, with every fixed axis among them."""
+    """Each choice of 2 or more ranks along every axis whose product divides ``ranks``; it keeps ``fixed``."""
     if any(n > 1 and axis not in (*axes, "dp", "pp", *_OTHERS) for axis, n in fixed.items()):
         return
     if not axes:
@@ -171,11 +171,11 @@ def _meshes(axes: tuple[str, ...], ranks: int, fixed: Mapping[str, int]) -> Iter
 
 
 def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iterator[Layout]:
-    """The replicas, stages and micro-batches around a way.
+    """The possible layouts of a way: each choice of replicas, stages, virtual stages and micro-batch size.
 
     Args:
-        layers: of the model.
-        refused: takes what cannot be.
+        layers: how many the model has.
+        refused: takes the reasons why other layouts are impossible.
     """
     batch, length = question.cell.shape
     around, fixed = question.gpus // way.ranks, question.fixed
@@ -205,10 +205,10 @@ def layouts(question: Question, way: Way, layers: int, refused: Refused) -> Iter
 
 
 def unequal_stages(question: Question, layers: int, stages: int) -> tuple[int, ...] | None:
-    """The layers of each stage where these do not divide them, as Megatron-LM's pipeline layouts have them:
-    the embedding, the loss and each head that predicts a further token count as a layer, and the first stages
-    between the ends get what is left over. Empty: they divide them. None: there is no such division, or kinds
-    of layers repeat."""
+    """The layers of each stage if the stages do not divide the layers, as in Megatron-LM's pipeline layouts:
+    the embedding, the loss and each head that predicts a further token count as a layer, and the first inner
+    stages get the remainder. Empty: the stages divide the layers. None: no such division exists, or kinds of
+    layers repeat."""
     if layers % stages == 0:
         return ()
     last = 1 + getattr(question.model, "mtp_layers", 0)
@@ -221,8 +221,8 @@ def unequal_stages(question: Question, layers: int, stages: int) -> tuple[int, .
 
 
 def folded(question: Question, layout: Layout) -> list[Layout]:
-    """A layout with its experts over the ranks of a stage in each way that can be: ``ep`` divides these and
-    the experts, and ``etp`` is 1 or the ranks along tp. The layout itself for a model without experts."""
+    """A layout with each possible fold of its experts: ``ep`` divides the experts and the ranks of a stage,
+    and ``etp`` is 1 or the ranks along tp. A model without experts has only the layout itself."""
     experts: int = getattr(question.model, "experts", 0)
     if not experts:
         return [layout]
@@ -238,7 +238,7 @@ def folded(question: Question, layout: Layout) -> list[Layout]:
 
 
 def other_folds(sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Half and twice the ranks along ep, and experts that are split over the ranks along tp."""
+    """Settings of other folds: half and twice the ranks along ep, and the other choice of etp (1 or tp)."""
     ep, etp, tp = (sizes.get(axis, 1) for axis in ("ep", "etp", "tp"))
     for other in (ep // 2, 2 * ep):
         if other:
@@ -248,7 +248,7 @@ def other_folds(sizes: Mapping[str, int]) -> Iterator[dict[str, Any]]:
 
 
 def _micro_batches(question: Question, way: Way, samples: int, length: int) -> Iterator[int]:
-    """Samples of a micro-batch of a replica: doubled until kernels become no faster."""
+    """The samples of a replica's micro-batch that are tried: doubled until kernels become no faster."""
     if "micro_batch" in question.fixed:
         if samples % question.fixed["micro_batch"] == 0:
             yield question.fixed["micro_batch"]
@@ -259,8 +259,8 @@ def _micro_batches(question: Question, way: Way, samples: int, length: int) -> I
 
 
 def strategy_settings(strategy: str, heeded: Collection[str] = ()) -> list[dict[str, Any]]:
-    """The settings of a strategy that are worth a look: the most promising of each of its classes, and then
-    those with one class's other settings. ``heeded``: of :meth:`Options.searched`."""
+    """The options of a strategy that a search tries: first the most promising of each nested class, then with
+    one class's other options. ``heeded``: the argument of :meth:`Options.searched`."""
     kinds = dict.fromkeys(cls.options_type for cls in nesting(strategy).classes)
     searched = [[*kind.searched(heeded)] for kind in kinds]
     first = {name: value for kind in searched for name, value in kind[0].items()}
@@ -269,7 +269,7 @@ def strategy_settings(strategy: str, heeded: Collection[str] = ()) -> list[dict[
 
 
 def settings_of(question: Question, strategy: str) -> list[dict[str, Any]]:
-    """The settings of a strategy that are worth a look, and that the program has, if one is given."""
+    """The options of :func:`strategy_settings`, or only those that the question's program can run."""
     settings = strategy_settings(strategy, question.heeded)
     if not question.program:
         return settings
@@ -279,11 +279,11 @@ def settings_of(question: Question, strategy: str) -> list[dict[str, Any]]:
 
 
 def backend_settings(question: Question) -> list[dict[str, Any]]:
-    """The settings of ``training`` for each searched backend and each of its own choices. If an option is
-    given, only settings that have it so; a backend that lacks the option has it as others do by default.
+    """The settings of ``training`` for each searched backend and each of its own choices. Options that the
+    question fixes keep only settings with that value; a backend without the option has others' default.
 
     Raises:
-        UserError: no backend has an option that is given, or none as it is given.
+        UserError: no searched backend has a fixed option, or none has it with the fixed value.
     """
     searched = {name: cls for name, cls in sorted(all_backends().items()) if cls.searched}
     defaults = {name: asdict(cls.options_type()) for name, cls in searched.items()}
@@ -311,13 +311,13 @@ def backend_settings(question: Question) -> list[dict[str, Any]]:
 
 
 def of_one_axis(mesh: Mapping[str, int]) -> dict[str, int]:
-    """A mesh with one axis in place of all that divide a sample: its folded axes have the same groups."""
+    """A mesh with tp in place of all axes that divide a sample; groups along folded axes stay the same."""
     ranks = mesh["cp"] * mesh["sp"] * mesh["tp"]
     return {"dp": mesh["dp"], "pp": mesh["pp"], "cp": 1, "sp": 1, "tp": ranks}
 
 
 def groups_of(axes: tuple[str, ...], mesh: Mapping[str, int]) -> np.ndarray:
-    """The ranks of every group along these axes [groups, ranks]; folded ones are of a stage."""
+    """The ranks of every group along these axes, [groups, ranks]; those of folded axes are in one stage."""
     if folds(axes):
         ranks = np.arange(ranks_along(ORDER, mesh)).reshape([mesh[axis] for axis in ORDER])
         ranks = np.moveaxis(ranks, ORDER.index("pp"), 0).reshape(

@@ -1,4 +1,4 @@
-"""What traces have taught about the estimates of candidates."""
+"""Corrections to the estimates of candidates, learned from traces; and the candidates that still wait."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from spbench.bench.tools.choose.candidates import SURELY, Candidate, Variant
 from spbench.bench.tools.choose.layouts import Way
 from spbench.impls import PLUS
 
-#: standard deviations, of logarithms: of what was traced from its factors, and of the factor of a way, and of
-#: a backend or a size of micro-batches, before anything was traced
+#: standard deviations of logarithms: of traced seconds around their factors; and, before any trace, of the
+#: factor of a way, and of a backend or a size of micro-batches
 _NOISE, _SD_OF_WAY, _SD = 0.03, 1.0, 0.1
-#: seconds may be off by this much more for each doubling of ranks along an axis from what was traced
+#: seconds may be off by this factor for each doubling of ranks along an axis from the traced way
 _MARGIN_OF_STEP = 1.08
-#: until a layout of a strategy was traced, its estimated seconds may be too high, or too low, by so much; and
-#: by so much beside those of its slowest part, where one was traced alone or in several others
+#: until a layout of a strategy was traced, its estimated seconds may be off by this factor; and by the second
+#: factor from the seconds of its slowest part, if that was traced alone or in several others
 UNKNOWN, _OF_PARTS = 1.35, 1.1
-#: until one was traced, estimated bytes may be too many by so much
+#: until a layout of a strategy was traced, its estimated bytes may be too many by this factor
 _MARGIN_OF_UNKNOWN = 1.25
-#: an excess of bytes is no more than so many times as large where there are more activations
+#: an excess of bytes grows at most by this factor for a candidate with more activations
 _MOST_SHARE = 2.0
-#: by so much, in logarithms, is a strategy that was not traced looked at before others as fast
+#: the advantage, in logarithms of seconds, that puts an untraced strategy before others as fast
 _BENEFIT = 0.1
 
 
 class Waiting:
-    """Candidates that wait for a trace, as arrays: of many GPUs there are a million.
+    """Candidates that wait for a trace, as arrays, because many GPUs have a million candidates.
 
     Attributes:
-        candidates: all, also those that were taken.
-        estimated_s: of each.
-        ways, variants: that they have.
-        alike: the candidates of one way with the same variants are alike; of each such group the place of its
-            way, and those of its variants.
-        alike_at: of each candidate, the place of its group.
-        left: whether each still waits.
+        candidates: all candidates, also those that were taken.
+        estimated_s: estimated seconds of each candidate.
+        ways, variants: all ways and variants that candidates have.
+        alike: for each group of candidates with one way and the same variants, the indices of these.
+        alike_at: for each candidate, the index of its group.
+        left: for each candidate, whether it still waits.
     """
 
     def __init__(self, candidates: Sequence[Candidate]):
@@ -58,7 +57,7 @@ class Waiting:
         self.alike_at = np.array([alike.setdefault(each, len(alike)) for each in places], dtype=int)
         self.alike = np.array([*alike], dtype=int).reshape(len(alike), -1)
         self.ways, self.variants = [*ways], [*variants]
-        #: of each group, the samples of a micro-batch
+        #: for each group, the samples of a micro-batch
         self.micro_batches = np.ones(len(alike))
         self.micro_batches[self.alike_at] = [each.layout.micro_batch for each in candidates]
         self.left = np.ones(len(candidates), dtype=bool)
@@ -74,8 +73,8 @@ class Waiting:
         known: Callable[[str], bool],
         may_fit: Callable[[Candidate], bool],
     ) -> Iterator[int]:
-        """The places of candidates with less complexity (or as much, if their strategy was not traced) that
-        probably take no longer and may fit, the simplest first; one for each strategy and mesh."""
+        """The indices of candidates with less complexity than ``than`` (or as much, if their strategy was not
+        traced) that probably take at most ``most_s`` and may fit: the simplest for each strategy and mesh."""
         every, near = self.candidates, np.flatnonzero(self.left & (expected_s <= most_s)).tolist()
         places, kinds = [at for at in near if every[at].complexity <= than], set()
         for at in sorted(places, key=lambda at: (every[at].complexity, expected_s[at])):
@@ -86,11 +85,11 @@ class Waiting:
                 yield at
 
     def take(self, places: Iterable[int]) -> None:
-        """Take out the candidates at these places: they wait no longer."""
+        """Mark the candidates at these indices as no longer waiting."""
         self.left[[*places]] = False
 
     def leave_out(self, of_strategy: Callable[[str], bool]) -> int:
-        """Leave out the candidates of these strategies; returns how many of them were still waiting."""
+        """Leave out the candidates of strategies that the function accepts; returns how many waited."""
         of_ways = np.array([of_strategy(way.strategy) for way in self.ways], dtype=bool)
         gone = self.left & of_ways[self.alike[:, 0]][self.alike_at]
         self.left &= ~gone
@@ -98,9 +97,9 @@ class Waiting:
 
 
 class Excess(NamedTuple):
-    """How many bytes more a traced candidate took than was estimated: what is the same whatever a rank
-    computes, a share of all, buffers of its part of the samples, activations, or those of them that each rank
-    along an axis has whole."""
+    """The bytes ``more`` that the traced candidate ``of`` took than estimated. Their kind is unknown: a
+    constant, a share of all bytes, buffers of a rank's part of the samples, activations, or activations that
+    each rank along an axis has whole."""
 
     more: float
     of: Candidate
@@ -115,8 +114,8 @@ class Excess(NamedTuple):
         return candidate.estimated_bytes + max(self.more * share for share in self._shares(candidate))
 
     def _shares(self, candidate: Candidate) -> tuple[float, ...]:
-        """By kind of bytes, how many times as large the excess of another candidate is as the traced one's,
-        if the excess is of that kind."""
+        """For each kind of bytes, the excess of another candidate divided by the traced one's, if the excess
+        is of that kind."""
         here, there = candidate.layout, self.of.layout
         ranks = here.way.ranks / there.way.ranks
         activations = max(1.0, candidate.activation_bytes) / max(1.0, self.of.activation_bytes)
@@ -131,7 +130,7 @@ class Excess(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Seconds that candidates probably take, and that they take at the least, each [candidates]."""
+    """Seconds that candidates probably take, and seconds that they take at least, each [candidates]."""
 
     expected_s: np.ndarray
     least_s: np.ndarray
@@ -141,14 +140,14 @@ class Learned:
     """Corrections to the estimates, from traced candidates.
 
     Seconds: one factor per way, per backend and per size of micro-batches, fitted to traced over estimated
-    seconds by Bayesian least squares of their logarithms. A size that was traced only with ways that were
-    traced with no other size is as good as unknown: its factor cannot be separated from theirs. Bytes: the
-    traced excess over the estimate of the candidates that are most alike.
+    seconds by Bayesian least squares of their logarithms. If the ways traced with a size of micro-batches
+    were traced with no other size, the factor of that size stays uncertain, because it cannot be separated
+    from the ways' factors. Bytes: the traced excess over the estimate of the candidates that are most alike.
     """
 
     def __init__(self) -> None:
         self._seen: list[tuple[Candidate, float]] = []
-        #: of each way that was traced, the largest micro-batch; and the ways by the parts of their strategies
+        #: the largest micro-batch of each traced way; and the traced ways by the parts of their strategies
         self._largest: dict[Way | None, int] = {}
         self._parts: dict[str, list[Way]] = {}
         self._excess: dict[Hashable, list[Excess]] = {}
@@ -159,12 +158,12 @@ class Learned:
         return strategy in self._excess
 
     def unsettled_parts(self, strategy: str) -> set[str]:
-        """The parts of a strategy that were traced neither alone nor in several others, so that nothing says
-        how much of a step is theirs."""
+        """The parts of a strategy that were traced neither alone nor in several other strategies, so that
+        their share of a step is unknown."""
         return {part for part in strategy.split(PLUS) if not self._ways_of_part(part)}
 
     def _ways_of_part(self, part: str) -> Sequence[Way]:
-        """The traced ways that say how long a part takes."""
+        """The ways with a part that was traced alone or in several strategies; empty: it was not."""
         ways = self._parts.get(part, ())
         strategies = {way.strategy for way in ways}
         return ways if part in strategies or len(strategies) > 1 else ()
@@ -174,7 +173,7 @@ class Learned:
         return all(part in self._parts for part in strategy.split(PLUS))
 
     def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
-        """Take in the seconds and bytes that a trace of the candidate at a place has."""
+        """Record the seconds and bytes of a trace of the candidate."""
         self._seen.append((candidate, math.log(seconds / candidate.estimated_s)))
         excess = Excess(nbytes - candidate.estimated_bytes, candidate)
         for _, key in _likenesses(candidate):
@@ -186,7 +185,7 @@ class Learned:
         self._largest[layout.way] = max(layout.micro_batch, self._largest.get(layout.way, 0))
 
     def fit(self) -> None:
-        """Work out the logarithms of the factors, and their covariance."""
+        """Fit the logarithms of all factors, and their covariance, to the recorded traces."""
         variants = list(dict.fromkeys(each for c, _ in self._seen for each in c.variants))
         columns: dict[Hashable, int] = {name: at for at, name in enumerate([*self._largest, *variants])}
         matrix = np.zeros((len(self._seen), len(columns)))
@@ -196,14 +195,14 @@ class Learned:
         before = np.array([_SD_OF_WAY] * len(self._largest) + [_SD] * len(variants))
         self._columns = columns
         self._covariance = np.linalg.inv(matrix.T @ matrix / _NOISE**2 + np.diag(before**-2.0))
-        # the last is of a way or a variant that was not traced
+        # the last factor is that of untraced ways and variants
         self._factors = np.append(self._covariance @ matrix.T @ off / _NOISE**2, 0.0)
 
     def bounds(self, waiting: Waiting) -> Bounds:
-        """The seconds that candidates take; each way is taken for the traced one of its strategy that is
-        fewest doublings of ranks away. If micro-batches are larger than the traced candidate's, the excess of
-        its step over the estimate may come with each micro-batch, as where the host is slower than the
-        card."""
+        """The bounds on the seconds of candidates; each way has the factor of the traced way of its strategy
+        that is fewest doublings of ranks away. If micro-batches are larger than the traced ones, the excess
+        of a step over the estimate may come with each micro-batch, for example because the host is slower
+        than the card."""
         unknown, strategies = len(self._columns), [way.strategy for way in waiting.ways]
         relatives = {each: self._relatives(each) for each in dict.fromkeys(strategies)}
         nearest = [self._nearest(way) for way in waiting.ways]
@@ -226,8 +225,8 @@ class Learned:
         return Bounds(*(waiting.estimated_s * np.exp(each)[waiting.alike_at] for each in (off, least)))
 
     def _deviations(self, columns: Sequence[np.ndarray]) -> np.ndarray:
-        """Standard deviations of sums of factors; an unknown factor has its variance of before any trace, and
-        depends on no other factor."""
+        """Standard deviations of sums of factors, one sum for each group of candidates; an unknown factor has
+        the variance from before any trace, and depends on no other factor."""
         own = np.append(np.diag(self._covariance), _SD**2)
         others = np.pad(self._covariance - np.diag(np.diag(self._covariance)), (0, 1))
         crossed = sum(others[a, b] for a, b in itertools.combinations(columns, 2))
@@ -240,28 +239,28 @@ class Learned:
         return min(alike, key=lambda traced: _doublings(way, traced), default=None)
 
     def least_bytes(self, candidate: Candidate) -> float:
-        """The least bytes of a candidate: the closest of the bounds that traced candidates give, if these are
-        like the candidate in some way."""
+        """The least bytes of a candidate: the highest of the lower bounds that traced candidates give which
+        are like it in some property."""
         like = ((margin, self._excess.get(key)) for margin, key in _likenesses(candidate))
         bounds = (min(each.least(candidate) for each in known) / margin for margin, known in like if known)
         return max(bounds, default=candidate.estimated_bytes / _MARGIN_OF_UNKNOWN)
 
     def most_bytes(self, candidate: Candidate) -> float:
-        """The most bytes of a candidate, by the same bounds."""
+        """The most bytes of a candidate: the lowest of the upper bounds that like candidates give."""
         like = ((margin, self._excess.get(key)) for margin, key in _likenesses(candidate))
         bounds = (max(each.most(candidate) for each in known) * margin for margin, known in like if known)
         return min(bounds, default=candidate.estimated_bytes * SURELY)
 
     def _slowest_part(self, strategy: str) -> float:
-        """The largest factor of the parts of a strategy that were traced alone, or in several others: none of
-        them takes less than in any of these. Where no part was, -inf."""
+        """The largest factor (a logarithm) of a strategy's parts that were traced alone or in several others;
+        a part has the least factor of the ways that were traced with it. -inf: no part was traced so."""
         of_parts = [ways for part in strategy.split(PLUS) if (ways := self._ways_of_part(part))]
         return max((min(map(self._factor, ways)) for ways in of_parts), default=-math.inf)
 
     def _relatives(self, strategy: str) -> float:
-        """The factor of a strategy that was not traced: that of its slowest traced part, and else the mean of
-        those that share a part with it, or of all, and no more than 1, with the benefit of the doubt, so that
-        none is left to the end."""
+        """The factor (a logarithm) of an untraced strategy: that of its slowest traced part, or the mean of
+        the ways that share a part with it (else of all), at most 0 and with :data:`_BENEFIT`, so that no
+        strategy is left to the end; the larger of the two."""
         ways = [way for part in strategy.split(PLUS) for way in self._parts.get(part, ())]
         factors = [*map(self._factor, ways or self._largest)]
         mean = sum(factors) / len(factors) if factors else 0.0
@@ -272,7 +271,8 @@ class Learned:
 
 
 def _likenesses(candidate: Candidate) -> Iterator[tuple[float, Hashable]]:
-    """What candidates have in common whose memory is alike, each with the margin of bytes for these."""
+    """(margin of bytes, key) for each set of properties that a candidate shares with candidates whose memory
+    is alike, the closest first."""
     way, saving, pp = candidate.layout.way, candidate.saving_text, candidate.layout.pp
     yield 1.03, (way, pp, saving, candidate.layout.fold)
     yield 1.05, (candidate.strategy, pp, saving, candidate.training_text)
@@ -282,7 +282,7 @@ def _likenesses(candidate: Candidate) -> Iterator[tuple[float, Hashable]]:
 
 
 def _doublings(way: Way, other: Way | None) -> float:
-    """How many doublings of ranks along an axis lie between two ways; infinitely many to none."""
+    """How many doublings of ranks along axes lie between two ways; infinite if ``other`` is None."""
     if other is None:
         return math.inf
     return round(sum(abs(math.log2(n / other.axes[axis])) for axis, n in way.axes.items()))

@@ -1,11 +1,11 @@
 """What workers trace for `spbench advise`: the step time and the peak of a cell, from traces of fewer layers
 and micro-batches.
 
-A layer more, or a micro-batch more once the pipeline is full, adds the same time to a step each time, and the
-same bytes: so both follow from traces of two depths and two counts. Peaks of a deep model are those of
-:func:`deep_peak`, which a transient of the first layers can put far too high: so no price is printed of such
-a look. A look at all layers finds what `spbench run` does; of very many micro-batches few are traced, and the
-peak lacks what a rank holds of the others' inputs (less than 0.01%).
+Each further layer, and each further micro-batch once the pipeline is full, adds the same time and bytes to a
+step, so time and bytes follow from traces of two depths and two numbers of micro-batches. :func:`deep_peak`
+gives the peak of a deep model; a transient of the first layers can put it far too high, so no price is
+printed from such a look. A look at all layers gives the numbers of `spbench run`, except that few of very
+many micro-batches are traced: the peak lacks a rank's inputs of the others (less than 0.01%).
 """
 
 from __future__ import annotations
@@ -45,27 +45,28 @@ from spbench.impls import Unsupported, backend_class, model_preset
 
 #: the depths of shallow traces, in layers a pipeline stage
 DEPTHS = (1, 2)
-#: those of a backend that frees weights between layers: two are there at once, as in a deep model
+#: the depths for a backend that frees weights between layers: the weights of two are held at once
 _DEPTHS_OF_SHARDS = (2, 3)
-#: how closely a cell is looked at: "small": as it is, timed whatever it needs; else see :func:`look`
+#: how closely a cell is looked at: "small": a small cell as it is, with :data:`ACTIVATIONS`; else see
+#: :func:`look`
 Depth = Literal["small", "few_layers", "all_layers"]
-#: without stages of a pipeline, so many micro-batches are all traced in a look at all layers
+#: the most micro-batches that a look at all layers traces all, without stages of a pipeline
 _EVERY = 16
 #: under this name the meters of looks at all layers have ``tensors_bytes``, the least that the allocator
 #: must reserve for the fullest ranks
 NEEDED = "needed"
-#: of small looks, the meters have ``bytes`` under this name: the most that forward and backward have of
-#: other than states of training, of which what an update makes for itself is no part
+#: under this name the meters of small looks have ``bytes``: the most bytes during forward and backward that
+#: are no states of training (tensors made during the optimizer's update do not count)
 ACTIVATIONS = "activations"
 #: categories of memory that are states of training
 STATES = ("parameters", "gradients", "optimizer_state")
 
 
 def step_of(traces: ClassTraces) -> StepNumbers:
-    """The step of traces of the classes of ranks, simulated.
+    """The times of one step, simulated from the traces of all classes of ranks.
 
     Raises:
-        Unsupported: the cluster lacks a rate that they need.
+        Unsupported: the cluster lacks a rate that the simulation needs.
     """
     try:
         return StepNumbers.of(traces.simulator()())
@@ -83,11 +84,10 @@ def looks(
     which they were asked for, so that no answer depends on which worker was quick.
 
     Args:
-        ended: takes how many looks have ended, and of how many, as soon as one has.
+        ended: takes, each time a look ends, how many looks have ended, and how many there are.
 
     Raises:
-        RuntimeError: a look failed, took too long or contradicts the closed forms, so that an answer would
-            lack it.
+        RuntimeError: a look failed, took too long or contradicts the closed forms.
     """
     tasks = {cell.key: Task(cell, partial(look, depth=depth)) for cell in cells}
     outcomes: dict[str, Outcome] = {}
@@ -102,8 +102,8 @@ def looks(
 
 
 def look(cell: Cell, depth: Depth) -> Measurement:
-    """Measure a cell, timed even where it does not fit: its peaks and step time, and of looks at all layers
-    what else rows have; ``meters`` have :data:`COST`.
+    """Measure the peak and step time of a cell, even if it does not fit; a look at all layers also has the
+    other numbers of a row's memory. ``meters`` have :data:`COST`, the seconds of a core.
 
     Args:
         depth: "few_layers": by traces of few layers and micro-batches; "all_layers": as `spbench run` does.
@@ -118,12 +118,12 @@ def look(cell: Cell, depth: Depth) -> Measurement:
     depths = _DEPTHS_OF_SHARDS if "parameters" in shared else DEPTHS
     # layers of the stage that has fewest, counted as by `stage_layers`
     layers, leading = min(cell.training.stage_layers or [stage_layers(cell)[0]]), _leading(cell)
-    # of hardly more layers than both depths together one trace of all takes no longer, and is exact
+    # with hardly more layers than both depths together, one trace of all takes no longer and is exact
     if depth != "few_layers" or layers <= sum(depths) + 2 * leading:
         by_depth, more = [_traced(cell, None)], 0.0
         (by_count,) = by_depth
         most = by_count[max(by_count)]
-        # of few layers, no card's limit is asked about
+        # a look at few layers compares allocated bytes with the card, without an allocator
         measurement = _memory([most], more, cell) if depth == "few_layers" else most.memory_measurement()
         if depth == "small":
             measurement.meters[ACTIVATIONS] = {
@@ -168,7 +168,7 @@ def _counts(cell: Cell, layers: int | None = 1) -> tuple[int, int] | tuple[int]:
     takes equally long, or the cell's number if there are no more.
 
     Args:
-        layers: as of :func:`_traced`.
+        layers: see :func:`_traced`.
     """
     count = cell.training.micro_batches
     if layers is None and cell.sizes.pp == 1 and count <= _EVERY:
@@ -193,8 +193,8 @@ def _traced(cell: Cell, layers: int | None) -> dict[int, ClassTraces]:
 
 
 def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
-    """The cell with another number of layers, as of :func:`_traced`, and of micro-batches, whose size
-    stays."""
+    """The cell with ``layers`` layers in the stage with fewest (None: all), and with another number of
+    micro-batches of the same size."""
     training = cell.training.model_copy(update={"micro_batches": micro_batches})
     batch, _ = cell.shape
     batch = batch // cell.training.micro_batches * micro_batches
@@ -209,7 +209,7 @@ def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
 
 
 def _grown(steps: Mapping[int, StepNumbers], micro_batches: int) -> StepNumbers:
-    """The step of that many micro-batches, on the line through the steps that were traced."""
+    """The step with ``micro_batches``, on the line through traced steps, which are by their micro-batches."""
     (first, a), *rest = steps.items()
     if not rest:
         return a
@@ -218,8 +218,8 @@ def _grown(steps: Mapping[int, StepNumbers], micro_batches: int) -> StepNumbers:
 
 
 def _memory(by_depth: Sequence[ClassTraces], more: float, cell: Cell) -> Measurement:
-    """The peak of the rank class that has the largest, whether it fits the card, and what ranks hold on
-    hosts, by traces of all layers or of two depths; ``more`` as for :func:`deep_peak`."""
+    """The largest peak of all rank classes, whether it fits the card, and the bytes that ranks hold on hosts,
+    from traces of all layers or of two depths; ``more``: see :func:`deep_peak`."""
     usable = usable_memory_bytes(cell, by_depth[-1].planned)
     shallow, deeper = by_depth[0].traces, by_depth[-1].traces
     hosts = (
@@ -248,7 +248,7 @@ def deep_peak(shallow: MemoryLog, deeper: MemoryLog, more: float) -> int:
 
     Args:
         shallow, deeper: logs of stages with few layers.
-        more: layers that it has more than the shallower, counted in what the deeper has more.
+        more: layers beyond ``shallow``, in units of the layers that ``deeper`` has beyond it.
     """
     changes = [log.signed_bytes() for log in (shallow, deeper)]
     lives = [np.cumsum(each) for each in changes]
@@ -284,7 +284,7 @@ def _alike(here: np.ndarray, deeper: np.ndarray) -> tuple[int, int]:
 
 
 def _activation_bytes(log: MemoryLog) -> int:
-    """See :data:`ACTIVATIONS`."""
+    """The most bytes during forward and backward that are no states of training; see :data:`ACTIVATIONS`."""
     counted = np.array([category not in STATES for category in log.categories()])
     live = np.cumsum(log.signed_bytes() * counted[np.abs(np.asarray(log.events)) - 1])
     spans = (span for name, span in log.spans() if name in ("forward", "backward"))

@@ -1,6 +1,6 @@
-"""Whether a question has any layout, and where it has none, what stands in the way: what is named as that is
-changed first, and named only if then there is one. Also why layouts with given ranks along axes are not among
-the best: `spbench advise --why tp=16`."""
+"""Whether a question has any layout, and if not, which single change of the question gives it one: each
+change that is named was tried. Also why layouts with given ranks along axes are not among the best: `spbench
+advise --why tp=16`."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from spbench.bench.tools.choose.references import has_stages
 from spbench.bench.units import GIB, shown_price
 from spbench.impls import MESH_AXES, PLUS
 
-#: changes that are named at the most, and values that are tried for one
+#: the most changes that are named, and the most batches that are tried
 _NAMED, _VALUES = 3, 6
-#: a batch that is as many times as large or as small is another job rather
+#: a batch that is larger or smaller by this factor would rather be another job
 _ANOTHER_JOB = 1.5
-#: the words after numbers of layouts that were not traced whole
+#: the words after a time or memory that comes from a trace of few layers
 BY_FEW = ", by a trace of few layers"
 NO_STAGES = "no backend that is searched has stages of a pipeline"
 
 
 def possible(question: Question, refused: Refused) -> bool:
-    """Whether there is a layout, as far as no trace is needed to say so.
+    """Whether a question has a layout, by all checks that need no trace.
 
     Args:
-        refused: takes what cannot be, until there is one that can.
+        refused: takes the reasons of impossible layouts, until the first possible one.
     """
     forward_only = question.cell.training.step == "inference"
     settings = [] if forward_only else backend_settings(question)
@@ -60,7 +60,7 @@ def why_impossible(question: Question, kept: Collection[str] = ()) -> str:
     """Why a question has no layout, in a sentence; "" if the question has a layout.
 
     Args:
-        kept: axes of ``fixed`` that are not what is wrong.
+        kept: fixed axes that the sentence does not propose to leave out.
     """
     refused = Refused()
     if possible(question, refused):
@@ -81,10 +81,10 @@ def why_impossible(question: Question, kept: Collection[str] = ()) -> str:
 
 
 def left_out_by_length(question: Question, traced: Collection[str]) -> str:
-    """Which strategies have no layout for the length alone, and a near one with some; "" for none.
+    """A sentence on strategies that only the length leaves without a layout, and a near length; "" for none.
 
     Args:
-        traced: strategies that have one.
+        traced: strategies with a traced layout.
     """
     lengths, by_length = _lengths(question), dict[int, list[str]]()
     backends = [each for each in question.only if each not in question.strategies]
@@ -102,7 +102,7 @@ def left_out_by_length(question: Question, traced: Collection[str]) -> str:
 
 
 def _ways_out(question: Question, kept: Collection[str]) -> Iterator[str]:
-    """Changes of a question, each of which was tried, with which the question has a layout."""
+    """Single changes of a question, in words, each of which was tried and gives the question a layout."""
     for text, narrowed in _without(question, kept):
         if possible(narrowed, Refused()):
             yield f"without {text}"
@@ -116,7 +116,7 @@ def _ways_out(question: Question, kept: Collection[str]) -> Iterator[str]:
 
 
 def _without(question: Question, kept: Collection[str]) -> Iterator[tuple[str, Question]]:
-    """The question without each of the options that narrow it, one at a time."""
+    """(an option that narrows the question, in words; the question without it), for each such option."""
     for name, n in question.fixed.items():
         if name not in kept:
             rest = {other: value for other, value in question.fixed.items() if other != name}
@@ -154,7 +154,7 @@ def _near(n: int, factor: int) -> int:
 
 
 def _batches(question: Question) -> list[int]:
-    """Batches that more of the GPUs divide, those that hardly change the job first."""
+    """Nearby batches that more of the GPUs divide; those that hardly change the job come first."""
     batch, _ = question.cell.shape
     around = {_near(batch, n): n for n in divisors(question.gpus)}
     around.pop(batch, None)
@@ -164,7 +164,7 @@ def _batches(question: Question) -> list[int]:
         far = ratio > _ANOTHER_JOB
         return far, ratio if far else -around[value]
 
-    # what all GPUs divide comes last, whatever it is: every replica then has its samples
+    # the batch that all GPUs divide comes last: with it each number of replicas has whole samples
     return [*sorted(around, key=order)[: _VALUES - 1], _near(batch, question.gpus)]
 
 
@@ -179,7 +179,7 @@ def _gpus(question: Question) -> list[int]:
 
 
 def _lengths(question: Question) -> list[int]:
-    """Lengths that the GPUs divide, once and twice, as placements in two chunks a rank need."""
+    """Near lengths that the GPUs divide, and that twice as many divide, as two chunks on each rank need."""
     _, length = question.cell.shape
     around = dict.fromkeys(_near(length, n) for n in (question.gpus, 2 * question.gpus))
     return [n for n in around if n != length]
@@ -190,11 +190,11 @@ def _lengths(question: Question) -> list[int]:
 
 @dataclass(frozen=True)
 class Absence:
-    """Why layouts that were asked about are not named.
+    """Why the layouts of ``--why`` are not named among the best.
 
     Attributes:
         lines: ``layout`` and ``why`` of layouts that were traced or cannot be, the fastest first.
-        sentence: on all of them, or on those that were not traced; "" if each has its line.
+        sentence: on all these layouts, or on those that were not traced; "" if each has its line.
     """
 
     lines: Sequence[Mapping[str, str]]
@@ -244,7 +244,7 @@ def absence(
 
 
 def spelled(asked_about: Mapping[str, int]) -> str:
-    """Ranks along axes as meshes have them."""
+    """Ranks along axes in words, such as "tp16, dp4"."""
     return ", ".join(f"{axis}{n}" for axis, n in asked_about.items())
 
 
@@ -253,7 +253,7 @@ def _has(sizes: Mapping[str, int], asked_about: Mapping[str, int]) -> bool:
 
 
 def _cannot_be(question: Question, asked_about: Mapping[str, int]) -> str:
-    """Why no layout has these ranks; "" where some can."""
+    """Why no layout can have these ranks along axes; "" if some can."""
     ranks = math.prod(n for axis, n in asked_about.items() if axis in MESH_AXES)
     if question.gpus % ranks:
         return f"{ranks} ranks do not divide {question.gpus} GPUs"

@@ -1,11 +1,11 @@
 """The changes that make a cell fit, each proved by a trace; and the switches of `spbench fit --budget`.
 
-For a budget each switch is traced alone; but recomputation of some layers, whose trace runs all of them,
-counts as that share of what recomputing all layers does. What a switch takes off the peak of each phase, and
-what it adds to the step, are the coefficients of an integer program, in which the savings of switches add up.
-Its solution is traced; where the solution needs more than the program took it to, it is ruled out and the
-next one is solved for. Since savings do not add up exactly, parts of the solution, pairs that may fit, and
-what counts as a share are traced too, the cheapest first, until none is left that would be cheaper.
+For a budget each switch is traced alone; but recomputation of some layers, whose trace would run all layers,
+counts as that share of the effect of recomputing all. The bytes that a switch takes off the peak of each
+phase, and the seconds that it adds to the step, are the coefficients of an integer program, in which the
+savings of switches add up. The solution is traced; if it needs more than the budget, it is ruled out and the
+next solution is taken. Because savings do not add up exactly, parts of the solution, pairs that may fit, and
+switches that count as a share are traced too, the cheapest first, while they can be cheaper.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from spbench.bench.tools.choose.suggestions import (
     together,
 )
 
-#: share of the time that single changes take, roughly, where pairs follow
+#: share of the progress that single changes make, if pairs follow
 _SINGLE = 0.7
-#: changes that are proved at the most, and so many that fit are enough unless more are asked for
+#: how many changes that fit are enough with --suggest, and without that option
 MOST, ENOUGH = 10, 3
-#: pairs of changes that are run at the most
+#: the most pairs of changes that are traced
 MOST_PAIRS = 12
-#: kinds of memory that no switch of the model takes off
+#: kinds of memory that no switch of the model makes smaller
 _STATES = ("parameters", "gradients", "optimizer_state")
 #: the settings of recomputation of all layers
 _ALL_LAYERS = {RECOMPUTE: "full"}
-#: solutions of the integer program that are traced at the most; cells that are traced for a budget, roughly
+#: the most solutions of the integer program that are traced; about how many cells a budget traces
 _MOST_SOLVED, _TRACED = 12, 40
-#: a pair is traced where it would fit if the two together took off so many times what they do apart
+#: switches are traced together if they would fit with their savings added up and multiplied by this
 _MORE_TOGETHER = 1.5
-#: part of a step that each switch costs beside its own time, so that none is taken for nothing
+#: share of a step that each switch costs besides its own time, so that no useless switch is taken
 _LEAST_COST = 1e-6
 
 
@@ -62,8 +62,8 @@ class Tried:
 
     Attributes:
         cell: the cell without changes.
-        asking: runs ``run`` on changed cells.
-        verdicts: by key, the cells that can be run, in the order in which they were tried.
+        asking: the workers that run the function ``run`` on changed cells.
+        verdicts: by cell key, the verdicts of cells that can run, in the order in which they were tried.
     """
 
     cell: Cell
@@ -74,11 +74,11 @@ class Tried:
     def trace(
         self, changes: Iterable[Change], say: Say = unheard, enough: Callable[[], bool] = lambda: False
     ) -> list[Verdict]:
-        """The verdicts of changes that can be run; those that were traced before are not traced again.
+        """The verdicts of changes whose cells can run; cells that were traced before are not traced again.
 
         Args:
-            say: takes each change that was tried, and the share of them that is behind.
-            enough: asked before a trace begins; true: no more is begun.
+            say: takes each change that was tried, and the share of the changes that are done.
+            enough: called before a trace begins; if it returns True, no further trace begins.
         """
         by_key = cells_of(self.cell, changes)
         tasks = [Task(other, self.run) for key, (other, _) in by_key.items() if key not in self.verdicts]
@@ -101,7 +101,7 @@ class Proofs:
     Attributes:
         fitting: changed cells that fit and take less than the cell, the shortest step first, other jobs last.
         tried, pairs_tried: how many single changes were run, and how many pairs.
-        closest: of cells that do not fit, the one that needs least; None: each fits, or cannot be run.
+        closest: the verdict that needs least of those that do not fit; None: there is no such verdict.
     """
 
     fitting: Sequence[Verdict]
@@ -111,15 +111,15 @@ class Proofs:
 
 
 def prove(before: Verdict, asking: Asking, most: int = MOST, say: Say = unheard) -> Proofs:
-    """Try the single changes of a cell, the likely cheapest first. If none is enough that leaves the job what
-    it is, pairs of changes that may be enough are tried; if strategies were tried and none is enough, also
-    pairs with a strategy. A change that cannot fit, by what it leaves of the peak, is tried only for pairs.
+    """Try single changes of a cell, the likely cheapest first. If no single change that keeps the job's
+    length and batch makes the cell fit, pairs of changes are tried; if no change of strategy does, pairs with
+    a strategy. A change of the model that leaves states too large for the card is tried only for pairs.
 
     Args:
-        before: the cell as it is.
-        asking: runs :func:`attempt`.
-        most: so many single changes that fit are enough.
-        say: takes each change that was tried, and the share that is done.
+        before: the verdict on the cell without changes.
+        asking: the workers that run :func:`attempt`.
+        most: how many single changes that fit are enough.
+        say: takes each change that was tried, and the share of the trials that are done.
     """
     changes = single_changes(before.cell)
     tried = Tried(before.cell, asking, attempt, {before.cell.key: before})
@@ -135,7 +135,7 @@ def prove(before: Verdict, asking: Asking, most: int = MOST, say: Say = unheard)
         return len(tried.verdicts) - several
 
     usable = before.measurement["usable_memory_bytes"]
-    # what each step has, and so a change of the model alone surely leaves
+    # states of training, which a change that is only of the model leaves as they are
     states = sum(before.anatomy.held.get(kind, 0) for kind in _STATES)
     may_fit = [change for change in changes if states <= usable or not change.of_model]
     singles, pairs_tried = run(may_fit, most, within(say, 0, _SINGLE)), 0
@@ -148,7 +148,7 @@ def prove(before: Verdict, asking: Asking, most: int = MOST, say: Say = unheard)
         pairs_tried = run(promising, ENOUGH, within(say, _SINGLE, 1))
 
     def order(each: Verdict) -> tuple[bool, float, int]:
-        """Other jobs last, and before them what cannot be timed, as without a link to the hosts."""
+        """Other jobs come last, and before these cells without a step time, for lack of a rate."""
         other_job = each.change is not None and each.change.other_job
         return other_job, each.step_s or math.inf, each.memory.total_bytes
 
@@ -160,14 +160,13 @@ def prove(before: Verdict, asking: Asking, most: int = MOST, say: Say = unheard)
 def _promising_pairs(
     changes: Iterable[Change], before: Verdict, tried: Iterable[Verdict], dividing: bool
 ) -> Iterator[Change]:
-    """Pairs of changes, each of which helps, that fit together if each takes off the same share as it does
-    alone: the likely cheapest first, at most :data:`MOST_PAIRS`. If there are none, the few pairs that come
-    nearest.
+    """Pairs of changes that each help, and that fit together if each reduces memory by the same factor as it
+    does alone: the likely cheapest first, at most :data:`MOST_PAIRS`. If there are none, the few nearest.
 
     Args:
         changes: single changes, the cheapest first.
-        before: the cell as it is.
-        tried: the cells with single changes.
+        before: the verdict on the cell without changes.
+        tried: verdicts on the single changes.
         dividing: only pairs with a strategy that divides samples.
     """
     needed = before.memory.total_bytes
@@ -191,11 +190,11 @@ class BudgetPlan:
     """The switches that bring a cell within a budget.
 
     Attributes:
-        budget_bytes: what the fullest rank may need.
+        budget_bytes: the bytes that the fullest rank may need.
         before: the cell without further switches.
         chosen: the cell with the switches that cost least; None: no switches that were tried fit.
-        alone: the cell with each switch by itself, the cheapest first; switches for a part of the layers are
-            left out if they would cost more than what is chosen.
+        alone: the cell with each single switch, the cheapest first; switches for a part of the layers that
+            would cost more than ``chosen`` are left out.
         traced: how many cells were traced.
     """
 
@@ -214,8 +213,8 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
     """Choose the switches of a cell for a budget.
 
     Args:
-        asking: runs :func:`examine`.
-        say: takes what is done, and the share that is behind.
+        asking: the workers that run :func:`examine`.
+        say: takes the current work in words, and the share of it that is done.
 
     Raises:
         UserError: the cell cannot be run or timed.
@@ -230,12 +229,12 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
         return verdict.step_s or math.inf, len(verdict.change.settings) if verdict.change else 0
 
     def cheapest() -> Verdict | None:
-        """The shortest step of all that fit; among equals the fewest settings."""
+        """The verdict with the shortest step of all that fit; among equals the one with fewest settings."""
         fitting = (each for each in traced.values() if each.within(budget_bytes))
         return min(fitting, key=cost, default=None)
 
     def cheaper(sets: Iterator[tuple[float, Sequence[Change]]]) -> None:
-        """Trace sets of switches, until none is left that would be cheaper than what fits."""
+        """Trace sets of switches, until none is left that would be cheaper than the best that fits."""
         while several := [*itertools.islice(sets, asking.jobs)]:
             limit, _ = cost(best) if (best := cheapest()) else (math.inf, 0)
             if not (fast := [changes for seconds, changes in several if seconds < limit]):
@@ -266,7 +265,7 @@ def plan_budget(cell: Cell, budget_bytes: int, asking: Asking, say: Say = unhear
 
 
 class _Row(NamedTuple):
-    """A switch by itself: it does a ``share`` of what was traced; 1 if the switch itself was traced."""
+    """A single switch, with ``share`` of the effect that was traced; 1 if the switch itself was traced."""
 
     change: Change
     traced: Verdict
@@ -274,18 +273,18 @@ class _Row(NamedTuple):
 
 
 class _Program:
-    """The integer program: x is 1 for a switch that is taken. Sets of switches are places among the rows.
+    """The integer program: x is 1 for a switch that is taken. A set of switches is a list of indices of rows.
 
     Args:
-        before: the cell as it is.
-        rows: each switch by itself.
-        budget_bytes: what the fullest rank may need.
+        before: the verdict on the cell without changes.
+        rows: one for each switch.
+        budget_bytes: the bytes that the fullest rank may need.
     """
 
     def __init__(self, before: Verdict, rows: Sequence[_Row], budget_bytes: int):
         self.rows, self.seconds = rows, before.step_s or 0.0
         peaks = peaks_by_phase(before.anatomy)
-        # what is needed beside the tensors' peak: fragmentation, and what is outside PyTorch
+        # bytes needed besides the tensors' peak: fragmentation, and memory outside PyTorch
         beside = before.memory.total_bytes - before.anatomy.peak_memory_bytes
         self.excess = np.array([n + beside - budget_bytes for n in peaks.values()], dtype=float)
         self.shares = np.array([each.share for each in rows])
@@ -298,7 +297,7 @@ class _Program:
         self.apart = {pair for pair in both_of if together(self.changes(pair)) is None}
 
     def changes(self, taken: Iterable[int]) -> list[Change]:
-        """The switches at these places."""
+        """The switches at these indices of rows."""
         return [self.rows[at].change for at in taken]
 
     def solutions(self) -> Iterator[Sequence[int]]:
@@ -315,14 +314,14 @@ class _Program:
                 return
             if taken := np.flatnonzero(answer.x > 0.5).tolist():
                 yield taken
-            row = np.where(answer.x > 0.5, 1.0, -1.0)  # not this one again
+            row = np.where(answer.x > 0.5, 1.0, -1.0)  # excludes this set
             rules.append(scipy.optimize.LinearConstraint(row, -np.inf, len(taken) - 1))
 
     def promising(
         self, among: Sequence[int], sizes: Iterable[int], further: Iterable[Sequence[int]] = ()
     ) -> Iterator[tuple[float, Sequence[Change]]]:
-        """The further sets, and sets of these sizes of switches that go together, which fit if together they
-        save somewhat more than the sum of each; with the seconds of their steps if costs add up, the cheapest
+        """(seconds of a step, switches) of the ``further`` sets, and of sets of ``sizes`` compatible
+        switches, that would fit if the switches together saved somewhat more than their sum; the cheapest
         first."""
         sets = (each for n in sizes for each in itertools.combinations(among, n))
         apart = (each for each in sets if not self.apart & {*itertools.combinations(each, 2)})
@@ -336,8 +335,8 @@ class _Program:
         yield from ((seconds, self.changes(taken)) for seconds, taken in sorted(fitting))
 
     def _beside_each_other(self, taken: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """(bytes saved in each phase, cost) of each of several switches. Beside a switch for a share of the
-        layers, the recomputation of all layers counts only for the other layers."""
+        """(bytes saved, [phases, switches]; seconds, [switches]) of a set of switches. Next to a switch for a
+        share of the layers, the recomputation of all layers counts only for the other layers."""
         saved, costs, shares = self.saved[:, [*taken]], self.costs[[*taken]], self.shares[[*taken]]
         some = int(shares.argmin())
         if (share := shares[some]) < 1:

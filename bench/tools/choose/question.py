@@ -24,34 +24,34 @@ from spbench.bench.tools.choose.subject import subject
 from spbench.bench.tools.jobs.flags import program_flags
 from spbench.impls import FOLDED_AXES, HEEDED, LIBRARIES, MESH_AXES, PLUS, Model, Unsupported, model_preset
 
-#: tokens of a batch where nothing is said: Llama 3's first batches (arXiv 2407.21783, section 3.4.1)
+#: tokens of a batch by default: Llama 3's first batches (arXiv 2407.21783, section 3.4.1)
 BATCH_TOKENS = 4 * 2**20
-#: how far that batch may be moved for numbers of GPUs that are no power of two
+#: by which share the default batch may change, so that numbers of GPUs that are no power of two divide it
 _NEAR = 0.25
-#: parts of a cell in which layouts differ, and what of them every layout has as it is asked for
+#: parts of a cell in which layouts differ, and the settings of ``training`` that all layouts have as given
 _SEARCHED = ("strategy", "strategy_options", "sizes", "mesh", "training")
 _OF_EVERY_LAYOUT = ("step", *VARIABLES)
-#: what of a cell comes with a strategy
+#: parts of a cell that belong to its strategy
 _BELONGS = {"strategy": ("strategy", "sizes", "mesh")}
-#: what may be given of every layout: these, and options of these
+#: names that ``--fixed`` accepts: these, and options of these sections
 _FIXED, _WITH_OPTIONS = (*MESH_AXES, *FOLDED_AXES, "micro_batch"), ("training", "model_options")
 
 
 @dataclass(frozen=True)
 class Question:
-    """The question of a search.
+    """The question of `spbench advise`, to which a search finds the fastest layouts.
 
     Attributes:
         cell: the model, its options, precision, batch, length and cluster; on one rank.
-        gpus: how many.
-        only: strategies and backends to search; if it names no strategy (or backend), any.
-        without: strategies and backends that a layout must not have, also around or within others.
-        fixed: ranks along axes, or micro_batch, that are given.
-        options: of the model and of backends that are given, by dotted name.
-        remarks: on how the question was made, one a line.
-        figures: of the cluster that were changed, as ``--set`` takes them.
-        program: a kind of flags; layouts without arguments in it are left out. "": none is.
-        own: the layout that a job or a scenario has already, on as many GPUs; None: there is none.
+        gpus: how many GPUs the layouts have.
+        only: strategies and backends to search; without any strategy (or backend) here, all are searched.
+        without: strategies and backends that no layout may have, also nested in others.
+        fixed: ranks along axes, and micro_batch, that all layouts must have.
+        options: options of the model and of backends, by dotted name, that all layouts must have.
+        remarks: lines of text on how the question was made.
+        figures: changed figures of the cluster, in the words of ``--set``; "": none.
+        program: layouts that this program has no arguments for are left out; "": no program.
+        own: the layout that a job or a scenario already has, on as many GPUs; None: there is none.
     """
 
     cell: Cell
@@ -66,7 +66,7 @@ class Question:
     own: OwnLayout | None = None
 
     def check_axes(self, flag: str, ranks: Mapping[str, int]) -> None:
-        """Raises a UserError for what no layout of the model can have, as a scenario does."""
+        """Raises a UserError for ranks of experts without experts, or micro-batches of an inference."""
         experts = getattr(self.model, "experts", 0)
         for name, n in ranks.items():
             if name in FOLDED_AXES and n > 1 and not experts:
@@ -88,19 +88,19 @@ class Question:
 
     @cached_property
     def _missing(self) -> dict[str, tuple[str, ...]]:
-        """By a cell's key, the settings that the program lacks; filled as cells are asked about."""
+        """The settings for which the program has no arguments, by cell key; :meth:`runs` fills it."""
         return {}
 
     def on_replicas(
         self, dp: int = 2, batch: int = 2, training: Mapping[str, Any] = {}, **parts: Any
     ) -> Cell:
-        """The cell on so many replicas, with settings of training and other parts."""
+        """The question's cell on ``dp`` replicas, with other settings of ``training`` and other parts."""
         content = {**self.cell.training.model_dump(exclude_defaults=True), **training}
         update = {"sizes": Sizes(dp=dp), "batch": batch, "training": TrainingOptions.model_validate(content)}
         return self.cell.model_copy(update={**update, **parts})
 
     def with_figures(self, figures: Mapping[str, str]) -> Question:
-        """The question on a cluster with other figures, by dotted name.
+        """The same question on a cluster with other figures, by dotted name.
 
         Raises:
             UserError: the cluster has no such figure, or a value is no number or factor.
@@ -119,17 +119,17 @@ class Question:
 
     @property
     def place(self) -> dict[str, Any]:
-        """The settings in which several questions may differ, by name."""
+        """The fields in which several questions of one command may differ, by name."""
         return {"gpus": self.gpus, "seq_len": self.cell.seq_len, "figures": self.figures}
 
     @cached_property
     def model(self) -> Model:
-        """The model that is asked about."""
+        """The question's model."""
         return model_preset(*self.cell.model_arguments)
 
     @cached_property
     def heeded(self) -> frozenset[str]:
-        """What the model's attention heeds besides a causal mask, such as a window: keys of HEEDED."""
+        """The features of the model's attention besides a causal mask, such as a window: keys of HEEDED."""
         _, length = self.cell.shape
         sites = self.model.sites(1, length, 1)
         return frozenset(word for site in sites for word in HEEDED if word in site.dims)
@@ -144,13 +144,12 @@ class Question:
         return backend in (self._only("backend") or [backend]) and backend not in self.without
 
     def keeps(self, settings: Mapping[str, Any]) -> bool:
-        """Whether a layout may have these settings, by dotted name: no option that is given has another
-        value."""
+        """Whether a layout may have these settings, by dotted name: none contradicts :attr:`options`."""
         return all(self.options.get(name, value) == value for name, value in settings.items())
 
     @property
     def strategies(self) -> list[str]:
-        """The strategies to which the answers are limited; empty: all may be among the answers."""
+        """The strategies to which ``only`` limits the answers; empty: all may be among the answers."""
         return self._only("strategy")
 
     def _only(self, kind: str) -> list[str]:
@@ -167,10 +166,10 @@ def question(
     fixed: Sequence[tuple[str, str]] = (),
     program: str = "",
 ) -> Question:
-    """The question that words and options ask, of a model, a job or a scenario.
+    """The question that a command line asks about a model, a job or a scenario.
 
     Raises:
-        UserError: it cannot be asked so.
+        UserError: an option is missing or invalid, or excludes every layout.
     """
     for part in (part for name in (*only, *without) for part in name.split(PLUS)):
         check_known("strategy", [part], [*names("strategy"), *names("backend")])
@@ -188,7 +187,7 @@ def question(
     remarks = [] if kind == "job" and not batch_tokens else _set_batch(settings, batch_tokens, asked.gpus)
     if asked.gpus is not None and asked.gpus > MOST_RANKS:
         raise UserError(f"--gpus {asked.gpus}: there can be {MOST_RANKS} at most")
-    # a job's file may need the number to be read; a model's cell is one of one rank
+    # reading a job's file may need the number of GPUs; a model's cell has one rank
     ranks = asked.gpus if kind == "job" else None
     about = subject(words, Asked(asked.cluster, ranks, None, settings, given=asked.given))
     distinct = {(c.model, c.seq_len, c.batch, c.cluster, c.precision): c for c in about.cells}
@@ -211,7 +210,7 @@ def question(
             f"cluster {cell.cluster} lacks figures that a step time of {gpus} {cell.precision} ranks needs: "
             f"see spbench list cluster {cell.cluster}, or take another precision, as --set precision=fp16"
         )
-    # without what is searched for here
+    # without remarks on settings that the search chooses
     remarks += [each for each in about.remarks if not each.startswith("not said")]
     asked_question = Question(plain, gpus, only, without, axes, options, remarks, "", program, own)
     _check(asked_question)
@@ -240,7 +239,7 @@ def _check(asked: Question) -> None:
 
 
 def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that the model has from the start and keeps."""
+    """The options of the model among ``--fixed``; raises a UserError for names in no known section."""
     for name in options:
         if name.partition(".")[0] not in _WITH_OPTIONS:
             raise UserError(
@@ -251,11 +250,11 @@ def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_batch(settings: dict[str, Any], batch_tokens: int | None, gpus: int | None) -> list[str]:
-    """Set the batch by its tokens, or one where nothing is said that the GPUs can divide if it is near;
-    returns remarks on it.
+    """Set the batch from its tokens, or else by default: if a near batch is divided by the odd factor of the
+    number of GPUs, that one; returns remarks on a default.
 
     Raises:
-        UserError: the tokens make no sequence.
+        UserError: there are tokens for no whole sequence, or no length.
     """
     length = settings.get("seq_len")
     if batch_tokens is not None:
@@ -291,8 +290,8 @@ def _of_every_layout(cell: Cell) -> Cell:
 
 
 def _with_stacked_experts(cell: Cell) -> Cell:
-    """The cell with one parameter for all experts of a rank, as in programs without TransformerEngine, unless
-    the cell says otherwise."""
+    """The cell with one stacked parameter for all experts of a rank, as in programs without
+    TransformerEngine, unless the cell sets that option."""
     model = model_preset(*cell.model_arguments)
     if not getattr(model, "experts", 0) or "stacked_experts" in cell.model_options:
         return cell
@@ -313,10 +312,10 @@ def _check_setting(name: str) -> None:
 def whole_numbers(
     flag: str, pairs: Sequence[tuple[str, str]], allowed: Sequence[str] = (*MESH_AXES, *FOLDED_AXES)
 ) -> dict[str, int]:
-    """The numbers that an option's pairs of name and text give.
+    """The numbers of an option's (name, text) pairs, by name.
 
     Raises:
-        UserError: a name is not among those known or is given twice, or a number none from 1 on.
+        UserError: a name is not allowed or is given twice, or a text is no whole number from 1 on.
     """
     numbers: dict[str, int] = {}
     for name, text in given_once(flag, pairs).items():

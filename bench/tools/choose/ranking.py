@@ -1,6 +1,6 @@
-"""What a search has looked at: the closest look at each cell so far, what became of all layouts, which
-strategies take the same steps as others, and the order in which the best are named: those that tie with the
-fastest, the simplest first, and then the others."""
+"""The cells that a search has looked at: the closest look at each, how many layouts had each outcome, which
+strategies take the same steps as others, and the order in which the best layouts are named: first ties with
+the fastest, the simplest first, then the others."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from spbench.bench.tools.choose.look import NEEDED, Depth, looks
 from spbench.bench.tools.choose.question import Question
 from spbench.impls import PLUS, model_preset
 
-#: layouts that are named
+#: how many layouts an answer names
 NAMED = 5
 #: the share of a card that a layout should leave free
 SPARE = 0.05
-#: of matmuls, what a scalar that was fitted to a few cells charges for blocks of wider matrices
+#: the part of a step's matmul seconds that a scalar, fitted to a few cells, adds for blocks of wider matrices
 IN_BLOCKS = "in_blocks_s"
-#: settings that make the same layout faster by less are not worth setting: of measured pairs as close as that
+#: settings that make a layout faster by a smaller factor are not worth setting: of measured pairs this close
 #: hardly half were in the simulated order
 TOSS = 1.02
 
 
 @dataclass
 class Seen:
-    """A cell that was traced, with the ``outcome`` of the closest look so far, at a ``depth``."""
+    """A traced cell, with the outcome of the closest look at it so far, and the depth of that look."""
 
     cell: Cell
     outcome: Outcome
@@ -43,7 +43,7 @@ class Seen:
 
     @property
     def measured(self) -> Mapping[str, Any]:
-        """The measurement, as rows have it."""
+        """The measurement as a mapping, as in a row."""
         return self.outcome.measurement
 
     @property
@@ -69,12 +69,12 @@ class Seen:
 
     @property
     def uncharged_s(self) -> float:
-        """Seconds of a step without what a fitted scalar charges for blocks."""
+        """Seconds of a step without those that a fitted scalar adds for blocks; see :data:`IN_BLOCKS`."""
         return self.step_s - self.parts.get(IN_BLOCKS, 0.0)
 
     @property
     def peak(self) -> int:
-        """Bytes of the fullest rank at its peak."""
+        """Allocated bytes of the fullest rank at its peak."""
         nbytes: int = self.measured["peak_memory_bytes"]
         return nbytes
 
@@ -96,7 +96,7 @@ class Seen:
 
     @property
     def exact(self) -> bool:
-        """Whether all layers were traced, as `spbench run` does, and not only few."""
+        """Whether all layers were traced, as in `spbench run`, and not only few."""
         return self.depth == "all_layers"
 
     def __str__(self) -> str:
@@ -108,15 +108,15 @@ class SearchResult:
     """The outcome of a search.
 
     Attributes:
-        best: layouts that fit, the fastest first, one for each strategy and mesh; the first two and those
-            that are named are traced whole.
-        of_strategies: the best of each strategy that fits, the fastest first.
+        best: layouts that fit, the fastest first, one for each strategy and mesh; named ones are traced
+            whole.
+        of_strategies: the best layout that fits of each strategy, the fastest first.
         own: the layout that a job has already, traced whole; None: there is none, or it cannot be traced.
-        nearest: if nothing fits, the layout that needs least; None: something fits, or none could be traced.
+        nearest: the layout that needs least if none fits; None: one fits, or none could be traced.
         counts: how many layouts had each outcome.
-        refused: why which layouts cannot be.
-        traced: every look.
-        same: strategies, by those whose steps are the same.
+        refused: the reasons why layouts are impossible, by the layout in words.
+        traced: the closest look at each traced cell.
+        same: for each strategy that takes the same steps as another, the other; see :class:`SameSteps`.
         impossible: why there is no layout at all; "" if there is one.
     """
 
@@ -137,24 +137,24 @@ def has_experts(cell: Cell) -> bool:
 
 
 def tie_limit(best: Sequence[Seen]) -> float:
-    """The ratio to the shortest time up to which times are a tie; 1.0: nothing fits.
+    """Step times up to this ratio to the shortest are ties with it; 1.0: nothing fits.
 
     Args:
-        best: the fastest first.
+        best: layouts that fit, the fastest first.
     """
     return packaged_model().tie(best[0].measured["rates"]) if best else 1.0
 
 
 def is_tie(seen: Seen, best: Sequence[Seen]) -> bool:
-    """Whether the time of a layout differs from the shortest by less than the errors of two layouts do, with
-    what a fitted scalar charges for blocks or without: the scalar was fitted where the charge is little."""
+    """Whether the step time of a layout is at most :func:`tie_limit` times the shortest, with or without the
+    seconds that a fitted scalar adds for blocks (:data:`IN_BLOCKS`), because the scalar is uncertain."""
     fastest, limit = best[0], tie_limit(best)
     return seen.step_s <= fastest.step_s * limit or seen.uncharged_s <= fastest.uncharged_s * limit
 
 
 def ranked(best: Sequence[Seen]) -> list[Seen]:
-    """Layouts that fit, given the fastest first, in the order in which they are named: no tie stands before
-    one that is simpler."""
+    """Layouts that fit, sorted in the order in which an answer names them: ties with the fastest first, the
+    simplest of these first. ``best`` has the fastest first."""
 
     def place(seen: Seen) -> tuple[bool, tuple[int, ...], float]:
         tie = is_tie(seen, best)
@@ -164,7 +164,8 @@ def ranked(best: Sequence[Seen]) -> list[Seen]:
 
 
 def stands_for(own: Seen, seen: Seen) -> bool:
-    """Whether a job's own layout differs from another one only in settings that hardly make that faster."""
+    """Whether a job's own layout differs from ``seen`` only in settings, and is not slower by more than
+    2%."""
 
     def kind(cell: Cell) -> tuple[Any, ...]:
         return cell.strategy, cell.mesh_text, cell.training.backend, cell.training.micro_batches
@@ -173,8 +174,8 @@ def stands_for(own: Seen, seen: Seen) -> bool:
 
 
 def simpler(best: Sequence[Seen], named: Seen) -> list[Seen]:
-    """Layouts that are simpler than the named one and than all faster ones; strategies and memory switches
-    count before axes of several ranks.
+    """Layouts that are simpler than ``named`` and than all layouts faster than themselves; strategies and
+    memory switches count before axes of several ranks.
 
     Args:
         best: layouts that fit, the fastest first.
@@ -188,8 +189,8 @@ def simpler(best: Sequence[Seen], named: Seen) -> list[Seen]:
 
 
 def complexity(cell: Cell) -> tuple[int, ...]:
-    """How much there is to set up: strategies and memory switches, axes of several ranks, runs of layers a
-    stage, settings."""
+    """(strategies and memory switches, axes of several ranks, runs of layers of a stage, settings): numbers
+    of things to set up, the most important first."""
     options = cell.training.backend_options
     things = things_to_set(cell.strategy, cell.model_options, options)
     axes = sum(n > 1 for n in cell.sizes.by_axis.values())
@@ -197,8 +198,8 @@ def complexity(cell: Cell) -> tuple[int, ...]:
     return things, axes, cell.training.virtual_stages, settings + (cell.mesh is not None)
 
 
-#: of a model with experts, whose ranks along ep can be raised for little, a layout that takes a larger share
-#: of a card by few layers counts as one that does not fit, as long as another one does
+#: for a model with experts, whose ranks along ep can be raised at little cost, a layout that takes a larger
+#: share of a card by a trace of few layers does not count as fitting, unless no other layout fits
 _FULL = 0.95
 
 
@@ -206,12 +207,12 @@ class LookedAt:
     """The cells that a search for one question has looked at.
 
     Args:
-        asking: traces layouts.
-        say: takes what is being done.
+        asking: the workers that trace cells.
+        say: takes the current work in words, and the share of the search that is done.
 
     Attributes:
         seen: the closest look at each cell of the search, by the cell's key.
-        same: strategies whose steps are the same as those of other strategies.
+        same: knows which strategies take the same steps as others.
     """
 
     def __init__(self, question: Question, asking: Asking, say: Say = unheard):
@@ -219,12 +220,12 @@ class LookedAt:
         self.usable = load_cluster(question.cell.cluster).usable_memory_bytes or float("inf")
         self.most_bytes = self.usable * (_FULL if has_experts(question.cell) else 1.0)
         self.result, self.seen, self.same = SearchResult(), dict[str, Seen](), SameSteps()
-        #: by strategy, how much longer steps were by traces of all layers than by those of few
+        #: by strategy, ratios of step times by traces of all layers to those by traces of few
         self._longer: dict[str, list[float]] = {}
 
     def looked_at(self, cells: Sequence[Cell], depth: Depth) -> list[Seen]:
-        """Look at cells; a look is kept in place of earlier looks at the same cell. Cells that cannot be run
-        are counted and left out."""
+        """Look at cells, and keep each look in place of earlier looks at the same cell; returns the looks.
+        Cells that cannot run are counted and left out."""
         seen = []
         for cell, outcome in looks(self.asking, cells, depth, self.behind.ended):
             if outcome.status == "unsupported":
@@ -248,8 +249,8 @@ class LookedAt:
         return sorted(self.same.without(seen), key=self._least_whole_s)
 
     def _least_whole_s(self, seen: Seen) -> float:
-        """The least seconds of a step that a trace of all layers would give: if two or more cells of the
-        strategy took longer so than by few layers (the host falls behind), this one will too."""
+        """The least seconds of a step that a trace of all layers will give: if two or more cells of the
+        strategy took longer by all layers than by few (the host falls behind), this cell will too."""
         ratios = self._longer.get(seen.cell.strategy, ())
         return seen.step_s * (min(ratios) if not seen.exact and len(ratios) > 1 else 1.0)
 
@@ -262,7 +263,7 @@ class LookedAt:
         return self._best_of(lambda seen: seen.cell.strategy)
 
     def _best_of(self, kind: Callable[[Seen], Hashable]) -> list[Seen]:
-        """The fastest of each kind of cells, or the simplest of those that are about as fast."""
+        """For each kind of cells, the simplest of those about as fast as the fastest; the fastest first."""
         of_kinds, seconds = defaultdict[Hashable, list[Seen]](list), self._least_whole_s
         for seen in self.fitting():
             of_kinds[kind(seen)].append(seen)
@@ -273,27 +274,27 @@ class LookedAt:
         return sorted(best, key=seconds)
 
 
-#: steps are the same whose seconds and bytes differ by no larger part
+#: steps are the same if their seconds and bytes differ by no larger share
 _SAME = 1e-3
-#: ranks along axes on which two strategies take the same steps before one of them stands for both
+#: on how many choices of ranks along axes two strategies must take the same steps to count as the same
 _ENOUGH = 2
-#: what became of layouts whose strategy another one stands for
+#: what became of layouts whose strategy takes the same steps as another
 SAME_STEP = "the same step by another strategy"
 
 
 class SameSteps:
-    """Which strategies take the same steps as others, by traces of layouts that differ in strategy alone.
+    """Which strategies take the same steps as others, by traces of layouts that differ only in strategy.
 
     Odysseus leaves an MLP's weights whole, and Megatron-SP splits them; but where experts take the place of
     all MLPs, both divide attention alone, and alike.
     """
 
     def __init__(self) -> None:
-        #: by ranks and settings, those along axes first, the seconds and bytes of each strategy
+        #: by ranks (first those along axes) and settings, the seconds and bytes of each strategy
         self._traced = defaultdict[tuple[Hashable, ...], dict[str, tuple[float, float]]](dict)
 
     def add(self, candidate: Candidate, seconds: float, nbytes: float) -> None:
-        """Take in the seconds and bytes that a trace of a candidate has."""
+        """Record the seconds and bytes of a trace of a candidate."""
         layout, axes = candidate.layout, tuple(candidate.layout.way.axes.items())
         ranks = axes, layout.dp, layout.pp, layout.micro_batch, layout.virtual_stages, layout.fold
         settings = candidate.training_text, candidate.saving_text
@@ -302,7 +303,7 @@ class SameSteps:
 
     @cached_property
     def replaced(self) -> Mapping[str, str]:
-        """For a strategy whose steps are those of another, the other, which is first in the alphabet."""
+        """For each part of a strategy that takes the same steps as another part, the alphabetically first."""
         #: by two strategies, whether their steps were the same on each of the axes
         alike = defaultdict[tuple[str, str], dict[Hashable, bool]](dict)
         for (axes, *_), traced in self._traced.items():
@@ -314,12 +315,12 @@ class SameSteps:
         return {second: first for first, second in reversed(same_pairs)}
 
     def instead(self, strategy: str) -> str:
-        """The strategy whose steps stand for those of ``strategy``; ``strategy`` itself if none does."""
+        """The strategy that represents all with the same steps as ``strategy``; perhaps itself."""
         replaced = self.replaced
         return PLUS.join(replaced.get(part, part) for part in strategy.split(PLUS))
 
     def without(self, seen: Sequence[Seen]) -> list[Seen]:
-        """The cells, less those whose steps another strategy's cell on the same mesh stands for."""
+        """The cells without those that take the same steps as another cell on the same mesh."""
         there = {(each.cell.strategy, each.cell.mesh_text) for each in seen}
         instead = [(self.instead(each.cell.strategy), each.cell.mesh_text) for each in seen]
         both = zip(seen, instead, strict=True)
@@ -327,7 +328,7 @@ class SameSteps:
 
 
 def _differing(strategy: str, other: str) -> tuple[str, str] | None:
-    """The parts in which two strategies differ, in the order of the alphabet; None: not in one alone."""
+    """The two parts, sorted, in which two strategies differ; None: they do not differ in exactly one part."""
     own, others = strategy.split(PLUS), other.split(PLUS)
     parts = [pair for pair in zip(own, others, strict=False) if pair[0] != pair[1]]
     if len(own) != len(others) or len(parts) != 1:

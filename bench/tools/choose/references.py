@@ -1,5 +1,5 @@
-"""The small traces that estimates rest on: the model with one and two layers on one rank, also with each of
-the settings by which it takes less memory, and each backend on two and four replicas."""
+"""The small traces that estimates rest on: the model with one and two layers on one rank, without and with
+each memory-saving setting, and each backend on two and four replicas."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from spbench.impls import PRECISIONS, BytesInBackward, Stage, Unsupported, backe
 #: replicas of the traces of backends
 _REPLICAS = (2, 4)
 _FEW_POSITIONS = 256
-#: stages of a pipeline, of which each asks for the same settings
+#: numbers of pipeline stages; a memory-saving setting of the model must exist for each
 _STAGES = (1, 2, 4)
-#: no settings, as text
+#: the key (see :func:`as_text`) of no settings
 AS_IT_IS = ""
 
 
 @dataclass(frozen=True)
 class Depths:
-    """A number at one layer and at two, and so at any depth."""
+    """A number of a model with one layer and with two, from which follows the number at any depth."""
 
     one: float
     two: float
@@ -50,11 +50,11 @@ class Depths:
 
 @dataclass(frozen=True)
 class Reference:
-    """The time and the memory of one sample on one rank.
+    """Seconds and bytes of one sample on one rank, at one and at two layers.
 
     Attributes:
-        seconds: of a step without communication.
-        activation_bytes: of forward and backward; see :data:`ACTIVATIONS`.
+        seconds: seconds of a step without communication and without the update of weights.
+        activation_bytes: bytes in forward and backward; see :data:`ACTIVATIONS`.
     """
 
     seconds: Depths
@@ -66,10 +66,10 @@ class BackendFigures:
     """The bytes that a backend holds and sends for each element of parameters that a rank has.
 
     Attributes:
-        whole_bytes, shared_bytes: of states that every replica has, and that replicas share out.
-        in_backward: further bytes in backward, without stages of a pipeline and with them.
-        once, each: (collective, bytes) that a rank's replicas exchange once a step, and each micro-batch.
-        host_bytes: of states that are on the hosts of all replicas together.
+        whole_bytes, shared_bytes: bytes of states that every replica has, and that replicas share out.
+        in_backward: further bytes in backward, without pipeline stages, and with stages.
+        once, each: bytes by collective that replicas exchange once a step, and with each micro-batch.
+        host_bytes: bytes of states on the hosts of all replicas together.
     """
 
     whole_bytes: float
@@ -81,20 +81,20 @@ class BackendFigures:
 
     @property
     def again(self) -> Mapping[str, float]:
-        """(collective, bytes) that stages of a pipeline send with each micro-batch: gathers of one pass, if
-        gathered weights are not kept."""
+        """Bytes by collective that pipeline stages send with each further micro-batch: the gathers of one
+        pass, if gathered weights are not kept."""
         gathers = self.each.get("all_gather", 0.0)
         return {"all_gather": gathers / 2} if gathers and not self.in_backward[0].whole else {}
 
 
 def as_text(settings: Mapping[str, Any]) -> str:
-    """Settings as a key."""
+    """Settings as JSON text, a key of mappings; "" for no settings."""
     return json.dumps(settings, sort_keys=True) if settings else AS_IT_IS
 
 
 def savings_of(question: Question) -> dict[str, dict[str, Any]]:
-    """The model's settings that take less memory whatever the stages, by their text: none of them, each
-    alone, two of other options together, and as many together as there can be."""
+    """The memory-saving settings of the question's model for any number of stages, by their text: none, each
+    alone, each two that set different options, and as many together as possible."""
     model = model_preset(*question.cell.model_arguments)
     of_stages = [{as_text(each.options): dict(each.options) for each in model.savings(n)} for n in _STAGES]
     alone = [each for text, each in of_stages[0].items() if all(text in others for others in of_stages)]
@@ -109,15 +109,15 @@ def savings_of(question: Question) -> dict[str, dict[str, Any]]:
 
 
 def _apart(settings: Sequence[Mapping[str, Any]], n: int) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """Each choice of ``n`` of the settings in which no two set the same option."""
+    """Each choice of ``n`` of the settings that set different options."""
     for chosen in itertools.combinations(settings, n):
         if len({name for each in chosen for name in each}) == sum(map(len, chosen)):
             yield chosen
 
 
 def _most(settings: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """For each setting, it with as many others as have no option in common, taking the last first, because
-    the settings that take least memory are last."""
+    """For each setting, that setting with as many others as set different options; the last come first,
+    because the settings that take least memory are last."""
     for first in settings:
         chosen = [first]
         for each in reversed(settings):
@@ -127,8 +127,8 @@ def _most(settings: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[st
 
 
 def at_depth(cell: Cell, layers: int) -> Cell:
-    """The cell with that many layers, or periods of unlike layers, and none of them dense; the cell as it is
-    if its model has no number of layers."""
+    """The cell with ``layers`` layers (or periods of unlike layers), none of them dense; the cell itself if
+    its model has no number of layers."""
     model = model_preset(*cell.model_arguments)
     if not hasattr(model, "layers"):
         return cell
@@ -139,8 +139,8 @@ def at_depth(cell: Cell, layers: int) -> Cell:
 
 
 def few_experts(cell: Cell) -> Cell:
-    """The cell with only as many experts as a token meets. A step takes as long, but for the update of the
-    other experts, which ranks share."""
+    """The cell with only as many experts as a token meets. A step takes equally long, except for the update
+    of the other experts, which ranks share."""
     model = model_preset(*cell.model_arguments)
     if not getattr(model, "experts", 0):
         return cell
@@ -154,13 +154,13 @@ def references(
     savings: Mapping[str, Mapping[str, Any]],
     ended: Callable[[int, int], None] = lambda n, of: None,
 ) -> tuple[dict[str, Reference], dict[str, BackendFigures]]:
-    """References by the model's settings, and figures by the backend's, as text; without any that cannot run.
+    """(references by the model's settings, figures by the backend's, as text), without any that cannot run.
 
     Args:
-        ended: as of :func:`looks`.
+        ended: see :func:`looks`.
 
     Raises:
-        UserError: the model as it is cannot be run.
+        UserError: the model without memory-saving settings cannot run.
     """
     cells: dict[tuple[str, str, int], Cell] = {}  # the same twice where there are no layers, so one depth
     for (text, settings), layers in itertools.product(savings.items(), (1, 2)):
@@ -188,7 +188,7 @@ def references(
 
 
 def _short(cell: Cell) -> Cell:
-    """The cell with few positions, so that its peak is mostly states; as it is if it cannot run with few."""
+    """The cell with few positions, so that its peak is mostly states; unchanged if it cannot run so."""
     short = cell.model_copy(update={"seq_len": min(cell.shape[1], _FEW_POSITIONS)})
     try:
         plan(short)
@@ -212,8 +212,8 @@ def _reference(outcomes: _Outcomes, text: str) -> Reference | None:
 
 
 def _updating_s(outcomes: _Outcomes, layers: int) -> float:
-    """Seconds of a step in which weights are updated, once and not for each micro-batch; the settings of the
-    model do not change them."""
+    """Seconds of a step's update of weights, which happens once and not for each micro-batch; settings of the
+    model do not change these seconds."""
     once, twice = (outcomes.get((kind, AS_IT_IS, layers)) for kind in ("model", "twice"))
     if once is None or twice is None:
         return 0.0
@@ -226,7 +226,7 @@ def _backend(outcomes: _Outcomes, text: str) -> BackendFigures | None:
     if None in both:
         return None
     (cell, fewest), (_, most) = (each for each in both if each)
-    elements = float(model_parameters(cell)) or 1.0  # a model without weights has no states either
+    elements = float(model_parameters(cell)) or 1.0  # a model without weights has no states
     held = (outcome.measurement["peak_held"] for outcome in (fewest, most))
     few_bytes, many_bytes = (sum(float(at.get(name, 0)) for name in STATES) / elements for at in held)
     # bytes = whole + shared / replicas, at both numbers of replicas
@@ -252,7 +252,7 @@ def _backend(outcomes: _Outcomes, text: str) -> BackendFigures | None:
 
 
 def _sent(cell: Cell, micro_batches: int, elements: float) -> Counter[str]:
-    """By collective, what a rank exchanges with its replicas in a step, for each element."""
+    """Bytes by collective that replicas exchange in a step, for each element of their parameters."""
     training = cell.training.model_copy(update={"micro_batches": micro_batches})
     planned = cell.model_copy(update={"training": training, "batch": cell.sizes.dp * micro_batches})
     sent: Counter[str] = Counter()
@@ -275,8 +275,8 @@ def has_stages(question: Question, settings: Mapping[str, Any]) -> bool:
 
 
 def twins_of(backends: Sequence[Mapping[str, Any]], on_host: Sequence[bool]) -> list[int | None]:
-    """For each backend's settings, the place of the closest settings that keep the same states on cards; None
-    if the backend has no states on the host, or if there are no such settings."""
+    """For each backend's settings, the index of the closest settings that keep all states on cards; None if
+    the backend has no states on the host, or if there are no such settings."""
 
     def twin(at: int) -> int | None:
         own = backends[at].items()

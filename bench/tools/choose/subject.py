@@ -1,5 +1,5 @@
-"""What `spbench fit` is asked about: cells of a scenario, of a job's files, or of a model with sizes; what is
-taken where nothing is said has the flag that says it."""
+"""The cells that `spbench fit` examines, from a scenario, from a job's files, or from a model with sizes; and
+the lines that list its defaults, each with the flag that sets another value."""
 
 from __future__ import annotations
 
@@ -32,23 +32,22 @@ from spbench.bench.tools.jobs.job_files import read_job
 from spbench.bench.units import shown_count
 from spbench.impls import MESH_AXES, model_preset, nesting, ranks_along, set_options, unused_axes
 
-#: the option that says the attention kernel, and its value that says none
-#: of a model with sizes: Adam makes its moments in the first step
+#: training options of a cell made from a model's name: two steps, because Adam makes its moments in the first
 _TRAINING = {"moments": "later", "steps": 2}
 _PRECISION = "bf16"
-#: strategies that an error names at the most
+#: the most strategies that one error message names
 _NAMED = 3
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Cells to be examined, on virtual ranks.
+    """The cells that `spbench fit` examines on virtual ranks.
 
     Attributes:
-        remarks: on how they were made, one a line.
-        job: the kind of job that they were read from; "": of none.
-        said: settings that were given, by dotted name; what else there is was taken.
-        name: what the user calls the model, the first file of a job; "": cells call it so themselves.
+        remarks: lines of text on how the cells were made.
+        job: the kind of job that the cells were read from, such as "megatron"; "": no job.
+        said: dotted names of the settings that the user or the job gave; all others have defaults.
+        name: the first file of a job, shown in place of the model's name; "": the model's name is shown.
     """
 
     cells: list[Cell]
@@ -58,15 +57,15 @@ class Subject:
     name: str = ""
 
     def shown(self, cell: Cell) -> str:
-        """The key of a cell, with the model as the user calls it."""
+        """The key of a cell, in which :attr:`name` replaces the model's name."""
         return cell.key.replace(cell.model, self.name or cell.model, 1)
 
 
 def subject(words: Sequence[str], asked: Asked) -> Subject:
-    """The cells that words stand for: the name or file of a scenario, files of a job, or a model.
+    """The cells that command-line words name: a scenario (name or file), files of a job, or a model.
 
     Raises:
-        UserError: they stand for nothing, something is missing or cannot be, or a card has no limit.
+        UserError: the words name nothing, an option is missing or invalid, or a card has no memory limit.
     """
     first, kind = words[0], kind_of(words)
     if asked.given and kind != "job":
@@ -87,39 +86,39 @@ def subject(words: Sequence[str], asked: Asked) -> Subject:
             where=asked.where,
         )
         cells = narrowing.cells(load_scenario(first))
-        said |= {*words_of_answers()["taken"]}  # its defaults are its own
+        said |= {*words_of_answers()["taken"]}  # a scenario's defaults count as given
     elif kind == "model":
         cells, remarks, settings = _of_model(first, asked)
     else:
         job = read_job(None, words, gpus=asked.gpus, cluster=asked.cluster, environment=asked.given)
         cells, remarks, program = [job.cell()], [*job.remarks], job.kind
         said |= {setting.path for setting in job.settings}
-        # with a batch that the job has, no accumulation means that it is one micro-batch
+        # a job that gives a batch, but no accumulation, has one micro-batch
         if any(each.path == "batch" and each.given for each in job.settings):
             said.add("training.micro_batches")
         if asked.strategy is not None:
             settings["strategy"] = asked.strategy
     changed_cells = [changed(cell, settings) if settings else cell for cell in cells]
-    # once each: cells of a scenario may have differed in a setting that is changed
+    # cells that differed only in a setting that is changed are equal now: one of them is enough
     distinct = {cell.key: cell for cell in changed_cells}.values()
     checked_cells = [_checked(cell, asked.micro_batch) for cell in distinct]
     return Subject(checked_cells, remarks, program, said, Path(first).name if kind == "job" else "")
 
 
 def _made(group: Mapping[str, Any]) -> Cell:
-    """The cell of a group of a scenario."""
+    """The one cell that a group of a scenario expands to; raises a UserError for an invalid group."""
     try:
         (cell,) = expand({}, [dict(group)], {}, "", Path())
     except Problem as problem:
-        if isinstance(problem.__cause__, UserError):  # of a file, which it names itself
+        if isinstance(problem.__cause__, UserError):  # the error names its file itself
             raise problem.__cause__ from problem
         raise UserError(f"{group['model']}: {str(problem).removeprefix('groups[0].')}") from problem
     return cell
 
 
 def _check_axes(group: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Raises a UserError for ranks along an axis that the strategy does not divide along; it names some that
-    do and that can run the model so."""
+    """Raises a UserError if ranks lie along an axis that the strategy does not divide; the error names
+    strategies that divide this axis and can run the model."""
     strategy = group["strategy"]
     if strategy not in names("strategy"):
         return  # unknown, or strategies around each other: whoever makes the cell says what is wrong
@@ -144,7 +143,7 @@ def _check_axes(group: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
 
 
 def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str, Any]]:
-    """The cell of a model, what was taken for granted, and the settings that are still to be made."""
+    """The cell of a model in a list, remarks on its kernel, and the settings still to be applied."""
     settings = {**asked.settings}
     ask_for({"--cluster NAME": asked.cluster, "--seq-len N": settings.get("seq_len")}, model)
     sizes = {axis: settings.pop(f"sizes.{axis}") for axis in MESH_AXES if f"sizes.{axis}" in settings}
@@ -182,7 +181,7 @@ def _of_model(model: str, asked: Asked) -> tuple[list[Cell], list[str], dict[str
 
 
 def _checked(cell: Cell, micro_batch: int | None) -> Cell:
-    """The cell on virtual ranks, with micro-batches of so many samples; None: with its own."""
+    """The cell on the virtual engine, with ``micro_batch`` samples in a micro-batch (None: unchanged)."""
     if micro_batch is not None and cell.batch is not None:
         parts, rest = divmod(cell.batch, cell.sizes.dp * micro_batch)
         if rest:
@@ -199,7 +198,7 @@ def _checked(cell: Cell, micro_batch: int | None) -> Cell:
     return cell.model_copy(update={"engine": "virtual", "device": "cpu", "learning": None, "rank": None})
 
 
-#: experts of their own on a rank, each traced by itself, that take minutes
+#: how many experts a rank has, each with parameters of its own, when a trace takes minutes
 _MANY = 4096
 #: axes along which a layer's weights are split and its tokens are not
 _OF_WEIGHTS = ("tp",)
@@ -207,11 +206,11 @@ _OF_WEIGHTS = ("tp",)
 
 @dataclass(frozen=True)
 class Taken:
-    """A setting that nobody gave.
+    """A setting that has its default because neither the user nor the job gave a value.
 
     Attributes:
-        what: in words.
-        flag: that gives another value.
+        what: the setting in words.
+        flag: the option that gives another value.
     """
 
     what: str
@@ -223,7 +222,7 @@ class Taken:
 
 
 def micro_batch_of(cell: Cell) -> int:
-    """Samples of a micro-batch of a replica."""
+    """The samples that one replica has in one micro-batch."""
     return (cell.batch or 1) // (cell.sizes.dp * cell.training.micro_batches)
 
 
@@ -236,10 +235,10 @@ def tokens_of_rank(cell: Cell) -> int:
 
 
 def taken(cell: Cell, said: Collection[str]) -> list[Taken]:
-    """The settings of a cell that were taken because nothing was said.
+    """The settings of a cell that have their defaults, because nobody gave them.
 
     Args:
-        said: settings that were given, by dotted name.
+        said: dotted names of the settings that were given.
     """
     nested, model = nesting(cell.strategy), model_preset(*cell.model_arguments)
     options = set_options(nested.options_type(), cell.strategy_options, cell.strategy)
@@ -257,11 +256,11 @@ def taken(cell: Cell, said: Collection[str]) -> list[Taken]:
 
 
 def model_line(cell: Cell, name: str = "") -> str:
-    """The line of an answer on its model: the parameters, those of them that a token meets where experts are
-    routed to, and the layers.
+    """One line on the model: its parameters, how many of these are active for a token (if it has routed
+    experts), and its layers.
 
     Args:
-        name: what the user calls it; "": as the cell does.
+        name: the model's name to show; "": the name in the cell.
     """
     model: Any = model_preset(*cell.model_arguments)
     every, idle = model_parameters(cell), 0.0
@@ -274,7 +273,7 @@ def model_line(cell: Cell, name: str = "") -> str:
 
 
 def slow_words(cell: Cell) -> str:
-    """In words, that a trace takes minutes for many experts with parameters of their own; else ""."""
+    """A warning that many experts with parameters of their own make a trace take minutes; "" for others."""
     model: Any = model_preset(*cell.model_arguments)
     own = 0 if getattr(model, "stacked_experts", True) else model.experts * model.layers
     many = own // cell.sizes.by_axis.get("ep", 1) // cell.sizes.pp
@@ -282,7 +281,7 @@ def slow_words(cell: Cell) -> str:
 
 
 def experts_line(cell: Cell) -> str:
-    """The line of an answer on routed experts: how many a rank has, and their part of the model; "" without
+    """One line on routed experts: their share of the parameters, and how many a rank has; "" without
     experts."""
     model: Any = model_preset(*cell.model_arguments)
     if not getattr(model, "experts", 0):
@@ -294,7 +293,7 @@ def experts_line(cell: Cell) -> str:
 
 
 def taken_line(cell: Cell, said: Collection[str]) -> str:
-    """The line of an answer that lists the settings taken because nothing was said."""
+    """One line that lists the settings of a cell that have their defaults."""
     parts = ", ".join(map(str, taken(cell, said)))
     left = f"taken where nothing was said: {parts}" if parts else "every setting was said"
     return f"{left}; tokens of a micro-batch on a rank: {tokens_of_rank(cell)}"

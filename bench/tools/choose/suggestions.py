@@ -1,6 +1,6 @@
-"""The single changes of a cell that may take less memory: of options, which say so themselves where they are
-declared (:meth:`Options.savings`, :meth:`Model.savings`), of its backend, and of how it is divided. Its
-memory switches are those that compute the same on the same ranks."""
+"""The single changes of a cell that may save memory: of options, whose classes declare their savings
+(:meth:`Options.savings`, :meth:`Model.savings`), of the backend, and of the ranks along axes. A cell's memory
+switches are the changes that compute the same on the same ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from spbench.impls import (
     stage_ranks,
 )
 
-#: shares of the optimizer that wait on the host, where a backend has the option
+#: shares of the optimizer's states on the host, if a backend has the option
 _FRACTIONS = (0.25, 0.5, 0.75)
 _FRACTION = "optimizer_offload_fraction"
 
@@ -61,8 +61,8 @@ class Change:
 
 
 def cells_of(cell: Cell, changes: Iterable[Change]) -> dict[str, tuple[Cell, Change]]:
-    """By key, the cells that changes make of ``cell``, each with the first change that makes it; changes
-    whose options exclude each other make none."""
+    """(changed cell, the first change that makes it) by the cell's key; changes that are impossible for
+    ``cell`` are left out."""
     by_key: dict[str, tuple[Cell, Change]] = {}
     for change in changes:
         with suppress(UserError):
@@ -72,7 +72,7 @@ def cells_of(cell: Cell, changes: Iterable[Change]) -> dict[str, tuple[Cell, Cha
 
 
 def single_changes(cell: Cell) -> list[Change]:
-    """The changes to try, those that cost least first as far as is known without a trace."""
+    """The changes of a cell to try; those that probably cost least, judged without a trace, come first."""
     return [
         *_of_step(cell),
         *_of_experts(cell),
@@ -109,8 +109,8 @@ def savings_of(cell: Cell) -> list[Change]:
 
 
 def _of_backends(here: type[Backend], training: TrainingOptions) -> Iterator[Change]:
-    """The backends that share out more than this one, where it has no options, those that share out least
-    first."""
+    """Changes to backends that share out more states than ``here``, the least first; none if the training
+    sets options of its backend."""
     if here.shares_out is None or training.backend_options:
         return
     for name, other in sorted(all_backends().items(), key=lambda item: len(item[1].shares_out or ())):
@@ -133,8 +133,8 @@ def _of_step(cell: Cell) -> Iterator[Change]:
 
 
 def _of_strategies(cell: Cell) -> Iterator[Change]:
-    """The usual strategies, where none divides samples yet, each over two ranks and over a node, which are
-    replicas now."""
+    """Changes of a cell whose strategy divides no samples: each usual strategy over two ranks, and over a
+    node, in place of replicas."""
     if strategy_axes(cell.strategy):
         return
     dp = cell.sizes.dp
@@ -144,17 +144,17 @@ def _of_strategies(cell: Cell) -> Iterator[Change]:
             new = {strategy.axes[0]: n, "dp": dp // n}
             words = f"{strategy.summary}, over {n} ranks"
             settings = {"strategy": name, **_divided(cell, new)}
-            with suppress(UserError):  # which the change itself ends in where it is tried
+            with suppress(UserError):  # trying the change raises the same error
                 settings |= usual_placement(changed(cell, settings), settings)
             yield Change(settings, words)
 
 
 def usual_placement(cell: Cell, settings: Mapping[str, Any]) -> dict[str, str]:
-    """The setting by which programs place text zigzag, where settings do not say a placement and contiguous
-    chunks would give ranks unlike work under its causal mask; else none."""
+    """The setting that places text zigzag, as programs do, if ``settings`` give no placement and contiguous
+    chunks would give ranks unequal work under a causal mask; else no setting."""
     name = "strategy_options.placement"
     if cell.strategy != "single" and name not in settings:
-        # what cannot be run is said where it is traced
+        # the trace says why a cell cannot run
         with suppress(Unsupported, ValueError):
             if is_uneven_text(cell):
                 plan(changed(cell, {name: "zigzag"}))
@@ -163,7 +163,7 @@ def usual_placement(cell: Cell, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _of_experts(cell: Cell) -> Iterator[Change]:
-    """The activation of experts alone computed again, and experts shared out over twice the ranks."""
+    """Changes for routed experts: recompute only their activation function; twice the ranks along ep."""
     model, sizes = model_preset(*cell.model_arguments), cell.sizes.by_axis
     experts = getattr(model, "experts", 0)
     if not experts:
@@ -177,7 +177,7 @@ def _of_experts(cell: Cell) -> Iterator[Change]:
 
 
 def part_on_host(cell: Cell) -> Iterator[Change]:
-    """Changes that put a part of the optimizer on the host, if the backend can."""
+    """Changes that put a part of the optimizer's states on the host, if the backend can."""
     options = cell.training.model_dump()
     if cell.training.backend != "megatron" or options.get("optimizer", "device") != "device":
         return
@@ -188,7 +188,7 @@ def part_on_host(cell: Cell) -> Iterator[Change]:
 
 
 def usual_strategies() -> dict[str, type[Strategy]]:
-    """The usual strategies of one axis, by name."""
+    """The strategies marked as usual that divide one axis, by name."""
     return {name: cls for name, cls in sorted(all_strategies().items()) if cls.usual and len(cls.axes) == 1}
 
 
@@ -205,7 +205,7 @@ def _of_sizes(cell: Cell) -> Iterator[Change]:
 
 
 def _divided(cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """The settings of other ranks along axes, with micro-batches of the same size."""
+    """The settings that give axes these numbers of ranks and keep the size of micro-batches."""
     settings: dict[str, Any] = {f"sizes.{axis}": n for axis, n in sizes.items()}
     each = (cell.batch or 1) // (cell.sizes.dp * cell.training.micro_batches)
     micro_batches = (cell.batch or 1) // (sizes.get("dp", cell.sizes.dp) * max(1, each))
@@ -215,8 +215,8 @@ def _divided(cell: Cell, sizes: Mapping[str, int]) -> dict[str, Any]:
 
 
 def pairs(changes: Sequence[Change]) -> Iterator[tuple[Change, Change]]:
-    """Pairs of changes that go together, the pairs of early changes first; none for another job, and no two
-    changes of one setting or of how ranks are divided."""
+    """Pairs of changes that go together, pairs of early changes first: not changes to another job, and not
+    two changes of one setting or of the division of ranks."""
     single = [each for each in changes if not each.other_job]
     by_cost = sorted(itertools.combinations(enumerate(single), 2), key=lambda two: two[0][0] + two[1][0])
     for (_, one), (_, other) in by_cost:
@@ -244,28 +244,28 @@ def _of_job(cell: Cell) -> Iterator[Change]:
         yield Change({"seq_len": seq_len // 2}, "half the length: another job", other_job=True)
 
 
-#: the option whose values of several switches are put together
+#: the option whose values are united if several switches set it
 MODULES = "model_options.recompute_modules"
 RECOMPUTE, _BACKEND = "model_options.recompute", "training.backend"
-#: of recomputation in whole layers: how many, and of which
+#: options of recomputation in whole layers: the number of layers, and the choice of layers
 _LAYERS, _METHOD = "model_options.recompute_layers", "model_options.recompute_method"
-#: what changes the numbers that are computed: the dtypes of sums and states
+#: options that change computed numbers: the dtypes of sums and of states
 _OF_NUMBERS = ("training.reduce_dtype", "training.state_dtype")
 
 
 def switches(cell: Cell) -> list[Change]:
-    """The switches of a cell: recomputation by module and by layers, checkpoints on the host, tiles, how much
-    of the optimizer is there, and what else its options declare that leaves the numbers as they are."""
+    """The memory switches of a cell: recomputation by module and by layers, checkpoints on the host, tiles,
+    the optimizer's share on the host, and other declared savings that leave computed numbers unchanged."""
     apart = {_BACKEND, *_OF_NUMBERS}
     declared = [each for each in savings_of(cell) if not apart & {*each.settings}]
-    # recomputation without modules is by module below
+    # _by_module has recomputation for each module
     declared = [each for each in declared if each.settings != {RECOMPUTE: "selective"}]
     model = model_preset(*cell.model_arguments)
     return [*declared, *_by_module(model), *part_on_host(cell)]
 
 
 def share_of_layers(cell: Cell, change: Change) -> float | None:
-    """The share of its stage's layers that a switch computes again; None: it is of all layers alike."""
+    """The share of a stage's layers that a switch recomputes; None: the switch treats all layers alike."""
     if change.settings.get(_METHOD) != "block":
         return None
     stages = cell.sizes.pp * cell.training.virtual_stages
@@ -274,7 +274,7 @@ def share_of_layers(cell: Cell, change: Change) -> float | None:
 
 
 def _by_module(model: Model) -> Iterator[Change]:
-    """Recomputation of each module that layers have, where none is recomputed whole."""
+    """Changes that recompute one more module of the layers; none if whole layers are recomputed."""
     if getattr(model, "recompute", "full") not in ("none", "selective"):
         return
     experts = bool(getattr(model, "experts", 0))
@@ -294,8 +294,8 @@ def _by_module(model: Model) -> Iterator[Change]:
 
 
 def together(changes: Sequence[Change]) -> Change | None:
-    """Switches as one change, with recomputed modules put together; None: two switches give one setting
-    unlike values, or one has all settings of another, so that it is no further switch."""
+    """Switches as one change, which recomputes the modules of all; None: two switches set one option to
+    different values, or one switch contains another."""
     settings: dict[str, Any] = {}
     for change in changes:
         for name, value in change.settings.items():
@@ -310,12 +310,12 @@ def together(changes: Sequence[Change]) -> Change | None:
 
 
 def as_one(several: Iterable[Sequence[Change]]) -> Iterator[Change]:
-    """Each set of switches that go together, as one change."""
+    """One change for each set of switches that go together; other sets are left out."""
     return filter(None, map(together, several))
 
 
 def _within(a: Change, b: Change) -> bool:
-    """Whether all that switch ``a`` does is done by switch ``b`` too."""
+    """Whether switch ``b`` contains all settings of switch ``a``."""
     rest: Mapping[str, Any] = {name: value for name, value in a.settings.items() if name != MODULES}
     modules = {*a.settings.get(MODULES, ())} <= {*b.settings.get(MODULES, ())}
     return modules and rest.items() <= b.settings.items()

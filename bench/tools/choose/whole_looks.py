@@ -1,5 +1,5 @@
-"""The end of a search: single changes of the best layouts; what is named traced whole, without the memory
-switches that spare memory makes needless; and the prices of the named layout's settings."""
+"""The end of a search: the layouts that the answer names are traced with all layers, memory switches that
+they can do without are dropped, and each setting of the layout named first gets a price."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from spbench.bench.tools.choose.subject import ATTENTION
 from spbench.bench.tools.choose.suggestions import Change, cells_of, dotted
 from spbench.impls import FOLDED_AXES, backend_class, model_preset
 
-#: so many of the fastest are traced whole, named or not
+#: how many of the fastest layouts are traced with all layers, whether the answer names them or not
 _WHOLE = 2
-#: stages of a pipeline up to which other settings are priced: with more, each takes as long as a tenth of a
-#: search
+#: the most stages of a pipeline with which other settings are priced: with more stages, one price takes as
+#: long as a tenth of a search
 _FEW_STAGES = 4
 
 
@@ -32,17 +32,17 @@ class WholeLooks:
     """Traces with all layers the best of the layouts that a search has looked at.
 
     Args:
-        so_far: the layouts looked at; closer looks are put into it.
+        so_far: the layouts that the search looked at, to which looks with all layers are added.
     """
 
     def __init__(self, so_far: LookedAt):
         self.so_far, self.question = so_far, so_far.question
-        #: by key, single changes of the best; None: it cannot be run
+        #: by key, looks at changed cells of the best layouts; None: the cell cannot run
         self._beside: dict[str, Seen | None] = {}
 
     def run(self) -> None:
-        """Trace with all layers the layouts that are named, and those they are compared with, until none is
-        left; and leave out switches that spare memory makes needless."""
+        """Trace with all layers the layouts that the answer names or compares with these, and drop memory
+        switches that they can do without, until neither step has anything left to trace."""
         while True:
             if cells := [*{seen.cell.key: seen.cell for seen in self._compared() if not seen.exact}.values()]:
                 text = f"tracing {len(cells)} of the best with all layers"
@@ -53,7 +53,7 @@ class WholeLooks:
 
     def _compared(self) -> list[Seen]:
         """The best two layouts, those that are named, those simpler than the first named, the best of the
-        next strategy and, for a model with experts, the fastest that does not fold."""
+        next strategy and the fastest whose experts do not fold; see :func:`folds_anew`."""
         if not (best := self.so_far.best_layouts()):
             return []
         first, *_ = named = ranked(best)[:NAMED]
@@ -62,11 +62,11 @@ class WholeLooks:
         return [*best[:_WHOLE], *named, *simpler(best, first), *islice(others, 1), *islice(unfolded, 1)]
 
     def _lighten(self) -> bool:
-        """Look at the named layouts without one of their memory switches each, and take for better what
-        leaves enough of a card free and takes no longer; returns whether there was any to look at."""
+        """Look at each named layout without one of its memory switches, and keep the lighter layout if it
+        takes no longer and leaves enough of the card free; returns whether any switch was left to try."""
         lighter: dict[str, tuple[Seen, Cell]] = {}
         left = 0
-        own = self.so_far.result.own  # is asked about as it is
+        own = self.so_far.result.own  # keeps its switches
         for seen in (each for each in ranked(self.so_far.best_layouts())[:NAMED] if each is not own):
             cells = without_switches(self.question, seen.cell).values()
             if new := [each for each in cells if each.key not in self._beside]:
@@ -79,11 +79,11 @@ class WholeLooks:
             if as_fast and (not other.is_full or other.peak <= heavier.peak):
                 known[other.cell.key] = other
             elif other.cell.key in known and not known[other.cell.key].exact:
-                del known[other.cell.key]  # few layers said something else
+                del known[other.cell.key]  # few layers misled
         return bool(lighter)
 
     def _looked_at(self, cells: Sequence[Cell]) -> list[Seen | None]:
-        """Whole looks at cells, which are no part of the search."""
+        """Looks with all layers at cells, kept apart from the search's; None for a cell that cannot run."""
         known = {key: seen for key, seen in self.so_far.seen.items() if seen.exact}
         self._beside |= {cell.key: known[cell.key] for cell in cells if cell.key in known}
         new = [cell for cell in cells if cell.key not in self._beside]
@@ -116,8 +116,8 @@ class Price:
     """The price of a setting of a layout.
 
     Attributes:
-        settings: as ``--set`` takes them.
-        used: whether the layout has it.
+        settings: the setting in the words of ``--set``.
+        used: whether the layout has the setting.
         layout, changed: the layout, and the same layout without the setting that it has, or with another one;
             both were traced whole.
     """
@@ -133,7 +133,7 @@ class Price:
 
     @property
     def ratio(self) -> float:
-        """The time of a step with the setting over that without it."""
+        """The step time with the setting divided by the step time without the setting."""
         with_it, without = self._both
         return with_it.step_s / without.step_s
 
@@ -144,14 +144,14 @@ class Price:
         return without.peak - with_it.peak
 
     def content(self) -> dict[str, Any]:
-        """The price for programs, with the cell that `spbench run` has the same of."""
+        """The price as a record for programs, with the key of the changed cell for `spbench run`."""
         numbers = {name: getattr(self, name) for name in ("settings", "used", "ratio", "saved_bytes")}
         return {**numbers, "changed_fits": self.changed.fits, "changed_cell": self.changed.cell.key}
 
 
 def other_kernels(cell: Cell) -> list[str]:
-    """The attention kernels of which the card has rates, the cell's own among them; none if its model has no
-    such kernel, or the card has rates of only one."""
+    """The attention kernels for which the card has rates, the cell's own included; none if the model does not
+    let a kernel be chosen, or the card has rates for only one."""
     model, device = model_preset(*cell.model_arguments), load_cluster(cell.cluster).device
     rates_of = device.attention
     if rates_of is None or model.attention_kernel not in rates_of.kernels or not hasattr(model, "attention"):
@@ -171,7 +171,7 @@ _OTHER_ORDERS = (
 
 
 def changes_beside(question: Question, cell: Cell) -> list[Cell]:
-    """A cell with other settings of its strategy, ranks for its experts and orders of its mesh."""
+    """The cell with each other setting of its strategy, fold of its experts and order of its mesh."""
     sizes = cell.sizes.by_axis
     changes = [dotted("strategy_options", each) for each in settings_of(question, cell.strategy)[1:]]
     if getattr(question.model, "experts", 0) and not {*FOLDED_AXES} & {*question.fixed}:
@@ -181,7 +181,7 @@ def changes_beside(question: Question, cell: Cell) -> list[Cell]:
 
 
 def cheaper_savings(question: Question, cell: Cell) -> list[Cell]:
-    """A cell with settings that save less memory than its own and take less time, the cheapest first."""
+    """The cell with each choice of model options that saves less memory in less time, the cheapest first."""
     model = model_preset(*question.cell.model_arguments)
     savings = [each.options for each in model.savings(cell.sizes.pp * cell.training.virtual_stages)]
     own = [at for at, each in enumerate(savings) if each.items() <= cell.model_options.items()]
@@ -190,8 +190,8 @@ def cheaper_savings(question: Question, cell: Cell) -> list[Cell]:
 
 
 def without_switches(question: Question, cell: Cell) -> dict[str, Cell]:
-    """A cell without each of its memory switches, and the settings that need the switch, by what is set:
-    switches of its backend first, then of its model, recomputation after its checkpoints."""
+    """The cell without one memory switch (and the settings that need that switch), for each of its switches,
+    by the dropped settings in words: switches of the backend first, checkpoints before recomputation."""
     cells: dict[str, Cell] = {}
     for settings, other in (*_less_on_host(cell), *_less_of_model(question.cell.model_options, cell)):
         if not {*settings} & {*question.options}:
@@ -217,7 +217,7 @@ def _less_of_model(asked: Mapping[str, Any], cell: Cell) -> Iterator[tuple[dict[
     of_switches: dict[str, dict[str, Any]] = {}
     for name in sorted(own, key=lambda name: not name.startswith("checkpoint")):
         of_switches.setdefault(switch_of(name), {})[name] = own[name]
-    if "recompute" in of_switches:  # checkpoints are of what is computed again
+    if "recompute" in of_switches:  # checkpoints need recomputation
         of_switches["recompute"] |= {name: own[name] for name in own if name.startswith("checkpoint")}
     for switch in of_switches.values():
         before = {name: asked[name] for name in switch if name in asked}
@@ -226,8 +226,8 @@ def _less_of_model(asked: Mapping[str, Any], cell: Cell) -> Iterator[tuple[dict[
 
 
 def other_settings(question: Question, cell: Cell) -> dict[str, Cell]:
-    """A cell with each other setting of its strategy, order of its mesh, and attention kernel that the card
-    has rates of, by what is set."""
+    """The cell with each other setting of its strategy, order of its mesh, and attention kernel that the card
+    has rates for, by the changed settings in words."""
     own_kernel = model_preset(*cell.model_arguments).attention_kernel
     kernels = [{ATTENTION: name} for name in other_kernels(cell) if name != own_kernel]
     others = {written(each): changed(cell, each) for each in kernels}
