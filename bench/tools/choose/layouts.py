@@ -115,8 +115,8 @@ def switch_of(option: str) -> str:
 
 
 def things_to_set(strategy: str, model: Iterable[str], training: Mapping[str, Any]) -> int:
-    """The number of strategies and memory switches of a layout: the switches are options of the model
-    (names), and an option of the backend that holds states on the host."""
+    """The number of strategies plus memory switches of a layout. ``model``: names of set options of the
+    model; in ``training`` only states on the host count as a switch."""
     strategies = 0 if strategy == "single" else len(strategy.split(PLUS))
     return strategies + len({*map(switch_of, model)}) + ("host" in training.values())
 

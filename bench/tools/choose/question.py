@@ -1,4 +1,4 @@
-"""What `spbench advise` is asked: one model, length and batch on so many GPUs of a cluster."""
+"""The question of `spbench advise`: one model, length and batch on a number of GPUs of a cluster."""
 
 from __future__ import annotations
 
@@ -250,8 +250,8 @@ def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_batch(settings: dict[str, Any], batch_tokens: int | None, gpus: int | None) -> list[str]:
-    """Set the batch from its tokens, or else by default: if a near batch is divided by the odd factor of the
-    number of GPUs, that one; returns remarks on a default.
+    """Set the batch from its tokens, or by default to a multiple of the odd factor of the GPUs' number, if
+    one is near; returns remarks on a default.
 
     Raises:
         UserError: there are tokens for no whole sequence, or no length.

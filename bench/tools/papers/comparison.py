@@ -119,7 +119,7 @@ class Comparison:
 def number_or_status(
     number: float | None, status: str, shown: Callable[[float], str] | None = None
 ) -> str | None:
-    """A number for people, or the reason why there is none; both, if a run that failed has a number.
+    """A number as text for people, or a status if there is no number; both if a failed run has a number.
 
     Args:
         shown: makes the number's text; None: six digits.
@@ -141,8 +141,8 @@ def is_time(quantity: str) -> bool:
 
 
 def frame_of(entries: Iterable[Comparison | Mapping[str, Any]]) -> DataFrame:
-    """A line for each comparison, or line of :func:`read_records`, by the names of :class:`Comparison`; a
-    number that is missing is NaN, a text "". Further columns follow from these:
+    """A frame with a line for each comparison, or line of :func:`read_records`, and the columns of
+    :class:`Comparison`; a missing number is NaN, a missing text "". Further columns follow from these:
 
     - of_table: whether it is a row of a published table; claims and formulas carry no published status
     - table_name, label: the published table, and what tells the number from others of its cell, such as
@@ -175,7 +175,7 @@ def frame_of(entries: Iterable[Comparison | Mapping[str, Any]]) -> DataFrame:
 
 
 def joined(frames: Iterable[DataFrame]) -> DataFrame:
-    """The lines of frames of :func:`frame_of` in one frame, numbered anew; empty if there are no frames."""
+    """The lines of several frames of :func:`frame_of` in one frame, with new row numbers; perhaps empty."""
     from pandas import concat
 
     return concat([frame_of([]), *frames], ignore_index=True)

@@ -47,10 +47,10 @@ LeftOut = Literal["source", "machine", "kernel"]
 
 @dataclass(frozen=True)
 class StepObservation:
-    """A measured step, and how far its simulated time is from it.
+    """A measured step, and the error of its simulated time.
 
     Attributes:
-        source: who measured.
+        source: who measured the step.
         rates, bound: the class of rates and the bound, see :class:`Measurement`.
         strategy: the strategy of the cell.
         log_error: log(simulated / measured).
