@@ -40,7 +40,7 @@ def report(
     output: Path | None = None,
     program: str = "",
 ) -> Output:
-    """The answers for people and for programs.
+    """The output of all answers, for people and for programs.
 
     Args:
         why: ranks along axes; the report says why no layout with them is named.

@@ -149,7 +149,7 @@ def searched_strategies(question: Question) -> list[Nesting]:
 
 
 def ways(question: Question) -> Iterator[Way]:
-    """The ways to divide a sample over a divisor of the ranks."""
+    """The ways to divide a sample over a number of ranks that divides the question's GPUs."""
     for strategy in searched_strategies(question):
         for axes in _meshes(strategy.axes, question.gpus, question.fixed):
             yield Way(strategy.name, axes)

@@ -209,7 +209,7 @@ def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
 
 
 def _grown(steps: Mapping[int, StepNumbers], micro_batches: int) -> StepNumbers:
-    """The step with ``micro_batches``, on the line through traced steps, which are by their micro-batches."""
+    """The step with ``micro_batches``, on the line through one or two ``steps``, by their micro-batches."""
     (first, a), *rest = steps.items()
     if not rest:
         return a

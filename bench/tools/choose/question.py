@@ -135,12 +135,12 @@ class Question:
         return frozenset(word for site in sites for word in HEEDED if word in site.dims)
 
     def allows(self, strategy: str) -> bool:
-        """Whether a strategy may be among the answers."""
+        """Whether ``only`` and ``without`` allow a strategy, also a nested one."""
         wanted = strategy in (self.strategies or [strategy])
         return wanted and not {*strategy.split(PLUS)} & {*self.without}
 
     def allows_backend(self, backend: str) -> bool:
-        """Whether a backend may be among the answers."""
+        """Whether ``only`` and ``without`` allow a backend."""
         return backend in (self._only("backend") or [backend]) and backend not in self.without
 
     def keeps(self, settings: Mapping[str, Any]) -> bool:

@@ -70,7 +70,7 @@ class ScenarioResults:
 
     @property
     def variant(self) -> str:
-        """The variant of the first cell, and of all in a part of :meth:`split`."""
+        """The variant of the first cell; all cells of a part of :meth:`split` have the same variant."""
         return self.cells[0].variant
 
     def split(self) -> list[ScenarioResults]:

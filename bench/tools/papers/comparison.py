@@ -144,12 +144,13 @@ def frame_of(entries: Iterable[Comparison | Mapping[str, Any]]) -> DataFrame:
     """A frame with a line for each comparison, or line of :func:`read_records`, and the columns of
     :class:`Comparison`; a missing number is NaN, a missing text "". Further columns follow from these:
 
-    - of_table: whether it is a row of a published table; claims and formulas carry no published status
-    - table_name, label: the published table, and what tells the number from others of its cell, such as
-      measurement, rank and step; "" for most tables
-    - answer: the published table and quantity, or "claims", "formulas" or "curves" - file, run: the published
-    file, and FILE:ROW of the run, whatever the column and the rank - has_both: whether there is a published
-    number and one of ours, neither 0 - is_rate, is_time: as :func:`is_rate` and :func:`is_time` say
+    - of_table: whether the number is in a row of a published table; claims and formulas have no status
+    - table_name, label: the published table; and the measurement, rank and step if a cell has several
+      numbers, "" for most tables
+    - answer: the published table and quantity, or "claims", "formulas" or "curves"
+    - file, run: the published file, and FILE:ROW of the run, whatever the column and the rank
+    - has_both: whether there is a published number and one of ours, neither 0
+    - is_rate, is_time: the results of :func:`is_rate` and :func:`is_time` for the quantity
     """
     from pandas import DataFrame
 

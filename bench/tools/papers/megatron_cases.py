@@ -276,8 +276,8 @@ def machine_of(golden: str) -> tuple[str, bool]:
 
 
 def varies_by(cell: Cell) -> str:
-    """The cause that the number of rows of a rank's experts is not fixed by the cell: "routing", the learned
-    router, or "sinkhorn", which shares each rank's own tokens out evenly except for ties. "": no experts are
+    """Why the cell does not fix the number of rows of a rank's experts: "routing", the learned router
+    decides, or "sinkhorn", which shares each rank's own tokens out evenly except for ties. "": no experts are
     spread over ranks, a capacity is filled up, or tokens are forced to be even."""
     options = dict(cell.model_options)
     spread = cell.sizes.by_axis.get("ep", 1) > 1

@@ -55,7 +55,7 @@ class PaperFindings:
         return [run["scenario"] for run in self.runs]
 
     def of(self, *scenarios: str) -> DataFrame:
-        """The records of some scenarios."""
+        """The records of the scenarios with these names."""
         return self.records[self.records["scenario"].isin(scenarios)]
 
     def blocks(self, scenario: str) -> Iterator[tuple[str, list[Line]]]:
