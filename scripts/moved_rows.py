@@ -2,8 +2,8 @@
 
     python scripts/moved_rows.py BEFORE/cells.jsonl AFTER/cells.jsonl [--least SHARE]
 
-A line has the cell, what moved, and before and after; of step times also by how much of the one before.
-Rows are matched by key. ``--least``: what moved by less than that share of itself is left out (1e-6).
+A line has the cell and each number that moved, before and after; for step times also the relative change.
+Rows are matched by key. ``--least``: numbers that moved by a smaller share are left out (1e-6).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from spbench.bench.measure.sweep.results import read_rows
 
-#: what is looked at, by its name in a line: where a measurement has it
+#: the compared numbers, by name: the keys that lead to the number in a measurement
 NUMBERS = {
     "MFU": ("mfu",),
     "compute_s": ("breakdown", "compute_s"),
@@ -26,7 +26,7 @@ NUMBERS = {
 
 
 def number(row: dict[str, Any], places: tuple[str, ...]) -> float | None:
-    """What a row's measurement has there; None: nothing."""
+    """The number of a row's measurement under nested keys ``places``; None if there is none."""
     found: Any = row["measurement"]
     for place in places:
         found = found.get(place) if found else None
@@ -34,7 +34,7 @@ def number(row: dict[str, Any], places: tuple[str, ...]) -> float | None:
 
 
 def moved(before: dict[str, Any], after: dict[str, Any], least: float) -> Iterator[tuple[str, str]]:
-    """(what, before and after) of what differs between two rows of a cell."""
+    """The differences between two rows of a cell, as (name, text with both values)."""
     if before["status"] != after["status"]:
         yield "status", f"{before['status']} -> {after['status']}"
     for name, places in NUMBERS.items():

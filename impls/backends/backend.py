@@ -1,9 +1,9 @@
 """The interface between a training step and its data-parallel backend.
 
-A gradient of which the ranks along axes of the strategy each hold a part is summed over them and over all
-replicas at once; any other over the replicas alone. So a backend sees sets of parameters, each with the group
-that its gradients are summed over: at most two for a strategy of one axis, up to four for strategies around
-each other.
+If the ranks along axes of the strategy each hold a part of a gradient, the gradient is summed over these
+ranks and all replicas at once; any other gradient is summed over the replicas. So a backend sees sets of
+parameters, each with the group over which its gradients are summed: at most two sets for a strategy of one
+axis, up to four for strategies around each other.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from spbench.impls.traffic import Traffic
 
 @dataclass(frozen=True)
 class HeldPart:
-    """The part of a parameter or its gradient that a rank holds: from ``start`` on along ``dim``; without
-    ``dim``, from ``start`` on in the flattened whole."""
+    """The part of a parameter or its gradient that a rank holds: from ``start`` on along ``dim``; if ``dim``
+    is None, from ``start`` on in the flattened parameter."""
 
     values: Tensor
     start: int = 0
     dim: int | None = None
 
     def of(self, whole: Tensor) -> Tensor:
-        """The same part of a whole tensor (a view of a contiguous one)."""
+        """The same part of another tensor of the parameter's shape; a view if that tensor is contiguous."""
         if self.dim is None:
             return whole.flatten().narrow(0, self.start, len(self.values))
         return whole.narrow(self.dim, self.start, self.values.shape[self.dim])
@@ -49,13 +49,13 @@ class HeldPart:
 
 @dataclass(frozen=True)
 class BackendSettings:
-    """Settings of a training for its backend.
+    """Settings that a training gives its backend.
 
     Attributes:
-        moments: "kept": Adam's moments exist before the first step, as they do in every later one; "later":
-            the first step's update makes them.
-        learning_rate: of AdamW, until :meth:`Optimizer.set_learning_rate` changes it.
-        options: the backend's own, an instance of its ``options_type``; None: the defaults.
+        moments: "kept": Adam's moments exist before the first step, as before every later step; "later": the
+            first step's update allocates them.
+        learning_rate: AdamW's learning rate, until :meth:`Optimizer.set_learning_rate` changes it.
+        options: the backend's options, an instance of its ``options_type``; None: the defaults.
     """
 
     moments: Literal["kept", "later"] = "kept"
@@ -64,12 +64,12 @@ class BackendSettings:
 
 
 class BytesInBackward(NamedTuple):
-    """Bytes that a rank has in backward beside :meth:`Backend.held`.
+    """Bytes that a rank has in backward in addition to :meth:`Backend.held`.
 
     Attributes:
-        whole: of each element of all its weights.
-        shared: of each that it has where gradients are shared out, from one micro-batch to the next.
-        layer: of each element of a layer.
+        whole: bytes for each element of all weights of the rank.
+        shared: bytes for each element of the rank's gradient shards, from one micro-batch to the next.
+        layer: bytes for each element of one layer.
     """
 
     whole: int = 0
@@ -80,35 +80,33 @@ class BytesInBackward(NamedTuple):
 class Backend(ABC):
     """Holds a module's gradients and its optimizer on one rank.
 
-    A subclass says in :meth:`prepare` where they are held; its constructor is this one.
+    A subclass sets up gradients and optimizer in :meth:`prepare`, and has no constructor of its own.
 
     Args:
-        module: with its weights set, or on the meta device. A backend that shards them takes its parameters
-            over.
+        module: the rank's module, with its weights set or on the meta device. A backend that shards weights
+            takes the module's parameters over.
         precision: one of :data:`PRECISIONS`.
     """
 
     name: ClassVar[str]
-    #: whether a search for the fastest layout looks at it; not at one that is here for a comparison alone
+    #: whether a search for the fastest layout tries the backend; False if it serves only comparisons
     searched: ClassVar[bool] = True
-    #: whether its ranks may be stages of a pipeline
+    #: whether the backend's ranks may be stages of a pipeline
     pipelined: ClassVar[bool] = True
     #: whether some of the weights may be frozen
     freezes: ClassVar[bool] = True
     #: whether a pipeline stage's output is freed when it has been sent
     frees_sent_outputs: ClassVar[bool] = False
-    #: whether a pipeline stage keeps the last hidden states that it received, and their gradient, until it
-    #: runs others
+    #: whether a pipeline stage keeps its received hidden states, and their gradient, until its next forward
     keeps_stage_inputs: ClassVar[bool] = False
     #: whether the host waits for its device after each exchange between stages of a pipeline
     host_waits_for_transfers: ClassVar[bool] = False
-    #: whether setting its buffers of gradients to zero takes a part of the step's forward; it does not where
-    #: these hold few gradients or none
+    #: whether the time in which gradient buffers are set to zero counts as a part of the step's forward; not
+    #: where the buffers hold few gradients or none
     zeroes_in_step: ClassVar[bool] = False
-    #: a frozen dataclass of what may be chosen about this backend alone
+    #: the frozen dataclass of the backend's options
     options_type: ClassVar[type[Options]] = Options
-    #: the categories of :meth:`held` of which a rank holds its part alone; None: not by the choice of the
-    #: backend
+    #: the categories of :meth:`held` of which a rank holds only its part; None: the backend's options decide
     shares_out: ClassVar[frozenset[str] | None] = None
     options: Options
 
@@ -137,8 +135,8 @@ class Backend(ABC):
 
     @classmethod
     def check_stages(cls, options: Any, tied: bool) -> None:
-        """Raise :class:`Unsupported` where ranks cannot be stages of a pipeline, with options of
-        ``options_type``; ``tied``: the first and the last stage share an embedding."""
+        """Raise :class:`Unsupported` if ranks cannot be stages of a pipeline under these options; ``tied``:
+        the first and the last stage share an embedding."""
         if not cls.pipelined:
             raise Unsupported(
                 f"the backend {cls.name} shards a whole model and has no pipeline stages",
@@ -147,12 +145,12 @@ class Backend(ABC):
 
     @classmethod
     def starts_on_meta(cls, options: Any) -> bool:
-        """Whether the backend takes over a module on the meta device, with options of ``options_type``."""
+        """Whether, under these options, the backend takes over a module on the meta device."""
         return False
 
     @abstractmethod
     def prepare(self) -> Optimizer:
-        """Take the module over, before its first step; returns the optimizer that updates the weights."""
+        """Set up gradients and shards before the first step; returns the optimizer of this rank's weights."""
 
     def make_optimizer(
         self,
@@ -162,12 +160,11 @@ class Backend(ABC):
         master_gradients: str = "made",
         shard_groups: Iterable[dist.ProcessGroup | None] = (),
     ) -> Optimizer:
-        """An optimizer of these tensors by the settings; with the option ``optimizer: host``, one of each
-        weight on the host.
+        """An optimizer of these tensors by the backend's settings; with the option ``optimizer: host``, a
+        host optimizer that updates each weight by itself.
 
         Args:
-            masters: keep float32 copies where the precision asks for them; False where the tensors are these
-                copies.
+            masters: keep float32 copies if the precision has them; False if ``parameters`` are these copies.
             master_gradients: see :class:`Optimizer`.
             shard_groups: the groups of ranks that hold other parts of the weights.
         """
@@ -184,16 +181,16 @@ class Backend(ABC):
 
     @property
     def host_layout(self) -> HostLayout:
-        """How the host holds the state of an optimizer there."""
+        """How the host holds the state of a host optimizer."""
         return EACH_WEIGHT
 
     @property
     def on_host(self) -> bool:
-        """Whether the optimizer is on the host; False for backends without that option."""
+        """Whether the optimizer is on the host; False for backends without the option ``optimizer``."""
         return isinstance(self.options, OptimizerOptions) and self.options.optimizer == "host"
 
     def optimizer_settings(self, shard_groups: Iterable[dist.ProcessGroup | None] = ()) -> dict[str, Any]:
-        """Arguments of every optimizer; ``shard_groups`` as in :meth:`make_optimizer`."""
+        """Keyword arguments of every optimizer; ``shard_groups`` as in :meth:`make_optimizer`."""
         return {
             "with_moments": self.settings.moments == "kept",
             "overflow_groups": [*self.overflow_groups, *shard_groups],
@@ -201,18 +198,18 @@ class Backend(ABC):
         }
 
     def summed(self) -> Iterator[tuple[dist.ProcessGroup | None, list[nn.Parameter]]]:
-        """The parameters by the group that their gradients are summed over (None: a rank alone)."""
+        """Yields (group, parameters whose gradients are summed over it); None: only this rank."""
         for axes, parameters in self.by_axes():
             yield self.around.gradient_group(axes), parameters
 
     def by_axes(self) -> Iterable[tuple[tuple[str, ...], list[nn.Parameter]]]:
-        """The parameters by the axes of the strategy over which their gradients are summed, beside the
-        replicas; for a backend whose groups are parts of these ranks (:meth:`Place.subgroup`)."""
+        """The parameters by the axes of the strategy over which, in addition to the replicas, their gradients
+        are summed; for a backend whose groups are parts of these ranks (:meth:`Place.subgroup`)."""
         return by_partial_axes(self.names, self.strategy).items()
 
     @abstractmethod
     def zero(self) -> None:
-        """Forget the gradients of the step before, or set them to zero."""
+        """Before a step: free the gradients of the step before, or set them to zero."""
 
     @property
     def host_reads_losses(self) -> bool:
@@ -223,8 +220,8 @@ class Backend(ABC):
         """Called before the last backward of a step through the ``module``, or through one of its stages:
         from here on gradients may be sent.
 
-        A backend must learn from this call alone which backward is the last. If it counted its backwards, it
-        would behave differently in a trace, which runs only a few of the equal ones. Its bytes would then
+        A backend must learn only from this call which backward is the last. A backend that counted backwards
+        would behave differently in a trace, which runs only a few of the equal ones, and its bytes would
         differ from its closed form, which `spbench verify` shows.
         """
 
@@ -232,12 +229,12 @@ class Backend(ABC):
         """Called after the last backward of a step through the ``module``, or through one of its stages."""
 
     def begin_gathering(self, stage: nn.Module) -> None:  # noqa: B027  # most have nothing to begin
-        """Called in a step's forward, where all stages of a pipeline may begin to gather the weights of one
-        of their runs of layers."""
+        """Called in a step's forward, when all stages of a pipeline may begin to gather the weights of
+        ``stage``, one of a rank's runs of layers."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """After all backward passes, make the gradients that this rank holds sums over their groups."""
+        """After all backward passes: sum the gradients that this rank holds over their groups."""
 
     def step(self) -> None:
         """Update the weights from the gradients."""
@@ -260,42 +257,42 @@ class Backend(ABC):
 
     @abstractmethod
     def held_gradients(self) -> list[Tensor]:
-        """Gradients, and buffers of them, held between steps."""
+        """The gradients, and buffers of gradients, that are held between steps."""
 
     def gradient_parts(self) -> dict[str, HeldPart]:
-        """After :meth:`synchronize`: the part of each parameter's gradient that this rank holds."""
+        """After :meth:`synchronize`: the part of each gradient that this rank holds, by parameter name."""
         return {name: HeldPart(p.grad.flatten()) for p, name in self.names.items() if p.grad is not None}
 
     def gradient_places(self) -> dict[str, HeldPart]:
-        """The parts of weights whose gradients :meth:`gradient_parts` has."""
+        """The parts of weights whose gradients :meth:`gradient_parts` returns, by parameter name."""
         parts = self.weight_parts()
         return {name: part for name, part in parts.items() if name not in self.frozen_names}
 
     def weight_parts(self) -> dict[str, HeldPart]:
-        """Between steps: the part of each parameter that this rank holds."""
+        """Between steps: the part of each parameter that this rank holds, by name."""
         trained = {name: HeldPart(p.detach().flatten()) for p, name in self.names.items()}
         return trained | self.frozen_parts()
 
     def frozen_parts(self) -> dict[str, HeldPart]:
-        """The part of each weight that is not trained that this rank holds."""
+        """The part of each frozen weight that this rank holds, by name."""
         return {name: HeldPart(p.detach().flatten()) for p, name in self.frozen.items()}
 
     @classmethod
     def cuts(cls, step: PlannedStep) -> Hashable:
-        """How buffers of several layers' weights or gradients are cut over buckets and ranks, and padded, for
-        the rank of the step. If two depths of a model have equal cuts, the deeper one's buffers are longer
-        and otherwise the same. None: there are no such buffers."""
+        """A key of how the rank's buffers of several layers' weights or gradients are cut over buckets and
+        ranks, and padded. If two depths of a model have equal keys, their buffers differ only in length.
+        None: there are no such buffers."""
         return None
 
     @classmethod
     def shares_whole_weights(cls, options: Any) -> bool:
-        """Whether each rank updates some whole weights, with options of ``options_type``: ranks at unlike
-        places hold and send unlike amounts."""
+        """Whether, under these options, each rank updates some whole weights, so that ranks hold and send
+        different numbers of bytes."""
         return False
 
     @classmethod
     def updated_elements(cls, step: PlannedStep, places: Sequence[Place]) -> list[int]:
-        """Elements that the rank at each of these places updates, where ranks share out whole weights."""
+        """The number of elements that the rank at each place updates, if each rank updates whole weights."""
         raise NotImplementedError
 
     @classmethod
@@ -305,20 +302,20 @@ class Backend(ABC):
 
     @classmethod
     def tied_bytes(cls, step: PlannedStep, elements: int) -> int:
-        """Bytes that a rank holds of the gradient of a tied embedding, of which it has so many elements."""
+        """Bytes of the gradient of a tied embedding on a rank that has ``elements`` of its elements."""
         return elements * cls.gradient_dtype(step.precision, step.options).itemsize
 
     @classmethod
     def bytes_in_backward(cls, precision: Precision, options: Any, staged: bool) -> BytesInBackward:
-        """What a rank has in backward beside :meth:`held`.
+        """The bytes per element that a rank has in backward in addition to :meth:`held`.
 
         Args:
-            options: of ``options_type``.
-            staged: as stages of a pipeline have it.
+            options: an instance of ``options_type``.
+            staged: whether the rank holds stages of a pipeline.
         """
         return BytesInBackward()
 
     @classmethod
     @abstractmethod
     def traffic(cls, step: PlannedStep) -> Iterator[Traffic]:
-        """The closed form of the traffic of a rank."""
+        """The closed form: yields the messages of the backend on one rank in a step."""

@@ -1,10 +1,10 @@
 """Gradients in buckets that are summed while backward still runs, as in torch's DistributedDataParallel.
 
-torch's own wrapper does not run on fake tensors: its reducer is C++ that reads the storage of gradients. The
-rules here are the reducer's (torch/csrc/distributed/c10d/reducer.cpp) before it has rebuilt its buckets,
-once, in the order in which gradients arrived.
+torch's own wrapper does not run on fake tensors: its reducer is C++ that reads the storage of gradients. This
+module follows the rules of the reducer (torch/csrc/distributed/c10d/reducer.cpp) before the reducer rebuilds
+its buckets, once, in the order in which gradients arrived.
 
-Hooks that do not keep alive what they call.
+:func:`weakly` makes hooks that do not keep their object alive.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from spbench.impls.collectives import all_reduce_async
 
 MIB = 2**20
-#: bytes at which a bucket is full: the first one, so that communication starts early, and the others
+#: bytes at which a bucket is full: the first bucket, small so that communication starts early, and others
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 * MIB, 25 * MIB
 
 
 @dataclass
 class Bucket:
-    """A flat copy of some parameters' gradients, summed as one over the group (None: a rank alone)."""
+    """A flat copy of some parameters' gradients, which one all-reduce sums over ``group`` (None: no sum)."""
 
     group: dist.ProcessGroup | None
     parameters: list[nn.Parameter]
@@ -40,11 +40,11 @@ class Bucket:
 
 
 class BucketedGradients:
-    """Makes the buckets, and hooks that fill them as backward makes gradients.
+    """Buckets of gradients, filled by hooks while backward makes gradients.
 
     Args:
-        summed: parameters in the order of registration, by the group over which to sum.
-        order: the parameters in the order of registration.
+        summed: parameters in the order of registration, by the group over which gradients are summed.
+        order: all parameters in the order of registration.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class BucketedGradients:
         order: list[nn.Parameter],
     ):
         self.buckets = [Bucket(group, run) for group, ps in summed for run in in_buckets(ps)]
-        # sent in this order on every rank, however backward goes there: by each bucket's last parameter
+        # every rank sends buckets in this order, whatever the order of its backward: by their last parameter
         place = {p: i for i, p in enumerate(order)}
         self.buckets.sort(key=lambda bucket: -place[bucket.parameters[0]])
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        #: parameters whose next gradient is the last of the step, which is sent
+        #: parameters whose next gradient is their last of the step, after which it may be sent
         self.last: dict[nn.Parameter, None] = {}
         self.next = 0
         for p in order:
@@ -65,11 +65,11 @@ class BucketedGradients:
         self.zero()
 
     def tensors(self) -> list[Tensor]:
-        """The buckets."""
+        """The flat tensors of all buckets."""
         return [bucket.flat for bucket in self.buckets]
 
     def zero(self) -> None:
-        """Before a step."""
+        """Before a step: free all gradients, and expect one for each parameter."""
         self.last.clear()
         self.next = 0
         for bucket in self.buckets:
@@ -78,7 +78,7 @@ class BucketedGradients:
                 p.grad = None
 
     def expect_last(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Before the last backward of a step that makes gradients of these."""
+        """Note that the next backward is the step's last one to make gradients of these parameters."""
         self.last |= dict.fromkeys(parameters)
 
     def finish(self) -> None:
@@ -107,7 +107,7 @@ class BucketedGradients:
 
 
 def in_buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """The parameters of each bucket, from the last on: backward reaches those first."""
+    """Yields the parameters of each bucket, from the last parameter on, which backward reaches first."""
     limit, run, nbytes = FIRST_BUCKET_BYTES, [], 0
     for p in reversed(parameters):
         run.append(p)
@@ -122,8 +122,8 @@ def in_buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 def weakly(method: Callable[..., Any]) -> Callable[..., None]:
     """A hook that calls a bound method with its arguments while the method's object lives.
 
-    Python's garbage collector does not see what a tensor's hook holds, such as process groups. A module whose
-    hook held it would form a cycle that is never collected.
+    Python's garbage collector does not see the objects that a tensor's hook holds, such as process groups. If
+    a hook held the module of its tensor, both would form a cycle that is never freed.
     """
     reference = WeakMethod(method)
 

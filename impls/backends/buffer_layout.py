@@ -1,4 +1,4 @@
-"""Where parameters lie in a contiguous buffer of Megatron-Core, and in which of its buckets.
+"""The layout of Megatron-Core's contiguous buffers: where each parameter lies, and in which bucket.
 
 The source is core/distributed/param_and_grad_buffer.py, and core/optimizer/distrib_optimizer.py where the
 optimizer is sharded. All numbers count elements. Parameters lie in the reverse order of their registration,
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 #: elements to a multiple of which a parameter's start is padded in a sharded buffer
 PARAMETER_MULTIPLE = 64
-#: a bucket's end is padded to a multiple of the ranks and of this (cuBLAS' alignment of 256 bytes in 16 bits)
+#: elements to a multiple of which, and of the ranks, a bucket's end is padded (256 bytes, for cuBLAS)
 BUCKET_MULTIPLE = 128
-#: and of this, where buckets are padded for the bandwidth of NCCL's rings
+#: elements to a multiple of which the end is padded too, if buckets suit the bandwidth of NCCL's rings
 HIGH_BANDWIDTH_MULTIPLE = 2**16
 
 
@@ -24,9 +24,9 @@ class BucketLayout:
     """A bucket, from ``start`` to ``end`` of its buffer.
 
     Attributes:
-        members: the indices of its parameters in the list given to :func:`laid_out`, in the order in which
-            they lie.
-        starts: where each of them starts in the buffer.
+        members: the indices of the bucket's parameters in the argument of :func:`laid_out`, in the order of
+            the buffer.
+        starts: the element of the buffer at which each member starts.
     """
 
     start: int
@@ -35,7 +35,7 @@ class BucketLayout:
     starts: tuple[int, ...]
 
     def shard(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Start and end, in the buffer, of one rank's part of the bucket; ``ranks`` share it evenly."""
+        """(start, end) in the buffer of one rank's part of the bucket, which ``ranks`` ranks share evenly."""
         each = (self.end - self.start) // ranks
         return self.start + rank * each, self.start + (rank + 1) * each
 
@@ -48,7 +48,7 @@ class Sharding:
     high_bandwidth: bool = False
 
     def padded_start(self, elements: int) -> int:
-        """The first place, from ``elements`` on, at which a parameter may start."""
+        """The first element, from ``elements`` on, at which a parameter may start."""
         return _multiple(elements, PARAMETER_MULTIPLE)
 
     def padded_end(self, elements: int) -> int:
@@ -63,14 +63,14 @@ def laid_out(
     full_at: int | None,
     sharding: Sharding | None,
 ) -> list[BucketLayout]:
-    """The buckets of a buffer, in the order in which they lie.
+    """The layouts of a buffer's buckets, in the order of the buffer.
 
     Args:
-        elements: of each parameter, in the order of registration.
+        elements: number of elements of each parameter, in the order of registration.
         alone: for each parameter, whether it has a bucket of its own in a sharded buffer. A tied embedding
-            has, so that its two copies are cut alike.
+            has one, so that its two copies are cut alike.
         full_at: elements at which a bucket is full; None: there is one bucket.
-        sharding: of the buckets over ranks; None: they are not sharded, and nothing is padded.
+        sharding: how ranks share buckets; None: buckets are neither sharded nor padded.
     """
     buckets: list[BucketLayout] = []
     members: list[int] = []

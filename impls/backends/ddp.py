@@ -1,8 +1,8 @@
-"""Distributed data parallelism as PyTorch's (Li et al., arXiv 2006.15704), with the optimizer of fairseq.
+"""Data parallelism as in PyTorch's DDP (Li et al., arXiv 2006.15704), with the optimizer of fairseq.
 
 Bytes a parameter in half precision: weight 2 and bucket 2, gradient 2 from backward to the next step, and the
 optimizer's float32 master 4, gradient 4 (kept, as fairseq's FP16Optimizer does) and moments 8. With
-``optimizer: host`` these 16 are on the host, as Megatron-Core's HybridDeviceOptimizer has them.
+``optimizer: host`` the optimizer's 16 bytes are on the host, as in Megatron-Core's HybridDeviceOptimizer.
 """
 
 from __future__ import annotations

@@ -18,21 +18,21 @@ from spbench.impls.rings import wait_for_device
 
 
 def padded(elements: int, size: int) -> int:
-    """Elements of a flat tensor that ``size`` ranks can share evenly."""
+    """The length to which a flat tensor is padded, so that ``size`` ranks can share it evenly."""
     return math.ceil(elements / size) * size
 
 
 def covered(starts: Sequence[int], ends: Sequence[int], start: int, end: int) -> tuple[Hashable, ...]:
-    """By number each piece of a flat tensor that the part from ``start`` to ``end`` overlaps, and whether the
-    part has the piece's first and its last element."""
+    """For each piece of a flat tensor that overlaps the part from ``start`` to ``end``: its number, and
+    whether the part has the piece's first and last element."""
     pieces = enumerate(zip(starts, ends, strict=True))
     return tuple((i, a >= start, b <= end) for i, (a, b) in pieces if max(a, start) < min(b, end))
 
 
 def owners_of(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank that updates each parameter, where ranks update whole ones: from the largest on to the first
-    of those that have fewest elements, as InternEvo deals them out (internlm/solver/optimizer/
-    hybrid_zero_optim.py, _partition_param_list)."""
+    """The rank that updates each parameter, if ranks update whole parameters: the largest first, each to the
+    first rank with the fewest elements, as in InternEvo (internlm/solver/optimizer/hybrid_zero_optim.py,
+    _partition_param_list)."""
     owners, least = [0] * len(sizes), [(0, rank) for rank in range(ranks)]
     for number in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         elements, owners[number] = least[0]
@@ -41,14 +41,14 @@ def owners_of(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 class FlatShard:
-    """A rank's shard of some parameters, in the optimizer's precision, and where each of them lies.
+    """A rank's shard of some parameters, flat and in the optimizer's precision.
 
     Args:
-        parameters: by name.
-        group: the ranks that share them; None: a rank alone.
+        parameters: the parameters by name.
+        group: the ranks that share the parameters; None: this rank has all of them.
         on_host: hold the shard in the host's pinned memory.
-        whole: shards are of whole parameters (:func:`owners_of`), which lie in the order of their ranks; else
-            they are of equal lengths.
+        whole: each shard has whole parameters (:func:`owners_of`), which lie in the order of their ranks;
+            else shards have equal lengths.
     """
 
     def __init__(
@@ -85,25 +85,25 @@ class FlatShard:
             to_host_(there, self.weights)
             wait_for_device(self.weights)
             self.weights = there
-        #: of this shard, or None between a step's beginning and its backward
+        #: the gradient of this shard; None from a step's beginning until its backward
         self.gradient: Tensor | None = None
 
     def shards(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """The part of each rank of the whole flat tensor."""
+        """The shards of all ranks, as views of the whole flat tensor."""
         return flat.split(self.lengths)
 
     def flattened(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """A copy of the whole parameters, flat and padded."""
+        """A copy of whole parameters as one flat, padded tensor."""
         pieces = [p.detach().flatten() for p in parameters]
         return torch.cat([*pieces, pieces[0].new_zeros(self.padding)])
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The whole flat tensor as the parameters, by name."""
+        """Views of the whole flat tensor in the shapes of the parameters, by name."""
         pieces = flat.split([*self.sizes, self.padding])
         return {n: x.view(shape) for n, x, shape in zip(self.names, pieces, self.shapes, strict=False)}
 
     def parts(self, shard: Tensor) -> dict[str, HeldPart]:
-        """The shard's part of each parameter that it overlaps."""
+        """The part of each parameter that lies in this rank's shard, by name."""
         parts, first = {}, 0
         for name, size in zip(self.names, self.sizes, strict=True):
             start, end = max(first, self.start), min(first + size, self.start + len(shard))

@@ -1,10 +1,10 @@
 """PyTorch's first FullyShardedDataParallel around a whole model, as one unit (Zhao et al., arXiv 2304.11277).
 
-It succeeds fairscale's (:mod:`spbench.impls.backends.fsdp_flat`) and differs as follows
+FSDP1 succeeds fairscale's FSDP (:mod:`spbench.impls.backends.fsdp_flat`) and differs in three ways
 (torch/distributed/fsdp/_runtime_utils.py and _flat_param.py of torch 2.3). The flat parameter is gathered on
 a stream of its own and its gradient reduce-scattered on another, so neither reuses memory of the computing
-stream. Parameters whose gradients no other rank shares, such as those split by tensor parallelism, stay as
-they are (``ignored_modules``). A root unit is not freed between forward and backward.
+stream. Parameters whose gradients no other rank shares, such as those split by tensor parallelism, are not
+sharded (``ignored_modules``). A root unit is not freed between forward and backward.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class FullySharded1Options(Options):
     """Options of :class:`FullySharded1`.
 
     Attributes:
-        shard_dtype: of shards, gradients and moments: "float32", with ``MixedPrecision`` for computing in
-            half precision; "parameters": the dtype of the weights, for a model that was half precision before
-            it was wrapped.
+        shard_dtype: the dtype of shards, gradients and moments: "float32", with ``MixedPrecision`` for
+            computing in half precision; "parameters": the dtype of the weights, for a model that was in half
+            precision before FSDP wrapped it.
         implementation: as in :class:`OptimizerOptions`.
     """
 
@@ -99,8 +99,8 @@ class FullySharded1(FlatFullySharded):
 
     @contextmanager
     def _behind(self, stream: Any) -> Iterator[None]:
-        """A context on a stream that first waits for the computing stream's work so far; the computing stream
-        then waits for it."""
+        """A context in which work runs on ``stream``, after the computing stream's work so far; at its end
+        the computing stream waits for this work."""
         device = torch.get_device_module(self.device.device)
         stream.wait_stream(device.current_stream())
         with device.stream(stream):

@@ -2,12 +2,12 @@
 al., arXiv 2304.11277, section 3).
 
 Each rank holds 1/N of the float32 weights and moments. Forward all-gathers a half-precision flat parameter
-whose views are the weights. autograd makes a gradient of each view and then concatenates them, so 6 bytes a
-parameter are alive when backward ends, before the flat gradient is reduce-scattered.
+whose views are the weights. autograd makes a gradient for each view and then concatenates these gradients, so
+6 bytes a parameter are alive when backward ends, before the flat gradient is reduce-scattered.
 
 With ``optimizer: host``, as in fairscale's move_params_to_cpu, the shards, which are the masters, are on the
-host too. Each goes to the device in float32 before its all-gather, and the summed gradient goes to a pinned
-tensor that is kept.
+host too. Each shard goes to the device in float32 before its all-gather, and the summed gradient goes to a
+pinned tensor that is kept from step to step.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class FlatFullySharded(Backend):
                 yield Traffic("optimizer", "overflow over shards", "all_reduce", 1, 4, summed.group_axes)
 
     def _gather(self, module: nn.Module, inputs: object) -> None:
-        """Before a forward: make the whole weights."""
+        """Before a forward: gather each unit's flat parameter and set the weights to its views."""
         for unit in self.units:
             flat = self.gathered(unit)
             flat.requires_grad_().register_post_accumulate_grad_hook(partial(self._scatter, unit))
@@ -123,13 +123,13 @@ class FlatFullySharded(Backend):
         return shard.clone() if unit.group is None else all_gather_flat(shard, unit.group)
 
     def scattered(self, unit: FlatShard, gradient: Tensor) -> Tensor:
-        """This rank's shard of the sum of a unit's gradients."""
+        """This rank's shard of a unit's flat gradient, summed over the unit's group."""
         if unit.group is not None:
             gradient = reduce_scatter_flat(gradient, unit.group)
         return gradient.to(unit.weights.dtype)
 
     def _on_device(self, shard: Tensor) -> Tensor:
-        """A shard, which may be on the host."""
+        """A shard on the device: itself, or a copy if the shard is on the host."""
         if not self.on_host:
             return shard
         x = torch.empty(shard.shape, dtype=shard.dtype, device=self.device.device)
@@ -137,13 +137,13 @@ class FlatFullySharded(Backend):
         return x
 
     def _scatter(self, unit: FlatShard, flat: Tensor) -> None:
-        """When backward has made the whole flat gradient: free the weights, sum, and keep this shard."""
+        """Hook of a unit's flat gradient: free the weights, sum the gradient, and keep this rank's shard."""
         gradient, flat.grad = flat.grad, None
         assert gradient is not None
         for name in unit.names:
             for owner, attribute in self.owners[name]:
                 delattr(owner, attribute)
-        flat.data = flat.new_empty(0)  # whatever of the graph still lives
+        flat.data = flat.new_empty(0)  # free the memory even if a part of the graph still lives
         gradient = self.scattered(unit, gradient)
         unit.gradient = gradient if unit.gradient is None else unit.gradient.add_(gradient)
 
@@ -151,7 +151,7 @@ class FlatFullySharded(Backend):
 def take_parameters(
     module: nn.Module, names: dict[nn.Parameter, str]
 ) -> dict[str, list[tuple[nn.Module, str]]]:
-    """Remove these parameters from a module; returns where each one was, by its name."""
+    """Remove parameters from a module; returns the (module, attribute) pairs where each was, by its name."""
     owners: dict[str, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
         for attribute, p in list(owner._parameters.items()):

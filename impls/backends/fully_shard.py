@@ -1,9 +1,9 @@
 """Fully sharded data parallelism by torch's ``fully_shard``, in units: each block, and the rest of the model
 (Zhao et al., arXiv 2304.11277; Rajbhandari et al., arXiv 1910.02054).
 
-Each rank holds 1/N of every parameter, in float32 where the precision has masters, with gradients and moments
-in the same dtype. A unit's weights are all-gathered before its forward and its gradients reduce-scattered in
-its backward. ZeRO-3 frees the weights in between and gathers them again; ZeRO-2 keeps them.
+Each rank holds 1/N of every parameter, in float32 if the precision has masters, with gradients and moments in
+the same dtype. A unit's weights are all-gathered before its forward and its gradients reduce-scattered in its
+backward. ZeRO-3 frees the weights in between and gathers them again; ZeRO-2 keeps the weights.
 
 torch gathers a unit's weights on a stream of its own while the unit before it computes: in forward because
 the host runs ahead, in backward in the reverse of forward's order. ``forward_prefetch`` and
@@ -77,7 +77,7 @@ class FullySharded(Backend):
     def bytes_in_backward(
         cls, precision: Precision, options: ShardingOptions, staged: bool
     ) -> BytesInBackward:
-        # a gradient is as its weight is, and once more in the buffer in which it is summed
+        # a gradient has its weight's dtype, and a copy in the buffer in which it is summed
         weight, summed = precision.parameters.itemsize, cls.gradient_dtype(precision, options).itemsize
         if staged:
             return BytesInBackward(weight + summed, layer=summed)
@@ -89,7 +89,7 @@ class FullySharded(Backend):
 
     @classmethod
     def reshards(cls, rest: bool, options: ShardingOptions) -> bool:
-        """Whether a unit's weights, or those of the rest, are freed after forward."""
+        """Whether weights are freed after forward: those of a block, or of the ``rest`` of the model."""
         return cls.reshard_after_forward and (options.reshard_rest or not rest)
 
     @classmethod
@@ -107,7 +107,7 @@ class FullySharded(Backend):
     def prepare(self) -> Optimizer:
         every = {**self.names, **self.frozen}
         self.axes = {name: self.strategy.partial_axes(p) for p, name in every.items()}
-        #: by the axes of the strategy over which gradients are summed
+        #: the mesh of ranks over which gradients are summed, by the strategy's axes of the sum
         self.meshes = {axes: self._mesh(axes) for axes in sorted({*self.axes.values()})}
         self.infos: dict[dist.ProcessGroup, FSDPMeshInfo] = {}
         self.shapes = {name: p.shape for p, name in every.items()}
@@ -117,7 +117,7 @@ class FullySharded(Backend):
         for whole in (every, self.names, self.frozen):  # or the whole parameters would live on
             whole.clear()
         self._wrap()
-        self.apart = set()  # or they would live on beside what the module has now
+        self.apart = set()  # or the whole parameters would live on
         device = next(iter(self.meshes.values())).device_type
         if self.options.parameters == "host":
             move_to_host(self.module, device)
@@ -136,7 +136,7 @@ class FullySharded(Backend):
         return self.host or self.make_optimizer(weights, masters=False, shard_groups=groups)
 
     def _mesh(self, axes: tuple[str, ...]) -> DeviceMesh:
-        """The ranks that sum gradients along these axes; the last dim are those that share one copy."""
+        """The mesh of ranks that sum gradients along these axes; along its last dim ranks share one copy."""
         whole = self.around.gradient_mesh(axes)
         sharing = self.options.sharing(whole.size())
         return (
@@ -149,7 +149,7 @@ class FullySharded(Backend):
         """Whether a parameter is in no unit.
 
         Raises:
-            Unsupported: it would be computed with in float32.
+            Unsupported: the parameter would stay in float32 for computing.
         """
         if self.options.own_weights == "units" or self.meshes[self.axes[name]].size() > 1:
             return False
@@ -168,7 +168,7 @@ class FullySharded(Backend):
         if not self.on_host or not weights:
             return None
         self.numbers = {p: number for number, p in enumerate(self.sharded.values())}
-        #: whether a backward is the last of the step, and which weights still wait for their gradient
+        #: whether the next backward is the step's last, and the numbers of weights without their gradient
         self.last, self.missing = False, {*self.numbers.values()}
         for p in self.numbers:
             p.register_post_accumulate_grad_hook(weakly(self._reduced))
@@ -184,7 +184,7 @@ class FullySharded(Backend):
         return self.precision.master and self.options.state_dtype == "fp32"
 
     def _reduced(self, p: DTensor) -> None:
-        """A gradient has been reduce-scattered, on the current stream."""
+        """Hook: hand the gradient of p, reduce-scattered on the current stream, to the host optimizer."""
         assert self.host is not None
         assert p.grad is not None
         gradient, p.grad = p.grad.to_local(), None  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ class FullySharded(Backend):
             self.missing.remove(self.numbers[p])
 
     def _wrap(self) -> None:
-        """Shard each unit, then what is left of the module."""
+        """Shard each unit of the module, then the rest of the module."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         if self._wide_states and not self.options.masters_on_host:
@@ -231,9 +231,9 @@ class FullySharded(Backend):
         self._prefetch([unit for unit in units if unit is not embedding], stage)  # type: ignore[misc, arg-type]
 
     def _prefetch(self, blocks: list[FSDPModule], rest: FSDPModule) -> None:
-        """Have each block, and the rest of the stage around them, gather the weights of the next ones."""
+        """Let each block, and the rest of the stage, gather the weights of the next blocks ahead of time."""
         ahead, back = self.options.forward_prefetch, self.options.backward_prefetch
-        # the rest begins forward before the first block, and backward before the last
+        # the rest of the stage begins forward before the first block, and backward before the last block
         if ahead:
             for place, unit in enumerate([rest, *blocks]):
                 unit.set_modules_to_forward_prefetch(blocks[place : place + ahead])
@@ -242,7 +242,7 @@ class FullySharded(Backend):
                 unit.set_modules_to_backward_prefetch(blocks[max(0, place - back) : place][::-1])
 
     def _placement(self, parameter: nn.Parameter) -> Any:
-        """The dim along which a parameter is cut, and the ranks it is cut over."""
+        """The dim along which a parameter is cut, and the mesh of ranks that share it."""
         # not exported: different parameters over different groups
         from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
         from torch.distributed.tensor import Shard

@@ -1,10 +1,10 @@
-"""AdamW on the host: masters and moments in its memory, updated by its cores (ZeRO-Offload, Ren et al., arXiv
-2101.06840, section 4).
+"""AdamW on the host: masters and moments in the host's memory, updated by its cores (ZeRO-Offload, Ren et
+al., arXiv 2101.06840, section 4).
 
-Gradients cross to pinned memory of the host, as wide as the masters. Moments are pageable, as torch's and
-DeepSpeed's optimizers allocate them on the CPU.
+Gradients cross to pinned memory of the host, as wide as the masters. Moments are in pageable memory, because
+torch's and DeepSpeed's optimizers allocate them so on the CPU.
 
-Shards of torch's ``fully_shard`` in the host's memory, as its CPUOffloadPolicy keeps them.
+:class:`HostShards` keeps shards of torch's ``fully_shard`` on the host, as its CPUOffloadPolicy does.
 
 That policy's copies are torch's own operators, which copy nothing on CPUs. So parameters here have a class of
 their own, whose copies are operators that meters see, at the same places on the same streams. A shard goes to
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class HostAdam(Optimizer):
-    """AdamW on tensors of the host, whose gradients are there too when a step begins.
+    """AdamW on tensors of the host, whose gradients are on the host too when a step begins.
 
     Args:
         masters: the tensors to update.
@@ -88,11 +88,11 @@ class HostAdam(Optimizer):
                 }
 
     def take(self, number: int, gradient: Tensor, *, last: bool) -> None:
-        """Copy a gradient to the host, on the current stream.
+        """Copy the gradient of a weight to the host, on the current stream.
 
         Args:
-            number: of the weight.
-            gradient: of one micro-batch; or, of several, only the sum with the ``last``.
+            number: the index of the weight.
+            gradient: of one micro-batch; or the sum over several, passed with the ``last`` of them.
         """
         raise NotImplementedError
 
@@ -102,7 +102,7 @@ class HostAdam(Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the masters, and the weights that follow from them."""
+        """Update the masters, and copy them to the weights that they are the masters of."""
         if not self.masters:
             return
         if self.precision.loss_scale:
@@ -155,11 +155,11 @@ class HostAdam(Optimizer):
 
 @torch.no_grad()
 def move_to_host(module: nn.Module, device: str) -> None:
-    """Move each shard of a sharded module to pinned memory of the host, with its values or, if it has none,
-    zeros.
+    """Move each shard of a sharded module to pinned memory of the host, with its values; shards on the meta
+    device become zeros.
 
     Args:
-        device: of the shards while they are used.
+        device: the device on which the shards are used.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -188,16 +188,16 @@ def _move(sharded: FSDPParam, on_device: Tensor) -> None:
 
 @cache
 def _host_param() -> Any:
-    """A parameter whose shard is on the host."""
+    """The class of ``fully_shard``'s parameters whose shards are on the host."""
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     class HostParam(FSDPParam):
         def reset_sharded_param(self) -> None:
-            """The shard stays where it was put."""
+            """Leave the shard in the memory to which it was moved."""
 
         def init_dtype_attrs(self, mp_policy: Any) -> None:
             super().init_dtype_attrs(mp_policy)
-            # None: torch asks for all_gather_inputs, and does not round shards together where they are
+            # None: torch then asks for all_gather_inputs instead of rounding all shards on the host
             self.gathered_dtype, self.param_dtype = self.param_dtype or self.orig_dtype, None
 
         @property
@@ -211,7 +211,7 @@ def _host_param() -> Any:
 
 
 class HostShards(HostAdam):
-    """AdamW on shards that are on the host, whose gradients are new pinned memory in each step."""
+    """AdamW on shards on the host, with new pinned memory for their gradients in each step."""
 
     def begin(self) -> None:
         for shard in self.masters:
@@ -219,7 +219,7 @@ class HostShards(HostAdam):
 
     @torch.no_grad()
     def take(self, number: int, gradient: Tensor, *, last: bool) -> None:
-        """Wait for a gradient, and add it on the host to the sum of the micro-batches before."""
+        """Copy a gradient to the host, and add it there to the sum of the earlier micro-batches."""
         there = host_empty_like(gradient)
         to_host_(there, gradient)
         before = self.masters[number].grad

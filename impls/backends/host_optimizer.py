@@ -1,9 +1,9 @@
 """AdamW on the host for weights that are on the device (:mod:`spbench.impls.backends.host_adam`).
 
-Gradients are copied to the host, and updated weights come back. A program's :class:`HostLayout` says what
-else it holds on the host, and when it rounds.
+Gradients are copied to the host, and updated weights come back. A program's :class:`HostLayout` says which
+other tensors the host holds, and where updated weights are rounded.
 
-AdamW of which a part is on the host: HybridDeviceOptimizer of Megatron-Core
+:class:`PartOnHost` has only a part of the optimizer on the host: HybridDeviceOptimizer of Megatron-Core
 (core/optimizer/cpu_offloading, commit d98e8a64) at an optimizer_offload_fraction below 1.
 """
 
@@ -35,12 +35,12 @@ from spbench.impls.rings import wait_for_device
 
 
 class _Run:
-    """Weights of the device that are updated at once, and the host's tensors for them.
+    """Weights of the device that one call updates, and the host's tensors for these weights.
 
     Attributes:
-        master, gradient: for all of them, flat; in the optimizer's dtype.
-        masters, gradients, buffers: the part of each weight, in its shape; buffers, in the dtype of the
-            weights, are empty where there are none.
+        master, gradient: flat tensors for all weights, in the optimizer's dtype.
+        masters, gradients, buffers: views of the flat tensors in each weight's shape; ``buffers``, in the
+            dtype of the weights, is empty if the layout needs none.
     """
 
     def __init__(self, weights: Sequence[Tensor], dtype: torch.dtype, layout: HostLayout):
@@ -58,7 +58,7 @@ class _Run:
         self.buffers = [] if self.buffer is None else self.views(self.buffer)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The part of each weight of a flat tensor."""
+        """Views of a flat tensor in the shapes of the weights."""
         parts = flat.split([w.numel() for w in self.weights])
         return [part.view(w.shape) for part, w in zip(parts, self.weights, strict=True)]
 
@@ -68,7 +68,7 @@ class HostOptimizer(HostAdam):
 
     Args:
         weights: the weights to update.
-        dtype: of masters, moments and their gradients; None: float32 where the precision has masters, else
+        dtype: the dtype of masters, moments and gradients; None: float32 if the precision has masters, else
             the dtype of the weights.
     """
 
@@ -88,14 +88,13 @@ class HostOptimizer(HostAdam):
         super().__init__([run.master for run in self.runs], precision, values[0], **settings)
         self._loaded = False
         self._summed: set[int] = set()
-        #: of copies to the host and back, and when each gradient is there
+        #: the streams of copies to the host and back, and an event for each gradient that the host has
         self._streams: tuple[CopyStream, CopyStream] | None = None
         self._taken: list[Any] = []
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Before the first step, copy the weights' values to the masters, since weights may have been set
-        until now."""
+        """Before the first step, copy the weights to the masters, because weights may be set until then."""
         self._summed.clear()
         self._computing = torch.get_device_module(self.device.device).current_stream()
         if self._loaded:
@@ -120,7 +119,7 @@ class HostOptimizer(HostAdam):
             self._copy(run.gradients[at], gradient.to(run.gradient.dtype), to_host=True)
 
     def _sum(self, number: int, buffer: Tensor, gradient: Tensor) -> Tensor:
-        """Add a gradient to those before; returns the sum, on the device."""
+        """Add a gradient to the sum of the earlier micro-batches; returns the sum, on the device."""
         on_device = torch.empty_like(gradient)
         if number not in self._summed:
             self._summed.add(number)
@@ -132,8 +131,8 @@ class HostOptimizer(HostAdam):
         return on_device
 
     def _copy(self, host: Tensor, x: Tensor, *, to_host: bool) -> None:
-        """Copy a gradient to the host or to x of the device. For memory that is not pinned the host waits,
-        and gives the device nothing meanwhile."""
+        """Copy x to ``host`` or, without ``to_host``, ``host`` to x. If the memory is not pinned, the host
+        waits, and starts no work on the device meanwhile."""
         if self.layout.pinned_gradients:
             to_host_(host, x) if to_host else to_device_(x, host)
             return
@@ -150,7 +149,7 @@ class HostOptimizer(HostAdam):
         """Update the weights.
 
         Args:
-            gradients: one for each weight; None: those that :meth:`take` was given, or the weights' own.
+            gradients: one for each weight; None: the gradients passed to :meth:`take`, or the weights' own.
         """
         if not self.weights:
             return
@@ -170,12 +169,12 @@ class HostOptimizer(HostAdam):
             self._streams[1].wait()
 
     def _copying(self, direction: int) -> AbstractContextManager[None]:
-        """A context whose work follows what the current stream has been given, on the stream of copies to the
-        host (0) or back (1) if there is one."""
+        """A context for copies to the host (0) or back (1): on a stream of their own, if there is one, after
+        the work that the current stream has so far."""
         return nullcontext() if self._streams is None else self._streams[direction].behind()
 
     def wait(self) -> None:
-        """Wait for all copies to the host, unless each weight is waited for."""
+        """Wait for all copies to the host, unless :meth:`arrived` waits for each weight."""
         if not self._taken or self.precision.loss_scale:
             for event in self._taken[-1:]:
                 event.wait()
@@ -187,7 +186,7 @@ class HostOptimizer(HostAdam):
             self._taken[number].synchronize()
 
     def updated(self, number: int) -> None:
-        """Send the weights of a run back."""
+        """Copy the updated weights of run ``number`` to the device, rounded to their dtype."""
         run = self.runs[number]
         updated, narrow = run.master, run.weights[0].dtype
         if updated.dtype != narrow and self.layout.rounds != "device":
@@ -212,7 +211,7 @@ class HostOptimizer(HostAdam):
 
 
 def _cut(weights: Sequence[Tensor], enough: int | None) -> Iterator[Sequence[Tensor]]:
-    """Cut the weights into runs; a run ends when it has enough elements."""
+    """Yields runs of weights; a run ends when it has ``enough`` elements; None: each weight is a run."""
     if enough is None:
         yield from ([weight] for weight in weights)
         return
@@ -229,7 +228,7 @@ def _cut(weights: Sequence[Tensor], enough: int | None) -> Iterator[Sequence[Ten
 
 
 def first_of(sizes: Sequence[int], fraction: float) -> Iterator[bool]:
-    """Whether each weight is on the host: the first ones, until these have that fraction of all elements."""
+    """Yields whether each weight is on the host: the first weights, up to ``fraction`` of all elements."""
     enough, before = sum(sizes) * fraction, 0
     for size in sizes:
         yield before < enough
@@ -237,8 +236,8 @@ def first_of(sizes: Sequence[int], fraction: float) -> Iterator[bool]:
 
 
 class PartOnHost(HostOptimizer):
-    """AdamW on the host for some weights, and on the device, with masters there, for the others. The device's
-    are updated first.
+    """AdamW on the host for some weights, and on the device for the others, which have their masters on the
+    device and are updated first.
 
     Args:
         weights: all weights, on the device.
@@ -276,14 +275,14 @@ class PartOnHost(HostOptimizer):
                 master.copy_(weight)
 
     def _copies(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Masters that are not the weights themselves, with these."""
+        """Yields (master, weight) of the device's weights whose master is a copy."""
         for master, weight in zip(self.here_masters, self.here, strict=True):
             if master.dtype != weight.dtype:
                 yield master, weight.detach()
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor] | None = None) -> None:
-        """Update the weights, whose gradients these are."""
+        """Update all weights from ``gradients``, one for each weight."""
         assert gradients is not None
         for master, gradient in zip(self.here_masters, self._part(gradients, False), strict=True):
             master.grad = gradient.to(master.dtype)

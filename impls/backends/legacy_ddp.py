@@ -20,8 +20,8 @@ from spbench.impls.traffic import Traffic
 
 
 class ContiguousGradients:
-    """Gradients as views of contiguous buffers, one for those to be summed over the group and one for
-    the others, so that a sync is a single all-reduce and gradients are never freed."""
+    """Gradients as views of contiguous buffers, a buffer for each set of axes over which gradients are
+    summed, so that a sync is one all-reduce a buffer and gradients are never freed."""
 
     def __init__(self, module: nn.Module, strategy: Strategy, around: Composition | None = None):
         self.module, self.around = module, around or Composition()
@@ -43,15 +43,15 @@ class ContiguousGradients:
             buffer.zero_()
 
     def synchronize(self) -> None:
-        """Sum over the group those gradients of which each rank holds a part of the sum."""
+        """Sum each buffer over its ranks and over the replicas, after the last backward."""
         for axes, buffer in self.buffers:
             self.around.reduce(buffer, axes)
         self.around.add_tied(self.module)
 
 
 class StaleGradients:
-    """Gradients as Megatron-LM's local DDP of 2021 held them: a tensor for each parameter, made anew by
-    each backward, while those of the step before stay alive (as ``main_grad``) until the next sync."""
+    """Gradients as in Megatron-LM's local DDP of 2021: each backward allocates a tensor for each parameter,
+    and the gradients of the step before stay alive (as ``main_grad``) until the next sync."""
 
     def __init__(self, module: nn.Module, strategy: Strategy, around: Composition | None = None):
         self.module, self.strategy, self.around = module, strategy, around or Composition()
@@ -84,11 +84,11 @@ class LegacyOptions(OptimizerOptions):
     """Options of :class:`LegacyDistributedDataParallel`.
 
     Attributes:
-        gradients: how they are held between steps: :class:`ContiguousGradients` or :class:`StaleGradients`.
+        gradients: the class that holds gradients: "contiguous", :class:`ContiguousGradients`; "stale",
+            :class:`StaleGradients`.
 
     Raises:
-        ValueError: another word, or stale gradients beside an optimizer on the host, which neither program
-            had (it works as in ``ddp``).
+        ValueError: another word, or stale gradients with an optimizer on the host, which neither program has.
     """
 
     gradients: Literal["contiguous", "stale"] = "contiguous"
@@ -138,7 +138,7 @@ class LegacyDistributedDataParallel(Backend):
         for summed in step.summed:
             payload = summed.elements * step.element_bytes
             yield Traffic("gradient_sync", "gradients", "all_reduce", 1, payload, summed.axes)
-        # the sum over edp counts the replicas in
+        # the sum over edp includes the replicas
         elements = sum(summed.elements for summed in step.summed if not folds(summed.axes))
         payload = elements * step.element_bytes
         yield Traffic("gradient_sync", "data parallel gradients", "all_reduce", 1, payload, ("dp",))

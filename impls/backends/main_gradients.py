@@ -1,11 +1,11 @@
 """Main gradients: contiguous buffers into which backward's gradients are added, as in Megatron-Core's
 DistributedDataParallel (core/distributed/param_and_grad_buffer.py).
 
-A buffer is allocated once and never freed. When autograd has made a parameter's gradient, it is added to the
-parameter's part of the buffer and freed, so only one gradient in the weights' precision exists at a time.
+A buffer is allocated once and never freed. Each gradient that autograd makes is added to the parameter's part
+of the buffer and freed, so only one gradient in the weights' precision exists at a time.
 Buckets of the buffer are summed over the group, or sharded: reduce-scattered in place.
 
-Weights that ranks have updated in parts, gathered bucket by bucket as the next forward needs them.
+:class:`GatheredInForward` gathers updated weights bucket by bucket as the next forward needs them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from spbench.impls.collectives import (
 from spbench.impls.kernels.projection import Placeholders, fuse_accumulation
 from spbench.impls.rings import wait_for_device
 
-#: Megatron-Core divides by the ranks of the group here, in a pass over the bucket, which takes time.
-#: Losses here are shares of one sum over all ranks, so the same pass multiplies by 1. It divides gradients of
-#: experts by all replicas, so that a rank which alone has its experts takes the pass too
+#: Megatron-Core divides a bucket by the ranks of the group, in a pass that takes time. In spbench losses are
+#: shares of one sum over all ranks, so the same pass multiplies by 1. Megatron-Core divides gradients of
+#: experts by all replicas, so a rank whose experts no other rank has takes the pass too
 GRADIENT_SCALE = 1.0
 
 
@@ -41,11 +41,12 @@ class GradientBucket:
     """A bucket of a :class:`GradientBuffer`.
 
     Attributes:
-        parameters: in the order in which they lie.
-        gradients, weights: its elements of the buffers [n]; ``weights`` is None where these are not sharded.
+        parameters: the bucket's parameters, in the order of the buffer.
+        gradients, weights: the bucket's elements [n] of the two buffers; ``weights`` is None if weights are
+            not sharded.
         own: start and end, in the bucket, of the part that this rank holds.
-        scaled: whether :meth:`reduce` scales gradients where no other rank has them.
-        instances: the ranks that hold the same part; None: no other does.
+        scaled: whether :meth:`reduce` scales gradients even if no other rank has them.
+        instances: the ranks that hold the same part; None: only this rank.
     """
 
     def __init__(
@@ -70,21 +71,21 @@ class GradientBucket:
         self.work: dist.Work | None = None
 
     def held(self, p: nn.Parameter) -> slice:
-        """The elements of the flattened parameter that lie in this rank's part; an empty slice for none."""
+        """The slice of the flattened parameter p that lies in this rank's part; empty if none of it does."""
         first, last = (edge - self.starts[p] for edge in self.own)
         return slice(min(max(first, 0), p.numel()), min(max(last, 0), p.numel()))
 
     def of(self, whole: Tensor, p: nn.Parameter, elements: slice) -> Tensor:
-        """The part of ``whole``, of all the bucket's elements [n], that has these elements of p."""
+        """The view of ``whole``, a tensor of all the bucket's elements [n], that holds ``elements`` of p."""
         return whole[self.starts[p] + elements.start : self.starts[p] + elements.stop]
 
     def check(self) -> None:
-        """Take the norm of the gradients, for which the host waits, as it looks whether that is NaN."""
+        """Compute the norm of the gradients and let the host wait for it, as in a check for NaN."""
         wait_for_device(self.gradients.norm(p=2))
 
     def reduce(self, *, overlapped: bool) -> None:
         """Sum the gradients over the group, in place: all of them or, if they are sharded, this rank's part.
-        If ``overlapped``, only begin to; :meth:`wait` ends it."""
+        If ``overlapped``, only begin the sum, which :meth:`wait` ends."""
         if self.group is not None or self.scaled:
             self.gradients.mul_(GRADIENT_SCALE)
         if self.group is None:
@@ -97,12 +98,12 @@ class GradientBucket:
             all_reduce(self.gradients, self.group)
 
     def sum_over_instances(self) -> None:
-        """After :meth:`reduce` and :meth:`wait`: add up the sums of this rank's part."""
+        """After :meth:`reduce` and :meth:`wait`: sum this rank's part over the instances."""
         if self.instances is not None:
             all_reduce(self.gradients[slice(*self.own)], self.instances)
 
     def gather(self, *, overlapped: bool) -> None:
-        """Gather the weights of all ranks' parts, in place; ``overlapped`` as in :meth:`reduce`."""
+        """All-gather the weights of all ranks' parts, in place; ``overlapped`` as in :meth:`reduce`."""
         if self.group is not None and self.weights is not None:
             self.work = all_gather_in_place(self.weights, self.group, begin=overlapped)
 
@@ -114,17 +115,18 @@ class GradientBucket:
 
 
 class GradientBuffer:
-    """The main gradients of the parameters summed over one group. If they are sharded, the weights too are
-    views of one contiguous buffer.
+    """The main gradients of the parameters that are summed over one group. If gradients are sharded, the
+    weights are views of one contiguous buffer too.
 
     Args:
-        group: the ranks; None: one alone. If buckets are sharded, the ranks that share each.
-        dtype: of the gradients.
-        layouts: the buckets of these parameters.
-        sharded: whether each rank has a part of every bucket.
+        group: the ranks that sum gradients, or share each bucket if buckets are sharded; None: only this
+            rank.
+        dtype: the dtype of the gradients.
+        layouts: the layouts of the buckets.
+        sharded: whether each rank holds a part of every bucket.
         instances: the ranks of other such groups that hold the same parts; None: there is one group.
         scaled: see :class:`GradientBucket`.
-        eight_bits: the buffer of weights has bytes; see :func:`keep_in_eight_bits`.
+        eight_bits: whether the buffer of weights holds bytes; see :func:`keep_in_eight_bits`.
     """
 
     def __init__(
@@ -183,18 +185,18 @@ class GradientBuffer:
 
 
 class MainGradients:
-    """Fills buffers as backward makes gradients, and sums them.
+    """Adds gradients to buffers while backward makes them, and sums the buffers over ranks.
 
     Args:
         overlapped: sum a bucket as soon as the last backward, announced by :meth:`expect_last`, has made all
-            its gradients, the buckets of a buffer one after another. Else all are summed at the end.
-        fused: give each matrix its main gradient as the attribute ``main_grad``. A linear layer that adds its
-            gradient to it sets the parameter's ``grad_added_to_main_grad``; the gradient that autograd then
-            gets in its place is dropped.
-        checked: take the norm of each bucket before it is summed.
+            its gradients, the buckets of a buffer one after another. Else all buckets are summed at the end.
+        fused: set each matrix's attribute ``main_grad`` to its main gradient. A linear layer that adds its
+            gradient there sets the parameter's ``grad_added_to_main_grad``; the placeholder that autograd
+            then gets is dropped.
+        checked: compute the norm of each bucket before its sum.
         added_anyway: parameters with several uses, whose gradients autograd adds up. That sum is added to the
-            main gradient even if one use has added its own gradient there. Where the parameter's
-            ``zero_out_wgrad`` is set, layers give autograd zeros in place of their own.
+            main gradient even if one use has added its gradient to the main gradient itself. For these
+            parameters ``zero_out_wgrad`` is set, and such a layer gives autograd zeros.
     """
 
     def __init__(
@@ -224,7 +226,7 @@ class MainGradients:
         self.zero()
 
     def zero(self) -> None:
-        """Before a step."""
+        """Before a step: set buffers to zero, and expect a gradient for each parameter."""
         self.last.clear()
         self.sent.clear()
         for buffer in self.buffers:
@@ -236,11 +238,11 @@ class MainGradients:
             p.grad_added_to_main_grad = False  # type: ignore[attr-defined]
 
     def expect_last(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note, before a backward, that it is the step's last one to make gradients of these parameters."""
+        """Note that the next backward is the step's last one to make gradients of these parameters."""
         self.last |= dict.fromkeys(parameters)
 
     def finish(self) -> None:
-        """After the last backward: sum, or wait for the sums."""
+        """After the last backward: sum all buckets, or wait for the sums that are under way."""
         buckets = [bucket for buffer in self.buffers for bucket in buffer.buckets]
         assert not any(bucket.missing for bucket in buckets), "backward gave no gradient for some parameters"
         for bucket in buckets:
@@ -274,19 +276,19 @@ class MainGradients:
 class GatheredInForward:
     """Gathers each bucket before a module needs it, and then begins with the next bucket of its buffer.
 
-    Megatron-Core gathers, before each module, the module's own parameters. Models here use weights of modules
-    that they do not call (a head). So all parameters of a block (of ``blocks``) are gathered before it, those
-    registered before the blocks before the model, and the others after the last block; a model without blocks
-    gathers all before it.
+    Megatron-Core gathers, before each module, the module's own parameters. Models in spbench use weights of
+    modules that they do not call (a head). So all parameters of a block (of ``blocks``) are gathered before
+    the block, those registered before the blocks are gathered before the model, and the others after the last
+    block; a model without blocks gathers all parameters first.
 
     Args:
-        modules: the models, each a run of layers.
-        buffers: sharded buffers of their parameters.
+        modules: the modules of the rank's stages, each a run of layers.
+        buffers: the sharded buffers of the modules' parameters.
     """
 
     def __init__(self, modules: Iterable[nn.Module], buffers: Sequence[GradientBuffer]):
         self.bucket_of = {p: each for buffer in buffers for each in buffer.buckets for p in each.parameters}
-        # from a buffer's last bucket on: parameters lie in reverse
+        # from a buffer's last bucket on, because parameters lie in reverse
         self.next = {bucket: after for buffer in buffers for after, bucket in pairwise(buffer.buckets)}
         self.begun: set[GradientBucket] = set()
         gather = weakly(self.gather)
@@ -295,16 +297,16 @@ class GatheredInForward:
                 hook(hooked, _with(gather, parameters))
 
     def forget(self) -> None:
-        """Called after an update: gathered weights are out of date."""
+        """Called after an update: mark all gathered weights as out of date."""
         self.begun.clear()
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Begin to gather these, in the order of their buckets."""
+        """Begin to gather these parameters, in the order of their buckets."""
         for bucket in self._buckets(parameters):
             self._begin(bucket)
 
     def gather(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gather these."""
+        """Gather these parameters and wait for them; begin with the next bucket of each buffer."""
         for bucket in self._buckets(parameters):
             self._begin(bucket)
             if bucket.work is not None:
@@ -313,7 +315,8 @@ class GatheredInForward:
                     self._begin(self.next[bucket])
 
     def _buckets(self, parameters: Iterable[nn.Parameter]) -> Iterable[GradientBucket]:
-        """The buckets of trained parameters; frozen ones are whole on every rank, and have no bucket."""
+        """The buckets of the trained parameters; frozen parameters have none, as every rank has them
+        whole."""
         return dict.fromkeys(self.bucket_of[p] for p in parameters if p.requires_grad)
 
     def _begin(self, bucket: GradientBucket) -> None:
@@ -327,8 +330,7 @@ Need = tuple[nn.Module, Callable[[nn.Module, Hook], Any], list[nn.Parameter]]
 
 
 def _needs(module: nn.Module) -> Iterator[Need]:
-    """The modules that gather parameters as they run: the module, how its hook is registered, and which
-    parameters must be whole there."""
+    """Yields (module, function that registers its hook, parameters that must be whole when the hook runs)."""
     blocks = [*getattr(module, "blocks", nn.ModuleDict()).values()]
     within = {p for block in blocks for p in block.parameters()}
     order = list(module.parameters())
@@ -342,5 +344,5 @@ def _needs(module: nn.Module) -> Iterator[Need]:
 
 
 def _with(gather: Hook, parameters: list[nn.Parameter]) -> Hook:
-    """A module's hook that gathers these, whatever it is called with."""
+    """A module's hook that gathers these parameters and ignores its own arguments."""
     return lambda *_: gather(parameters)

@@ -1,5 +1,5 @@
-"""The weights that an optimizer updates, and how they become those of the model: rounded, or cast to eight
-bits by one scale a weight (:mod:`eight_bit_weights`)."""
+"""Main weights, which an optimizer updates, and their copies to the model's weights: rounded, or cast to
+eight bits with one scale for each weight."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from spbench.impls.kernels.fp8_delayed import fp8_cast_delayed_
 
 @dataclass(frozen=True)
 class MainWeight:
-    """The part of a parameter that the optimizer updates.
+    """The part of a parameter that this rank's optimizer updates.
 
     Attributes:
         elements: the slice of the flattened parameter.
-        values: its values, as a tensor of their own, or as a view of the weights where they are ``shared``.
-        gradient: its gradient; a view of the main gradients.
+        values: the part's values: a tensor of its own, or a view of the model's weight if ``shared``.
+        gradient: the part's gradient, a view of the main gradients.
     """
 
     bucket: GradientBucket
@@ -35,19 +35,19 @@ class MainWeight:
 
     @property
     def model_values(self) -> Tensor:
-        """The :attr:`elements` of the model's own weight, which layers compute with."""
+        """The :attr:`elements` of the model's own weight, with which layers compute."""
         return self.parameter.detach().view(-1)[self.elements]
 
     @property
     def counts_as(self) -> Tensor:
-        """The values of the :attr:`elements` in a matmul: eight-bit weights times their scale."""
+        """The values that the :attr:`elements` have in a matmul: eight-bit weights times their scale."""
         scale = getattr(self.parameter, "spbench_fp8_scale", None)
         return self.model_values if scale is None else self.model_values.to(self.values.dtype) * scale[0]
 
 
 def main_weight(bucket: GradientBucket, p: nn.Parameter, *, on_host_alone: bool) -> MainWeight:
-    """The part of a parameter that this rank updates; the host has that of sixteen bits where its copy is
-    there alone."""
+    """The part of a parameter that this rank updates. A 16-bit weight gets a float32 copy on the device,
+    unless ``on_host_alone``: only the host has one."""
     elements = bucket.held(p)
     before = p.__dict__.pop("spbench_before_cast", None)
     weights = (p.detach() if before is None else before).view(-1)[elements]
@@ -60,7 +60,7 @@ def main_weight(bucket: GradientBucket, p: nn.Parameter, *, on_host_alone: bool)
 
 
 def write_back(mains: Sequence[MainWeight], buffers: Sequence[GradientBuffer]) -> None:
-    """Round main weights to the weights of this rank's parts."""
+    """Copy main weights to this rank's parts of the model's weights: rounded, or cast to eight bits."""
     for main in mains:
         if not main.shared and not hasattr(main.parameter, "spbench_fp8_scale"):
             main.model_values.copy_(main.values)

@@ -3,29 +3,29 @@ optimizer (core/distributed and core/optimizer of NVIDIA/Megatron-LM, commit d98
 docs/reference/arguments.md names the flag of each option.
 
 In half precision, weights take 2 bytes a parameter and contiguous float32 main gradients 4 (see
-:class:`MainGradients`), which live for ever. Every rank then has float32 main weights of 4 bytes and Adam's
+:class:`MainGradients`), which are never freed. Every rank also has float32 main weights of 4 bytes and Adam's
 moments of 8, a tensor each for every parameter: 18 bytes a parameter in all. With the distributed optimizer
-(Rajbhandari et al., arXiv 1910.02054, section 5) a rank has main weights and moments of its part alone (6 +
+(Rajbhandari et al., arXiv 1910.02054, section 5) a rank has main weights and moments of its part only (6 +
 12/N bytes), and the weights are views of one contiguous buffer. Adam's gradients are views of the main
 gradients. In float32 and float64 everything is in that precision, and weights are updated in place.
 
 The loss of each micro-batch, and before the sums the norm of each bucket, is checked for NaN; before the
-update, gradients are clipped by the norm of all. As in Megatron-Core, the host waits for its device where it
-reads one of these, and after each exchange between stages (batch_p2p_sync of its ModelParallelConfig, true by
-default).
+update, gradients are clipped by the norm of all gradients. As in Megatron-Core, the host waits for its device
+where it reads such a number, and after each exchange between stages (batch_p2p_sync of its
+ModelParallelConfig, true by default).
 
 Differences from Megatron-Core:
 
-- With several instances of the optimizer, sums over instances begin after the last backward; there they
-  follow each bucket's reduce-scatter on a stream of its own.
-- The check for NaN takes its pass and its wait, but a NaN is not reported.
-- The norm is summed over the ranks of a stage, then over stages; there over all of them at once, and without
-  the distributed optimizer over those that hold other weights alone.
+- With several instances of the optimizer, sums over instances begin after the last backward; in Megatron-Core
+  they follow each bucket's reduce-scatter on a stream of its own.
+- The check for NaN takes its pass and its wait, but reports no NaN.
+- The norm is summed over the ranks of a stage, then over stages; in Megatron-Core over all ranks at once, and
+  without the distributed optimizer only over ranks that hold other weights.
 - A parameter whose gradient is summed over further axes (norms under sequence parallelism, over tp) is in a
-  buffer of its own for that group; there one buffer is summed over dp, then over tp.
-- Buckets are sent early from the first step on; there a first step learns which gradients there are.
-- Main weights exist before the first step, as the optimizer makes them there. Yet one of its own tests (a GPT
-  on 8 replicas with the distributed optimizer) peaks in its first step as if they did not.
+  buffer of its own for that group; in Megatron-Core one buffer is summed over dp, then over tp.
+- Buckets are sent early from the first step on; in Megatron-Core a first step learns which gradients exist.
+- Main weights exist before the first step, as in Megatron-Core. Yet one of its own tests (a GPT on 8 replicas
+  with the distributed optimizer) peaks in its first step as if they did not exist yet.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ class Megatron(Backend):
     muon_coefficients = QUINTIC
 
     def prepare(self) -> Optimizer:
-        # all groups first, in an order that all ranks have
+        # make all groups first, in an order that is the same on all ranks
         groups = {axes: self._groups(axes) for axes in by_partial_axes(self.names, self.strategy)}
         planned = [*planned_buffers(self.module, self.strategy, self.around, self.options)]
         self.buffers = [self._buffer(groups[each.axes], each) for each in planned]
-        #: with Muon that deals weights out: those of a group, who updates each, and the group
+        #: with Muon that deals weights out to ranks: the weights of each group and the rank that updates each
         self.dealt = dealt_weights(planned, groups) if self.options.deals else []
         tied = self.around.tied(self.module)
         # where one stage has both uses of a tied embedding, autograd adds up their gradients
@@ -115,10 +115,10 @@ class Megatron(Backend):
         if self.dealt:
             others = {p for each in self.dealt for p in each.of_others()}
             mains = [main for main in mains if main.parameter not in others]
-        # a rank may hold padding alone of a small model, but torch's optimizers want a tensor
+        # of a small model a rank may hold only padding, but torch's optimizers need a tensor
         self.mains = [main for main in mains if main.values.numel()] or mains[:1]
         if self.options.update == "muon":
-            self.mains.sort(key=self._by_muon, reverse=True)  # the order of its gradients
+            self.mains.sort(key=self._by_muon, reverse=True)  # the order of Muon.gradients
         self.clipping = None
         if largest := self.options.clip_grad:
             shares = [0.0 if self._counted_before(main) else self._share(main) for main in self.mains]
@@ -173,7 +173,7 @@ class Megatron(Backend):
         return held_share(p, place, sharing)
 
     def _counted_before(self, main: MainWeight) -> bool:
-        """Whether the norm counts this gradient on another stage."""
+        """Whether another stage counts this gradient in the norm: the last stage's tied embedding."""
         return main.parameter is self.around.tied(self.module) and not self.around.stage.first
 
     @property
@@ -185,7 +185,7 @@ class Megatron(Backend):
         return replace(EACH_WEIGHT, overlaps=self.options.overlap_cpu_optimizer_d2h_h2d)
 
     def _on_host(self) -> list[bool]:
-        """Whether each main weight is on the host; experts have an optimizer of their own."""
+        """Whether each main weight is on the host; the share counts for experts and other weights apart."""
         chosen: dict[int, bool] = {}
         for kind in (False, True):
             mains = [main for main in self.mains if is_expert(main.parameter) == kind]
@@ -195,8 +195,8 @@ class Megatron(Backend):
         return [chosen[id(main)] for main in self.mains]
 
     def _groups(self, axes: Sequence[str]) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-        """The ranks that share or sum a buffer of these parameters, and the ranks of other optimizer
-        instances that hold the same part."""
+        """(the ranks that share or sum a buffer whose gradients are summed over these axes, the ranks of
+        other optimizer instances that hold the same part)."""
         whole, place = self.around.gradient_group(axes), self.around.place
         if self.options.num_distributed_optimizer_instances == 1:
             return whole, None
@@ -254,7 +254,7 @@ class Megatron(Backend):
             self.optimizer.step(gradients)
         else:
             for main in self.mains:
-                # no copy of what is float32 already
+                # no copy if the gradient is float32 already
                 main.values.grad = main.gradient.to(main.values.dtype)
             wait_for_device(self.mains[0].values)
             super().step()

@@ -1,9 +1,9 @@
 """The options of the backend ``megatron``; docs/reference/arguments.md names Megatron-LM's flag of each.
 
-The norm of all gradients of a step over all ranks, and gradients scaled down to a largest norm, as
-megatron/core/optimizer/clip_grads.py of NVIDIA/Megatron-LM (commit d98e8a64).
+:class:`ClippedGradients` computes the norm of all gradients over all ranks, and scales gradients down to a
+largest norm, as megatron/core/optimizer/clip_grads.py of NVIDIA/Megatron-LM (commit d98e8a64) does.
 
-The sum of squares of many gradients in one kernel: multi_tensor_l2norm of apex and TransformerEngine.
+:func:`sum_of_squares` sums many gradients in one kernel: multi_tensor_l2norm of apex and TransformerEngine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spbench.impls.place import Place
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
-#: elements of a bucket by default: at least so many, and so many a replica
+#: elements of a bucket by default: at least LEAST_BUCKET_SIZE, and BUCKET_SIZE_PER_REPLICA for each replica
 LEAST_BUCKET_SIZE, BUCKET_SIZE_PER_REPLICA = 40_000_000, 1_000_000
 
 
@@ -37,42 +37,42 @@ class MegatronOptions(OptimizerOptions):
 
     Attributes:
         distributed_optimizer: shard main weights and moments over the ranks of a group.
-        num_distributed_optimizer_instances: number of runs of the group's ranks, each of which shards all of
-            them. Gradients are reduce-scattered within a run, and then summed over the runs.
+        num_distributed_optimizer_instances: number of runs of the group's ranks, each of which shards all
+            weights. Gradients are reduce-scattered within a run, and then summed over the runs.
         overlap_grad_reduce: sum gradients bucket by bucket in the last micro-batch's backward.
         overlap_param_gather: gather updated weights bucket by bucket in the next step's forward.
         align_param_gather: in an interleaved schedule all stages of a pipeline begin to gather a run of
-            layers at once: the first two before the first micro-batch, a later one when the first stage
-            begins the one before (--no-align-param-gather: each where its first micro-batch needs it).
-        gradient_accumulation_fusion: linear layers add gradients to the main gradients themselves.
+            layers at once: the first two runs before the first micro-batch, a later run when the first stage
+            begins the run before (--no-align-param-gather: each when its first micro-batch needs it).
+        gradient_accumulation_fusion: linear layers add their gradients to the main gradients themselves.
         bucket_size: elements at which a bucket is full, where gradients are summed in buckets; None:
-            Megatron-Core's.
+            Megatron-Core's default.
         fp8_param_gather: weights whose matmuls are in eight bits by one scale each (``model_options.fp8``)
             are kept and gathered as one byte an element, and cast from the main weights.
         pad_buckets_for_high_nccl_busbw: pad a sharded bucket to a multiple of 2^16 elements.
         accumulate_allreduce_grads_in_fp32: main gradients are float32; else they have the dtype of the
             weights.
-        exp_avg_dtype: of Adam's moments: "fp32", or "bf16" as Megatron-Bridge's recipes of DeepSeek's family
-            have them, beside main weights in float32; in bf16 runs alone.
+        exp_avg_dtype: the dtype of Adam's moments: "fp32", or, only in bf16 runs, "bf16" with main weights in
+            float32, as in Megatron-Bridge's recipes of DeepSeek's family.
         check_for_nan_in_loss_and_grad: look for NaN in the loss of each micro-batch, and in the norm of each
             bucket before it is summed, for which the host waits; not where the loss is scaled.
         clip_grad: scale gradients down to this norm over all ranks; 0: the norm is not computed.
         overlap_cpu_optimizer_d2h_h2d: with ``optimizer: host``, copies have streams of their own, and each
             weight is updated as soon as its gradient has arrived.
-        optimizer_offload_fraction: with ``optimizer: host``, the share of a rank's main weights that is
-            there: the first ones, of experts and of the rest each.
-        use_precision_aware_optimizer: with ``optimizer: host``, main weights are on the host alone, as
-            Megatron-LM asks for; without it, the device has float32 main weights too (Megatron-Bridge's
+        optimizer_offload_fraction: with ``optimizer: host``, the share of a rank's main weights that is on
+            the host: the first weights, counted for experts and for other weights apart.
+        use_precision_aware_optimizer: with ``optimizer: host``, only the host has main weights, as
+            Megatron-LM asks for; if False, the device has float32 main weights too (Megatron-Bridge's
             recipes).
-        update: what updates the weights: "adam", or "muon" for those that are matrices
-            (:mod:`spbench.impls.backends.muon`). With ``distributed_optimizer`` it updates whole matrices,
+        update: the optimizer: "adam", or "muon" for weights that are matrices
+            (:mod:`spbench.impls.backends.muon`). With ``distributed_optimizer`` Muon updates whole matrices,
             on one rank each.
-        muon_steps: Newton-Schulz steps.
-        muon_tp_mode: whether the ranks that hold parts of a matrix gather its moment and each orthogonalise
-            the whole ("duplicated"), or each its part ("blockwise").
-        layer_wise_layout: with Muon and ``distributed_optimizer``, buckets are packed by rank, and the
-            other weights are sharded as without Muon; else gradients are summed on all ranks, and each rank
-            updates some whole weights (--no-use-layer-wise-param-layout).
+        muon_steps: the number of Newton-Schulz steps.
+        muon_tp_mode: "duplicated": ranks that hold parts of a matrix gather its moment, and each rank
+            orthogonalises the whole; "blockwise": each rank orthogonalises its part.
+        layer_wise_layout: with Muon and ``distributed_optimizer``, buckets are packed by rank, and weights
+            that are no matrices are sharded as without Muon; if False, gradients are summed on all ranks, and
+            each rank updates some whole weights (--no-use-layer-wise-param-layout).
     """
 
     distributed_optimizer: bool = False
@@ -152,12 +152,12 @@ class MegatronOptions(OptimizerOptions):
 
     @property
     def packs(self) -> bool:
-        """Whether matrices have buckets of their own, in which each rank's part has whole ones."""
+        """Whether matrices have buckets of their own, in which each rank's part has whole matrices."""
         return self.update == "muon" and self.distributed_optimizer and self.layer_wise_layout
 
     @property
     def deals(self) -> bool:
-        """Whether each rank updates some whole weights, and sends them to the others."""
+        """Whether each rank updates some whole weights, and sends them to the other ranks."""
         return self.update == "muon" and self.distributed_optimizer and not self.layer_wise_layout
 
     @classmethod
@@ -179,7 +179,7 @@ class MegatronOptions(OptimizerOptions):
 
     def full_at(self, around: Composition, chunk: int = 0) -> int | None:
         """Elements at which a bucket is full on this rank; None: there is one bucket. Later stages of the
-        pipeline and later chunks of a rank have one, since their sums are not on the critical path."""
+        pipeline and later chunks of a rank have one bucket, since their sums are not on the critical path."""
         if not self.overlap_grad_reduce or not around.stage.first or chunk:
             return None
         return self.bucket_size or max(LEAST_BUCKET_SIZE, BUCKET_SIZE_PER_REPLICA * around.replicas)
@@ -199,24 +199,24 @@ class MegatronOptions(OptimizerOptions):
         return ranks // instances
 
     def sharding(self, ranks: int) -> Sharding | None:
-        """How a buffer whose gradients are summed over ``ranks`` ranks is sharded; None: it is not."""
+        """How a buffer whose gradients are summed over ``ranks`` ranks is sharded; None: not at all."""
         padded = self.pad_buckets_for_high_nccl_busbw
         shards = self.distributed_optimizer and not self.deals
         return Sharding(self.sharing(ranks), padded) if shards else None
 
 
-#: added to a norm before something is divided by it
+#: added to a norm before a division by the norm
 _EPSILON = 1e-6
 
 
 class ClippedGradients:
     """Scales gradients so that their norm over all ranks is at most ``largest``.
 
-    A rank holds some elements of some gradients, and other ranks may hold the same ones. So those of each
-    tensor count by a share, 1 / the number of ranks of the stage that hold them.
+    A rank holds some elements of some gradients, and other ranks may hold the same elements. So the elements
+    of each tensor count by a share: 1 / the number of ranks of the stage that hold them.
 
     Args:
-        shares: the share of each gradient, in the order in which :meth:`clip` is given gradients.
+        shares: the share of each gradient, in the order of the gradients passed to :meth:`clip`.
     """
 
     def __init__(self, place: Place, largest: float, shares: Sequence[float]):
@@ -225,7 +225,7 @@ class ClippedGradients:
             place.group(*place.stage_axes),
             place.group("pp"),
         ]
-        #: of the last step, before it was scaled
+        #: the norm [] of the last step's gradients before they were scaled
         self.norm: Tensor | None = None
 
     @torch.no_grad()
@@ -233,7 +233,7 @@ class ClippedGradients:
         """Scale the gradients in place.
 
         Args:
-            scale: of the loss, by which gradients are still multiplied; None: they are not.
+            scale: the loss scale by which gradients are still multiplied; None: gradients are not scaled.
         """
         squares = sum_of_squares(gradients, self.shares)
         for group in self.groups:
@@ -248,7 +248,7 @@ def held_share(p: Tensor, place: Place, sharing: int) -> float:
     """1 / the number of ranks of a pipeline stage that hold the same elements of a parameter's gradient.
 
     Args:
-        sharing: ranks among which the part of a rank of the strategy is shared out.
+        sharing: number of ranks that share the part of one rank of the strategy.
     """
     shard = shard_of(p)
     parts = sharing * (shard.parts if shard else 1) * (place.size("ep") if is_expert(p) else 1)
@@ -256,10 +256,10 @@ def held_share(p: Tensor, place: Place, sharing: int) -> float:
 
 
 def norm_traffic(place: Place, element_bytes: int) -> list[Traffic]:
-    """The closed form of what :class:`ClippedGradients` sends.
+    """The closed form of the messages of :class:`ClippedGradients` in a step.
 
     Args:
-        element_bytes: of an element of the weights.
+        element_bytes: bytes of an element of the weights.
     """
     nbytes = max(4, element_bytes)
     return [

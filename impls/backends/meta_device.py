@@ -1,12 +1,12 @@
-"""Weights on the meta device, which have shapes and no memory, until a backend has divided them among ranks.
+"""Weights on the meta device, with shapes and without memory, until a backend has divided them among ranks.
 
-Programs whose model is larger than a card do the same: torchtitan shards it there, then gives each rank
-memory for its part alone (``to_empty``) and draws the parts' values in place; DeepSpeed's ``zero.Init``
-divides each module as it is built.
+Programs whose model is larger than a card do the same: torchtitan shards the model on the meta device, then
+gives each rank memory for its part only (``to_empty``) and draws the parts' values in place; DeepSpeed's
+``zero.Init`` divides each module as it is built.
 
-This module also cuts only those pieces of a parameter that torch's ``fully_shard`` looks at. ``fully_shard``
-cuts each parameter into one piece a rank, twice, and uses the first and the rank's own; on 1,024 fake ranks
-this is most of a step's set-up.
+This module also cuts only those pieces of a parameter that torch's ``fully_shard`` reads. ``fully_shard``
+cuts each parameter into one piece for each rank, twice, and uses only the first piece and the rank's own; on
+1,024 fake ranks these cuts are most of a step's set-up.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from spbench.impls.backends.backend import HeldPart
 
-#: of torch.distributed.fsdp._fully_shard._fsdp_param: cuts a tensor into a list of ``num_chunks`` pieces, the
-#: last of them empty where ``torch.chunk`` gives fewer
+#: the function of torch.distributed.fsdp._fully_shard._fsdp_param that cuts a tensor into a list of
+#: ``num_chunks`` pieces, the last of them empty where ``torch.chunk`` gives fewer
 CUT = "_chunk_with_empty"
 
 
@@ -31,7 +31,7 @@ class Pieces:
     """The pieces of a tensor along a dim, each cut on access.
 
     Args:
-        num_chunks: how many pieces; those beyond the tensor's end are empty and have one dim.
+        num_chunks: number of pieces; pieces beyond the tensor's end are empty and have one dim.
     """
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int):
@@ -47,8 +47,8 @@ class Pieces:
 
 @contextmanager
 def cut_when_asked() -> Iterator[None]:
-    """A context in which ``fully_shard`` cuts only the pieces that it looks at. With a torch that names its
-    function differently, it cuts all: slower, with the same result."""
+    """A context in which ``fully_shard`` cuts only the pieces that it reads. With a torch that names
+    :data:`CUT` differently it cuts all pieces: slower, with the same result."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     before = getattr(_fsdp_param, CUT, None)
@@ -68,7 +68,7 @@ def is_meta(x: Tensor) -> bool:
 
 
 def materialize(module: nn.Module, device: str) -> None:
-    """Move the meta tensors of a sharded module to memory of another device, without values."""
+    """Give the meta tensors of a sharded module memory on ``device``, without setting values."""
     made: dict[Tensor, Tensor] = {}
 
     def empty(x: Tensor) -> Tensor:
@@ -91,17 +91,17 @@ def materialize(module: nn.Module, device: str) -> None:
 
 
 class WholeParameters(nn.Module):
-    """The parameters of a divided module, each whole while it is looked at.
+    """The parameters of a divided module, each whole while an initialiser sets its values.
 
-    An initialiser goes through the parameters of a module. Those of this one come one after another, with the
-    values that the constructors give vectors, and values written into one go to this rank's part of it. So no
-    rank holds more than one whole parameter.
+    An initialiser goes through the parameters of a module. This module yields its parameters one after
+    another, with the values that the constructors give vectors, and copies values that are written into a
+    parameter to this rank's part. So no rank holds more than one whole parameter.
 
     Args:
-        module: that a backend has divided.
-        parts: the part of each parameter that this rank holds.
-        attributes: of the parameters before that, by name: :func:`attributes_of`.
-        build: builds the same module again, on the CPU.
+        module: the module that a backend has divided.
+        parts: the part of each parameter that this rank holds, by name.
+        attributes: the attributes of the whole parameters, by name: :func:`attributes_of`.
+        build: function that builds the same module again, on the CPU.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class WholeParameters(nn.Module):
 
     @torch.no_grad()
     def _construct(self) -> None:
-        """Take the values of buffers and vectors from a module that has no matrices."""
+        """Copy the values of buffers and vectors from a newly built module without memory for matrices."""
         with _matrices_on_meta():
             made = self.build()
         for name, buffer in made.named_buffers():
@@ -145,7 +145,7 @@ class WholeParameters(nn.Module):
 
 
 def attributes_of(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Attributes that strategies have set on each parameter, by its name."""
+    """The attributes that strategies have set on each parameter, by the parameter's name."""
     return {name: dict(vars(p)) for name, p in module.named_parameters()}
 
 

@@ -1,10 +1,11 @@
-"""Muon (Jordan et al., kellerjordan.github.io/posts/muon; Liu et al., arXiv 2502.16982) for the weights that
-are matrices, AdamW for the others.
+"""Muon (Jordan et al., kellerjordan.github.io/posts/muon; Liu et al., arXiv 2502.16982) for weights that are
+matrices, AdamW for other weights.
 
-As TensorParallelMuon of Megatron-Core (core/optimizer/emerging_optimizers.py, commit d98e8a64), which updates
-by Emerging-Optimizers (commit fd77292): a matrix has one moment, the mean of its gradients, whose singular
-values Newton-Schulz steps bring near 1. These are matmuls in bfloat16 of float32 moments. Megatron-Core
-orthogonalises queries', keys' and values' rows of one weight apart; here a weight is one matrix.
+The update follows TensorParallelMuon of Megatron-Core (core/optimizer/emerging_optimizers.py, commit
+d98e8a64) and Emerging-Optimizers (commit fd77292): a matrix has one moment, the mean of its gradients, whose
+singular values Newton-Schulz steps bring near 1. These steps are matmuls in bfloat16 of float32 moments.
+Megatron-Core orthogonalises queries', keys' and values' rows of one weight apart; in spbench a weight is one
+matrix.
 
 Which rank updates which weight where an update needs the weight whole, as LayerWiseDistributedOptimizer of
 Megatron-Core (core/optimizer/layer_wise_optimizer.py, commit d98e8a64) has it.
@@ -31,7 +32,7 @@ from spbench.impls.backends.buffer_layout import BucketLayout, Sharding
 from spbench.impls.backends.optimizer import Optimizer, Precision
 from spbench.impls.collectives import all_gather
 
-#: coefficients of the steps, the first again after the last: "quintic" of Emerging-Optimizers
+#: coefficients of the Newton-Schulz steps, used in a cycle: "quintic" of Emerging-Optimizers
 QUINTIC = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -39,15 +40,15 @@ QUINTIC = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-#: of the mean of gradients, and of the weights' decay
+#: the factor of the running mean of gradients, and the weight decay
 MOMENTUM, DECAY = 0.95, 0.01
-#: an update's scale beside the root of the longer side, with which its size is AdamW's (arXiv 2502.16982)
+#: an update's factor besides the root of the longer side, so that its size is AdamW's (arXiv 2502.16982)
 SCALE = 0.2
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether Muon updates a parameter: a matrix that is no word embedding and no head. A weight of several
-    projections [n, rows, H] is one too."""
+    """Whether Muon updates a parameter: a matrix that is no word embedding and no head, or a weight of
+    several projections [n, rows, H]."""
     parts = name.split(".")
     return parameter.ndim > 1 and parts[-1] != "head" and parts[-2:] != ["embedding", "weight"]
 
@@ -55,8 +56,8 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 def orthogonalised(
     x: Tensor, steps: int, coefficients: Sequence[tuple[float, float, float]] = QUINTIC
 ) -> Tensor:
-    """x [M, N] with its singular values brought near 1, by Newton-Schulz steps on the shorter side; those of
-    a float32 x are in bfloat16."""
+    """x [M, N] with its singular values brought near 1, by Newton-Schulz steps on the shorter side; the steps
+    are in bfloat16 if x is float32."""
     shorter = x.mT if x.shape[0] > x.shape[1] else x
     y = F.normalize(shorter, dim=(-2, -1), eps=1e-15)  # type: ignore[arg-type]
     y = y.to(torch.bfloat16) if x.dtype == torch.float32 else y
@@ -73,11 +74,11 @@ class Matrix:
     """A weight that Muon updates.
 
     Attributes:
-        values: its elements on this rank, flat, with a gradient.
-        shape: of these.
-        group: the ranks that hold its parts along ``dim``, which are orthogonalised together; None: this rank
-            orthogonalises what it holds.
-        stacked: its first dim counts matrices, those of experts, each of which is orthogonalised alone.
+        values: the weight's elements on this rank, flat, with a gradient.
+        shape: the shape of this rank's part.
+        group: the ranks that hold the matrix's parts along ``dim``, which are orthogonalised together; None:
+            each rank orthogonalises its own part.
+        stacked: whether the first dim counts experts, whose matrices are orthogonalised one by one.
     """
 
     values: Tensor
@@ -91,8 +92,8 @@ class Muon(Optimizer):
     """Muon for matrices, and AdamW for other weights, which are updated last.
 
     Args:
-        others: the weights of AdamW.
-        steps: of Newton and Schulz.
+        others: the weights that AdamW updates.
+        steps: the number of Newton-Schulz steps.
     """
 
     def __init__(
@@ -108,11 +109,11 @@ class Muon(Optimizer):
         super().__init__(others, replace(precision, master=False), **settings)
         self.matrices, self.steps, self.coefficients = matrices, steps, coefficients
         later = not settings["with_moments"]
-        #: of each matrix; None before its first update
+        #: the moment of each matrix; None before its first update
         self.moments = [None if later else torch.zeros_like(m.values) for m in matrices]
 
     def gradients(self) -> list[Tensor]:
-        """All gradients, those of the matrices first."""
+        """The gradients of all weights, those of the matrices first."""
         of_matrices = [m.values.grad for m in self.matrices if m.values.grad is not None]
         return [*of_matrices, *super().gradients()]
 
@@ -142,7 +143,7 @@ class Muon(Optimizer):
         return update.flatten()
 
     def _orthogonal(self, x: Tensor) -> Tensor:
-        """The update of one matrix [..., N]."""
+        """The update of one matrix, from its moment x [..., N], in x's shape."""
         rows = x.flatten(0, -2)
         update = orthogonalised(rows, self.steps, self.coefficients) * max(rows.shape) ** 0.5 * SCALE
         return update.view(x.shape)
@@ -151,16 +152,16 @@ class Muon(Optimizer):
         return [*super().tensors(), *(moment for moment in self.moments if moment is not None)]
 
 
-#: share of elements that a rank may have above the mean of a bucket, and of a bucket's least size by its
-#: largest weight
+#: how far a rank's elements may be above a bucket's mean, as a share of it; and a bucket's least size, as a
+#: share of ranks times its largest weight
 _SLACK, _FLOOR = 0.3, 0.9
 
 
 def packed(shapes: Sequence[torch.Size], full_at: int | None, sharding: Sharding) -> list[BucketLayout]:
-    """The buckets of a buffer of matrices [..., rows, H], no one of which is cut over ranks.
+    """The layouts of the buckets of a buffer of matrices [..., rows, H], where no matrix is cut over ranks.
 
     Args:
-        shapes: in the order of registration.
+        shapes: the matrices' shapes, in the order of registration.
         full_at: elements at which a bucket is full; None: there is one bucket.
     """
     loads, buckets, members = [0] * sharding.ranks, list[BucketLayout](), list[int]()
@@ -194,8 +195,8 @@ def _bucket(
     loads: list[int],
     sharding: Sharding,
 ) -> BucketLayout:
-    """A bucket whose members go to the rank with the least work so far, the largest first; ``loads``, the
-    work of each rank, is added to."""
+    """The layout of a bucket whose members, the largest first, go to the rank with the least work so far.
+    Adds their work to ``loads``, the work of each rank."""
     ranks = range(sharding.ranks)
     most = sum(shapes[i].numel() for i in members) / sharding.ranks * (1 + _SLACK)
     parts: list[list[tuple[int, int]]] = [[] for _ in ranks]
@@ -215,19 +216,19 @@ def _bucket(
 
 
 def _work(shape: torch.Size) -> int:
-    """What the Newton-Schulz steps of a matrix cost, but for a factor."""
+    """The cost of a matrix's Newton-Schulz steps, up to a constant factor."""
     longer, shorter = sorted((math.prod(shape[:-1]), shape[-1]), reverse=True)
     return longer * shorter * shorter
 
 
 def _rounded(elements: int, sharding: Sharding) -> int:
-    """Elements of a rank's part, which keep a bucket's end where it may be."""
+    """The length of a rank's part, from ``elements`` on, with which a bucket's end needs no padding."""
     multiple = math.lcm(64, sharding.padded_end(1) // sharding.ranks)
     return math.ceil(elements / multiple) * multiple
 
 
 def dealt(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank that updates each weight: from the smallest on to all ranks in turn, there and back."""
+    """The rank that updates each weight: weights go, the smallest first, to ranks 0, 1, .. and back."""
     owners = [0] * len(sizes)
     turns = [*range(ranks), *reversed(range(ranks))]
     for place, number in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
@@ -239,7 +240,7 @@ class Dealt:
     """Weights of which each rank of a group updates some.
 
     Attributes:
-        owners: the rank that updates each.
+        owners: the rank that updates each weight.
     """
 
     def __init__(self, weights: Sequence[nn.Parameter], group: dist.ProcessGroup):
@@ -253,7 +254,7 @@ class Dealt:
 
     @torch.no_grad()
     def spread(self) -> None:
-        """Send each weight from its owner to the other ranks, all of an owner in one message."""
+        """Broadcast each weight from its owner to the other ranks, all weights of an owner in one message."""
         own = self.group.rank()
         of_ranks: list[list[Tensor]] = [[] for _ in range(self.group.size())]
         for weight, owner in zip(self.weights, self.owners, strict=True):
@@ -272,6 +273,6 @@ class Dealt:
 
 
 def _parts(message: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    """The part of each weight in a message, in its shape."""
+    """Views of a message in the shapes of the weights."""
     parts = message.split([w.numel() for w in weights])
     return [part.view(w.shape) for part, w in zip(parts, weights, strict=False)]

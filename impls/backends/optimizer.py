@@ -1,11 +1,11 @@
 """AdamW in mixed precision, as in Megatron-LM's FP16 optimizer of 2021: half-precision weights and gradients,
-float32 master weights and moments, dynamic loss scaling. It reads no value on the host, so the same step runs
-on fake tensors.
+float32 master weights and moments, dynamic loss scaling. The optimizer reads no value on the host, so the
+same step runs on fake tensors.
 
-AdamW with moments in half precision, on float32 main weights, as TransformerEngine's FusedAdam
-(pytorch/optimizers/fused_adam.py; --use-precision-aware-optimizer of Megatron-Core).
+:class:`NarrowMoments` has moments in half precision and float32 main weights, as TransformerEngine's
+FusedAdam (pytorch/optimizers/fused_adam.py; --use-precision-aware-optimizer of Megatron-Core).
 
-The kernel computes in float32, and rounds the moments where it writes them (TransformerEngine since commit
+Its kernel computes in float32, and rounds the moments when it writes them (TransformerEngine since commit
 459e7cf; before, the step made float32 copies of all moments).
 """
 
@@ -28,11 +28,11 @@ from spbench.impls.layout import Unsupported
 
 @dataclass(frozen=True)
 class Precision:
-    """How numbers are held.
+    """The dtypes of weights and optimizer, and the loss scale.
 
     Attributes:
-        parameters: dtype of weights, activations and gradients.
-        master: keep float32 copies of the weights for the optimizer.
+        parameters: the dtype of weights, activations and gradients.
+        master: whether the optimizer keeps float32 copies of the weights.
         loss_scale: initial dynamic loss scale, or None.
     """
 
@@ -51,7 +51,7 @@ PRECISIONS = {
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make new floating tensors of that dtype."""
+    """A context in which new floating-point tensors have that dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -61,19 +61,19 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class Optimizer:
-    """AdamW, on float32 master weights and with loss scaling where the precision asks for them.
+    """AdamW, on float32 master weights and with loss scaling if the precision has these.
 
     Args:
-        with_moments: make the moments now, as after a first step, not in the first step.
+        with_moments: allocate the moments now instead of in the first step.
         master_gradients: the masters' float32 gradients: "made" by a step and freed, "kept" in one place, or
             "stale": made by a step while those of the step before are still alive, as in Megatron-LM of 2021.
-        overflow_groups: an overflow on one rank must skip the step on all ranks that hold other parts of the
-            weights: the ranks of all these groups (None: this rank alone).
-        device: of the loss; None: the device of the weights.
-        foreach: the update is torch's own default, see :func:`update_all`.
+        overflow_groups: the groups of ranks that hold other parts of the weights, all of which skip the step
+            after an overflow on one rank (None: only this rank).
+        device: the device of the loss; None: the device of the weights.
+        foreach: use torch's own default update, see :func:`update_all`.
 
     Raises:
-        Unsupported: that and a loss scale.
+        Unsupported: ``foreach`` with a loss scale.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Optimizer:
             if precision.master
             else self.parameters
         )
-        # a group of its own, for torch refuses a list without weights
+        # a parameter group, because torch refuses an empty list of weights
         self.adam = torch.optim.AdamW([{"params": self.masters}], lr=lr, weight_decay=0.01, fused=True)
         if precision.loss_scale:
             device = device or self.masters[0].device
@@ -127,11 +127,11 @@ class Optimizer:
             group["lr"] = lr
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to call backward on."""
+        """The loss times the loss scale, from which backward starts."""
         return loss * self.scale if self.precision.loss_scale else loss
 
     def begin(self) -> None:
-        """Begin a step, which has no gradients yet."""
+        """Called before a step, when there are no gradients yet."""
 
     def step(self) -> None:
         """Update the weights from the gradients; with loss scaling, only if none of them overflowed."""
@@ -197,8 +197,8 @@ def update_all(
     each operation on all weights at once.
 
     Args:
-        states: of each weight the moments ``exp_avg`` and ``exp_avg_sq``.
-        count: of this update, from 1 on.
+        states: the moments ``exp_avg`` and ``exp_avg_sq`` of each weight.
+        count: the number of this update, from 1 on.
         settings: lr, betas, eps and weight_decay.
     """
     first, second = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
@@ -225,8 +225,8 @@ def _update(
     count: int,
     settings: Sequence[float],
 ) -> None:
-    """Update each weight and its moments; ``count``: of this update, from 1 on; ``settings``: learning rate,
-    the betas, epsilon, decay."""
+    """Update each weight and its moments; ``count`` is the number of this update, from 1 on, and ``settings``
+    are learning rate, the betas, epsilon and weight decay."""
     lr, beta1, beta2, eps, decay = settings
     for weight, gradient, mean, square in zip(weights, gradients, means, squares, strict=True):
         m = mean.to(weight.dtype).lerp_(gradient, 1 - beta1)
@@ -238,7 +238,7 @@ def _update(
 
 
 class NarrowMoments(Optimizer):
-    """AdamW whose moments have that ``dtype``."""
+    """AdamW whose moments have the dtype ``dtype``, whatever the dtype of the weights."""
 
     def __init__(
         self, parameters: Sequence[Tensor], precision: Precision, dtype: torch.dtype, **settings: Any

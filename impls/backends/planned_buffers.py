@@ -1,13 +1,13 @@
 """The gradient buffers of Megatron-Core: which parameters each has, and in which buckets they lie.
 
-Weights that are kept in eight bits.
+It also plans weights that are kept in eight bits.
 
-Megatron-LM's ``--fp8-param-gather`` keeps weights whose matmuls are in eight bits as E4M3 alone, one byte an
-element with one scale a weight, in a buffer of their own beside that of other weights. After an update each
-rank casts its part of the main weights. The largest magnitude of a weight lies on any of the ranks that share
-it, so one all-reduce of those of all weights comes before (cast_master_weights_to_fp8 of
-transformer_engine/pytorch/tensor/utils.py, 2.x); with delayed scaling it comes after, for the next scales.
-The cast parts are gathered in place of sixteen bits.
+Megatron-LM's ``--fp8-param-gather`` keeps weights whose matmuls are in eight bits only as E4M3, one byte an
+element with one scale a weight, in a buffer apart from other weights. After an update each rank casts its
+part of the main weights. The largest magnitude of a weight may lie on any of the ranks that share the weight,
+so one all-reduce of the magnitudes of all weights comes first (cast_master_weights_to_fp8 of
+transformer_engine/pytorch/tensor/utils.py, 2.x); with delayed scaling it comes last, for the next scales. The
+cast parts are then gathered, instead of sixteen bits.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from spbench.impls.traffic import Traffic
 
 @dataclass(frozen=True)
 class PlannedBuffer:
-    """A buffer of a rank.
+    """The plan of one gradient buffer of a rank.
 
     Attributes:
-        chunk: the number of the run of layers whose parameters it has.
-        axes: those of the strategy over which their gradients are summed.
-        parameters: by name.
+        chunk: the number of the run of layers whose parameters the buffer has.
+        axes: the strategy's axes over which the gradients are summed.
+        parameters: the buffer's parameters by name.
         sharded: whether each rank has a part of every bucket.
-        eight_bits: whether its weights are kept so.
+        eight_bits: whether the weights are kept in eight bits.
     """
 
     chunk: int
@@ -53,14 +53,14 @@ class PlannedBuffer:
 
     @property
     def elements(self) -> list[int]:
-        """The elements of each parameter."""
+        """The number of elements of each parameter."""
         return [p.numel() for p in self.parameters.values()]
 
 
 def planned_buffers(
     module: nn.Module, strategy: Strategy, around: Composition, options: MegatronOptions
 ) -> Iterator[PlannedBuffer]:
-    """The buffers of a rank's module, which may be on the meta device."""
+    """Yields the buffers of a rank's module, which may be on the meta device."""
     tied = around.tied(module)
     for number, chunk in enumerate(chunks_of(module)):
         names = {p: name for name, p in chunk.named_parameters() if p.requires_grad}
@@ -82,8 +82,8 @@ def planned_buffers(
 def _sorted(
     parameters: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str], options: MegatronOptions
 ) -> Iterator[tuple[bool, list[nn.Parameter]]]:
-    """Those that have a buffer of their own (matrices that are packed, weights in eight bits) and the
-    others, where there are any."""
+    """Yields (True, parameters with a buffer of their own: packed matrices or weights in eight bits) and
+    (False, other parameters), each if there are some."""
 
     def stands_apart(p: nn.Parameter) -> bool:
         return is_matrix(names[p], p) if options.packs else options.fp8_param_gather and in_eight_bits(p)
@@ -94,7 +94,7 @@ def _sorted(
 
 
 def muon_traffic(step: PlannedStep, options: MegatronOptions) -> Iterator[Traffic]:
-    """What ranks send beside gradients, and weights of sharded buffers, where Muon updates matrices."""
+    """Yields Muon's messages in addition to those of gradients and of sharded buffers' weights."""
     place, element_bytes = step.around.place, step.element_bytes
     whole, parts = Counter[str](), Counter[tuple[str, ...]]()
     for buffer in planned_buffers(step.build(), step.strategy, step.around, options):
@@ -117,7 +117,7 @@ def muon_traffic(step: PlannedStep, options: MegatronOptions) -> Iterator[Traffi
 
 
 def updated_elements(step: PlannedStep, places: Sequence[Place]) -> list[int]:
-    """Elements that the rank at each of these places updates, of buffers that all have."""
+    """The number of elements that the rank at each of these places updates."""
     options, held, buffers = step.options, [], [*_planned(step)]
     assert isinstance(options, MegatronOptions)
     for place in places:
@@ -131,7 +131,7 @@ def updated_elements(step: PlannedStep, places: Sequence[Place]) -> list[int]:
 
 
 def _own(buffer: PlannedBuffer, options: MegatronOptions, ranks: int, rank: int) -> list[bool]:
-    """Whether this rank updates each parameter, or a part of it."""
+    """For each parameter of a buffer, whether this rank updates it or a part of it."""
     if options.deals:
         return [owner == rank for owner in dealt(buffer.elements, ranks)]
     own = [True] * len(buffer.parameters)
@@ -150,7 +150,7 @@ def cuts_of_buffers(step: PlannedStep) -> Hashable:
         place, full_at = step.around.place, options.full_at(step.around, buffer.chunk)
         summed, all_sizes = summed_axes(buffer.axes), buffer.elements
         each = options.sharing(place.size(*summed)) if options.distributed_optimizer else 1
-        # a part of all layers may be on the host, and whole weights are shared out among all layers
+        # the host's share counts all layers, and so does the packing of whole weights
         whole = sum(all_sizes) if options.optimizer_offload_fraction < 1 or options.packs else None
         if options.deals:
             owners = dealt(all_sizes, place.size(*summed))
@@ -160,7 +160,7 @@ def cuts_of_buffers(step: PlannedStep) -> Hashable:
             ends = [start + size for start, size in zip(layout.starts, sizes, strict=True)]
             part = covered(layout.starts, ends, *layout.shard(place.rank(*summed) % each, each))
             padding = layout.end - layout.start - sum(sizes)
-            # the only bucket is of all layers, and others of some
+            # a single bucket covers all layers; otherwise each bucket covers some layers
             within = None if full_at is None else tuple(sizes)
             kind = buffer.chunk, buffer.axes, buffer.eight_bits
             cuts.add((*kind, padding, within, whole, part if each > 1 else None))
@@ -168,14 +168,14 @@ def cuts_of_buffers(step: PlannedStep) -> Hashable:
 
 
 def _planned(step: PlannedStep) -> Iterator[PlannedBuffer]:
-    """The buffers of a step that is planned."""
+    """Yields the buffers of a planned step."""
     assert isinstance(step.options, MegatronOptions)
     return planned_buffers(step.build(), step.strategy, step.around, step.options)
 
 
 def sharded_lengths(step: PlannedStep, *, eight_bits: bool = False) -> Counter[tuple[str, ...]]:
-    """Elements of the padded buffers, or of those whose weights are in ``eight_bits``, by the axes of the
-    strategy over which they are summed."""
+    """The number of elements of the padded buffers, or only of those with weights in ``eight_bits``, by the
+    strategy's axes over which the buffers are summed."""
     padded: Counter[tuple[str, ...]] = Counter()
     for buffer in _planned(step):
         if buffer.eight_bits or not eight_bits:
@@ -184,7 +184,7 @@ def sharded_lengths(step: PlannedStep, *, eight_bits: bool = False) -> Counter[t
 
 
 def magnitudes_traffic(step: PlannedStep) -> Iterator[Traffic]:
-    """The all-reduces of the largest magnitudes of weights that are cast to eight bits after an update."""
+    """Yields the all-reduces of largest magnitudes of weights that are cast to eight bits after an update."""
     assert isinstance(step.options, MegatronOptions)
     for buffer in (each for each in _planned(step) if each.eight_bits):
         axes, (some, *_) = summed_axes(buffer.axes), buffer.parameters.values()
@@ -198,7 +198,7 @@ def dealt_weights(
     planned: Sequence[PlannedBuffer],
     groups: Mapping[tuple[str, ...], tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]],
 ) -> list[Dealt]:
-    """The weights of each group of several ranks, with their owners."""
+    """For each group of several ranks, its weights with the rank that updates each."""
     of_axes: dict[tuple[str, ...], list[nn.Parameter]] = {}
     for buffer in planned:
         of_axes.setdefault(buffer.axes, []).extend(buffer.parameters.values())
@@ -206,14 +206,14 @@ def dealt_weights(
 
 
 def in_eight_bits(p: Tensor) -> bool:
-    """Whether a weight can be kept in eight bits: its recipe has one scale for all of it."""
+    """Whether a weight can be kept in eight bits: its recipe has one scale for the whole weight."""
     recipe = getattr(p, "spbench_fp8", None)
     return recipe is not None and bool(recipe.whole)
 
 
 def keep_in_eight_bits(p: nn.Parameter, into: Tensor) -> None:
-    """Cast a weight into bytes of its shape, which are its values from now on. Its gradients stay in its
-    precision, and its values before the cast are kept for :func:`main_weight`."""
+    """Cast a weight into ``into``, bytes of its shape, which hold its values from now on. Gradients stay in
+    the weight's precision, and the values before the cast are kept for :func:`main_weight`."""
     before, data = p.detach(), into.view(E4M3)
     p.spbench_before_cast = before  # type: ignore[attr-defined]
     whole = before.flatten(0, -2)

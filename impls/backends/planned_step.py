@@ -1,4 +1,4 @@
-"""What closed forms of a backend's traffic are made of: a planned step, and the sets of parameters whose
+"""The arguments of closed forms of a backend's traffic: a planned step, and sets of parameters whose
 gradients are summed over one group."""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from spbench.impls.strategies.base import Site, Strategy
 
 @dataclass(frozen=True)
 class Summed:
-    """Parameters that a rank holds (``elements`` of them) whose gradients are summed over one group: over
-    ``ranks`` along these ``axes`` of the strategy (1 without axes) and all ``replicas``. Those along ("edp",)
-    are replicas of experts already, so ``replicas`` is 1 there."""
+    """A set of parameters whose gradients are summed over one group. The rank holds ``elements`` elements of
+    them; the group has ``ranks`` ranks along the strategy's ``axes`` (1 without axes) and all ``replicas``.
+    Ranks along ("edp",) are replicas already, so ``replicas`` is 1 for this axis."""
 
     axes: tuple[str, ...]
     elements: int
@@ -29,12 +29,12 @@ class Summed:
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """The number of ranks of the group."""
         return self.ranks * self.replicas
 
     @property
     def group_axes(self) -> tuple[str, ...]:
-        """The axes of the group."""
+        """The mesh axes of the group, replicas included."""
         return summed_axes(self.axes)
 
 
@@ -43,15 +43,15 @@ class PlannedStep:
     """The arguments of a closed form of a backend's traffic.
 
     Attributes:
-        summed: the parameters of a rank.
-        micro_batches: forward and backward passes in a step.
-        precision: of weights, gradients and optimizer.
-        strategy: planned, at the place of the rank.
-        around: the strategy around it, planned in the same way.
-        build: builds the rank's module on the meta device, for backends that pad each parameter.
-        passes: makes, for each of the rank's stages, the order of a step's forwards (True) and backwards
-            (False).
-        options: of the backend.
+        summed: the parameters of a rank, in sets with one group each.
+        micro_batches: number of forward and backward passes in a step.
+        precision: dtypes of weights, gradients and optimizer.
+        strategy: the strategy at the place of the rank, without process groups.
+        around: data and pipeline parallelism around the strategy, without process groups.
+        build: function that builds the rank's module on the meta device.
+        passes: function that returns, for each of the rank's stages, the order of a step's forwards (True)
+            and backwards (False).
+        options: the backend's options.
     """
 
     summed: Sequence[Summed]
@@ -69,13 +69,13 @@ class PlannedStep:
         return self.precision.parameters.itemsize
 
     def shapes(self) -> Hashable:
-        """The shapes of all parameters, as :meth:`Backend.cuts` of a buffer that holds all parameters where
-        forward or backward needs it; no two depths have the same."""
+        """The shapes of all parameters: the :meth:`Backend.cuts` of a backend that keeps all parameters in
+        one buffer during forward or backward. No two depths of a model have the same shapes."""
         return tuple(p.shape for p in self.build().parameters())
 
 
 def planned_sums(sites: Sequence[Site], strategy: Strategy, replicas: int) -> list[Summed]:
-    """The sets of parameters that backends' closed forms sum, from a model's sites."""
+    """The sets of parameters of a rank by the group that sums their gradients, from a model's sites."""
     held = sum(strategy.held_elements(s) * s.count for s in sites if s.kind == "parameters")
     partial: Counter[tuple[str, ...]] = Counter()
     for site in (s for s in sites if s.kind == "parameters"):

@@ -1,13 +1,13 @@
-"""What sharded models have beside the plain step: stages, groups of ranks, parts, and what is sent.
+"""Helpers of sharded models (ZeRO-2 and 3): pipeline stages, groups of ranks, parts, closed forms.
 
 In torch.distributed.pipelining each backward of a stage adds to whole gradients and keeps gathered weights
 (``backward_maybe_with_nosync`` of its stage.py, torch 2.13). After the stage's last backward of the step it
-reduce-scatters them, unit by unit, and frees the weights (``perform_reduce_grad``).
+reduce-scatters the gradients, unit by unit, and frees the weights (``perform_reduce_grad``).
 
 Ranks share one copy of a model in shards under hybrid sharding (HSDP; Zhao et al., arXiv 2304.11277, section
-3.2.2). A parameter is cut along its first dim, padded to a multiple of N. If that has fewer rows than there
-are ranks, it is cut along the first other dim that N divides, if there is one; if there is none, a parameter
-of more than two dims is cut along its rows as the matrix that programs have, not padded to N parts.
+3.2.2). A parameter is cut along its first dim, padded to a multiple of N. If this dim has fewer rows than N,
+the parameter is cut along the first other dim that N divides; if there is none, a parameter of more than two
+dims is cut along its rows as the matrix that programs have, so that it is not padded to N parts.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 def keep_for_later(stage: FSDPModule) -> None:
-    """Have backwards through a stage add to whole gradients, and keep the weights."""
+    """Let the next backwards through a stage add to whole gradients, and keep gathered weights."""
     _sum_after_backward(stage, False)
 
 
 def sum_in_backward(stage: FSDPModule) -> None:
-    """Have the next backward reduce-scatter what backwards have added up, and free the weights."""
+    """Let the next backward reduce-scatter the gradients that backwards have added up, and free weights."""
     _sum_after_backward(stage, True)
 
 
@@ -69,7 +69,7 @@ def in_groups(place: Place, axes: Sequence[str], whole: DeviceMesh, sharing: int
     """A mesh of groups of ``sharing`` consecutive ranks, which share a model.
 
     Args:
-        axes: those of the ranks of ``whole``, a mesh of one dim.
+        axes: the mesh axes of the ranks of ``whole``, a mesh of one dim.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils._python_dispatch import _disable_current_modes
@@ -88,7 +88,7 @@ def in_groups(place: Place, axes: Sequence[str], whole: DeviceMesh, sharing: int
 
 
 def mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
-    """What ``fully_shard`` is told of a mesh of one dim, or of one of :func:`in_groups`."""
+    """The description that ``fully_shard`` takes of a mesh of one dim, or of a mesh of :func:`in_groups`."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
     if mesh.ndim == 1:
@@ -97,28 +97,28 @@ def mesh_info(mesh: DeviceMesh) -> FSDPMeshInfo:
 
 
 def cut_dim(shape: torch.Size, size: int) -> int:
-    """The dim that a parameter is cut along."""
+    """The dim along which ``size`` ranks cut a parameter of this shape."""
     if shape[0] >= size:
         return 0
     return next((dim for dim, n in enumerate(shape) if n % size == 0), 0)
 
 
 def cut_shape(shape: torch.Size, size: int) -> torch.Size:
-    """The shape as which a parameter is cut: its own, or that of a matrix."""
+    """The shape in which ``size`` ranks cut a parameter: its own, or that of a matrix."""
     if len(shape) < 3 or shape[0] >= size or any(n % size == 0 for n in shape):
         return shape
     return torch.Size((math.prod(shape[:-1]), shape[-1]))
 
 
 def padded_elements(shape: torch.Size, size: int) -> int:
-    """Elements of a parameter in messages, padding included."""
+    """The number of elements of a parameter in messages, padding included."""
     shape = cut_shape(shape, size)
     n = shape[cut_dim(shape, size)]
     return shape.numel() // n * math.ceil(n / size) * size
 
 
 def held_rows(shape: torch.Size, size: int, rank: int) -> tuple[int, int]:
-    """The first of a rank's rows along the dim that a parameter is cut along, and how many it has."""
+    """(first, count) of a rank's rows along the dim in which ``size`` ranks cut a parameter."""
     shape = cut_shape(shape, size)
     whole = shape[cut_dim(shape, size)]
     each = math.ceil(whole / size)
@@ -127,12 +127,12 @@ def held_rows(shape: torch.Size, size: int, rank: int) -> tuple[int, int]:
 
 
 def own_part(x: Tensor) -> Tensor:
-    """A rank's part of a tensor that is sharded, or is its own."""
+    """This rank's part of a sharded tensor (a DTensor); any other tensor itself."""
     part: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return part
 
 
-#: the shapes of parameters that are cut as matrices, by what has them
+#: the whole shapes of parameters that are cut as matrices, by (module, name of the parameter)
 Shapes = Mapping[tuple[nn.Module, str], torch.Size]
 
 
@@ -149,7 +149,7 @@ def made_matrices(module: nn.Module, size_of: Callable[[nn.Parameter], int]) -> 
 
 
 def whole_shapes(unit: nn.Module, shapes: Shapes) -> None:
-    """Have what ``fully_shard`` gathers for a unit in the shapes of before :func:`made_matrices`."""
+    """Let ``fully_shard`` give a unit's gathered parameters the shapes from before :func:`made_matrices`."""
     from torch.distributed.fsdp import fully_shard
 
     for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
@@ -164,7 +164,7 @@ def _cut_as_matrix() -> type[Any]:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     class CutAsMatrix(FSDPParam):
-        """One whose gradients are summed as a matrix, whatever the shape of what is gathered."""
+        """A parameter whose gradient is reduce-scattered as a matrix, but gathered in its whole shape."""
 
         def _get_grad_inner_tensor(self, grad: Tensor) -> Tensor:
             return super()._get_grad_inner_tensor(grad).flatten(0, -2)
@@ -175,11 +175,11 @@ def _cut_as_matrix() -> type[Any]:
 def sharded_traffic(
     step: PlannedStep, summed_as: torch.dtype, reshards: Callable[[bool, ShardingOptions], bool]
 ) -> Iterator[Traffic]:
-    """What the backends ``zero2`` and ``zero3`` send in a step.
+    """Yields the messages of the backends ``zero2`` and ``zero3`` in a step.
 
     Args:
         summed_as: the dtype of gradients while they are summed.
-        reshards: as :meth:`FullySharded.reshards`.
+        reshards: the function :meth:`FullySharded.reshards`.
     """
     options, count, width = step.options, step.micro_batches, summed_as.itemsize
     assert isinstance(options, ShardingOptions)
@@ -190,7 +190,7 @@ def sharded_traffic(
         if options.own_weights == "apart" and summed.size == 1:
             continue
         axes, each, sums = summed.group_axes, options.sharing(summed.size), 0
-        #: elements by how often they are gathered
+        #: number of elements by how often they are gathered in a step
         forward, backward = Counter[int](), Counter[int]()
         for stage, passes in stages:
             units = units_of(stage, options)
@@ -224,7 +224,7 @@ def _gathers(passes: Iterable[bool], reshards: bool) -> tuple[int, int]:
     """How often a stage's weights are gathered in a step: for forwards, and for backwards.
 
     Args:
-        passes: of the stage in their order: True for a forward, False for a backward.
+        passes: the stage's passes in their order: True for a forward, False for a backward.
         reshards: whether the weights are freed after each forward.
     """
     whole, counts = False, [0, 0]

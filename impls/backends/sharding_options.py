@@ -21,28 +21,28 @@ class ShardingOptions(OptimizerOptions):
     Attributes:
         initialize: where the weights are before they are sharded: on the "meta" device, without memory, or
             all of them on the "device".
-        wrap: the units that are gathered at once: "blocks": each block, and the rest; "embedding": these, and
-            the word embedding apart, as in torchtitan; "whole": everything.
-        reshard_rest: free the rest after forward, as blocks are; torchtitan keeps it.
+        wrap: the units whose weights are gathered together: "blocks": each block, and the rest of the model;
+            "embedding": also the word embedding, as in torchtitan; "whole": the whole model is one unit.
+        reshard_rest: free the weights of the rest after forward, as those of blocks; torchtitan keeps them.
         reduce_dtype: the dtype of gradients while they are summed over ranks: the weights', or "fp32".
-        reduce_at: in whose backward gradients are summed over ranks: in "each" micro-batch's, or in the
-            "last" alone, until which each rank adds to whole gradients in the dtype of the sum
-            (``set_requires_gradient_sync``; accelerate 1.15, accelerator.py, ``no_sync``); "kept": so, and
-            backward does not free gathered weights until then (``set_reshard_after_backward``).
-        own_weights: where weights are that a rank shares with none, as experts that are spread over all
-            ranks: in "units" as the others, or "apart" from all (``ignored_params`` of fully_shard; NeMo
-            Automodel, components/moe/parallelizer.py, ``apply_fsdp``), with gradients of their own dtype.
+        reduce_at: the micro-batch in whose backward gradients are summed over ranks: "each", or the "last",
+            until which each rank adds to whole gradients in the dtype of the sum
+            (``set_requires_gradient_sync``; accelerate 1.15, accelerator.py, ``no_sync``); "kept": the last,
+            and gathered weights are not freed until then (``set_reshard_after_backward``).
+        own_weights: weights that no other rank shares, as experts that are spread over all ranks: in "units"
+            like other weights, or "apart" from all units (``ignored_params`` of fully_shard; NeMo Automodel,
+            components/moe/parallelizer.py, ``apply_fsdp``), with gradients of their own dtype.
         state_dtype: the dtype of the optimizer's state and gradients: "fp32" where the precision has masters,
             or the weights'.
-        frozen_dtype: the dtype of the shards of weights that are not trained, beside adapters: the
-            "weights"', or "fp32", as where a program loads its model in float32.
+        frozen_dtype: the dtype of the shards of weights that are frozen next to adapters: the "weights"', or
+            "fp32", as in a program that loads its model in float32.
         forward_prefetch, backward_prefetch: number of further blocks to gather when a block begins its
             forward or backward (``set_modules_to_forward_prefetch`` and ``set_modules_to_backward_prefetch``
             of torch's ``FSDPModule``). 0: torch's own choice.
         gradient_buffer_kib: KiB of a buffer that the device holds from set-up on: DeepSpeed's
             ``reduce_bucket_size`` elements of the dtype in which gradients are summed, with its
-            ``contiguous_gradients`` (runtime/zero/stage3.py); by default 5e8 of them, in bfloat16 976563 KiB.
-            What goes through it is not modelled.
+            ``contiguous_gradients`` (runtime/zero/stage3.py); its default is 5e8, in bfloat16 976563 KiB.
+            Copies through the buffer are not modelled.
         data_parallel_replicate_degree: groups of ranks of which each holds the whole model in shards, as
             torchtitan's setting of that name has them (hybrid sharding, HSDP; Zhao et al., arXiv 2304.11277,
             section 3.2.2). Consecutive ranks share a model. 1: all ranks share one.
@@ -56,8 +56,8 @@ class ShardingOptions(OptimizerOptions):
             false``, its default until August 2026 (runtime/zero/offload_config.py, commit 7dfa67ae).
 
     Raises:
-        ValueError: a number is negative, a word is none of these, or parameters are on the host without the
-            optimizer.
+        ValueError: a number is negative, an option has another word, or parameters are on the host without
+            the optimizer.
     """
 
     initialize: Literal["meta", "device"] = "meta"
@@ -111,12 +111,12 @@ class ShardingOptions(OptimizerOptions):
 
     @property
     def masters_on_host(self) -> bool:
-        """Whether the host has wider copies of the shards, which are on the device."""
+        """Whether the host has masters of the shards, which are on the device."""
         return self.optimizer == "host" and self.parameters == "device"
 
     @property
     def host_layout(self) -> HostLayout:
-        """How the host holds the state of an optimizer that is there alone."""
+        """How the host holds the optimizer's state if the shards are on the device."""
         return replace(DEEPSPEED_STAGE_3, pinned_gradients=self.pinned_gradients)
 
     def sharing(self, ranks: int) -> int:
@@ -160,10 +160,10 @@ class ShardingOptions(OptimizerOptions):
 
 
 def units_of(module: nn.Module, options: ShardingOptions) -> list[nn.Module]:
-    """The modules whose weights are gathered apart from the rest.
+    """The modules whose weights are gathered as units of their own, apart from the rest of the model.
 
     Raises:
-        Unsupported: the word embedding is wanted, but the model has none that it uses for nothing else.
+        Unsupported: the embedding must be a unit, but the model has none or uses it for the head too.
     """
     blocks = [*getattr(module, "blocks", nn.ModuleDict()).values()]
     later = not getattr(module, "stage", ONE_STAGE).first

@@ -1,7 +1,7 @@
 """A module without a wrapper around it: gradients where backward makes them, and torch's optimizer.
 
-So do Hugging Face's Trainer and others on one card. Replicas sum each gradient after backward, as a loop
-over parameters does.
+Hugging Face's Trainer and others train like this on one card. Replicas sum each gradient after backward, as a
+loop over parameters does.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class UnwrappedOptions(OptimizerOptions):
     """Options of :class:`Unwrapped`.
 
     Attributes:
-        state_dtype: of the optimizer's weights and moments: "fp32", with masters beside weights of half
-            precision; "weights": theirs.
+        state_dtype: the dtype of the optimizer's weights and moments: "fp32", with masters of half-precision
+            weights; "weights": the dtype of the weights.
     """
 
     state_dtype: Literal["fp32", "weights"] = "fp32"

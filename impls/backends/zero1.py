@@ -1,24 +1,24 @@
 """ZeRO-1 (Rajbhandari et al., arXiv 1910.02054, section 5): gradients as under DDP, the optimizer sharded.
 
 A rank updates its shard of the float32 masters and all-gathers the weights, which are views of one flat
-tensor. With ``shards: whole`` ranks update whole parameters, so that shards are uneven, and each broadcasts
-its own in turn, as with InternEvo's HybridZeroOptimizer; torch's ZeroRedundancyOptimizer does so too, and has
-no master weights.
+tensor. With ``shards: whole`` ranks update whole parameters, so that shards are uneven, and each rank
+broadcasts its own in turn, as in InternEvo's HybridZeroOptimizer and in torch's ZeroRedundancyOptimizer,
+which has no master weights.
 
-With ``gradients: late`` they are summed as in DeepSpeed's stage 1, see :class:`LateGradients`: a rank holds
-no gradient while forward runs, and after backward its shard alone.
+With ``gradients: late`` gradients are summed as in DeepSpeed's stage 1, see :class:`LateGradients`: a rank
+holds no gradient while forward runs, and after backward only its shard.
 
 With ``optimizer: host``, as in DeepSpeed's offload_optimizer of ZeRO-1, the device has no copy of a shard. A
 gradient's part is copied to the host in float32, and the shard comes back into the flat tensor.
 
-Gradients that stay whole until backward has ended, and are then summed in a buffer, as in DeepSpeed's
-ZeRO-1 without ``overlap_comm`` (runtime/zero/stage_1_and_2.py, commit c4b1a8c: ``reduce_gradients``,
+Late gradients stay whole until backward has ended, and are then summed in a buffer, as in DeepSpeed's ZeRO-1
+without ``overlap_comm`` (runtime/zero/stage_1_and_2.py, commit c4b1a8c: ``reduce_gradients``,
 ``reduce_independent_p_g_buckets_and_remove_grads``).
 
 Backward fills each parameter's ``.grad`` and sends nothing; forward has neither gradients nor a buffer. After
-the last backward, gradients are copied into the buffer one after another and freed. When the next one has no
-room, the buffer's content is summed, and the rank's part is taken out before the buffer is filled again. A
-gradient larger than the buffer is summed where it is.
+the last backward, gradients are copied into the buffer one after another and freed. When the next gradient
+has no room, the buffer's content is summed, and the rank's part is taken out before the buffer is filled
+again. A gradient larger than the buffer is summed in its own memory.
 """
 
 from __future__ import annotations
@@ -48,31 +48,31 @@ from spbench.impls.place import Place
 from spbench.impls.rings import wait_for_device
 from spbench.impls.traffic import Traffic
 
-#: of a parameter and its gradient, summed and flat
+#: a function that takes a parameter and its summed, flat gradient
 Take = Callable[[nn.Parameter, Tensor], None]
 
 
 class LateGradients:
-    """Sums gradients after backward.
+    """Sums whole gradients in a buffer after the last backward.
 
     Args:
-        summed: parameters in the order of registration, by the group over which to sum.
-        elements: size of the buffer.
+        summed: parameters in the order of registration, by the group over which gradients are summed.
+        elements: number of elements of the buffer.
     """
 
     def __init__(self, summed: Iterable[tuple[dist.ProcessGroup | None, list[nn.Parameter]]], elements: int):
         self.summed, self.elements = list(summed), elements
-        #: from the beginning of the last backward until the gradients are summed
+        #: exists from the beginning of the last backward until the gradients are summed
         self.buffer: Tensor | None = None
 
     def zero(self) -> None:
-        """Before a step."""
+        """Before a step: free all gradients."""
         for _, parameters in self.summed:
             for p in parameters:
                 p.grad = None
 
     def expect_last(self) -> None:
-        """Before the last backward of a step, through the model or one of its stages."""
+        """Allocate the buffer, before the last backward of a step through the model or one of its stages."""
         if self.buffer is None and self.summed:
             like = self.summed[0][1][0]
             self.buffer = torch.empty(self.elements, dtype=like.dtype, device=like.device)
@@ -93,7 +93,7 @@ class LateGradients:
         if not parameters:
             return
         sizes = [p.numel() for p in parameters]
-        if sum(sizes) > self.elements:  # one that is larger than the buffer
+        if sum(sizes) > self.elements:  # one gradient that is larger than the buffer
             whole = _gradient(parameters[0])
         else:
             assert self.buffer is not None, "no backward was said to be the last"
@@ -117,15 +117,15 @@ class ShardedOptimizerOptions(OptimizerOptions):
     """Options of :class:`ShardedOptimizer`.
 
     Attributes:
-        gradients: "buckets": summed in backward, in buckets that stay, as under DDP; "late": summed after
+        gradients: "buckets": summed in backward, in buckets that are kept, as under DDP; "late": summed after
             backward, in a buffer, as in DeepSpeed.
         bucket_elements: elements of the buffer for "late" gradients, DeepSpeed's ``reduce_bucket_size``.
-        shards: "even": of equal lengths, all-gathered; "whole": of whole parameters, broadcast rank by rank
-            after the host has waited for the updates.
+        shards: "even": shards of equal lengths, all-gathered; "whole": shards of whole parameters, broadcast
+            rank by rank after the host has waited for the updates.
 
     Raises:
-        ValueError: a word is none of these, the buffer has no elements, or whole parameters are asked for
-            with late gradients or an optimizer on the host.
+        ValueError: an option has another word, the buffer has no elements, or ``shards: whole`` is set with
+            late gradients or an optimizer on the host.
     """
 
     gradients: Literal["buckets", "late"] = "buckets"
@@ -153,7 +153,7 @@ class ShardedOptimizer(DistributedDataParallel):
         sums = list(self.summed())
         self.units, self.flats = [], []
         for group, parameters in sums:
-            # where the host has the masters, the device's shard is a part of the flat tensor alone
+            # if the host has the masters, the device's shard is only a view of the flat tensor
             held = replace(self.precision, master=False) if self.on_host else self.precision
             by_name = {self.names[p]: p for p in parameters}
             unit = FlatShard(by_name, group, held, whole=self.options.shards == "whole")
@@ -167,7 +167,7 @@ class ShardedOptimizer(DistributedDataParallel):
             self.units.append(unit)
             self.flats.append(flat)
         self.parameters = {name: p for p, name in self.names.items()}
-        #: gradients that are summed after backward; None: in buckets
+        #: sums gradients after backward; None: buckets sum them in backward
         self.late: LateGradients | None = None
         if self.options.gradients == "late":
             self.late = LateGradients(sums, self.options.bucket_elements)
@@ -214,7 +214,7 @@ class ShardedOptimizer(DistributedDataParallel):
         self.late.finish(take)
 
     def _late_parts(self) -> dict[str, HeldPart]:
-        """The shards' part of each gradient that is summed after backward."""
+        """The part of each late gradient that lies in this rank's shards, by parameter name."""
         parts, optimizer = {}, self.optimizer
         for number, unit in enumerate(self.units):
             held = optimizer.gradient(number) if isinstance(optimizer, HostOptimizer) else unit.gradient
@@ -248,7 +248,7 @@ class ShardedOptimizer(DistributedDataParallel):
                 all_gather_flat(weights, unit.group, into=flat)
 
     def _broadcast(self, unit: FlatShard, weights: Tensor, flat: Tensor) -> None:
-        """The updated weights of each rank into the flat tensor of all, one rank after another."""
+        """Broadcast each rank's updated weights into the flat tensor of all weights, rank by rank."""
         shards = unit.shards(flat)
         shards[unit.rank].copy_(weights)
         wait_for_device(flat)
@@ -287,7 +287,7 @@ class ShardedOptimizer(DistributedDataParallel):
     @classmethod
     def cuts(cls, step: PlannedStep) -> Hashable:
         assert isinstance(step.options, ShardedOptimizerOptions)
-        if step.options.gradients == "late":  # the buffer holds some of all, whatever it has room for
+        if step.options.gradients == "late":  # the buffer may hold gradients of any layers
             return step.shapes()
         found: list[Hashable] = []
         module = step.build().to(step.precision.parameters)

@@ -1,8 +1,8 @@
 """A causal transformer with softmax attention, as Llama (arXiv 2302.13971): RoPE, RMS norms, SwiGLU.
 
-With ``kv_heads`` it has the grouped queries of Llama 3 (arXiv 2407.21783), with ``qk_norm`` too those of
-Qwen3 (arXiv 2505.09388); with layer norms, biases, learned positions and dropout it is GPT-3
-(:mod:`spbench.impls.models.gpt`).
+The option ``kv_heads`` gives the model the grouped queries of Llama 3 (arXiv 2407.21783), and ``qk_norm`` the
+normalised queries and keys of Qwen3 (arXiv 2505.09388). With layer norms, biases, learned positions and
+dropout the model is GPT-3 (:mod:`spbench.impls.models.gpt`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from spbench.impls.models.blocks.softmax_mixer import SoftmaxAttention
 from spbench.impls.models.blocks.softmax_options import KERNELS, LatentOptions
 from spbench.impls.options import check_choices
 
-#: for verification: two of four ranks' chunks of 24 positions, one of three ranks'
+#: the window for verification, of 24 positions: two chunks of one of four ranks, one chunk of one of three
 TINY_WINDOW = 8
 
-#: of an MLP: its activation, and whether a second projection gates it
+#: the MLPs by the values of the option ``mlp``: the activation, and whether a second projection is the gate
 MLPS = {
     "swiglu": ("silu", True),
     "geglu": ("gelu", True),
@@ -42,33 +42,33 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
     """The options of a causal transformer with softmax attention in every layer.
 
     Attributes:
-        norm: "rms", or "layer" (with a bias).
-        norms: where they stand: "before" the mixer and the MLP, "behind" each of them (OLMo 2, arXiv
-            2501.00656), "around" (Gemma 2, arXiv 2408.00118), or one before both, "shared" (Phi-2,
+        norm: the kind of norms: "rms", or "layer" (with a bias).
+        norms: the place of norms: "before" the mixer and the MLP, "behind" each of the two (OLMo 2, arXiv
+            2501.00656), "around" each (Gemma 2, arXiv 2408.00118), or "shared", one before both (Phi-2,
             Falcon-7B; with parallel_residual).
-        embedding_scaled: embedded words are multiplied by the root of ``hidden`` (Gemma).
-        logit_cap: c of logits that are c tanh(x / c) (Gemma 2); 0: none.
+        embedding_scaled: whether embedded words are multiplied by the root of ``hidden`` (Gemma).
+        logit_cap: c, where logits x become c tanh(x / c) (Gemma 2); 0: logits stay as they are.
         mlp: a key of MLPS; "gelu" is the tanh approximation.
-        biases: whether all projections but the head have one.
-        qkv_bias: of the projection to queries, keys and values alone (Qwen2, arXiv 2407.10671).
+        biases: whether all projections but the head have biases.
+        qkv_bias: whether the projection to queries, keys and values has a bias (Qwen2, arXiv 2407.10671).
         position: "rotary", "learned" or "none".
         max_positions: rows of the table of learned positions.
-        rotary_base: of RoPE's angles.
-        rotary_share: of each head's features that RoPE turns (GPT-NeoX-20B, arXiv 2204.06745: 0.25).
-        parallel_residual: the MLP has the input of attention, and both results are added to it (the same).
+        rotary_base: the base of RoPE's angles.
+        rotary_share: the share of a head's features that RoPE turns (GPT-NeoX-20B, arXiv 2204.06745: 0.25).
+        parallel_residual: whether attention and MLP take the same input, to which both results are added.
             Under tensor parallelism a layer makes two sums over ranks, where GPT-NeoX's own code makes one.
-        dropout: of the embedding, and of what is added to the hidden states.
-        attention_dropout: of attention's probabilities.
-        attention: its kernel, one of :data:`KERNELS`.
-        window: positions that a position attends to at most, with its own, in every layer: query i sees keys
-            j with i - window < j <= i (``sliding_window`` of Mistral 7B, arXiv 2310.06825); None: all.
-        sinks: each head has a learned logit that joins the softmax's denominator (gpt-oss, arXiv 2508.10925).
-        loader_mask: hold a boolean mask [B, 1, L, L] while forward of the first or the last pipeline stage
-            runs, as Megatron-LM's data loader makes one (unless --no-create-attention-mask-in-dataloader),
-            though no kernel of a causal model reads it.
-    """
+        dropout: the dropout of the embedding and of the results of mixers and MLPs.
+        attention_dropout: the dropout of attention's probabilities.
+        attention: the kernel of attention, one of :data:`KERNELS`.
+        window: the most positions that a position attends to in every layer, itself included: query i sees
+            keys j with i - window < j <= i (``sliding_window`` of Mistral 7B, arXiv 2310.06825); None: all.
+        sinks: whether each head has a learned logit that joins the softmax's denominator (gpt-oss, arXiv
+            2508.10925).
+        loader_mask: whether forward of the first and the last pipeline stage holds a boolean mask
+            [B, 1, L, L], which no kernel reads, as Megatron-LM's data loader makes one without
+            --no-create-attention-mask-in-dataloader."""
 
-    norm: str = "rms"  # type: ignore[misc]  # options here, constants of other decoders
+    norm: str = "rms"  # type: ignore[misc]  # an option of this model, a constant of other decoders
     norms: str = "before"  # type: ignore[misc]
     embedding_scaled: bool = False  # type: ignore[misc]
     logit_cap: float = 0.0  # type: ignore[misc]
@@ -127,17 +127,17 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
         return self.attention
 
     def shrunk(self) -> Self:
-        # a quarter of a small head's features would be no pair
+        # rotary_share becomes 0.5, because a quarter of a small head's features may be an odd number
         few = replace(self, **self.small_latent) if self.kv_lora_rank else self
         smaller = super(CausalTransformerModel, few).shrunk()
-        if self.window is not None:  # several of a rank's chunks in a sequence for verification
+        if self.window is not None:  # a window that is shorter than verification's sequences
             smaller = replace(smaller, window=TINY_WINDOW)
         return smaller if self.rotary_share == 1 else replace(smaller, rotary_share=0.5)
 
     def attended(self, seq_len: int) -> Attended:
         mixers = [self.mixing(layer) for layer in range(min(self.layers, self.period))]
         windows = {m.window if isinstance(m, SoftmaxAttention) else None for m in mixers}
-        # of all layers, so none where they differ
+        # the window that all layers share; None where layers differ
         return super().attended(seq_len).in_layer(windows.pop() if len(windows) == 1 else None, seq_len)
 
     @property
@@ -170,7 +170,7 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
             {"library": "transformer-engine", "cross_entropy": "in_place", "recompute": "selective"}
             | dict(self._with_norms("behind")),
             {"library": "megatron-local", "attention": "unfused", "recompute": "full", "recompute_layers": 2},
-            # keys whose bias is alone have a gradient of it that is zero but for rounding, without RoPE
+            # no separate projections with biases: without RoPE a key's bias has a gradient of rounding errors
             {"separate_projections": not self.biases, "recompute": "operators"},
             {"window": TINY_WINDOW, "sinks": True, **self._with_norms("around")},
             *self.latent_variants(),
@@ -178,7 +178,7 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
         ]
 
     def _with_norms(self, norms: str) -> Mapping[str, Any]:
-        """Options of norms in that place, where the model may have them, and of what stands beside them."""
+        """The options of a variant with norms at ``norms``, or at another place that this model allows."""
         if self.biases or self.parallel_residual:
             return {"norms": "shared"} if self.parallel_residual and norms == "behind" else {}
         if norms == "around":  # as Gemma 2
@@ -186,7 +186,7 @@ class CausalTransformerModel(LatentOptions, DecoderModel):
         return {"norms": norms, **({"qk_norm_over": "all"} if self.qk_norm else {})}
 
 
-#: what the sizes of Llama 3 share
+#: the options that all sizes of Llama 3 share
 _LLAMA_3: Mapping[str, Any] = {
     "kv_heads": 8,
     "vocabulary": 128256,
@@ -194,7 +194,7 @@ _LLAMA_3: Mapping[str, Any] = {
     "norm_epsilon": 1e-5,
 }
 
-#: what the sizes of Mixtral share
+#: the options that both sizes of Mixtral share
 _MIXTRAL: Mapping[str, Any] = {
     "kv_heads": 8,
     "rotary_base": 1e6,
@@ -205,7 +205,7 @@ _MIXTRAL: Mapping[str, Any] = {
     "aux_loss": "batch",
     "aux_weight": 0.02,
 }
-#: what those of Qwen3 with experts share
+#: the options that both sizes of Qwen3 with experts share
 _QWEN3_MOE: Mapping[str, Any] = {
     "head_dim": 128,
     "qk_norm": True,
@@ -250,9 +250,9 @@ PRESETS = {
     "qwen3-235b-a22b": CausalTransformerModel(
         **_QWEN3_MOE, layers=94, hidden=4096, heads=64, kv_heads=4, inner=12288, expert_inner=1536
     ),
-    # the text model of meta-llama/Llama-4-Scout-17B-16E's config.json. Its attention is chunked in three of
-    # four layers, which to 8,192 positions is the same, and its norms of queries and keys have no weights:
-    # both are left out, and every layer has RoPE
+    # the text model of meta-llama/Llama-4-Scout-17B-16E's config.json. Left out are attention in chunks of
+    # 8,192 positions in three of four layers (the same up to that length), and norms of queries and keys,
+    # which have no weights; every layer has RoPE
     "llama4-scout": CausalTransformerModel(
         layers=48,
         hidden=5120,
@@ -270,11 +270,11 @@ PRESETS = {
         aux_loss="batch",
         aux_weight=0.001,
     ),
-    # 12 experts are shared out among 2, 3 or 4 ranks
+    # 2, 3 or 4 ranks divide 12 experts
     "moe-tiny": CausalTransformerModel(
         **TINY_SIZES, kv_heads=4, experts=12, experts_per_token=3, expert_inner=24, router_normalized=True
     ),
     "causal-transformer-tiny": CausalTransformerModel(**TINY_SIZES),
-    # 4 heads of keys and values are split over 2 or 4 ranks, and held by several of 12
+    # 2 or 4 ranks split 4 heads of keys and values; of 12 ranks several hold each head
     "causal-transformer-tiny-gqa": CausalTransformerModel(**TINY_SIZES, kv_heads=4, qk_norm=True),
 }

@@ -1,5 +1,5 @@
 """DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437), and Moonlight (arXiv 2502.16982), which has V3's
-layers: latent attention, a few experts of many beside shared ones, and multi-token prediction."""
+layers: latent attention, routed and shared experts, and multi-token prediction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spbench.impls.models.blocks.decoder import TINY_SIZES
 from spbench.impls.models.blocks.softmax_options import TINY_LATENT
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 
-#: what all share: the sizes of a head, and experts of which the sequence-wise loss balances the load
+#: the options that all presets share: the sizes of a head, and a loss that balances experts by sequence
 _ALL: Mapping[str, Any] = {
     "kv_lora_rank": 512,
     "qk_nope_head_dim": 128,
@@ -19,9 +19,9 @@ _ALL: Mapping[str, Any] = {
     "aux_loss": "sequence",
     "aux_weight": 0.001,
 }
-#: V2: the largest softmax scores of all experts, which are not normalised
+#: V2's options; its router takes the largest softmax scores, without normalising them
 _V2: Mapping[str, Any] = {**_ALL, "vocabulary": 102400, "experts_per_token": 6, "dense_layers": 1}
-#: V3: sigmoid scores, chosen with a bias that balances the load
+#: V3's options: sigmoid scores, and a bias of the choice that balances the load
 _V3: Mapping[str, Any] = {**_ALL, "router": "sigmoid", "router_bias": True, "router_normalized": True}
 
 PRESETS = {

@@ -1,5 +1,5 @@
-"""GPT-3 (Brown et al., arXiv 2005.14165) as Megatron-LM trains it: layer norms before each half of a layer,
-learned positions, biases, GELU, dropout, a head that shares the weights of the word embedding."""
+"""GPT-3 (Brown et al., arXiv 2005.14165) as Megatron-LM trains this model: layer norms before each half of a
+layer, learned positions, biases, GELU, dropout, a head that shares the weights of the word embedding."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ PRESETS = {
     # arXiv 2005.14165, table 2.1: "GPT-3 6.7B" and "GPT-3 175B"
     "gpt3-7b": CausalTransformerModel(**_GPT, **_DROPOUT, layers=32, hidden=4096, heads=32, inner=16384),
     "gpt3-175b": CausalTransformerModel(**_GPT, **_DROPOUT, layers=96, hidden=12288, heads=96, inner=49152),
-    # for verification, without dropout, whose masks follow the layout of tensors
+    # for verification, without dropout, because dropout's masks depend on the layout of tensors
     "gpt3-tiny": CausalTransformerModel(**{**_GPT, **TINY_SIZES, "vocabulary_multiple": 1}, max_positions=64),
 }

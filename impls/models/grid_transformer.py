@@ -1,13 +1,12 @@
 """A transformer over a grid of any number of dims, whose layers attend along one dim after another, as
 single-device code.
 
-It is what models of images, videos and volumes have in common when their attention is axial (arXiv
-1912.12180), and it lets strategies be checked on other numbers of dims than the two of :mod:`st_dit`. It
-predicts the noise in a latent, without the time step of the diffusion as an input: that would change no
-message and hardly any work.
+Models of images, videos and volumes with axial attention (arXiv 1912.12180) have such layers. The model
+serves to check strategies on other numbers of dims than the two of :mod:`st_dit`. It predicts the noise in a
+latent. The time step of the diffusion is no input, because it would change no message and hardly any work.
 
-Shape letters: B batch, n1, .., nK the grid (this rank's part of it, where a strategy cuts it), H hidden.
-"""
+Shape letters: B batch, n1, .., nK the grid (this rank's part of it, where a strategy cuts it), H hidden, C
+channels of a token."""
 
 from __future__ import annotations
 
@@ -36,11 +35,11 @@ from spbench.impls.strategies.layers import Linear
 
 @dataclass(frozen=True)
 class GridTransformerModel(GridModel):
-    """The options of a transformer over a grid, beside those of all grids.
+    """The options of a transformer over a grid, with those of :class:`GridModel`.
 
     Attributes:
-        leading: sizes of the dims of the grid but the last.
-        norm_epsilon: added to the variance in every norm.
+        leading: the sizes of the grid's dims but the last.
+        norm_epsilon: the number that every norm adds to the variance.
     """
 
     leading: tuple[int, ...] = (16,)
@@ -62,11 +61,11 @@ class GridTransformerModel(GridModel):
         return [*sites, Site("parameters", 1, self.parameters())]
 
     def parameters(self) -> dict[str, int]:
-        """Counts of parameters: all ``elements``, and of them those that can be ``split`` over features."""
+        """Counts of parameters: ``elements``, all; ``split``, those that ranks can split over features."""
         h, channels, dims = self.hidden, self.token_channels, len(self.grid_dims)
-        # matrices and the biases of those that open a block
+        # matrices, and biases of the projections that open an attention or an MLP
         split = self.layers * (dims * (4 * h * h + 3 * h) + 8 * h * h + 4 * h)
-        others = self.layers * (dims + 1) * 3 * h  # a bias and a norm each
+        others = self.layers * (dims + 1) * 3 * h  # a bias and a norm of each attention and MLP
         ends = (channels + 1) * h + 2 * h + channels * (h + 1)
         return {"elements": split + others + ends, "split": split}
 
@@ -80,8 +79,8 @@ class GridTransformerModel(GridModel):
 
 
 class AxialBlock(nn.Module):
-    """The grid [B, n1, .., nK, H] -> the grid, as the last stage needs it laid out, recomputed in backward if
-    asked for."""
+    """A layer of the grid [B, n1, .., nK, H]: attention along each dim, then an MLP. It returns the grid in
+    the layout of the last attention. With ``checkpointing`` backward recomputes the layer."""
 
     def __init__(self, model: GridTransformerModel, strategy: Strategy, planned: list[int | None]):
         super().__init__()
@@ -105,9 +104,9 @@ class AxialBlock(nn.Module):
 
 
 class GridTransformer(nn.Module):
-    """``forward(inputs)`` returns ``predicted`` noise [B, n1, .., nK, C] of a token's channels, and where
-    there is ``noise`` in the inputs ``loss``, this rank's share, the same as ``noise_loss``, and
-    ``token_loss`` [B, n1, .., nK]."""
+    """The model's module. ``forward(inputs)`` returns ``predicted`` noise [B, n1, .., nK, C]; if the inputs
+    have ``noise``, also ``token_loss`` [B, n1, .., nK] and this rank's share of the loss, as ``loss`` and as
+    ``noise_loss``."""
 
     unbatched: frozenset[str] = frozenset()
 
@@ -137,8 +136,8 @@ class GridTransformer(nn.Module):
 PRESETS = {
     # the sizes of st-dit-xl, without text and time
     "transformer-2d": GridTransformerModel(layers=28, hidden=1152, heads=16, patch=4),
-    # for verification: 12 heads and places divide by 1, 2, 3 and 4; of 24 positions the other dims have 2,
-    # which 3 and 4 do not divide. So large an epsilon, or half precisions would compare noise of norms
+    # for verification: 1 to 4 ranks divide 12 heads and 12 places, but 3 and 4 do not divide the 2 positions
+    # of other dims. Norms have a large epsilon, because half precisions would otherwise compare noise
     "transformer-2d-tiny": GridTransformerModel(
         layers=2, hidden=24, heads=12, leading=(12,), norm_epsilon=0.1
     ),

@@ -1,9 +1,8 @@
-"""Hybrids: causal transformers in some of whose layers a recurrence mixes the tokens instead of softmax
-attention.
+"""Hybrids: causal transformers in which some layers have a recurrence in place of softmax attention.
 
-Which layer has what is a pattern of letters that repeats: three layers of Gated DeltaNet to one of softmax
-attention as Qwen3-Next, seven of lightning attention to one as MiniMax-01 (arXiv 2501.08313), Mamba-2 as
-Nemotron-H (arXiv 2504.03624).
+A repeating pattern of letters names the mixer of each layer. For example, Qwen3-Next has three layers of
+Gated DeltaNet to one of softmax attention, MiniMax-01 (arXiv 2501.08313) seven of lightning attention to one,
+and Nemotron-H (arXiv 2504.03624) has Mamba-2.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from spbench.impls.options import check_choices
 from spbench.impls.strategies.base import Strategy
 
 RECURRENCES: Mapping[str, Callable[..., RecurrentLayer]] = {"G": GatedDeltaNet, "M": Mamba2}
-#: letters of a pattern, and what mixes the tokens in a layer of that letter
+#: the mixer of a layer by the layer's letter in a pattern
 LETTERS = {
     "S": "softmax attention",
     "W": "the same in a sliding window",
@@ -47,7 +46,7 @@ LETTERS = {
     "G": "Gated DeltaNet",
     "M": "Mamba-2",
 }
-#: what may stand behind a letter: the layer's MLP, or its experts
+#: the signs that may follow a letter: the layer has an MLP, or experts
 MLP, EXPERTS = "-", "E"
 
 
@@ -56,22 +55,21 @@ class HybridModel(CausalTransformerModel):
     """The options of a hybrid.
 
     Attributes:
-        pattern: a letter of :data:`LETTERS` for each layer, again and again. Each layer has an MLP, or
-            experts as options say. Where there are dashes or Es, layers with a dash behind their letter have
-            an MLP, those with an E experts, and the others neither, as in Nemotron-H's patterns.
-        output_gate: whether the output of softmax attention has a gate, as Qwen3-Next's.
-        window: of layers W alone; see :class:`CausalTransformerModel`.
-        window_rotary_base: of RoPE's angles in these (Gemma 3, arXiv 2503.19786); None: as in the others.
-        state_heads: Z of layers of Gated DeltaNet or Mamba-2.
-        state_key_heads: G of these.
-        key_size: D of these.
-        value_size: A of these.
-        convolution: W of these.
-        recurrence: how these are computed, one of :data:`WAYS`.
-        autotune_states_kib: of the buffer that Triton writes to while it times a recurrence's kernels before
-            their first call; see :func:`timed`. 0: it did so before.
-        state_processors: multiprocessors of the card, over which backward of Mamba-2 spreads the heads of a
-            group, with a sum for each share of them. 0: one sum.
+        pattern: a letter of :data:`LETTERS` for each layer, repeated. If the pattern has no dash and no E,
+            each layer has an MLP, or experts as the options say. Otherwise a layer has an MLP if a dash
+            follows its letter, experts if an E does, and else neither, as in Nemotron-H's patterns.
+        output_gate: whether the output of softmax attention has a gate, as in Qwen3-Next.
+        window: the window of layers W; see :class:`CausalTransformerModel`.
+        window_rotary_base: the base of RoPE's angles in layers W (Gemma 3, arXiv 2503.19786); None:
+            ``rotary_base``.
+        state_heads, state_key_heads: Z and G, heads of values and of keys in layers G and M.
+        key_size, value_size: D and A, the sizes of a key and of a value in layers G and M.
+        convolution: the positions that a short convolution sees in layers G and M.
+        recurrence: how layers G and M are computed, one of :data:`WAYS`.
+        autotune_states_kib: KiB of the buffer that Triton writes to while it times a recurrence's kernels
+            before their first call; see :func:`timed`. 0: the kernels were timed earlier.
+        state_processors: the card's multiprocessors, over which backward of Mamba-2 spreads the heads of a
+            group, with a partial sum for each share of heads. 0: one sum.
     """
 
     pattern: str = "S"
@@ -121,7 +119,7 @@ class HybridModel(CausalTransformerModel):
 
     @property
     def _layers(self) -> list[str]:
-        """Each layer of the pattern: its letter, and what is behind it."""
+        """The layers of the pattern, each a letter and the dash or E that may follow the letter."""
         return re.findall(f".[{EXPERTS}{MLP}]*", self.pattern)
 
     def _layer(self, number: int) -> str:
@@ -157,18 +155,18 @@ class HybridModel(CausalTransformerModel):
         return softmax if base is None or letter != "W" else replace(softmax, rotary_base=base)
 
     def variants(self) -> list[Mapping[str, Any]]:
-        # 3 heads cannot be split over 2 or 4
+        # 2 or 4 ranks cannot split 3 heads
         three = {"heads": 3, "kv_heads": None, "state_heads": 3, "state_key_heads": 1}
-        # a start right before, and one at, an edge of ranks; one document longer than a rank
+        # documents that begin right before and right at a boundary of ranks, one longer than a rank's chunk
         documents = {"documents": (5, 1, 11, 7)}
-        # windows in some layers alone, as gpt-oss; longer than documents, and shorter
+        # windows only in some layers, as in gpt-oss, shorter than documents
         windows = {"pattern": "WS", "window": 5, "sinks": True, "documents": (17, 7)}
         windows |= {"window_rotary_base": 100.0} if self.position == "rotary" else {}
         softmax = [windows] if "S" in self.pattern else []
         return [{"checkpointing": True}, three, documents, *softmax, *self.expert_variants()]
 
     def shrunk(self) -> Self:
-        # a layer of each kind, of which one of softmax attention, if any, comes first: its options need it
+        # a layer of each kind; softmax attention comes first, because its options need such a layer
         kinds = sorted(dict.fromkeys(self._layers), key=lambda layer: layer[0] not in "SW")
         few = replace(self, pattern="".join(kinds), **_TINY_STATES)
         return replace(super(HybridModel, few).shrunk(), layers=len(kinds))
@@ -177,7 +175,7 @@ class HybridModel(CausalTransformerModel):
 _TINY_STATES: Mapping[str, Any] = {"state_heads": 12, "state_key_heads": 4, "key_size": 4, "value_size": 8}
 _TINY: Mapping[str, Any] = {**TINY_SIZES, **_TINY_STATES}
 
-#: of Qwen3-Next, but for what follows the mixers
+#: Qwen3-Next's options, but for its experts
 _QWEN3_NEXT: Mapping[str, Any] = {
     "pattern": "GGGS",
     "layers": 48,
@@ -191,12 +189,12 @@ _QWEN3_NEXT: Mapping[str, Any] = {
     "rotary_share": 0.25,
     "vocabulary": 151936,
 }
-#: what NVIDIA's Nemotron models share, which have no position embeddings
+#: the options that NVIDIA's Nemotron models share; the models have no position embeddings
 _NEMOTRON: Mapping[str, Any] = {"heads": 32, "mlp": "squared_relu", "position": "none", "value_size": 64} | {
     "vocabulary": 131072,
     "norm_epsilon": 1e-5,
 }
-#: what the sizes of gpt-oss share
+#: the options that both sizes of gpt-oss share
 _GPT_OSS: Mapping[str, Any] = {
     "pattern": "WS",
     "window": 128,
@@ -233,8 +231,8 @@ PRESETS = {
         aux_loss="batch",
         aux_weight=0.001,
     ),
-    # the same but for the experts: each layer has one MLP of as many features as the ten experts and the
-    # shared one that a token meets
+    # Qwen3-Next with an MLP in place of experts, of as many features as the ten experts and the shared expert
+    # of a token have together
     "qwen3-next-dense": HybridModel(**_QWEN3_NEXT, inner=5632),
     # openai/gpt-oss-20b's and 120b's config.json (arXiv 2508.10925)
     "gpt-oss-20b": HybridModel(**_GPT_OSS, layers=24, experts=32),
@@ -258,8 +256,8 @@ PRESETS = {
         router_scale=2.5,
         router_bias=True,
     ),
-    # MiniMax-Text-01 (arXiv 2501.08313, section 2), but for the experts: one MLP of as many features as the
-    # two that a token meets; lightning attention as TransNormerLLM has it, whose gate has no sigmoid
+    # MiniMax-Text-01 (arXiv 2501.08313, section 2), with an MLP of as many features as a token's two experts
+    # in place of experts, and TransNormerLLM's lightning attention, whose gate has no sigmoid
     "minimax-01-dense": HybridModel(
         pattern="LLLLLLLS",
         layers=80,

@@ -1,7 +1,7 @@
 """Linear-Llama3, the model of LASP-2's paper (arXiv 2502.07563): Llama 3 with linear attention for softmax.
 
-Basic linear attention without decay or gate, SiLU on queries and keys and a norm of each head's output, as
-the script of the authors sets them. Hybrids keep softmax attention with RoPE in some layers.
+The linear attention is the basic one of the authors' script: no decay, no gate, SiLU on queries and keys, and
+a norm of each head's output. Hybrids keep softmax attention with RoPE in some layers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ class LinearLlamaModel(DecoderModel):
     """The options of a Llama with linear attention.
 
     Attributes:
-        vocabulary: Llama 3's.
-        softmax_every: n: every n-th layer has softmax attention (4: the paper's quarter hybrid); None: none.
-        output_gate: linear attention's output is multiplied by a projection of the layer's input, as the
-            authors' code does (o_gate_proj) and the paper does not say.
+        vocabulary: rows of the word embedding before padding; Llama 3's by default.
+        softmax_every: n, where every n-th layer has softmax attention (4: the paper's quarter hybrid); None:
+            no layer has.
+        output_gate: whether a projection of the layer's input multiplies linear attention's output, as in the
+            authors' code (o_gate_proj), but not in the paper.
     """
 
     vocabulary: int = 128256
@@ -40,15 +41,15 @@ class LinearLlamaModel(DecoderModel):
         return self.softmax_every or 1
 
     def variants(self) -> list[Mapping[str, Any]]:
-        # a hybrid asks nothing of a strategy that its two kinds of layers do not
+        # a hybrid has no other sites than its two kinds of layers, which other presets verify
         return [{"checkpointing": True}] if self.softmax_every else super().variants()
 
 
 PRESETS = {
     # the authors' script for 1B (OpenSparseLLMs/Linear-MoE, run_pretrain_mcore_llama.sh) has inner width
     # 8192, 32 heads and an untied head: 1.07e9 parameters are in the layers, which makes the "1B", and 0.53e9
-    # in the two tables. It asks for groups of heads too, but the authors' layer (linear_attention.py) gives
-    # each head keys and values of its own. That layer's output gate is an option, for the paper has none
+    # in embedding and head. The script also asks for groups of heads, but the authors' layer
+    # (linear_attention.py) gives each head its own keys and values. Its gate is an option: the paper has none
     "linear-llama3-1b": LinearLlamaModel(layers=16, hidden=2048, heads=32, inner=8192),
     "linear-llama3-tiny": LinearLlamaModel(**TINY_SIZES),
     "linear-llama3-tiny-hybrid": LinearLlamaModel(**TINY_SIZES, softmax_every=2),

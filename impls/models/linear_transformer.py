@@ -1,9 +1,9 @@
 """A plain linear transformer (Katharopoulos et al., arXiv 2006.16236), the second model of LASP's paper.
 
-elu(x) + 1 on queries and keys, no decay, no gate, an MLP with GELU. The original divides the output by a
-sum over keys. The kernels of LASP's authors have no such denominator, and TransNormer (arXiv 2210.10340)
-argues for a norm in its place; so here the output of each head is normalised. The paper gives no sizes
-beside 0.4B parameters: these are those of its TransNormerLLM of 0.4B, with the customary inner width.
+The model has elu(x) + 1 on queries and keys, no decay, no gate, and an MLP with GELU. The original divides
+the output by a sum over keys. This model normalises the output of each head instead, because the kernels of
+LASP's authors have no denominator, and TransNormer (arXiv 2210.10340) argues for a norm. The paper says only
+0.4B parameters: the sizes are of the paper's TransNormerLLM of 0.4B, with the customary inner width 4 H.
 """
 
 from __future__ import annotations

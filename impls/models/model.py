@@ -1,4 +1,5 @@
-"""What a model is to the harness."""
+"""The interface of a model: its options, its modules, its inputs, and its sites (what the modules ask of a
+strategy)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from spbench.impls.strategies.base import SequenceDim, Site, Strategy, Unsupport
 
 
 def check_positions(rows: int | None, longest: int) -> None:
-    """Raise :class:`Unsupported` if a sequence has more positions than a table of learned ones has rows."""
+    """Raise :class:`Unsupported` if ``longest`` positions exceed the rows of a table of learned positions."""
     if rows is not None and longest > rows:
         raise Unsupported(
             f"the model has {rows} learned positions, not the {longest} of the sequence", "set max_positions"
@@ -26,74 +27,72 @@ def check_positions(rows: int | None, longest: int) -> None:
 
 
 class Model(ABC):
-    """A model before it is built: its options, and what the harness asks of it.
+    """A model before it is built. Subclasses are frozen dataclasses whose fields are the options that a
+    scenario may set."""
 
-    Subclasses are frozen dataclasses whose fields are the options that a scenario may set.
-    """
-
-    #: the sequence dim of each input
+    #: the dim of each input that counts positions of the sequence; None: the input has no such dim
     sequence_dims: ClassVar[Mapping[str, SequenceDim]]
     #: the inputs whose first dim is not the batch
     unbatched: ClassVar[frozenset[str]] = frozenset()
     #: the inputs that only the loss needs, which inference does without
     targets: ClassVar[frozenset[str]] = frozenset()
-    #: the parts that the loss is the sum of: where there is ``loss``, a module returns ``NAME_loss`` too
+    #: the names of the parts that sum to the loss: a module that returns ``loss`` returns ``NAME_loss`` too
     losses: ClassVar[tuple[str, ...]] = ()
-    #: whether it has weights, and so can be trained; without them all inputs are activations, of the
-    #: precision's type
+    #: whether the model has weights, and so can be trained; without weights all inputs are activations, of
+    #: the precision's type
     has_weights: ClassVar[bool] = True
-    #: options with which the model is made of torch's own operators only, as verification's oracle is: every
-    #: option that changes how, not what, the model computes. One that is missing here makes verification
-    #: blind to it, as the oracle would run the same code; tests/impls/models/test_models.py asks for
-    #: each
+    #: every option that changes how, not what, the model computes, with the value that uses only torch's own
+    #: operators. Verification's reference has these values. An option that is missing here would not be
+    #: verified, because the reference would run the same code; tests/impls/models/test_models.py checks that
+    #: none is missing
     plain_options: ClassVar[Mapping[str, Any]] = {}
-    #: those of the plain options that round more than the dtype does, as casts to eight bits: results are
-    #: judged by the errors that one device makes with them
+    #: the plain options that round more than the dtype does, such as casts to eight bits: verification then
+    #: allows the errors that a single device makes with these options
     rounding_options: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def attention_kernel(self) -> str:
-        """The kernel of softmax attention without scores, by whose rates it is timed; "flash": that which a
-        card's programs run where nothing else is said."""
+        """The name of the fused kernel of softmax attention, whose rates time attention; "flash": the default
+        kernel of programs on the card."""
         return "flash"
 
     @property
     def of_one_head_size(self) -> Mapping[str, Any]:
-        """The options of this model on a kernel of attention that has one head size for keys and values."""
+        """The changes of options for attention kernels that support only one head size of keys and values."""
         return {}
 
     @property
     def period(self) -> int:
-        """Layers after which the kinds of layers repeat, so that a model of fewer layers stands for one of
-        more."""
+        """The number of layers after which the kinds of layers repeat, so that a trace of few layers tells
+        the trace of more layers."""
         return 1
 
     @property
     def unlike_layers(self) -> int:
-        """Layers at the beginning that are unlike those that repeat."""
+        """The number of layers at the beginning that differ from the repeating layers."""
         return 0
 
     @property
     def rounding(self) -> dict[str, Any]:
-        """The :attr:`rounding_options` that differ from the plain ones."""
+        """The values of the :attr:`rounding_options` that differ from the plain values."""
         values = {name: getattr(self, name) for name in self.rounding_options}
         return {name: value for name, value in values.items() if value != self.plain_options[name]}
 
     def variants(self) -> list[Mapping[str, Any]]:
-        """Changes of options that ask something else of a strategy, for verification to try too."""
+        """The changes of options that verification tries too, because each leads to other sites."""
         return []
 
     def savings(self, stages: int = 1) -> Iterator[Saving]:
-        """The changes that take less memory than these options do, the cheapest first.
+        """The changes of options that take less memory, the cheapest first.
 
         Args:
-            stages: of the pipeline.
+            stages: the number of pipeline stages.
         """
         yield from ()
 
     def mending(self, seq_len: int) -> Mapping[str, Any]:
-        """The values of options with which more strategies run, and sequences as long as that: without
-        dropout and all scores, and with a table of as many positions."""
+        """The changes of options with which more strategies run, for sequences of ``seq_len`` positions: no
+        dropout, attention without a tensor of all scores, and a table of at least ``seq_len`` positions."""
         plain: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}
         if getattr(self, "attention", "") == "unfused":
             plain["attention"] = "flash"
@@ -102,22 +101,22 @@ class Model(ABC):
         return {name: value for name, value in plain.items() if getattr(self, name, value) != value}
 
     def shrunk(self) -> Model:
-        """The same layers in small sizes and without dropout, for verification; here the model itself."""
+        """The model in small sizes and without dropout, for verification; by default the model itself."""
         return self
 
     def tokens(self, batch: int, seq_len: int) -> int:
-        """The tokens that the model computes with for a batch of sequences of ``seq_len`` positions, by which
-        its throughput is counted: as many as positions, unless a model makes a token of several."""
+        """The number of tokens of a batch of sequences of ``seq_len`` positions, for throughput: one token a
+        position, unless a model makes one token of several positions."""
         return batch * seq_len
 
     def attended(self, seq_len: int) -> Attended:
-        """What positions of its sequences attend to, where attention is causal."""
+        """The positions that each position of a sequence attends to in causal attention."""
         return CAUSAL
 
     @abstractmethod
     def build(self, strategy: Strategy, seq_len: int, stage: Stage = ONE_STAGE) -> nn.Module:
-        """The module. ``forward(inputs)`` returns a dict with at least ``loss``, this rank's share, a scalar.
-        For a pipeline stage, see :class:`Pipeline`.
+        """The module, whose ``forward(inputs)`` returns a dict with at least ``loss``, a scalar, this rank's
+        share of the loss. For the module of a pipeline stage see :class:`Pipeline`.
 
         Raises:
             Unsupported: the sizes, or the stages, cannot be built.
@@ -125,10 +124,10 @@ class Model(ABC):
 
     @abstractmethod
     def inputs(self, batch: int, seq_len: int, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """A whole batch of made-up data (integers and weights), from ``generator``."""
+        """A whole batch of random inputs, by name, from ``generator``."""
 
     def batches(self, batch: int, seq_len: int, seed: int) -> Iterator[dict[str, Tensor]]:
-        """Endless whole batches of real data, with the names of :meth:`inputs`; the same for every strategy.
+        """An endless iterator of whole batches of real data, as :meth:`inputs`, the same for every strategy.
 
         Raises:
             Unsupported: there is no real data for this model.
@@ -139,16 +138,16 @@ class Model(ABC):
     def sites(
         self, batch: int, seq_len: int, vocabulary_parts: int = 1, stage: Stage = ONE_STAGE
     ) -> list[Site]:
-        """What a stage asks of its strategy for one batch, for closed forms and checks; the sites of kinds
-        ``tied_embedding`` and ``parameters`` once a step."""
+        """The sites of a pipeline stage for one batch, for closed forms and checks. Sites of the kinds
+        ``tied_embedding`` and ``parameters`` count once a step."""
 
     @abstractmethod
     def parts(self) -> Mapping[str, ModelPart]:
-        """The pieces that verification compares one by one, smallest first."""
+        """The parts of the model that verification compares one by one, by name, the smallest first."""
 
 
 class AttentionHeads:
-    """Options of a model whose heads divide its hidden size between them."""
+    """Options of a model whose hidden size is divided among heads of equal size."""
 
     hidden: int
     heads: int
@@ -159,29 +158,29 @@ class AttentionHeads:
 
     @property
     def head_size(self) -> int:
-        """Features of a head, A."""
+        """The features of a head, A."""
         return self.hidden // self.heads
 
 
 class PaddedVocabulary:
-    """Options of a model with a word embedding and a head; see :class:`BertModel`."""
+    """Options of a model with a word embedding, whose rows are padded; see :class:`BertModel`."""
 
     hidden: int
     vocabulary: int
     vocabulary_multiple: int
 
     def padded_vocabulary(self, parts: int) -> int:
-        """Rows of the word embedding when it is split into ``parts``."""
+        """The rows of the padded word embedding where a strategy splits the embedding into ``parts``."""
         multiple = self.vocabulary_multiple * parts
         return math.ceil(self.vocabulary / multiple) * multiple
 
     def vocabulary_sites(
         self, batch: int, seq_len: int, rows: int, stage: Stage, *, tied: bool
     ) -> Iterator[Site]:
-        """What embedding, head and loss of the model or of a pipeline stage ask of a strategy for one batch.
+        """The sites of embedding, head and loss of a pipeline stage for one batch.
 
         Args:
-            rows: of the padded word embedding.
+            rows: the rows of the padded word embedding.
             tied: whether the head shares the weights of the word embedding.
         """
         hidden = {"B": batch, "L": seq_len, "H": self.hidden}
@@ -199,15 +198,15 @@ class PaddedVocabulary:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """A piece of a model that can be verified alone.
+    """A part of a model that verification can compare by itself.
 
     Attributes:
-        build: makes the piece, ``forward(inputs) -> dict`` of named outputs, for a sequence length.
-        inputs: makes its whole inputs for (batch, seq_len, generator); floating ones get gradients.
-        sequence_dims: as :attr:`Model.sequence_dims`.
-        output_dims: the sequence dim of each output; one without (None) is a loss, this rank's share. The
-            gradients that are compared start from the output "loss", where there is one.
-    """
+        build: makes the part's module, whose ``forward(inputs)`` returns a dict of outputs, for a strategy
+            and a sequence length.
+        inputs: makes whole inputs for (batch, seq_len, generator); floating-point inputs get gradients.
+        sequence_dims: see :attr:`Model.sequence_dims`.
+        output_dims: the sequence dim of each output; None: the output is a loss, this rank's share. The
+            compared gradients start from the output "loss", if there is one."""
 
     build: Callable[[Strategy, int], nn.Module]
     inputs: Callable[[int, int, torch.Generator], dict[str, Tensor]]

@@ -3,12 +3,12 @@ single-device code.
 
 A token is a patch of 2 x 2 latent positions of a frame. A block attends along the places of each frame, then
 along the frames of each place, then to the tokens of the text, and ends with an MLP; the time step of the
-diffusion modulates it (adaLN-single, arXiv 2310.00426). Beside that code: the embeddings of places and frames
-are both sinusoids by number, added at the start; every text has all its tokens; and the loss is the noise's
-mean square alone, so the variances that the last layer predicts too have no gradient.
+diffusion modulates the block (adaLN-single, arXiv 2310.00426). The model differs from Open-Sora's code in
+three things: the embeddings of places and of frames are sinusoids, added at the start; every text has all its
+tokens; and the loss is only the noise's mean square error, so predicted variances have no gradient.
 
-Shape letters: B batch, T frames and S tokens of a frame (this rank's part of one of them, where a strategy
-cuts it), H hidden, W text tokens, Z heads (this rank's), A head size.
+Shape letters: B batch, T frames and S tokens of a frame (this rank's part of T or of S, where a strategy cuts
+the grid), H hidden, W text tokens, Z heads (this rank's), A head size, C channels of a token.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from spbench.impls.strategies.base import SequenceDim, Site, Strategy
 from spbench.impls.strategies.grid import Grid, grid_letters
 from spbench.impls.strategies.layers import Linear
 
-#: the dims of the grid
+#: the numbers of the grid's dims: along frames, and along the places of a frame
 TEMPORAL, SPATIAL = 0, 1
-#: numbers that a block's time-step modulation has for each feature, and the last layer's
+#: how many numbers modulate each feature: in a block, and in the last layer
 BLOCK_MODULATION, END_MODULATION = 6, 2
 
 
 @dataclass(frozen=True)
 class StDitModel(GridModel):
-    """The options of an ST-DiT, beside those of all grids.
+    """The options of an ST-DiT, with those of :class:`GridModel`.
 
     Attributes:
-        temporal: frames T; a sequence length counts latent positions, T of them times those of a frame.
-        text_tokens, text_hidden: W tokens of the text and their features (120 x 4096: T5-XXL's, as Open-Sora
-            cuts them).
-        time_features: sines and cosines that encode the time step.
-        norm_epsilon: added to the variance in every norm.
+        temporal: T, the frames; a sequence length counts latent positions, T times those of a frame.
+        text_tokens, text_hidden: W, the tokens of the text, and the features of each (120 x 4096: Open-Sora
+            cuts T5-XXL's encodings to this size).
+        time_features: the number of sines and cosines that encode the time step.
+        norm_epsilon: the number that every norm adds to the variance.
     """
 
     patch: int = 4
@@ -100,9 +100,9 @@ class StDitModel(GridModel):
         return sites
 
     def parameters(self) -> dict[str, int]:
-        """Counts of parameters: all ``elements``, and of them those that can be ``split`` over features."""
+        """Counts of parameters: ``elements``, all; ``split``, those that ranks can split over features."""
         h, channels = self.hidden, self.token_channels
-        split = self.layers * (20 * h * h + 13 * h)  # matrices and the biases of those that open a block
+        split = self.layers * (20 * h * h + 13 * h)  # matrices, and biases of the opening projections
         elements = split + self.layers * (4 + BLOCK_MODULATION) * h
         elements += channels * h + h  # patches
         elements += (self.time_features + h + 2) * h + BLOCK_MODULATION * (h * h + h)  # time steps
@@ -119,7 +119,7 @@ class StDitModel(GridModel):
             if alone:
                 return x
             text = random(self.text_tokens, self.hidden)
-            # a scale about 1, and gates that leave the attentions something to attend to
+            # small numbers: scales are about 1, and gates leave the attentions something to attend to
             return {**x, "text": text, "modulation": random(BLOCK_MODULATION, self.hidden) / 5}
 
         dims: dict[str, SequenceDim] = {"x": self.grid_dims}
@@ -143,8 +143,8 @@ class StDitModel(GridModel):
 
 
 class CrossAttention(nn.Module):
-    """Attention of all positions x [B, T, S, H] to text [B, W, H] -> [B, T, S, H]. Every rank has the text,
-    so nothing need be sent for it; its gradients are partial sums where ranks have positions of their own."""
+    """The attention [B, T, S, H] of all positions x [B, T, S, H] to the text [B, W, H]. Every rank has the
+    text, so no text is sent; the text's gradients are partial sums where ranks hold different positions."""
 
     def __init__(self, model: StDitModel, strategy: Strategy):
         super().__init__()
@@ -162,8 +162,8 @@ class CrossAttention(nn.Module):
 
 
 class StDitBlock(nn.Module):
-    """The grid [B, T, S, H] -> the grid, as the last stage needs it laid out, recomputed in backward if asked
-    for; text [B, W, H], modulation [B, 6, H]."""
+    """A block of the grid [B, T, S, H], with text [B, W, H] and modulation [B, 6, H]. It returns the grid in
+    the layout of the attention along frames. With ``checkpointing`` backward recomputes the block."""
 
     def __init__(self, model: StDitModel, strategy: Strategy, planned: list[int | None]):
         super().__init__()
@@ -197,17 +197,17 @@ class StDitBlock(nn.Module):
 
 
 def _numbers(modulation: Tensor) -> tuple[Tensor, ...]:
-    """[B, n, H] -> n times [B, 1, 1, H]."""
+    """The n numbers of a modulation [B, n, H] for each feature, each [B, 1, 1, H]."""
     return modulation[:, :, None, None].unbind(1)
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """x [B, T, S, H] scaled and shifted by numbers made from the time step (adaLN, arXiv 2212.09748)."""
+    """x [B, T, S, H] scaled and shifted by functions of the time step (adaLN, arXiv 2212.09748)."""
     return x * (1 + scale) + shift
 
 
 class TwoLayers(nn.Module):
-    """[..., in_features] -> [..., H], with a SiLU or a GELU between two linear layers."""
+    """Two linear layers with a SiLU or a GELU between, x [..., in_features] -> [..., H]."""
 
     def __init__(self, in_features: int, hidden: int, activation: str):
         super().__init__()
@@ -220,9 +220,9 @@ class TwoLayers(nn.Module):
 
 
 class StDit(nn.Module):
-    """``forward(inputs)`` returns ``predicted`` noise [B, T, S, C] of a token's channels, and where there is
-    ``noise`` in the inputs ``loss``, this rank's share, the same as ``noise_loss``, and ``token_loss``
-    [B, T, S]."""
+    """The model's module. ``forward(inputs)`` returns ``predicted`` noise [B, T, S, C]; if the inputs have
+    ``noise``, also ``token_loss`` [B, T, S] and this rank's share of the loss, as ``loss`` and as
+    ``noise_loss``."""
 
     unbatched: frozenset[str] = frozenset()
 
@@ -253,19 +253,19 @@ class StDit(nn.Module):
             grid = block(grid, text, modulation)
         grid = self.strategy.restored(grid)
         x = modulated(self.norm(grid.x), *_numbers(self.modulation + time[:, None]))
-        predicted, _ = self.head(x).chunk(2, -1)  # and the variances
+        predicted, _ = self.head(x).chunk(2, -1)  # the second half is the variances
         return {"predicted": predicted, **(noise_losses(predicted, inputs) if "noise" in inputs else {})}
 
 
 PRESETS = {
     # Open-Sora's STDiT-XL/2; its log says 724M, in units of 2^20
     "st-dit-xl": StDitModel(layers=28, hidden=1152, heads=16),
-    # the DSP paper says 3B and gives no sizes. 20 H^2 a layer: 36 x 2048 is 3.0e9, with heads of 64, about as
-    # large as those of the XL, and enough of them for 32 ranks of those strategies that split heads
+    # the DSP paper says 3B and gives no sizes. A layer has 20 H^2 parameters: 36 layers of 2048 features have
+    # 3.0e9. Heads of 64 features are about as large as the XL's, and 32 ranks can split 32 heads
     "st-dit-3b": StDitModel(layers=36, hidden=2048, heads=32),
-    # for verification: heads and frames that divide by 1, 2, 3 and 4, and of 24 positions 2 a frame, which 3
-    # and 4 do not divide. Few features and a large epsilon: in half precisions the gradients of attention to
-    # inputs that are not normalised are soon only noise
+    # for verification: 1 to 4 ranks divide 12 heads and 12 frames, but 3 and 4 do not divide the 2 positions
+    # of a frame. Features are few and epsilon is large, because in half precisions the gradients of attention
+    # to inputs without a norm are soon only noise
     "st-dit-tiny": StDitModel(
         layers=2,
         hidden=24,

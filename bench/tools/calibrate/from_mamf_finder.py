@@ -15,7 +15,7 @@ _LOG = log_table(__file__)
 
 
 def read(log: LogFile) -> Findings | None:
-    """The timed matmuls of a log of mamf-finder, all of one precision; None: it is another log."""
+    """The timed matmuls of a log of mamf-finder, all of one precision; None if the log is of another kind."""
     if not _LOG.known.search(log.text):
         return None
     text = re.sub(r"\r|\x1b\[K", "\n", log.text)

@@ -1,4 +1,4 @@
-"""The variables of a job's environment: what torch, CUDA and NCCL make of them, and what is modelled."""
+"""The variables of a job's environment that torch, CUDA and NCCL read, and which of them are modelled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPTION = "training.cuda_alloc_conf"
 
 
 class _Rule(NamedTuple):
-    """The outcome of variables whose name matches a pattern, with one value alone if one is given."""
+    """The outcome of variables whose name matches ``pattern`` and that have the ``value``; "": any value."""
 
     pattern: str
     value: str
@@ -37,7 +37,7 @@ class _Rule(NamedTuple):
 
 @cache
 def _rules(of_allocator: bool) -> Sequence[_Rule]:
-    """The table's rules in its order, those for one value of a variable before the others."""
+    """The rules of variables.yaml in the file's order; rules for one value of a variable come first."""
     content = read_yaml(Path(__file__).with_name("variables.yaml"))
     rules = [
         _Rule(pattern, value, outcome, detail)
@@ -48,7 +48,7 @@ def _rules(of_allocator: bool) -> Sequence[_Rule]:
 
 
 def _ruled(name: str, value: str, of_allocator: bool) -> tuple[Outcome, str] | None:
-    """The outcome of a variable by the table; None if the table does not name it."""
+    """The outcome and detail of a variable by variables.yaml; None if the file does not name the variable."""
     for rule in _rules(of_allocator):
         if rule.value in ("", value) and re.fullmatch(rule.pattern, name):
             return rule.outcome, rule.detail
@@ -56,7 +56,7 @@ def _ruled(name: str, value: str, of_allocator: bool) -> tuple[Outcome, str] | N
 
 
 def variables(account: Account) -> Iterator[Argument]:
-    """Every variable with its outcome, once the job's settings are made; sets the allocator's itself."""
+    """Every variable with its outcome; adds the allocator's setting. Call it after all other settings."""
     for name, value in account.environment.items():
         if name in ALLOCATOR:
             yield from _allocator(account, name, value)
@@ -74,7 +74,7 @@ def variables(account: Account) -> Iterator[Argument]:
 
 
 def _allocator(account: Account, name: str, value: str) -> Iterator[Argument]:
-    """Each setting of torch's allocator, of which one at a time is modelled."""
+    """Each setting in a variable of torch's allocator, with its outcome; only one setting is modelled."""
     if unknown := unknown_in(value):
         account.problems.append(f"{name}: {unknown[0]} is not set in the script; {given_flag(unknown[0])}")
         return

@@ -1,1 +1,1 @@
-"""Models from Hugging Face's config.json: a module for each family (``model_type``), found by being there."""
+"""Models from Hugging Face's config.json: each module here has the classes of families (``model_type``)."""

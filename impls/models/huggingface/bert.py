@@ -1,4 +1,4 @@
-"""BERT (``BertForPreTraining``, arXiv 1810.04805): the encoder with the heads that it is trained with."""
+"""BERT (``BertForPreTraining``, arXiv 1810.04805): the encoder with the heads of pre-training."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from spbench.impls.models.huggingface.config import Config, not_covered
 
 
 class BertConfig(Config):
-    """Whatever ``architectures`` a file names, the model has the heads for masked words and for sentences."""
+    """BERT's fields. Whatever ``architectures`` a file names, the model has the heads for masked words and
+    for the order of sentences."""
 
     name: ClassVar[str] = "bert"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
-        # the model has the tanh approximation, which costs as much
+        # the model always has the tanh approximation, which costs as much as the exact GELU
         "hidden_act": ["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"],
         "position_embedding_type": ["absolute"],
         "is_decoder": [False],
         "add_cross_attention": [False],
         "tie_word_embeddings": [True],
     }
-    # the norms here have 1e-12, as the files of the paper's authors
+    # the model's norms always have an epsilon of 1e-12, as in the files of the paper's authors
     ignored: ClassVar[frozenset[str]] = frozenset({"layer_norm_eps"})
 
     vocab_size: PositiveInt

@@ -1,8 +1,6 @@
-"""Families whose attention and MLP stand beside each other behind one norm: Phi-1.5 and Phi-2 (arXiv
-2309.05463), and Falcon-7B (arXiv 2311.16867).
-
-GPT-NeoX and Pythia (``GPTNeoXForCausalLM``, arXiv 2204.06745): RoPE on a share of each head, attention and
-MLP beside each other.
+"""Families whose attention and MLP take the same input: Phi-1.5 and Phi-2 (arXiv 2309.05463) and Falcon-7B
+(arXiv 2311.16867), with one norm before both; GPT-NeoX and Pythia (``GPTNeoXForCausalLM``, arXiv 2204.06745),
+with a norm before each, and RoPE on a share of each head.
 """
 
 from __future__ import annotations
@@ -16,12 +14,12 @@ from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.huggingface.gpt2 import mlp_of
 from spbench.impls.models.huggingface.llama import RotaryConfig
 
-#: what both have
+#: the options that Phi and Falcon share
 _LAYERS: Mapping[str, Any] = {"norm": "layer", "norms": "shared", "parallel_residual": True}
 
 
 class PhiConfig(RotaryConfig):
-    """Phi's layers, with biases; dropout, and the bias of the head, are left out."""
+    """Phi-1.5's and Phi-2's layers, with biases. The model leaves out dropout and the head's bias."""
 
     name: ClassVar[str] = "phi"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -47,7 +45,7 @@ class PhiConfig(RotaryConfig):
 
 
 class FalconConfig(RotaryConfig):
-    """Falcon's layers, without biases, with one head of keys and values, and tied words."""
+    """Falcon-7B's layers: no biases, one head of keys and values, a head tied to the word embedding."""
 
     name: ClassVar[str] = "falcon"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -77,7 +75,7 @@ class FalconConfig(RotaryConfig):
         return CausalTransformerModel(**self.options(), **_LAYERS, mlp="erf_gelu", kv_heads=1, inner=inner)
 
 
-#: names of fields in files of older versions of transformers, and those of today
+#: today's names of fields, by the names in files of older versions of transformers
 OLDER_NAMES = {
     "attention_probs_dropout_prob": "attention_dropout",
     "hidden_dropout_prob": "hidden_dropout",
@@ -87,7 +85,7 @@ OLDER_NAMES = {
 
 
 class GptNeoxConfig(RotaryConfig):
-    """``partial_rotary_factor`` is a quarter where a file does not say it."""
+    """GPT-NeoX's and Pythia's layers, by default with RoPE on a quarter of each head."""
 
     name: ClassVar[str] = "gpt_neox"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {"attention_bias": [True], "is_decoder": [False]}

@@ -1,15 +1,15 @@
-"""A Hugging Face config.json as one of our models: which fields count, which are ignored, which are refused.
+"""A Hugging Face config.json as a model: which fields count, which are ignored, which are refused.
 
 A family is a class derived from :class:`Config` in a module of this package. Every field of a file is one of
 
 - a field of the class, from which the model's options follow;
-- one of ``fixed``, whose other values would change the architecture in a way that the model does not have;
+- one of ``fixed``, whose other values would mean an architecture that no model here has;
 - one of :data:`IGNORED` or of the class's ``ignored``, which change neither shapes nor costs;
-- null, which is as if it were left out, but for fields of the class that null is a value of.
+- null, which counts as a missing field, unless null is a value of the class's field.
 
-Anything else is refused by name, since a field that is silently passed over may be the one that matters.
+Any other field is refused by name, because a field that is silently ignored may be the one that matters.
 
-Models of text and images, of which ``text_config`` counts: a tower for images is left out.
+For models of text and images only ``text_config`` counts: the tower for images is left out.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from spbench.impls.discovery import named_classes
 from spbench.impls.models.model import Model
 from spbench.impls.options import LARGEST, LARGEST_OF
 
-#: the preset that is near a model whose file no family here reads, by model_type
+#: the preset that is most like a model whose file no family here reads, by ``model_type``
 _PRESETS = {"minimax": "minimax-01-dense", "minimax_text_01": "minimax-01-dense"}
 
-#: fields of any family that change neither shapes nor costs of a training step: what the file is and who
-#: wrote it, types of stored weights, ids of tokens, initial values, the length that it was trained for, and
-#: what only generation, classification or transformers' own interface reads
+#: fields of any family that change neither shapes nor costs of a training step: the file's kind and origin,
+#: dtypes of stored weights, ids of tokens, initial values, the length of training sequences, and fields that
+#: only generation, classification or transformers' own interface reads
 IGNORED = frozenset(
     {
         "_attn_implementation",
@@ -68,12 +68,12 @@ IGNORED = frozenset(
 
 
 class Config(BaseModel):
-    """The fields of a family's config.json that count.
+    """The fields of a family's config.json from which the model's options follow.
 
     Attributes:
         name: the family's ``model_type``.
-        fixed: fields that must have one of these values where they are given.
-        ignored: fields beside :data:`IGNORED` that change neither shapes nor costs.
+        fixed: the values that a field may have if the file has the field, by the field's name.
+        ignored: further fields than :data:`IGNORED` that change neither shapes nor costs.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
@@ -84,10 +84,10 @@ class Config(BaseModel):
 
     @abstractmethod
     def model(self) -> Model:
-        """The model, its kernels as a preset of its class has them.
+        """The model of this file, with the default kernels of its class.
 
         Raises:
-            ValueError: the sizes do not fit each other.
+            ValueError: the sizes contradict each other.
         """
 
     @model_validator(mode="before")
@@ -111,27 +111,27 @@ class Config(BaseModel):
 
 
 def not_covered(field: str, value: Any, why: str) -> ValueError:
-    """The refusal of a field's value."""
+    """The error, to be raised, that refuses a field's value."""
     return ValueError(f"field {field} = {_shown(value)} is not covered: {why}")
 
 
 def _shown(value: Any) -> str:
-    """As JSON has it, at most 60 characters."""
+    """The value as JSON, cut to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def families() -> Mapping[str, type[Config]]:
-    """The class of each family, by ``model_type``."""
+    """The classes of all families, by ``model_type``."""
     families = named_classes(__package__, Config)
     return {name: cls for name, cls in families.items() if name}
 
 
 def counting_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What counts of a config.json: ``model_type`` and the fields that its model follows from.
+    """The fields of a config.json that count: ``model_type`` and those from which the model's options follow.
 
     Raises:
-        ValueError: an unknown family, a field that is missing or not covered, or sizes that cannot be.
+        ValueError: an unknown family, a missing or refused field, or sizes that contradict each other.
     """
     config = _config(content)
     config.model()
@@ -139,7 +139,7 @@ def counting_fields(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_from_config(content: Mapping[str, Any]) -> Model:
-    """The model of a config.json, with the errors of :func:`counting_fields`."""
+    """The model of a config.json; raises the errors of :func:`counting_fields`."""
     return _config(content).model()
 
 
@@ -175,7 +175,8 @@ def _check_sizes(config: Config) -> None:
 
 
 class WithImagesConfig(Config):
-    """A derived class says whose ``text_config`` its files have."""
+    """The files of models of text and images. The type of a derived class's field ``text_config`` is the
+    family of the text model."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {

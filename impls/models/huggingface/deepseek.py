@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437), and Moonlight, whose files are V3's: latent
+"""DeepSeek-V2 (arXiv 2405.04434), V3 (arXiv 2412.19437), and Moonlight and Kimi-K2 with V3's layers: latent
 attention, routed and shared experts, and modules of multi-token prediction.
 
 Families with DeepSeek-V3's router and other attention: GLM-4.5 to 4.7 (arXiv 2508.06471), whose small
@@ -19,10 +19,10 @@ from spbench.impls.models.huggingface.mixtral import balanced
 
 
 class DeepseekV2Config(RotaryConfig):
-    """Latent attention, whose queries have a latent of their own unless ``q_lora_rank`` is null; the first
-    ``first_k_dense_replace`` layers have an MLP, the others experts.
+    """DeepSeek-V2's layers: latent attention, with a latent of queries unless ``q_lora_rank`` is null; an MLP
+    in the first ``first_k_dense_replace`` layers, and experts in the others.
 
-    The scale of yarn's softmax (``mscale``) changes no shape and no cost, as its angles; both are left out.
+    YaRN's angles and its scale of the softmax (``mscale``) are left out, for they change no shape or cost.
     """
 
     name: ClassVar[str] = "deepseek_v2"
@@ -36,11 +36,11 @@ class DeepseekV2Config(RotaryConfig):
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "ep_size",
-            "head_dim",  # newer files repeat qk_rope_head_dim
+            "head_dim",  # newer files repeat qk_rope_head_dim under this name
             "output_router_logits",
-            "qk_head_dim",  # the sum of the other two
-            "quantization_config",  # of the weights as they are stored
-            "rope_interleave",  # which features are pairs
+            "qk_head_dim",  # the sum of qk_nope_head_dim and qk_rope_head_dim
+            "quantization_config",  # how the published weights are stored
+            "rope_interleave",  # which features RoPE turns in pairs
         }
     )
 
@@ -78,7 +78,7 @@ class DeepseekV2Config(RotaryConfig):
             why = f"latent attention has as many as num_attention_heads, {heads}"
             raise not_covered("num_key_value_heads", self.num_key_value_heads, why)
         return CausalTransformerModel(
-            **self.options() | {"rotary_share": 1.0},  # all of the part that RoPE is for
+            **self.options() | {"rotary_share": 1.0},  # RoPE turns all qk_rope_head_dim features
             kv_lora_rank=self.kv_lora_rank,
             q_lora_rank=self.q_lora_rank,
             qk_nope_head_dim=self.qk_nope_head_dim,
@@ -111,7 +111,7 @@ class DeepseekV2Config(RotaryConfig):
 
 
 class DeepseekV3Config(DeepseekV2Config):
-    """As V2's, with sigmoid scores and a bias for the choice, where a file does not say otherwise."""
+    """DeepSeek-V3's layers: V2's, by default with sigmoid scores and a bias that is added for the choice."""
 
     name: ClassVar[str] = "deepseek_v3"
 
@@ -125,13 +125,13 @@ class DeepseekV3Config(DeepseekV2Config):
 
 
 class KimiK2Config(DeepseekV3Config):
-    """Kimi-K2 (arXiv 2507.20534), whose layers are V3's."""
+    """Kimi-K2's layers (arXiv 2507.20534), which are DeepSeek-V3's."""
 
     name: ClassVar[str] = "kimi_k2"
 
 
 class Glm4MoeLiteConfig(DeepseekV3Config):
-    """As DeepSeek-V3's, with one dense layer where a file does not say otherwise."""
+    """GLM-4.7-Flash's layers: DeepSeek-V3's, by default with one dense layer and no groups of experts."""
 
     name: ClassVar[str] = "glm4_moe_lite"
 
@@ -143,9 +143,9 @@ class Glm4MoeLiteConfig(DeepseekV3Config):
 
 
 class Glm4MoeConfig(LlamaConfig):
-    """Grouped-query attention with biases of queries, keys and values; sigmoid scores, a bias for the choice,
-    and experts that every token meets. Modules of multi-token prediction, which transformers leaves out, are
-    left out."""
+    """GLM-4.5's layers: grouped-query attention with biases of queries, keys and values; shared experts, and
+    routed ones by sigmoid scores with a bias for the choice. The model leaves out modules of multi-token
+    prediction, as transformers does."""
 
     name: ClassVar[str] = "glm4_moe"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -183,9 +183,9 @@ class Glm4MoeConfig(LlamaConfig):
 
 
 class MinimaxM2Config(LlamaConfig):
-    """Grouped-query attention with RoPE on ``rotary_dim`` features of a head, normalised queries and keys
-    (over a head here, over all heads there), and experts in each layer. Modules of multi-token prediction are
-    left out, as transformers does."""
+    """MiniMax-M2's layers: grouped-query attention with RoPE on ``rotary_dim`` features of a head, norms of
+    queries and keys (over each head, where MiniMax-M2 has one over all heads), and experts in each layer. The
+    model leaves out modules of multi-token prediction, as transformers does."""
 
     name: ClassVar[str] = "minimax_m2"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {

@@ -1,6 +1,6 @@
-"""Gemma 1 to 3 (arXiv 2403.08295, 2408.00118, 2503.19786): gates by GELU, scaled and tied words, and from
-Gemma 2 on norms around attention and MLP, and windows. What is added to the norms' weights is left out.
-"""
+"""Gemma 1 to 3 (arXiv 2403.08295, 2408.00118, 2503.19786): GELU gates, scaled embeddings, tied heads, and
+from Gemma 2 on norms around attention and MLP, and windows. The 1 that Gemma adds to norms' weights is left
+out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spbench.impls.models.hybrid import HybridModel
 
 
 class GemmaConfig(LlamaConfig):
-    """Gemma's layers: Llama's, with heads of 256 features, a gate by GELU and tied words."""
+    """Gemma's layers: Llama's, with heads of 256 features, a GELU gate, and a head tied to the embedding."""
 
     name: ClassVar[str] = "gemma"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -34,10 +34,9 @@ class GemmaConfig(LlamaConfig):
 
 
 class Gemma2Config(GemmaConfig):
-    """With a window in every other layer where a file does not list them, and caps on scores and logits.
-
-    Left out: the cap on scores, which flash kernels apply; ``query_pre_attn_scalar``, their scale.
-    """
+    """Gemma 2's layers: Gemma's, with a cap on logits, and by default a window in every other layer. The
+    model leaves out the cap on scores, which flash kernels apply, and their scale
+    ``query_pre_attn_scalar``."""
 
     name: ClassVar[str] = "gemma2"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -61,13 +60,13 @@ class Gemma2Config(GemmaConfig):
         return windowed(super().model(), letters, self.sliding_window)
 
     def usual_letters(self) -> str:
-        """The letters of the layers where a file does not list them, again and again."""
+        """The repeating letters of layers (W: window, S: none) for a file without ``layer_types``."""
         return "WS"
 
 
 class Gemma3TextConfig(Gemma2Config):
-    """With norms of queries and keys, without caps, and another base of RoPE in layers with a window, five of
-    which stand before each layer without one."""
+    """Gemma 3's layers: Gemma 2's, with norms of queries and keys, no caps, and by default five layers with a
+    window before each layer without one. Layers with a window have another base of RoPE."""
 
     name: ClassVar[str] = "gemma3_text"
     ignored: ClassVar[frozenset[str]] = Gemma2Config.ignored | {"mm_tokens_per_image"}
@@ -81,7 +80,7 @@ class Gemma3TextConfig(Gemma2Config):
     @model_validator(mode="before")
     @classmethod
     def _by_kind(cls, content: Mapping[str, Any]) -> dict[str, Any]:
-        """A file of transformers 5 gives RoPE by the kind of layer."""
+        """The fields with RoPE's two bases, which a file of transformers 5 lists by the kind of layer."""
         plain = dict(content)
         if type(plain.get("rope_local_base_freq")) is int:
             plain["rope_local_base_freq"] = float(plain["rope_local_base_freq"])
@@ -108,7 +107,7 @@ class Gemma3TextConfig(Gemma2Config):
 
 
 class Gemma3Config(WithImagesConfig):
-    """Gemma 3 of text and images."""
+    """Gemma 3 for text and images, of which the model has the text part."""
 
     name: ClassVar[str] = "gemma3"
 

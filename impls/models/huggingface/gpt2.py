@@ -1,4 +1,4 @@
-"""GPT-2 (``GPT2LMHeadModel``): learned positions, layer norms, biases, GELU, a tied head."""
+"""GPT-2 (``GPT2LMHeadModel``): learned positions, layer norms, biases, GELU, a head tied to the embedding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.huggingface.config import Config, not_covered
 
-#: keys of :data:`MLPS` by transformers' names
+#: values of the models' option ``mlp``, by transformers' names of activations
 MLPS = {
     "gelu": "erf_gelu",
     "gelu_new": "gelu",
@@ -21,10 +21,10 @@ MLPS = {
 
 
 def mlp_of(field: str, activation: str) -> str:
-    """The name, in the models' option ``mlp``, of the MLP without a gate that has this activation.
+    """The value of the models' option ``mlp`` for an MLP with this activation and without a gate.
 
     Raises:
-        ValueError: no MLP has it; the message names the ``field`` of the file.
+        ValueError: no MLP has this activation; the message names the ``field`` of the file.
     """
     if activation not in MLPS:
         raise not_covered(field, activation, f"activations here are {', '.join(MLPS)}")
@@ -32,7 +32,7 @@ def mlp_of(field: str, activation: str) -> str:
 
 
 class Gpt2Config(Config):
-    """Dropout of the embedding and of what is added to the hidden states are one number here."""
+    """GPT-2's layers. The dropouts of the embedding and of layers' results must be the same number."""
 
     name: ClassVar[str] = "gpt2"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -41,7 +41,7 @@ class Gpt2Config(Config):
         "reorder_and_upcast_attn": [False],
         "add_cross_attention": [False],
     }
-    # n_ctx is an older name of n_positions, which stands beside it
+    # n_ctx is an older name of n_positions; files have both
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "n_ctx",

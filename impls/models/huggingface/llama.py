@@ -1,7 +1,7 @@
-"""Llama 1 to 3 (``LlamaForCausalLM``), and the families with its layers: Mistral (arXiv 2310.06825) with or
+"""Llama 1 to 3 (``LlamaForCausalLM``), and families with Llama's layers: Mistral (arXiv 2310.06825) with or
 without a sliding window, Qwen2 and Qwen2.5 (arXiv 2407.10671) with biases of queries, keys and values, Qwen3
-(arXiv 2505.09388) with normalised queries and keys. RoPE is given by ``rope_theta`` and ``rope_scaling``, or,
-from transformers 5 on, by ``rope_parameters``.
+(arXiv 2505.09388) with normalised queries and keys. A file describes RoPE by ``rope_theta`` and
+``rope_scaling``, or, from transformers 5 on, by ``rope_parameters``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from spbench.impls.models.causal_transformer import CausalTransformerModel
 from spbench.impls.models.huggingface.config import Config, not_covered
 from spbench.impls.models.hybrid import HybridModel
 
-#: kinds of scaling that change angles alone, neither shapes nor costs; the angles here stay unscaled
+#: kinds of RoPE's scaling that change only angles, not shapes or costs; models here leave angles unscaled
 ANGLES_ALONE = ("default", "linear", "dynamic", "llama3", "yarn")
 
-#: which option of a decoder each field is, by the names that most families have for it
+#: the decoder's option for each field of a file, by the field names that most families use
 _OPTION_OF = {
     "num_hidden_layers": "layers",
     "hidden_size": "hidden",
@@ -39,16 +39,16 @@ class RotaryConfig(Config):
     """The fields of a family with RoPE.
 
     Attributes:
-        rope_theta: base of the angles.
-        partial_rotary_factor: the share of a head's features that are turned.
+        rope_theta: the base of RoPE's angles.
+        partial_rotary_factor: the share of a head's features that RoPE turns.
     """
 
     rope_theta: PositiveFloat = 10_000.0
     partial_rotary_factor: PositiveFloat = 1.0
 
     def options(self) -> dict[str, Any]:
-        """The options of a decoder that the fields say; None for a number or size of heads that follows from
-        others."""
+        """The decoder's options from the fields; kv_heads and head_dim are None where they have the default
+        that follows from other options."""
         fields = type(self).model_fields
         said = {option: getattr(self, field) for field, option in _OPTION_OF.items() if field in fields}
         heads = said["heads"]
@@ -70,13 +70,13 @@ class RotaryConfig(Config):
                 if name in given:
                     plain[name] = given[name]
         for name in ("rope_theta", "partial_rotary_factor"):
-            if type(plain.get(name)) is int:  # 10000 is a float in JSON
+            if type(plain.get(name)) is int:  # JSON writes the float as 10000
                 plain[name] = float(plain[name])
         return plain
 
 
 class LlamaConfig(RotaryConfig):
-    """Pre-norm layers of grouped-query attention with RoPE and a gated MLP; RMS norms, no biases."""
+    """Llama's layers: grouped-query attention with RoPE, a gated MLP, an RMS norm before each, no biases."""
 
     name: ClassVar[str] = "llama"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -100,17 +100,17 @@ class LlamaConfig(RotaryConfig):
         return CausalTransformerModel(**self.options() | self.family_options())
 
     def family_options(self) -> dict[str, Any]:
-        """The model's options by which a family differs from Llama's; none for Llama itself."""
+        """The model's options in which a family differs from Llama; {} for Llama itself."""
         return {}
 
 
 LayerType = Literal["full_attention", "sliding_attention"]
-#: letters of a hybrid's pattern
+#: the letters of :attr:`HybridModel.pattern`, by the kind of layer
 _LETTERS: Mapping[LayerType, str] = {"full_attention": "S", "sliding_attention": "W"}
 
 
 def letters_of(kinds: Sequence[LayerType] | None, layers: int, usual: str) -> str:
-    """The letters of ``layer_types``, one for each layer; where a file has none, the usual ones repeated."""
+    """The letter of each layer, by ``layer_types``; by ``usual``, repeated, where a file has no types."""
     if kinds is None:
         return (usual * layers)[:layers]
     if len(kinds) != layers:
@@ -119,13 +119,13 @@ def letters_of(kinds: Sequence[LayerType] | None, layers: int, usual: str) -> st
 
 
 def repeated_pattern(letters: str) -> str:
-    """The shortest pattern that gives these letters when it is repeated."""
+    """The shortest pattern whose repetition gives these letters."""
     patterns = (letters[:n] for n in range(1, len(letters) + 1))
     return next(p for p in patterns if (p * len(letters))[: len(letters)] == letters)
 
 
 class WindowedConfig(LlamaConfig):
-    """As Llama's, with windows in some layers or in all."""
+    """Llama's layers, of which some or all may have a sliding window."""
 
     use_sliding_window: bool = False
     sliding_window: PositiveInt | None = 4096
@@ -135,7 +135,7 @@ class WindowedConfig(LlamaConfig):
     @model_validator(mode="before")
     @classmethod
     def _without_windows(cls, content: Mapping[str, Any]) -> dict[str, Any]:
-        """A file whose windows are off is one that does not speak of any."""
+        """The fields of a file, without the fields of windows where ``use_sliding_window`` is off."""
         if content.get("use_sliding_window"):
             return dict(content)
         if "sliding_attention" in (content.get("layer_types") or ()):
@@ -153,7 +153,7 @@ class WindowedConfig(LlamaConfig):
 
 
 def windowed(model: CausalTransformerModel, letters: str, window: int) -> CausalTransformerModel:
-    """The model with that window in the layers whose letter is W: one for each layer."""
+    """The model with a window in the layers whose letter is W; ``letters`` has a letter for each layer."""
     if set(letters) == {"W"}:
         return replace(model, window=window)
     if "W" not in letters:
@@ -163,7 +163,7 @@ def windowed(model: CausalTransformerModel, letters: str, window: int) -> Causal
 
 
 class MistralConfig(LlamaConfig):
-    """As Llama's; a file that does not say so has 8 heads of keys and values, and a window."""
+    """Mistral's layers: Llama's, by default with 8 heads of keys and values and a window of 4096."""
 
     name: ClassVar[str] = "mistral"
 
@@ -175,7 +175,7 @@ class MistralConfig(LlamaConfig):
 
 
 class Qwen2Config(WindowedConfig):
-    """As Llama's, whose sliding window is off unless ``use_sliding_window``."""
+    """Qwen2's layers: Llama's with biases of queries, keys and values; no window by default."""
 
     name: ClassVar[str] = "qwen2"
 
@@ -184,8 +184,8 @@ class Qwen2Config(WindowedConfig):
 
 
 class Qwen3Config(WindowedConfig):
-    """As Llama's; a sliding window is off unless ``use_sliding_window``, and heads have 128 features where a
-    file does not say how many."""
+    """Qwen3's layers: Llama's with normalised queries and keys; by default no window and heads of 128
+    features."""
 
     name: ClassVar[str] = "qwen3"
 

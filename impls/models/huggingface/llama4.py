@@ -1,4 +1,4 @@
-"""Llama 4 (``Llama4ForCausalLM``): the text model, alone or as part of a file of text and images."""
+"""Llama 4 (``Llama4ForCausalLM``): the text model, from a file of its own or a file for text and images."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from spbench.impls.models.huggingface.mixtral import balanced, layers_with_exper
 
 
 class Llama4TextConfig(LlamaConfig):
-    """As Llama's, with a shared expert and routed ones whose inputs the router weighs, in each
-    ``interleave_moe_layer_step``-th layer; the others have an MLP of ``intermediate_size_mlp``.
+    """Llama 4's layers: Llama's, with a shared expert and routed experts, whose inputs the router weighs, in
+    each ``interleave_moe_layer_step``-th layer; other layers have an MLP of ``intermediate_size_mlp``.
 
-    Left out: that three of four layers attend within chunks of ``attention_chunk_size`` positions, which are
-    the same up to that length; that the fourth has no RoPE; norms of queries and keys, without weights.
+    The model leaves out that three of four layers attend within chunks of ``attention_chunk_size`` positions
+    (the same up to that length), that the fourth has no RoPE, and norms of queries and keys without weights.
     """
 
     name: ClassVar[str] = "llama4_text"
@@ -74,7 +74,7 @@ class Llama4TextConfig(LlamaConfig):
 
 
 class Llama4Config(WithImagesConfig):
-    """Llama 4 of text and images."""
+    """Llama 4 for text and images, of which the model has the text part."""
 
     name: ClassVar[str] = "llama4"
 

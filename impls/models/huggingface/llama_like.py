@@ -1,8 +1,5 @@
-"""Families whose layers are Llama's but for one thing each: Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905),
-GLM-4, Seed-OSS.
-
-OLMo 2 and 3 (arXiv 2501.00656): norms behind attention and MLP, and of queries and keys over all heads.
-"""
+"""Families whose layers differ little from Llama's: Phi-3 and Phi-4 (arXiv 2404.14219, 2412.08905), GLM-4,
+Seed-OSS, and OLMo 2 and 3 (arXiv 2501.00656)."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from spbench.impls.models.huggingface.llama import LayerType, LlamaConfig, lette
 
 
 class Phi3Config(LlamaConfig):
-    """As Llama's; queries, keys and values are one projection, and so are an MLP's gate and its other input,
-    which changes no size."""
+    """Phi-3's and Phi-4's layers, which have the sizes of Llama's. Phi makes queries, keys and values by one
+    matmul, and the MLP's two opening projections by another."""
 
     name: ClassVar[str] = "phi3"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -35,7 +32,7 @@ class Phi3Config(LlamaConfig):
 
 
 class GlmConfig(LlamaConfig):
-    """As Llama's, with RoPE on half of a head, and biases of queries, keys and values by default."""
+    """GLM-4's layers: Llama's, by default with RoPE on half of a head and biases of queries, keys, values."""
 
     name: ClassVar[str] = "glm"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -52,7 +49,7 @@ class GlmConfig(LlamaConfig):
 
 
 class Glm4Config(GlmConfig):
-    """GLM-4-0414's layers: those of :class:`GlmConfig`, with norms behind attention and MLP too."""
+    """GLM-4-0414's layers: those of :class:`GlmConfig`, with norms before and behind attention and MLP."""
 
     name: ClassVar[str] = "glm4"
 
@@ -61,8 +58,8 @@ class Glm4Config(GlmConfig):
 
 
 class SeedOssConfig(LlamaConfig):
-    """As Llama's, with biases of queries, keys and values. Dropout, which its files have and fine-tuning
-    programs leave on, is left out."""
+    """Seed-OSS's layers: Llama's, with biases of queries, keys and values. The model leaves out dropout,
+    though published files have it and fine-tuning programs keep it on."""
 
     name: ClassVar[str] = "seed_oss"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -80,7 +77,8 @@ class SeedOssConfig(LlamaConfig):
 
 
 class Olmo2Config(LlamaConfig):
-    """OLMo 2's layers: Llama's, but for where norms stand."""
+    """OLMo 2's layers: Llama's, with norms behind attention and MLP, and norms of queries and keys over all
+    heads."""
 
     name: ClassVar[str] = "olmo2"
 
@@ -91,7 +89,7 @@ class Olmo2Config(LlamaConfig):
 
 
 class Olmo3Config(Olmo2Config):
-    """OLMo 3's layers: OLMo 2's, with a window in three of four layers where a file lists no kinds."""
+    """OLMo 3's layers: OLMo 2's, by default with a window in three of four layers."""
 
     name: ClassVar[str] = "olmo3"
 

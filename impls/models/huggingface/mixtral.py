@@ -1,8 +1,6 @@
 """Families whose layers have experts in place of an MLP: Mixtral (arXiv 2401.04088), Qwen1.5-MoE and Qwen2
-with experts (``Qwen2MoeForCausalLM``, arXiv 2407.10671), Qwen3 with experts (arXiv 2505.09388).
-
-gpt-oss (``GptOssForCausalLM``, arXiv 2508.10925): experts in each layer, windows in every other one, and
-attention sinks.
+with experts (``Qwen2MoeForCausalLM``, arXiv 2407.10671), Qwen3 with experts (arXiv 2505.09388), and gpt-oss
+(``GptOssForCausalLM``, arXiv 2508.10925) with windows in every other layer and attention sinks.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from spbench.impls.models.huggingface.llama import (
 
 
 def balanced(weight: float, over: str = "batch") -> dict[str, Any]:
-    """The options of a loss of that weight that balances the experts' loads over such tokens; none for 0."""
+    """The options of a loss that balances the experts' loads over "batch" or "sequence"; {} for weight 0."""
     return {"aux_loss": over, "aux_weight": weight} if weight else {}
 
 
 def layers_with_experts(flags: Sequence[bool]) -> dict[str, Any]:
-    """The options of a model in which these layers have experts."""
+    """The options of a model whose i-th layer has experts where the i-th flag is true."""
     dense = next((i for i, has in enumerate(flags) if has), len(flags))
     if all(flags[dense:]):
         return {"dense_layers": dense}
@@ -41,8 +39,8 @@ def layers_with_experts(flags: Sequence[bool]) -> dict[str, Any]:
 
 
 class MixtralConfig(MistralConfig):
-    """As Mistral's, each layer with ``num_local_experts`` experts, weighted by a softmax over the logits
-    of the chosen ones; a file that does not say so has no window."""
+    """Mixtral's layers: Mistral's, by default without a window, with ``num_local_experts`` experts in each
+    layer, weighted by a softmax over the logits of the chosen experts."""
 
     name: ClassVar[str] = "mixtral"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {**MistralConfig.fixed, "router_jitter_noise": [0]}
@@ -65,8 +63,8 @@ class MixtralConfig(MistralConfig):
 
 
 class QwenExpertsConfig(Config):
-    """The fields of experts that Qwen's families share: every ``decoder_sparse_step``-th layer has them, but
-    for ``mlp_only_layers``."""
+    """The fields of experts that Qwen's families share: every ``decoder_sparse_step``-th layer has experts,
+    but for ``mlp_only_layers``."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"output_router_logits"})
 
@@ -79,7 +77,7 @@ class QwenExpertsConfig(Config):
     router_aux_loss_coef: NonNegativeFloat = 0.001
 
     def expert_options(self, experts: int) -> dict[str, Any]:
-        """The options of a model with that many experts."""
+        """The options of a model with ``experts`` routed experts; {} for 0 experts."""
         if not experts:
             return {}
         if others := [i for i in self.mlp_only_layers if i >= self.num_hidden_layers]:
@@ -114,7 +112,7 @@ class Qwen2MoeConfig(QwenExpertsConfig, Qwen2Config):
 
 
 class Qwen3MoeConfig(QwenExpertsConfig, Qwen3Config):
-    """As Qwen3's, with routed experts alone; heads have no size of their own where a file does not say so."""
+    """The layers of Qwen3 with experts: Qwen3's, with routed experts, and by default no ``head_dim``."""
 
     name: ClassVar[str] = "qwen3_moe"
 
@@ -128,8 +126,8 @@ class Qwen3MoeConfig(QwenExpertsConfig, Qwen3Config):
 
 
 class GptOssConfig(RotaryConfig):
-    """All projections but the head have biases, the router's and the experts' too; layers take turns with a
-    window and without one where a file does not list them."""
+    """gpt-oss's layers: experts, attention sinks, and biases of all projections but the head (the router's
+    and the experts' too); by default every other layer has a window."""
 
     name: ClassVar[str] = "gpt_oss"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -140,10 +138,10 @@ class GptOssConfig(RotaryConfig):
     }
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
-            "experts_per_token",  # as num_experts_per_tok
+            "experts_per_token",  # the same number as num_experts_per_tok
             "initial_context_length",
             "output_router_logits",
-            "quantization_config",  # of the weights as they are stored
+            "quantization_config",  # how the published weights are stored
         }
     )
 

@@ -1,4 +1,4 @@
-"""Nemotron-H (``NemotronHForCausalLM``, arXiv 2504.03624): Mamba-2, softmax attention, MLPs, by a pattern."""
+"""Nemotron-H (``NemotronHForCausalLM``, arXiv 2504.03624): layers of Mamba-2, attention, MLPs and experts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from spbench.impls.models.hybrid import HybridModel
 
 
 class NemotronHConfig(Config):
-    """Layers of Mamba-2 (M), softmax attention without positions (*), MLPs of squared ReLU (-) and experts of
-    such (E), each with a norm of its own, in the order of ``hybrid_override_pattern``."""
+    """Nemotron-H's layers, by the letters of ``hybrid_override_pattern``: Mamba-2 (M), softmax attention
+    without positions (*), an MLP of squared ReLU (-), experts of squared ReLU (E), each with its own norm."""
 
     name: ClassVar[str] = "nemotron_h"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -33,15 +33,15 @@ class NemotronHConfig(Config):
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
             "chunk_size",
-            "expand",  # of the inner width that heads and their size say
+            "expand",  # the inner width, which follows from the heads and their size
             "layer_norm_epsilon",
             "mamba_ssm_cache_dtype",
             "mamba_dt_init_floor",
             "num_logits_to_keep",
-            "partial_rotary_factor",  # there are no positions
+            "partial_rotary_factor",  # attention has no RoPE
             "rescale_prenorm_residual",
             "rope_theta",
-            "sliding_window",  # null in all that are published
+            "sliding_window",  # null in all published files
             "time_step_floor",
             "time_step_limit",
             "time_step_max",
@@ -109,7 +109,7 @@ class NemotronHConfig(Config):
         )
 
     def _expert_options(self) -> dict[str, Any]:
-        """The options of layers of experts: sigmoid scores with a bias for the choice, one shared expert."""
+        """The options of experts, with sigmoid scores, a bias for the choice, and shared experts."""
         for field in ("n_routed_experts", "num_experts_per_tok"):
             if getattr(self, field) is None:
                 raise not_covered(field, None, "the pattern has layers of experts, E")

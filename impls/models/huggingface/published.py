@@ -1,5 +1,5 @@
-"""Models by their names on Hugging Face: what counts of the config.json of each, as published. Nothing here
-imports torch."""
+"""Published models by their names on Hugging Face, with the fields of their config.json that count. This
+module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-#: words of a name that say how weights were trained, cut or stored, which changes no size
+#: words of a model's name that tell how weights were trained, cut or stored, and that change no size
 _OF_WEIGHTS = re.compile(
     r"meta|base|instruct|it|chat|math|thinking|safeguard|merged?|source|hf|sparse|2of4|dequantized|linearized|bnb|"
     r"(?:int|nf|nvfp|mxfp|fp)[48]|(?:bf|fp)16|awq|gptq|aqlm|[2348]bit|[1-8]x[0-9]+|0324|0528|1106|2507"
@@ -22,13 +22,13 @@ class Published(NamedTuple):
     """A model with published sizes.
 
     Attributes:
-        name: as its authors write it.
-        parameters: how many, in all digits or rounded as 8.2B, without modules of multi-token prediction;
-            None where no count was found.
-        counted: where that count was read.
-        source: where the sizes were read; not always the model's own config.json.
-        config: ``model_type`` and the fields that count.
-        tower: parameters of what stands beside its text, for images; 0: nothing does.
+        name: the name as the model's authors write it.
+        parameters: the published number of parameters, in all digits or rounded (8.2B), without modules of
+            multi-token prediction; None: no published number.
+        counted: the source of that number.
+        source: the source of the sizes; not always the model's own config.json.
+        config: ``model_type`` and the fields from which the model's options follow.
+        tower: the parameters of a tower for images, which the model leaves out; 0: there is no tower.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Published(NamedTuple):
 
 @cache
 def _by_name() -> Mapping[str, Published]:
-    """By the name in lower case; further names are of the same sizes, as of an instruction-tuned model."""
+    """All published models by the name in lower case. An instruction-tuned model has an entry of its own."""
     table = json.loads((files(__package__) / "published.json").read_text(encoding="utf-8"))
     models: dict[str, Published] = {}
     for name, entry in table.items():
@@ -51,25 +51,25 @@ def _by_name() -> Mapping[str, Published]:
 
 
 def published_models() -> list[Published]:
-    """All of them, further names too."""
+    """All published models; models of the same sizes have an entry each."""
     return [*_by_name().values()]
 
 
 def published_model(name: str) -> Published | None:
-    """The model of that name, in upper or lower case; None: its sizes are not known here."""
+    """The published model of that name, in upper or lower case; None: no entry has the name."""
     return _by_name().get(name.lower())
 
 
 @cache
 def _words_of(name: str) -> tuple[str, ...]:
-    """The words of a name, or of a path's last part, that may say a size."""
+    """The words, in lower case, of a model's name or of a path's last part that may tell a size."""
     words = re.split("[-_]", PurePosixPath(name.lower()).name)
     return tuple(word for word in words if word and not _OF_WEIGHTS.fullmatch(word))
 
 
 @cache
 def _by_words() -> Mapping[tuple[str, ...], Published | None]:
-    """By the words that may say a size; None: of several sizes."""
+    """The published model by the words of its name that may tell a size; None: models of several sizes."""
     models: dict[tuple[str, ...], Published | None] = {}
     for each in published_models():
         words = _words_of(each.name)
@@ -80,8 +80,8 @@ def _by_words() -> Mapping[tuple[str, ...], Published | None]:
 
 
 def near_model(name: str) -> Published | None:
-    """The model whose name differs in the owner, or in words that change no size: a copy of it, or one that
-    was tuned or quantized. ``name`` may be a path. None where there is none."""
+    """The published model whose name differs from ``name`` in the owner or in words that change no size, as a
+    copy's or a quantized model's does; None: no such model. ``name`` may be a path."""
     return _by_words().get(_words_of(name))
 
 
@@ -92,6 +92,7 @@ def _not_modelled() -> Mapping[str, str]:
 
 
 def lacking_for(name: str) -> str:
-    """What the layers of a model of that name have that no model here has; "": that is not known."""
+    """The reason why no model here covers a model of that name, such as "sparse attention by an index"; "" if
+    the name matches no pattern."""
     last = PurePosixPath(name.lower()).name
     return next((what for pattern, what in _not_modelled().items() if re.match(pattern, last)), "")

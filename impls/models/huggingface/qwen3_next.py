@@ -1,5 +1,5 @@
 """Qwen3-Next (``Qwen3NextForCausalLM``) and Qwen3.5: Gated DeltaNet in most layers, softmax attention with an
-output gate in the others, and experts in each, or MLPs."""
+output gate in the others, and experts or an MLP in each layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LETTERS = {"linear_attention": "G", "full_attention": "S"}
 
 
 class GatedDeltaConfig(LlamaConfig):
-    """Each ``full_attention_interval``-th layer has softmax attention where a file does not list them."""
+    """Layers of Gated DeltaNet, by default with softmax attention in one of ``full_attention_interval``."""
 
     head_dim: PositiveInt | None = 256
     partial_rotary_factor: PositiveFloat = 0.25
@@ -56,7 +56,7 @@ class GatedDeltaConfig(LlamaConfig):
 
 
 class GatedDeltaExpertsConfig(QwenExpertsConfig, GatedDeltaConfig):
-    """The layers of :class:`GatedDeltaConfig` with experts, one of which every token meets, behind a gate."""
+    """The layers of :class:`GatedDeltaConfig` with routed experts and a gated shared expert."""
 
     num_experts: NonNegativeInt = 512
     num_experts_per_tok: PositiveInt = 10
@@ -72,7 +72,7 @@ class GatedDeltaExpertsConfig(QwenExpertsConfig, GatedDeltaConfig):
 
 
 class Qwen3NextConfig(GatedDeltaExpertsConfig):
-    """Qwen3-Next's."""
+    """Qwen3-Next's layers, all of which have experts."""
 
     name: ClassVar[str] = "qwen3_next"
     ignored: ClassVar[frozenset[str]] = frozenset(
@@ -80,12 +80,12 @@ class Qwen3NextConfig(GatedDeltaExpertsConfig):
     )
 
 
-#: of Qwen3.5's text: modules of multi-token prediction, which transformers leaves out, and types of states
+#: ignored fields of Qwen3.5: of multi-token prediction, which transformers leaves out, and the states' dtype
 _BESIDE = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"})
 
 
 class Qwen35TextConfig(GatedDeltaConfig):
-    """Qwen3.5's, with MLPs."""
+    """The layers of Qwen3.5 without experts: each has an MLP."""
 
     name: ClassVar[str] = "qwen3_5_text"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {
@@ -99,7 +99,7 @@ class Qwen35TextConfig(GatedDeltaConfig):
 
 
 class Qwen35ExpertsTextConfig(GatedDeltaExpertsConfig):
-    """Qwen3.5's, with experts in each layer."""
+    """The layers of Qwen3.5 with experts, all of which have experts."""
 
     name: ClassVar[str] = "qwen3_5_moe_text"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {**LlamaConfig.fixed, "attn_output_gate": [True]}
@@ -112,7 +112,7 @@ class Qwen35ExpertsTextConfig(GatedDeltaExpertsConfig):
 
 
 class Qwen35Config(WithImagesConfig):
-    """Qwen3.5 of text and images."""
+    """Qwen3.5 for text and images, of which the model has the text part."""
 
     name: ClassVar[str] = "qwen3_5"
 
@@ -120,7 +120,7 @@ class Qwen35Config(WithImagesConfig):
 
 
 class Qwen35ExpertsConfig(WithImagesConfig):
-    """Qwen3.5 of text and images, with experts."""
+    """Qwen3.5 with experts for text and images, of which the model has the text part."""
 
     name: ClassVar[str] = "qwen3_5_moe"
 
