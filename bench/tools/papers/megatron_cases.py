@@ -276,8 +276,8 @@ def machine_of(golden: str) -> tuple[str, bool]:
 
 
 def varies_by(cell: Cell) -> str:
-    """The cause that the number of rows of a rank's experts is not fixed by the cell: "routing", the learned
-    router, or "sinkhorn", which shares each rank's own tokens out evenly except for ties. "": no experts are
+    """Why the cell does not fix the number of rows of a rank's experts: "routing", the learned router
+    decides, or "sinkhorn", which shares each rank's own tokens out evenly except for ties. "": no experts are
     spread over ranks, a capacity is filled up, or tokens are forced to be even."""
     options = dict(cell.model_options)
     spread = cell.sizes.by_axis.get("ep", 1) > 1
@@ -320,8 +320,8 @@ def departures(varying: Mapping[str, str]) -> dict[tuple[str, str], str]:
 
 
 def _alike(row: Mapping[str, str], other: Mapping[str, str] | None) -> bool:
-    """Whether a golden value has the step time of another within 2%, and its memory at the end within 1 MiB:
-    of an A100 and an H100 workspaces alone differ by more, and steps of the same work by a third."""
+    """Whether two golden values have the same step time within 2%, and the same final memory within 1 MiB. An
+    A100's and an H100's do not: their workspaces differ by more, and their steps by a third."""
     if other is None or not all(each["iter_s"] and each["allocated_last"] for each in (row, other)):
         return False
     last, time = (abs(float(row[name]) - float(other[name])) for name in ("allocated_last", "iter_s"))

@@ -88,7 +88,7 @@ class PublishedTable(Answer):
 
     @property
     def by_name(self) -> dict[str, QuantityColumn]:
-        """The first column of each quantity, by the name that it has in comparisons."""
+        """The first column of each quantity, by the quantity's name in comparisons."""
         columns: dict[str, QuantityColumn] = {}
         for column, quantity in self.quantities.items():
             columns.setdefault(quantity.named or column, quantity)
