@@ -246,7 +246,7 @@ def least_usable(
 
 
 def _serves(log: MemoryLog, nbytes: int, kind: type[CachingAllocator]) -> bool:
-    """Whether the allocator serves a log on a card of so many usable bytes."""
+    """Whether the allocator serves a log on a card of ``nbytes`` usable bytes."""
     return replay(log.sizes, log.events, nbytes, (), log.streams, kind).out_of_memory is None
 
 
@@ -279,7 +279,7 @@ def fullest(traces: ClassTraces) -> Fullest:
     return largest
 
 
-# -- what workers run ---------------------------------------------------------------------------------------
+# -- run by workers -----------------------------------------------------------------------------------------
 
 
 def examine(cell: Cell) -> Measurement:

@@ -121,7 +121,7 @@ def _check_axes(group: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     strategies that divide this axis and can run the model."""
     strategy = group["strategy"]
     if strategy not in names("strategy"):
-        return  # unknown, or strategies around each other: whoever makes the cell says what is wrong
+        return  # unknown or nested strategies: making the cell raises the error
     for axis in unused_axes(strategy_axes(strategy), sizes):
         usual = [name for name, each in usual_strategies().items() if each.axes[0] == axis]
         every = [
