@@ -24,8 +24,7 @@ class DeepSpeedUlysses(UlyssesPeer):
         if self.place.mesh.device_type != "cuda":
             backend = "gloo"
             os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that no other is present
-            # else DeepSpeed would compile an all-reduce by shared memory for minutes, which attention never
-            # uses
+            # else DeepSpeed would compile for minutes an all-reduce by shared memory that nothing uses
             imported("deepspeed.ops:__compatible_ops__")["deepspeed_shm_comm"] = False
         imported("deepspeed.comm:init_distributed")(backend, auto_mpi_discovery=False, verbose=False)
         layer = imported("deepspeed.sequence.layer:DistributedAttention")

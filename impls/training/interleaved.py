@@ -75,8 +75,7 @@ class _Step:
         self.next = self.turns.ahead
         #: the works of a gradient that is being sent
         self.sending: list[dist.Work] = []
-        # each lives until the next one, as in Megatron-Core's loop; x only if its receive was waited for at
-        # once
+        # each lives until the next one, as in Megatron-Core's loop; x only if it was not received ahead
         self.x: Tensor | None = None
         self.y: Tensor | None = None
         self.d_x: Tensor | None = None
