@@ -1,4 +1,4 @@
-"""A cell, the unit of work, and its parts: sizes, training options, and what it may ask for."""
+"""A cell, the unit of work of a sweep, and its parts: sizes, training options, searches and training runs."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class _UsualSizes(StrictModel):
 
 
 class Sizes(_UsualSizes):
-    """Ranks along each axis of the mesh, also along axes that strategies bring; at most MOST_RANKS in all.
-    ``ep`` and ``etp`` arrange the ranks of each pipeline stage anew (:mod:`spbench.impls.folding`)."""
+    """The number of ranks along each axis of the mesh, also along axes of strategies; at most MOST_RANKS in
+    all. ``ep`` and ``etp`` divide the same ranks of each stage again (:mod:`spbench.impls.folding`)."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Ranks] = Field(init=False)
@@ -70,7 +70,7 @@ class Sizes(_UsualSizes):
     def _check_axes(cls, content: Any) -> Any:
         if isinstance(content, Mapping):
             known = *FOLDED_AXES, *MESH_AXES
-            # the axes of strategies are looked up last, as that imports them all
+            # the axes of strategies are looked up last, because that imports all strategies
             _UsualSizes.model_validate({axis: n for axis, n in content.items() if axis not in known})
             return {axis: n for axis, n in content.items() if axis not in FOLDED_AXES or n != 1}
         return content
@@ -84,13 +84,13 @@ class Sizes(_UsualSizes):
 
     @property
     def by_axis(self) -> dict[str, int]:
-        """The ranks along every axis, in the default order, then along folded axes of more than one rank; see
-        :attr:`Cell.mesh_sizes` for a cell's own."""
+        """The number of ranks along every axis, in the default order, then along folded axes of more than one
+        rank; :attr:`Cell.mesh_sizes` has a cell's own order."""
         return {axis: getattr(self, axis, 1) for axis in MESH_AXES} | given_folds(self.__pydantic_extra__)
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return ranks_along(MESH_AXES, self.by_axis)
 
     def __str__(self) -> str:
@@ -98,12 +98,12 @@ class Sizes(_UsualSizes):
 
 
 def strategy_axes(strategy: str) -> list[str]:
-    """The axes of a strategy, or of several around each other; see :func:`nesting`."""
+    """The names of the axes of a strategy, or of a combination of strategies (:func:`nesting`)."""
     return list(nesting(strategy).axes)
 
 
 def requirements(strategy: str) -> list[str]:
-    """The distributions that strategies require; none unless one of the strategies is a peer."""
+    """The Python distributions that a strategy or combination requires; only peers require any."""
     return list(nesting(strategy).requires)
 
 
@@ -111,25 +111,25 @@ class TrainingOptions(BaseModel):
     """How the step is run; see :class:`Training`. Further keys are the options of the backend.
 
     Attributes:
-        step: "inference" is a forward pass alone, of the whole batch.
-        moments: "later": the first step's update makes Adam's moments; "kept": they are there before.
-        batch_on_device: "part" keeps this rank's part of the batch, "whole" all of it.
-        micro_batches: parts of a replica's batch that are run one after another.
-        virtual_stages: runs of layers that a rank of the pipeline holds; several with "interleaved" alone.
-        stage_layers: layers of each stage of the pipeline, pp x virtual_stages of them in the order of the
-            layers; None: as many as the others.
-        microbatch_group_size: of "interleaved", micro-batches that pass through a run of layers before the
-            rank turns to its next; None: as many as the pipeline has ranks.
-        overlap_p2p_communication: of "interleaved", send beside the computation.
-        steps: traced one after another: communication and times are those of the last, peaks the largest.
-        cublas_workspace: as the environment variable CUBLAS_WORKSPACE_CONFIG, pairs of KiB and count such as
-            ":4096:8"; None: the cluster's.
-        cuda_alloc_conf: as the environment variable PYTORCH_CUDA_ALLOC_CONF, "expandable_segments:True" (see
-            :class:`ExpandableSegments`) or "max_split_size_mb:N" (:class:`OversizeBlocks`); None: torch's
-            defaults.
-        alloc_retries: of simulated allocators, whether one whose card is full gives cached memory back and
-            tries again, as torch's does (``num_alloc_retries`` of torch.cuda.memory_stats; DeepSpeed warns of
-            steps with such "cache flushes", runtime/zero/stage3.py). False: that is out of memory.
+        step: "training", or "inference": only a forward pass of the whole batch.
+        moments: "later": the first step's update allocates Adam's moments; "kept": they exist before it.
+        batch_on_device: "part": a rank holds only its part of the batch; "whole": all of the batch.
+        micro_batches: the number of parts of a replica's batch that are run one after another.
+        virtual_stages: the number of runs of layers on a rank of the pipeline; above 1 only if "interleaved".
+        stage_layers: the numbers of layers of the pp x virtual_stages stages, in the order of the layers;
+            None: the same number for each stage.
+        microbatch_group_size: if "interleaved", the number of micro-batches that pass through a run of layers
+            before the rank turns to its next run; None: the number of ranks of the pipeline.
+        overlap_p2p_communication: if "interleaved", whether ranks send while they compute.
+        steps: the number of traced steps: communication and times are of the last step, peaks the largest.
+        cublas_workspace: the value of the environment variable CUBLAS_WORKSPACE_CONFIG, pairs of KiB and
+            count such as ":4096:8"; None: the cluster's.
+        cuda_alloc_conf: the value of the environment variable PYTORCH_CUDA_ALLOC_CONF,
+            "expandable_segments:True" (:class:`ExpandableSegments`) or "max_split_size_mb:N"
+            (:class:`OversizeBlocks`); None: torch's defaults.
+        alloc_retries: whether a simulated allocator whose card is full frees its cached memory and tries
+            again, as torch's does (``num_alloc_retries`` of torch.cuda.memory_stats; DeepSpeed warns of such
+            "cache flushes", runtime/zero/stage3.py). False: the step is out of memory.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
@@ -168,7 +168,7 @@ class TrainingOptions(BaseModel):
 
     @model_validator(mode="after")
     def _leave_out_defaults(self) -> TrainingOptions:
-        """Forget options of the backend that are given as they are anyway, so that a cell has one key."""
+        """Remove options of the backend that have their default values, so that equal cells have one key."""
         given = self.__pydantic_extra__ or {}
         for name, default in backend_defaults(self.backend).items() if given else ():
             if name in given and given[name] == default and type(given[name]) is type(default):
@@ -182,11 +182,11 @@ class TrainingOptions(BaseModel):
 
 
 class SearchRequest(StrictModel):
-    """Ask for the largest ``quantity`` that fits, one of :func:`quantities`.
+    """A request for the largest ``quantity`` (one of :func:`quantities`) that fits.
 
-    Values are multiples of ``step`` (a sequence length of ``step`` a rank, where a strategy chunks sequences;
-    a batch of ``step`` a micro-batch), up to ``limit``. ``timed``: simulate the time of a step at the answer
-    too.
+    The search tries multiples of ``step`` (for a sequence length, ``step`` positions a rank if the strategy
+    chunks sequences; for a batch, ``step`` samples a micro-batch), up to ``limit``. With ``timed``, the time
+    of a step at the answer is simulated too.
     """
 
     quantity: str
@@ -196,17 +196,17 @@ class SearchRequest(StrictModel):
 
 
 class Timing(StrictModel):
-    """How many steps the distributed engine runs."""
+    """The numbers of steps that the distributed engine runs before timing and with timing."""
 
     warmup: int = Field(default=2, ge=0, le=MOST_STEPS)
     samples: Repeats = 5
 
 
 class Learning(StrictModel):
-    """Ask for the losses of a training run on real data instead of a measurement; on real ranks only.
+    """A request for the losses of a training run on real data instead of a measurement; on real ranks only.
 
-    The learning rate rises linearly to ``learning_rate`` over ``warmup`` steps, then falls linearly to zero
-    after the last step. ``seed``: of weights and data. ``deviation``: of the initial matrices.
+    The learning rate rises linearly to ``learning_rate`` over ``warmup`` steps, then falls linearly to 0
+    after the last step. ``seed`` is for weights and data; initial matrices have the standard ``deviation``.
     """
 
     steps: Repeats
@@ -217,14 +217,14 @@ class Learning(StrictModel):
 
 
 def _with_sizes(content: Any) -> Any:
-    """The settings of a cell; options that are written as sizes, such as "128K", become numbers."""
+    """The settings of a cell, with options that are written as sizes, such as "128K", turned into numbers."""
     if not isinstance(content, Mapping):
         return content
     options = {name: content[name] for name in _OF_OPTIONS if isinstance(content.get(name), Mapping)}
     return {**content, **{name: {k: with_suffix(v) for k, v in o.items()} for name, o in options.items()}}
 
 
-#: sections of a cell whose values each owner of options checks
+#: the sections of a cell whose values the model, the strategy or the backend checks
 _OF_OPTIONS = ("model_options", "strategy_options", "training")
 
 
@@ -233,16 +233,16 @@ class Cell(StrictModel):
 
     Attributes:
         model: a name, or the path of a Hugging Face config.json or of the folder that it lies in.
-        model_config_json: what counts of that file, read when the cell is made; so a row stands for the file
-            as it was, and other machines need no file.
+        model_config_json: the fields of that file that matter, read when the cell is made, so that a row is
+            of the file as it was, and other machines do not need the file.
         mesh: the axes of the mesh, from the slowest-varying rank to the fastest; None: as in MESH_AXES. Axes
             of one rank may be left out.
-        device: where tensors are; the virtual engine's are fake ones on the CPU, whatever they stand for.
-        rank: the rank that an engine plays which plays one alone; None: the one with the largest peak.
-        meters: names of meters beside those of memory and communication.
-        program: the training program whose step it stands for; "": none. Only the interval heeds it.
-        variant: names a variant of settings within a scenario, for comparison and plots.
-        timeout_s: seconds after which a sweep gives the cell up; in no key or row, as nothing depends on it.
+        device: the device of tensors; the virtual engine always has fake tensors on the CPU.
+        rank: the rank that an engine of a single rank runs; None: the rank with the largest peak.
+        meters: the names of further meters, in addition to memory and communication.
+        program: the training program whose step is simulated; "": none. Only the time's interval uses it.
+        variant: the name of a variant of settings within a scenario, for comparison and plots.
+        timeout_s: seconds after which a sweep gives the cell up; not in keys and rows.
     """
 
     model: str
@@ -271,8 +271,8 @@ class Cell(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _read_files(cls, content: Any) -> Any:
-        """Read the model's file and the file of its documents, from the working directory, unless that is
-        done; turn sizes among the options, such as ``max_positions: 8K``, into numbers."""
+        """Read the model's file and the file of its documents, relative to the working directory, unless they
+        were read before; turn sizes in options, such as ``max_positions: 8K``, into numbers."""
         content = _with_sizes(with_documents(content))
         if isinstance(content, Mapping) and content.get("model_config_json") is None:
             model = content.get("model")
@@ -283,7 +283,7 @@ class Cell(StrictModel):
     @field_validator("mesh")
     @classmethod
     def _check_mesh(cls, order: list[str] | None, info: ValidationInfo) -> list[str] | None:
-        """The order of the mesh's axes; None for the default order, so that a cell has one key."""
+        """The order of the mesh's axes; None for the default order, so that equal cells have one key."""
         if order is None or "sizes" not in info.data:
             return None
         in_order(info.data["sizes"].by_axis, order)
@@ -310,24 +310,24 @@ class Cell(StrictModel):
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
-        """Ranks along every axis of the mesh, from the slowest-varying to the fastest."""
+        """The number of ranks along every axis of the mesh, from the slowest-varying axis to the fastest."""
         return in_order(self.sizes.by_axis, self.mesh or MESH_AXES)
 
     @property
     def mesh_text(self) -> str:
-        """The axes of more than one rank in the order of the mesh, with their ranks, as "dp2xsp8"; or "1"."""
+        """The axes of more than one rank in the mesh's order, with their ranks: "dp2xsp8"; or "1"."""
         return spelled(self.mesh_sizes)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As pydantic's; the copy has a key of its own."""
+        """A copy with some fields replaced, as pydantic's, except that the copy computes its own key."""
         copied = super().model_copy(update=update, deep=deep)
         copied.__dict__.pop("key", None)
         return copied
 
     @cached_property
     def key(self) -> str:
-        """A stable name of the cell: readable, and a digest of all that defines it. A model's file counts by
-        its path: what it holds is in the digest of what made a row (:mod:`measure.sweep.provenance`)."""
+        """A stable name of the cell: readable parts, then a digest of all its settings. A model's file counts
+        by its path; a row's digest covers the content (:mod:`measure.sweep.provenance`)."""
         defining = self.model_dump(exclude_defaults=True, exclude={"model_config_json"})
         content = json.dumps(defining, sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()[:10]
@@ -339,12 +339,12 @@ class Cell(StrictModel):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(batch, seq_len) of a cell that searches for neither."""
+        """The pair (batch, seq_len) of a cell that searches for neither."""
         assert self.batch is not None, "batch is searched for"
         assert self.seq_len is not None, "seq_len is searched for"
         return self.batch, self.seq_len
 
     def at(self, value: int) -> Cell:
-        """The same cell with the searched quantity set to a value, and no search."""
+        """The cell with the searched quantity set to ``value``, and without its search."""
         assert self.search is not None
         return self.model_copy(update={self.search.quantity: value, "search": None})

@@ -1,4 +1,4 @@
-"""The error that every part of the harness raises for what a user can mend."""
+"""The error that every part of bench raises where the user can mend the cause, and text for messages."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from collections.abc import Iterable
 
 from spbench.impls import raised
 
-#: characters of an input that a message repeats
+#: the most characters of an input that a message repeats
 MOST_SHOWN = 200
 
 
 class Interrupted(Exception):
-    """A person ended what runs; the text says what is kept, and how it goes on."""
+    """A person has interrupted a run; the text says which results are kept, and how to continue."""
 
 
 class UserError(Exception):
-    """Something that the user can mend: what, where and how. Printed as one line, with exit code 2."""
+    """An error that the user can mend: what, where and how, in one line; commands exit with code 2."""
 
     def __init__(self, message: str):
         super().__init__(one_line(message))
 
 
 def one_line(text: str) -> str:
-    """A message in one line, in which no word is longer than MOST_SHOWN: such a word is an input."""
+    """A message in one line; words of more than MOST_SHOWN characters, which come from inputs, are cut."""
     return " ".join(map(shortened, text.split()))
 
 
 def shown(value: object) -> str:
-    """An input as messages repeat it: a text in quotes, other values as Python writes them. The middle of
-    what is longer than MOST_SHOWN is left out. Reads no more of a nested value than it shows."""
+    """An input as text for messages: a string in quotes, any other value as Python writes it, without its
+    middle if longer than MOST_SHOWN. Of a nested value only the shown entries are read."""
     if isinstance(value, str):
         return repr(value) if len(value) <= MOST_SHOWN else repr(shortened(value))
     return shortened(_REPR.repr(value))
 
 
 def described(error: BaseException) -> str:
-    """The type and the text of an error, whatever its own ``__str__`` does, in one line."""
+    """The type and the text of an error in one line, even if its ``__str__`` raises."""
     return one_line(raised(error))
 
 
 def shortened(text: str) -> str:
-    """A text, or its beginning and its end with how long it is."""
+    """The text; if longer than MOST_SHOWN, its beginning, its end and its number of characters."""
     if len(text) <= MOST_SHOWN:
         return text
     begin, end = text[: MOST_SHOWN * 3 // 5], text[-MOST_SHOWN // 4 :]
     return f"{begin}...{end}({len(text)} characters)"
 
 
-#: shows no more entries and levels of a value than a message has room for; reprlib's own bounds are shorter
+#: shows as many entries and levels of a value as a message has room for; reprlib's own bounds are smaller
 _REPR = reprlib.Repr()
 _REPR.maxlevel = 6
 _REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = _REPR.maxfrozenset = 20
@@ -60,11 +60,11 @@ _REPR.maxstring = _REPR.maxlong = _REPR.maxother = MOST_SHOWN
 def suggestion(word: object, known: Iterable[str], where: str = "") -> str:
     """The end of an error about an unknown name: ``; did you mean 'x'? (choices: x, y)``.
 
-    Without a name close to ``word`` the question is left out; without known names the text is empty. Where
-    there are very many names, the nearest are shown.
+    Without a name close to ``word`` the question is left out; without known names the text is empty. If the
+    list of names is long, only the nearest names are listed.
 
     Args:
-        where: what shows all of them, as "spbench list models".
+        where: the command that shows all names, such as "spbench list models".
     """
     names, word = [str(name) for name in known], str(word)[:MOST_SHOWN]
     tail = word.casefold().rpartition("/")[2]
@@ -82,5 +82,5 @@ def suggestion(word: object, known: Iterable[str], where: str = "") -> str:
     return f"{guess} ({few}{f'; all: {where}' if where else ''})"
 
 
-#: characters of the names that a message lists
+#: the most characters of the list of names in a message
 _MOST_KNOWN = 400

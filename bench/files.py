@@ -1,9 +1,9 @@
-"""Files: read whole, in UTF-8, with a one-line error for each reason why they cannot be read; written whole
-or not at all; and a cache on disk that processes share.
+"""Files: reading a whole file in UTF-8, with a one-line error for each reason why this fails; writing a file
+whole or not at all; and a cache on disk that processes share.
 
-Own code rather than diskcache, the library for this, whose database is one file that all processes lock: home
-folders of clusters are often on NFS, where SQLite must not be used. Here a value is a file that is made whole
-or not at all, and only keys with the same first two digits share a lock.
+The cache does not use the library diskcache, because all its processes lock one SQLite file, and home folders
+of clusters are often on NFS, where SQLite must not be used. In this cache a value is a file that is written
+whole or not at all, and only keys with the same first two digits share a lock.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a file; pipes are read to their end, but for an agent, whose call may meet one that
-    has none.
+    """The content of a file. Pipes are read to their end, but refused if :data:`ONLY_DATA` is set (calls by
+    agents), because a pipe may have no end.
 
     Raises:
-        UserError: there is none, it cannot be read, or it is a device, which may have no end.
+        UserError: the file does not exist, cannot be read, or is a device, which may have no end.
     """
     try:
         if os.environ.get(ONLY_DATA) and not stat.S_ISREG(path.stat().st_mode):
@@ -50,12 +50,12 @@ def read_file(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8; UserError as of :func:`read_file`, or if it is something else."""
+    """The text of a file; UserError if the file cannot be read (:func:`read_file`) or is not UTF-8."""
     return decoded(path, read_file(path))
 
 
 def decoded(path: Path, content: bytes) -> str:
-    """The text that a file's content is, without a byte order mark; UserError if it is not UTF-8."""
+    """A file's content as text, without a byte order mark; UserError if the content is not UTF-8."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -66,7 +66,7 @@ def decoded(path: Path, content: bytes) -> str:
 
 
 def resolved(path: Path) -> Path:
-    """The absolute path without links; UserError where links go in a circle."""
+    """The absolute path without symbolic links; UserError if links go in a circle."""
     try:
         return path.expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links that go in a circle
@@ -74,7 +74,7 @@ def resolved(path: Path) -> Path:
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be read or a path be followed, without the path."""
+    """Why a file cannot be read or a path cannot be followed, as text without the path."""
     if isinstance(error, OSError):
         return error.strerror or os.strerror(error.errno or errno.EIO)
     return "its links go in a circle" if isinstance(error, RuntimeError) else str(error)
@@ -91,7 +91,7 @@ def parse_json(path: Path, content: bytes) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; ValueError where a key is given twice."""
+    """The dictionary of a JSON object's pairs; ValueError if a key is given twice."""
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -102,11 +102,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_whole(path: Path, content: str | bytes) -> Path:
-    """Write a file so that a reader, even after a crash or on a full disk, finds the old content or the new.
+    """Write a file so that a reader, even after a crash or on a full disk, finds the old or the new content.
 
-    The content goes to a temporary file in the same folder and from there to the disk, then the temporary
-    file takes the name. Missing parent folders are made. A symbolic link stays: the file that it leads to
-    is replaced, and keeps its permissions. Pipes and devices, which cannot be replaced, are written to.
+    The content is written to a temporary file in the same folder and synced to the disk, then the temporary
+    file is renamed. Missing parent folders are made. A symbolic link stays: the file at its end is replaced,
+    and keeps its permissions. Pipes and devices, which cannot be replaced, are written to.
 
     Args:
         content: text is encoded as UTF-8; line ends are left as they are.
@@ -115,7 +115,7 @@ def write_whole(path: Path, content: str | bytes) -> Path:
         ``path``.
 
     Raises:
-        UserError: the file cannot be written; an earlier one is unchanged, and no temporary file is left.
+        UserError: the file cannot be written; an earlier file is unchanged, and no temporary file is left.
     """
     write_together({path: content})
     return path
@@ -124,21 +124,20 @@ def write_whole(path: Path, content: str | bytes) -> Path:
 def write_together(contents: Mapping[Path, str | bytes]) -> list[Path]:
     """Write several files, each as :func:`write_whole` does, and none if one of them finds no room.
 
-    They take their names in the order of the mapping, once all are on the disk.
+    The temporary files are renamed in the order of the mapping, once all are on the disk.
 
     Returns:
-        The paths.
+        The paths of the files.
 
     Raises:
-        UserError: one of them cannot be written; earlier files are unchanged, unless it is the names that
-            cannot be taken.
+        UserError: a file cannot be written; earlier files are unchanged, unless a rename failed.
     """
-    unfinished: dict[Path, Path] = {}  # by the path that it is for
+    unfinished: dict[Path, Path] = {}  # the temporary file of each path
     try:
         for path, content in contents.items():
             data = content.encode() if isinstance(content, str) else content
             target = resolved(path)
-            with suppress(FileExistsError):  # also a file in the folder's place, of which the opening tells
+            with suppress(FileExistsError):  # if the folder is a file, opening the temporary file fails
                 target.parent.mkdir(parents=True)
             if target.exists() and not target.is_file() and not target.is_dir():
                 target.write_bytes(data)
@@ -157,7 +156,7 @@ def write_together(contents: Mapping[Path, str | bytes]) -> list[Path]:
 
 
 def _write_beside(target: Path, unfinished: Path, data: bytes) -> None:
-    """Put the data on the disk under another name, with the permissions of the target, if there is one."""
+    """Write the data to ``unfinished`` and sync it, with the permissions of the target if that exists."""
     with unfinished.open("wb") as stream:
         if target.exists():
             os.fchmod(stream.fileno(), target.stat().st_mode & 0o777)
@@ -166,14 +165,14 @@ def _write_beside(target: Path, unfinished: Path, data: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-#: a cell of text that begins with one of these is a formula to spreadsheets
+#: the signs with which a text begins that spreadsheets take for a formula
 FORMULA_SIGNS = ("=", "+", "-", "@", "\t", "\r")
 _NUMBER = re.compile(r"[+-]?[\d.,]+(e[+-]?\d+)?%?", re.IGNORECASE)
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """A line of column names and a line for each row: numbers as they are, nothing for None or an absent
-    value, and an apostrophe before text that a spreadsheet would run as a formula."""
+    """The text of a CSV file: a line of column names, then a line for each row. None and absent values are
+    empty; a text that a spreadsheet would run as a formula gets an apostrophe before it."""
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(columns)
@@ -186,18 +185,18 @@ def _harmless(value: Any) -> Any:
     return f"'{value}" if is_formula else value
 
 
-#: of the environment: the folder of what is kept between runs, or "off"; one of the user's if it is not set
+#: the environment variable with the cache's folder, or "off"; if not set, the cache is in the user's home
 CACHE_FOLDER = "SPBENCH_CACHE"
 
-#: writes after which a process looks again whether the folder is too large
+#: the number of writes after which a process checks again whether the folder is too large
 _WRITES_BETWEEN_LOOKS = 50
 
 _log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path | None:
-    """The folder of values that are kept between runs, which anyone may delete at any time. None: nothing is
-    kept, because :data:`CACHE_FOLDER` is "off", or the user has no home."""
+    """The folder of the cache, which anyone may delete at any time; None: there is no cache, because
+    :data:`CACHE_FOLDER` is "off", or the user has no home."""
     folder = os.environ.get(CACHE_FOLDER)
     if folder:
         return None if folder == "off" else Path(folder)
@@ -208,15 +207,15 @@ def cache_folder() -> Path | None:
 
 
 class DiskCache:
-    """Values by key, in a folder.
+    """A cache of values (bytes) by key, in a folder.
 
     A value that cannot be written (a full disk, a folder of somebody else) is not kept, and one line of the
-    log says so, once; nothing is raised.
+    log says so, once; no error is raised.
 
     Args:
-        folder: is made when the first value is.
-        limit_bytes: the values' size that is allowed; what was used last stays. It may be exceeded for a
-            while, by what :data:`_WRITES_BETWEEN_LOOKS` writes of each process add.
+        folder: the folder, which is made with the first value.
+        limit_bytes: the allowed size of all values; the values used last are kept. The limit may be exceeded
+            for a while, by :data:`_WRITES_BETWEEN_LOOKS` values of each process.
     """
 
     def __init__(self, folder: Path, limit_bytes: int):
@@ -232,11 +231,11 @@ class DiskCache:
         except OSError:
             return None
         with suppress(OSError):
-            path.touch()  # it is the one that was used last
+            path.touch()  # the file's time says when the value was last used
         return value
 
     def write(self, key: str, value: bytes) -> None:
-        """Keep a value, and forget others if the folder has become too large."""
+        """Keep a value, and delete the values that were not used for longest if the folder is too large."""
         try:
             write_whole(self.path(key), value)
             if self._writes % _WRITES_BETWEEN_LOOKS == 0:
@@ -247,9 +246,9 @@ class DiskCache:
 
     @contextmanager
     def making(self, key: str) -> Iterator[None]:
-        """One process at a time is inside for a key: a second one waits, and then finds what the first has
-        made. The lock of a process that dies is free at once."""
-        # keys share 256 locks, so that no files of locks are left for values that are gone
+        """A context for making a key's value, which one process at a time can enter: a second process waits,
+        and then finds the first one's value. The lock of a process that dies is free at once."""
+        # keys share 256 locks, so that no lock files are left for values that were deleted
         lock = FileLock(self.folder / f"{key[:2]}.lock")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -262,7 +261,7 @@ class DiskCache:
             lock.release()
 
     def path(self, key: str) -> Path:
-        """The file of a value, whether it is there or not."""
+        """The path of a key's file, which may not exist."""
         return self.folder / key[:2] / key
 
     def _make_room(self) -> None:

@@ -1,4 +1,4 @@
-"""Git, as the harness asks it: which commit a folder has, and commits in folders of their own."""
+"""Questions to git: the commit of a folder, the time of a commit; and checkouts of commits in new folders."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from spbench.bench.errors import UserError
 from spbench.bench.files import resolved
 
-#: hexadecimal digits of a commit where people read it
+#: the number of hexadecimal digits of a commit's hash in texts
 SHORT_HASH = 12
 
-#: the end of a commit's name where tracked files differ from it
+#: the end of a commit's name if tracked files differ from the commit
 DIRTY = "-dirty"
 
 _LIMIT_S = 60
@@ -26,7 +26,7 @@ def git(folder: Path, *arguments: str) -> str:
     """The output of a git command that is run in a folder, without white space at the ends.
 
     Raises:
-        UserError: git is not installed, takes too long, or fails; with what it said.
+        UserError: git is not installed, takes too long, or fails; the message has git's error.
     """
     try:
         done = subprocess.run(
@@ -42,7 +42,7 @@ def git(folder: Path, *arguments: str) -> str:
 
 
 def asked(folder: Path, *arguments: str) -> str:
-    """What git prints; "" where it fails or is not installed."""
+    """The output of a git command in a folder; "" if git fails or is not installed."""
     try:
         return git(folder, *arguments)
     except UserError:
@@ -50,20 +50,20 @@ def asked(folder: Path, *arguments: str) -> str:
 
 
 def own_checkout() -> Path | None:
-    """The checkout that this code is run from; None: it is installed without its repository."""
+    """The root of the checkout that this code is run from; None: spbench is installed without one."""
     root = Path(__file__).resolve().parents[1]
     return root if (root / ".git").exists() else None
 
 
 def checkout_around(folder: Path) -> Path | None:
-    """The root of the checkout in which a folder lies; None: it lies in none."""
+    """The root of the git checkout in which a folder lies; None if the folder lies in no checkout."""
     root = asked(folder, "rev-parse", "--show-toplevel")
     return Path(root) if root else None
 
 
 def commit_of_files(checkout: Path, ignored: Sequence[str] = ()) -> str | None:
-    """The commit that a checkout has, with :data:`SHORT_HASH` digits and :data:`DIRTY` at the end where
-    tracked files are changed; None where there is none.
+    """The commit of a checkout, with :data:`SHORT_HASH` digits, and :data:`DIRTY` at the end if tracked files
+    are changed; None if there is no commit.
 
     Args:
         ignored: patterns of files whose changes do not count.
@@ -76,23 +76,23 @@ def commit_of_files(checkout: Path, ignored: Sequence[str] = ()) -> str | None:
 
 @cache
 def full_commit(commit: str, near: Path) -> str:
-    """The whole hash of a commit if the checkout around ``near``, or around the working folder, has it; else
-    the digits that were given."""
+    """The full hash of a commit, if the checkout around ``near`` or around the working folder has it; else
+    ``commit`` itself."""
     return _near(near, "rev-parse", "--verify", "-q", "--end-of-options", f"{commit}^{{commit}}") or commit
 
 
 @cache
 def commit_time_s(commit: str, near: Path) -> int | None:
-    """When a commit was made, in seconds since 1970; None if neither checkout of :func:`full_commit` has
-    it."""
+    """The time of a commit, in seconds since 1970; None if neither the checkout around ``near`` nor that
+    around the working folder has the commit."""
     seconds = _near(near, "show", "-s", "--format=%ct", "--end-of-options", commit)
     return int(seconds) if seconds.isdecimal() else None
 
 
 @cache
 def day_of(commit: str) -> str:
-    """The day of a commit, as 2026-11-20; "" where neither spbench's checkout nor that around the working
-    folder has it."""
+    """The day of a commit, such as "2026-11-20"; "" if neither spbench's checkout nor that around the working
+    folder has the commit."""
     name = f"{commit.removesuffix(DIRTY)}^{{commit}}"
     places = dict.fromkeys([own_checkout() or Path(), Path()])
     days = (asked(place, "show", "--no-patch", "--format=%cs", "--end-of-options", name) for place in places)
@@ -106,18 +106,18 @@ def _near(path: Path, *arguments: str) -> str:
 
 @cache
 def last_change(path: Path) -> str:
-    """The hash of the commit that changed a file or a folder last; "" where git does not know it."""
+    """The full hash of the commit that changed a file or a folder last; "" if git does not know the path."""
     place = resolved(path)
     return asked(place.parent, "log", "-1", "--format=%H", "--", place.name)
 
 
 @dataclass(frozen=True)
 class CodeVersion:
-    """A state of a repository, in a folder.
+    """A version of a repository's files, in a folder.
 
     Attributes:
         root: the folder.
-        commit: its full hash.
+        commit: the full hash of the commit.
         changed: whether tracked files differ from those of the commit.
     """
 
@@ -131,18 +131,18 @@ class CodeVersion:
 
 
 def working_tree(repository: Path) -> CodeVersion:
-    """The files as they are in the repository's folder now."""
+    """The version of the files as they are in the repository's folder now, with uncommitted changes."""
     changed = git(repository, "status", "--porcelain", "--untracked-files=no")
     return CodeVersion(repository, commit_of_ref(repository, "HEAD"), bool(changed))
 
 
 def commit_of_ref(repository: Path, ref: str) -> str:
-    """The hash of the commit that a ref names.
+    """The full hash of the commit that ``ref`` (a branch, tag or hash) names.
 
     Raises:
         UserError: the repository has no such commit.
     """
-    git(repository, "--version")  # where git is missing, it says so
+    git(repository, "--version")  # raises a clear error if git is missing
     name = f"{ref}^{{commit}}"
     if commit := asked(repository, "rev-parse", "--verify", "--quiet", "--end-of-options", name):
         return commit
@@ -153,10 +153,10 @@ def commit_of_ref(repository: Path, ref: str) -> str:
 
 @contextmanager
 def checked_out(repository: Path, ref: str) -> Iterator[CodeVersion]:
-    """The commit of a ref in a temporary worktree, which is removed afterwards whatever happens.
+    """A context with the commit of ``ref`` in a temporary worktree, which is always removed at the end.
 
     Raises:
-        UserError: there is no such commit, or it cannot be checked out.
+        UserError: ``ref`` names no commit, or the commit cannot be checked out.
     """
     commit = commit_of_ref(repository, ref)
     with tempfile.TemporaryDirectory(prefix="spbench-checkout-", ignore_cleanup_errors=True) as folder:

@@ -1,8 +1,8 @@
-"""The code that is measured: a digest of what it means, as rows of other code are out of date, and the
-checkout of spbench around a folder, whose code may be another.
+"""The code that is measured: a digest of its meaning, because rows of other code are out of date; and the
+comparison with the checkout of spbench around a folder, whose code may differ.
 
-`spbench` measures the files that Python imports. After `pip install .` these are a copy, so that a change of
-the checkout is neither run nor judged; an editable install imports the checkout itself.
+`spbench` measures the files that Python imports. After `pip install .` these files are a copy, so that a
+change of the checkout is neither run nor judged; an editable install imports the checkout itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spbench.bench.errors import UserError
 from spbench.bench.files import cache_folder, write_whole
 from spbench.impls import plugin_files
 
-#: rooms and modules of bench that no measurement runs through; a new room counts until it is named here
+#: the rooms and modules of bench whose code no measurement runs; a new room counts until this set has it
 NOT_MEASURING = frozenset(
     {
         *("command_line", "tools", "measure/scenarios", "measure/sweep", "measure/trust", "measure/verify"),
@@ -29,12 +29,12 @@ NOT_MEASURING = frozenset(
     }
 )
 
-#: hexadecimal digits of a digest
+#: the number of hexadecimal digits of a digest
 DIGEST_LENGTH = 16
 
-#: file in the cache folder: path -> [stamp, digest of the file's meaning]; parsing all files takes 0.6 s
+#: the cache's file of [stamp, digest of the meaning] by path; without it parsing all files takes 0.6 s
 _FILE = "code.json"
-#: a file written this recently may be written again under the same stamp, so its digest is not kept
+#: a file changed less than this long ago may change again under the same stamp, so its digest is not kept
 _SETTLED_NS = 2 * 10**9
 
 
@@ -47,7 +47,7 @@ def code_digest() -> str:
 
 
 def measuring_files(root: Path) -> Iterator[Path]:
-    """The Python files below ``root``, which has the folders impls and bench, that a measurement may run."""
+    """The Python files that a measurement may run, below ``root``, which has the folders impls and bench."""
     yield from (root / "impls").rglob("*.py")
     yield from (root / "impls").glob("*.pyi")  # the door: it says from which module a name comes
     for path in (root / "bench").rglob("*.py"):
@@ -57,7 +57,7 @@ def measuring_files(root: Path) -> Iterator[Path]:
 
 
 def digest_of_files(root: Path, paths: Iterable[Path]) -> str:
-    """A digest of the files' names below ``root`` and of their content; Python's without docstrings."""
+    """A digest of the files' names below ``root`` and of their content, for Python without docstrings."""
     content = hashlib.sha256()
     for name, digest in _digests(root, paths):
         content.update(f"{name} {digest}\n".encode())
@@ -65,7 +65,7 @@ def digest_of_files(root: Path, paths: Iterable[Path]) -> str:
 
 
 def _digests(root: Path, paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
-    """The name of each file below ``root``, and the digest of its content; Python's without docstrings."""
+    """Each file's name below ``root``, and the digest of its content, for Python without docstrings."""
     with _kept_digests() as kept:
         for path in sorted(paths):
             name = path.relative_to(root) if path.is_relative_to(root) else path.name
@@ -84,8 +84,8 @@ def _digest(path: Path, kept: dict[str, list[str]]) -> str:
 
 
 def _meaning(source: bytes) -> bytes:
-    """The syntax tree of a Python file without docstrings, in one form for all releases of Python; the file
-    itself if it cannot be parsed."""
+    """The syntax tree of a Python file without docstrings, as bytes that are the same in all releases of
+    Python; ``source`` itself if it cannot be parsed."""
     parts: list[str] = []
     try:
         _write(ast.parse(source), parts)
@@ -119,11 +119,11 @@ def _begins_with_docstring(node: ast.AST, field: str) -> bool:
 
 @contextmanager
 def _kept_digests() -> Iterator[dict[str, list[str]]]:
-    """Inside, the digests kept in :data:`_FILE`; at the end they are written again if they have changed. A
-    file that cannot be read or written does no harm."""
+    """A context with the digests in :data:`_FILE` by path; changed digests are written back at the end. A
+    file that cannot be read or written is ignored."""
     folder = cache_folder()
     kept: dict[str, list[str]] = {}
-    with suppress(OSError, ValueError, AttributeError, TypeError):  # none yet, or damaged
+    with suppress(OSError, ValueError, AttributeError, TypeError):  # the file may be missing or damaged
         content = json.loads((folder / _FILE).read_bytes()) if folder else {}
         kept = {path: each for path, each in content.items() if [*map(type, each)] == [str, str]}
     before = dict(kept)
@@ -133,10 +133,10 @@ def _kept_digests() -> Iterator[dict[str, list[str]]]:
             write_whole(folder / _FILE, json.dumps({p: each for p, each in kept.items() if Path(p).exists()}))
 
 
-#: the folder of a checkout that has the files of each baseline, in a folder of its scenario's name
+#: the folder of baselines in a checkout; each baseline is in a folder of its scenario's name
 BASELINES = Path("results", "baseline")
 
-#: what a row and its comparison with published numbers rest on: folders, and the files in them
+#: the folders, and patterns of their files, that rows and comparisons with published numbers depend on
 _MEASURED = (
     *((room, kind) for room in ("impls", "bench") for kind in ("*.py", "*.pyi")),
     *(("bench", "*.yaml"), ("bench", "*.json")),
@@ -148,19 +148,19 @@ _MARKS = ("pyproject.toml", "bench/cell.py", "impls/registries.py", "scenarios")
 
 
 def imported_tree() -> Path:
-    """The folder above the rooms that are imported: a checkout, or ``site-packages/spbench``."""
+    """The folder with the imported rooms (bench, impls, ...): a checkout, or ``site-packages/spbench``."""
     return Path(__file__).resolve().parents[1]
 
 
 def checkout_of(folder: Path) -> Path | None:
-    """The root of the checkout of spbench that a folder lies in; None: it lies in none."""
+    """The root of the checkout of spbench in which a folder lies; None if it lies in no checkout."""
     here = folder.resolve()
     return next((at for at in (here, *here.parents) if all((at / mark).exists() for mark in _MARKS)), None)
 
 
 def differing_files(tree: Path, other: Path) -> list[str]:
-    """The names, below either tree, of the measured files that differ in what they mean, or that only one
-    has."""
+    """The names, below either tree, of the files of :data:`_MEASURED` whose meaning differs, or that only one
+    tree has."""
     a, b = (dict(_digests(root, _measured_files(root))) for root in (tree, other))
     return sorted(name for name in {*a, *b} if a.get(name) != b.get(name))
 
@@ -171,7 +171,7 @@ def _measured_files(root: Path) -> set[Path]:
 
 @cache
 def unmeasured_checkout(folder: Path) -> str:
-    """The message for a folder in a checkout of spbench whose files are not the ones that are measured; "" if
+    """A message if ``folder`` lies in a checkout of spbench whose files differ from the measured files; "" if
     the files mean the same, or the folder lies in no checkout."""
     checkout, tree = checkout_of(folder), imported_tree()
     if checkout is None or checkout == tree or not (names := differing_files(tree, checkout)):
@@ -182,13 +182,13 @@ def unmeasured_checkout(folder: Path) -> str:
 
 
 def refuse_unmeasured_checkout(folder: Path, gate: str) -> None:
-    """Refuse a verdict that would stand for the checkout around a folder, if other code is measured.
+    """Refuse a verdict on the checkout around a folder, if other code than the checkout's is measured.
 
     Args:
-        gate: what is refused, such as "the gate"; the subject of the message.
+        gate: the subject of the message, such as "the gate".
 
     Raises:
-        UserError: the checkout's files are not those that are measured.
+        UserError: the checkout's files differ from the measured files.
     """
     if said := unmeasured_checkout(folder):
         raise UserError(

@@ -1,4 +1,4 @@
-"""A row, the result of a cell: what it must be, and how a line of a results file is read."""
+"""A row, the result of a cell: its schema, and how a line of a results file is read and written."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing_extensions import TypedDict
 from spbench.bench.measurement import Count, Measured, Number, Record, Status, Text, described_by
 from spbench.bench.yaml_files import dotted
 
-#: a cell with one of these is done, until its digest changes; others are run again by the next sweep
+#: the statuses of cells that are done, until their digest changes; the next sweep runs other cells again
 FINAL: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics")
 
-#: no result, or one that is wrong: the command that runs such a cell ends with exit code 1
+#: the statuses of a missing or wrong result; a command that runs such a cell exits with code 1
 FAULTS: tuple[Status, ...] = ("failed", "timeout", "mismatch", "numerics")
 
 
@@ -64,10 +64,10 @@ class Row(Record):
     """The result of a cell; rows of older versions have fewer fields, and rows may have more.
 
     Attributes:
-        cell: its settings as JSON, those of :class:`Cell` at the time.
-        elapsed_s: how long it ran.
-        time: when it ended, in UTC.
-        digest: of what made the row (:mod:`measure.sweep.provenance`); None in rows of older versions.
+        cell: the cell's settings as JSON, as :class:`Cell` had them when the cell was run.
+        elapsed_s: the seconds that the cell ran.
+        time: when the cell ended, in UTC.
+        digest: a digest of all inputs of the row (:mod:`measure.sweep.provenance`); None in older rows.
         provenance: code, libraries and machine (:func:`measure.sweep.provenance.provenance`).
         traceback, log: see :class:`Outcome`.
         final: whether another run would have the same outcome.
@@ -93,12 +93,12 @@ class Row(Record):
         return ("measurement", "rounds")
 
 
-#: characters of a wrong value that a message shows
+#: the most characters of a wrong value that a message shows
 _SHOWN = 40
 
 
 def problem(error: ValidationError) -> str:
-    """The first field that a schema refuses, its value, and what is wrong with it."""
+    """A text on the first field that a schema refuses: the field, its value, and the reason."""
     first = error.errors(include_url=False)[0]
     value = first["input"]
     text = repr(value) if isinstance(value, (str, int, float, type(None))) else ""
@@ -107,7 +107,7 @@ def problem(error: ValidationError) -> str:
 
 
 class WrongRow(ValueError):
-    """A line is not a row: the field, and what is wrong with it."""
+    """A line is not a row; the text names the field and what is wrong."""
 
 
 def parse_row(line: bytes) -> Row:
@@ -123,7 +123,7 @@ def parse_row(line: bytes) -> Row:
 
 
 def parse_any_row(line: bytes) -> tuple[Row, list[str]]:
-    """The row in a line of JSON, with NaN for numbers that are not finite, and the names of their fields.
+    """The row in a line of JSON, and the names of fields whose numbers are not finite; they are NaN.
 
     Raises:
         WrongRow: the line is no row.
@@ -149,7 +149,7 @@ def parse_any_row(line: bytes) -> tuple[Row, list[str]]:
     else:
         wrong = ""
     not_finite = [dotted(path) for path in _not_finite(content)]
-    try:  # with zeros in their places: is anything else wrong?
+    try:  # zeros replace the numbers that are not finite, to see whether anything else is wrong
         Row.read(finite(content, 0))
     except ValidationError as error:
         raise WrongRow(wrong) from error
@@ -157,7 +157,7 @@ def parse_any_row(line: bytes) -> tuple[Row, list[str]]:
 
 
 def json_line(content: Any, *, sort_keys: bool = False) -> str:
-    """A line of a file of rows: JSON without blanks, and null for numbers that it cannot say."""
+    """A line of a results file: JSON without blanks, with null for infinities and NaN."""
     return json.dumps(finite(content), allow_nan=False, sort_keys=sort_keys, separators=(",", ":")) + "\n"
 
 
@@ -170,8 +170,7 @@ def _not_finite(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[
 
 
 def finite(value: Any, by: float | None = None) -> Any:
-    """Plain data in which another value stands for each number that JSON cannot say: infinities and
-    not-a-number."""
+    """Plain data with ``by`` in place of infinities and NaN, which JSON cannot write."""
     if isinstance(value, float):
         return value if math.isfinite(value) else by
     if isinstance(value, Mapping):

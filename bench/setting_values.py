@@ -1,12 +1,10 @@
-"""Values of settings: how sizes may be written, their bounds, the variables of the environment, and the files
-that cells name: the config.json of a model, and the lengths of documents.
+"""Values of settings: how sizes may be written, their bounds, environment variables, and the files that cells
+name: the config.json of a model, and the lengths of documents.
 
-What a cell keeps of a file of lengths are bins of these, so that its rows do not depend on where the file
-lies.
+A cell keeps bins of the lengths in such a file, so that its rows do not depend on where the file lies.
 
-The training programs whose steps cells stand for are here too, and where what is simulated stands in for
-something else that they run. Such steps were measured to take longer, so intervals of their times are as wide
-as that.
+Training programs are here too, and stand-ins: work that is simulated in place of other work that a program
+runs. Steps with stand-ins were measured to take longer, so the intervals of their times are wider.
 """
 
 from __future__ import annotations
@@ -30,18 +28,18 @@ _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _SIZE = re.compile(
     r"(?P<number>[-+]?([0-9]{1,18}(_[0-9]+)*(\.[0-9]{1,9})?|\.[0-9]{1,9}))(?P<suffix>[kKmMgG]?)"
 )
-#: a number with commas, as people write it; on the command line a comma stands between two values
+#: a number with commas between thousands; on the command line, a comma separates two values
 _WITH_COMMAS = re.compile(r"[0-9]{1,3}(,[0-9]{3})+")
 #: the ways to write a size, for messages
 WAYS = "as 131072, 131_072, 128K or 0.5M"
-#: beyond these no cell is of use, and sums over it would overflow or take all memory
+#: the largest sizes of a cell; larger cells are of no use, and sums would overflow or take all memory
 MOST_RANKS, MOST_POSITIONS, MOST_STEPS = 2**17, 2**36, 10**6
-#: a limit of time beyond which waiting for it overflows: three years
+#: the longest limit of time in seconds (three years); waiting for longer overflows
 MOST_SECONDS = 10**8
 
 
 def size(text: str) -> int | None:
-    """The whole number that a word such as 131072, 131_072, 128K or .5M stands for; None if it is none."""
+    """The whole number that a word such as 131072, 131_072, 128K or .5M means; None if it means none."""
     if not (match := _SIZE.fullmatch(text)):
         return None
     number = Fraction(match["number"].replace("_", "")) * _FACTORS[match["suffix"].upper()]
@@ -49,8 +47,8 @@ def size(text: str) -> int | None:
 
 
 def with_suffix(value: Any) -> Any:
-    """The number that a text with a suffix, such as "128K", stands for in a file; any other value (also the
-    text "128") as it is."""
+    """The number that a text with a suffix, such as "128K", means in a file; any other value (also the text
+    "128") unchanged."""
     if not isinstance(value, str) or not value.endswith((*"kKmMgG",)):
         return value
     number = size(value)
@@ -58,7 +56,7 @@ def with_suffix(value: Any) -> Any:
 
 
 def no_size(text: str) -> str:
-    """What is wrong with a text where a size is needed."""
+    """The message on a text that is no size where a size is needed."""
     if size(text) is not None:
         return f"{shown(text)} is a text; leave out its quotes"
     mend = f"write {text.replace(',', '')}" if _WITH_COMMAS.fullmatch(text) else f"write it {WAYS}"
@@ -66,35 +64,35 @@ def no_size(text: str) -> str:
 
 
 def _sized(value: Any) -> Any:
-    """As :func:`with_suffix`, but ValueError for a text that is no size, with the ways to write one."""
+    """As :func:`with_suffix`, but ValueError for a text that is no size."""
     number = with_suffix(value)
     if isinstance(number, str):
         raise ValueError(no_size(number))
     return number
 
 
-#: samples of a batch, or positions of a sequence
+#: a number of samples of a batch, or of positions of a sequence
 Count = Annotated[int, BeforeValidator(_sized), Field(gt=0, le=MOST_POSITIONS)]
 Ranks = Annotated[int, BeforeValidator(_sized), Field(gt=0, le=MOST_RANKS)]
-#: parts of a step, or steps, which are gone through one after another
+#: a number of steps, or of parts of a step that are run one after another
 Repeats = Annotated[int, BeforeValidator(_sized), Field(gt=0, le=MOST_STEPS)]
-#: a limit of time
+#: a limit of time, in seconds
 Seconds = Annotated[float, Field(gt=0, le=MOST_SECONDS)]
 
 
-#: the environment variable that each option of training stands for
+#: the environment variable of each option of training that has the variable's value
 VARIABLES = {"cublas_workspace": "CUBLAS_WORKSPACE_CONFIG", "cuda_alloc_conf": "PYTORCH_CUDA_ALLOC_CONF"}
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 MAX_SPLIT_SIZE = r"max_split_size_mb:\d+"
-#: which torch refuses, MiB: its large segment
+#: MiB of torch's large segment; torch refuses this and smaller values of max_split_size_mb
 LEAST_SPLIT_SIZE = 20
 
 
 def checked(option: str, value: str | None) -> str | None:
-    """A variable's value; None for torch's default, so that a cell has one key.
+    """The checked value of an environment variable; None for torch's default, so that a cell has one key.
 
     Raises:
-        ValueError: torch would not read it, or it is not modelled.
+        ValueError: torch would not read the value, or it is not modelled.
     """
     if value is None:
         return None
@@ -117,7 +115,7 @@ def checked(option: str, value: str | None) -> str | None:
 
 
 def max_split_size_mb(value: str) -> int:
-    """N of "max_split_size_mb:N"."""
+    """The number N in "max_split_size_mb:N"."""
     return int(value.rpartition(":")[2])
 
 
@@ -129,13 +127,14 @@ _OF_FILES = (_JSON, ".py", ".yaml", ".yml", ".toml", ".sh")
 
 
 def names_a_file(model: str) -> bool:
-    """Whether what a cell calls its model is the path of a file, or of a folder with one, or a name on
-    Hugging Face, and no name of a preset."""
+    """Whether the name of a cell's model is the path of a file or folder, or a name on Hugging Face, and not
+    the name of a preset."""
     return "/" in model or model.endswith(_JSON)
 
 
 def remote_name(model: str) -> str:
-    """The end of a message on a model's name on Hugging Face: what to do about it; "" for other texts."""
+    """The end of a message on an unknown model's name on Hugging Face, which says what to do; "" for texts
+    that cannot be such a name."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model) or Path(model).suffix in _OF_FILES:
         return ""
     near, *_ = suggestion(model, [each.name for each in published_models()]).split(" (")
@@ -143,13 +142,13 @@ def remote_name(model: str) -> str:
 
 
 def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
-    """The fields that count of a config.json, as :func:`counting_fields`. UserError if it cannot be read, is
-    no JSON object, or has something that no model here has.
+    """The fields of a config.json that define a model (:func:`counting_fields`). UserError if the file cannot
+    be read, is no JSON object, or has settings that no model here supports.
 
     Args:
-        model: path of the file or of the folder that it lies in; where there is none, the name of a model on
-            Hugging Face whose sizes are known.
-        folder: what a relative path starts from.
+        model: the path of the file or of its folder; if there is no such path, the name of a model on Hugging
+            Face whose sizes are known.
+        folder: the folder from which a relative path starts.
     """
     path = folder / Path(model).expanduser()
     if not lexists(path) and (known := published_model(model)):
@@ -164,7 +163,7 @@ def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
         raise UserError(f"{error}{remote_name(model) if missing else ''}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: must hold an object with the fields of a model's configuration")
-    # imports torch, which commands that have no cell do without
+    # imported late, because this imports torch, which commands without cells do not need
     from spbench.impls import counting_fields
 
     try:
@@ -174,17 +173,17 @@ def read_model_file(model: str, folder: Path = Path()) -> dict[str, Any]:
 
 
 _LENGTHS = (".csv", ".txt", ".npy")
-#: bins of a file with more lengths than that; each has as many documents as the others
+#: the number of bins for a file with more different lengths; the bins have equally many documents
 MOST_BINS = 256
 DOCUMENTS = "documents"
 
 
 def with_documents(content: Any, folder: Path = Path()) -> Any:
-    """The settings of a cell with what lies in the file that its model's option ``documents`` names, if it
-    does; UserError for a file that cannot be read or that holds something else than lengths.
+    """The settings of a cell; if its model's option ``documents`` names a file, with bins of the lengths in
+    that file instead. UserError if the file cannot be read or has something else than lengths.
 
     Args:
-        folder: what a relative path starts from.
+        folder: the folder from which a relative path starts.
     """
     options: Any = content.get("model_options") if isinstance(content, Mapping) else None
     named = options.get(DOCUMENTS) if isinstance(options, Mapping) else None
@@ -197,8 +196,8 @@ def with_documents(content: Any, folder: Path = Path()) -> Any:
 
 
 def bins_of(lengths: np.ndarray[Any, Any]) -> list[list[int]]:
-    """[shortest, longest, how many documents] of each bin: one bin for each length, or MOST_BINS bins of
-    equally many documents."""
+    """[shortest length, longest length, number of documents] of each bin: one bin for each length, or, for
+    more lengths, MOST_BINS bins of equally many documents."""
     values, counts = np.unique(lengths, return_counts=True)
     if len(values) <= MOST_BINS:
         return [[int(n), int(n), int(count)] for n, count in zip(values, counts, strict=True)]
@@ -207,7 +206,7 @@ def bins_of(lengths: np.ndarray[Any, Any]) -> list[list[int]]:
 
 
 def lengths_in(path: Path) -> np.ndarray[Any, Any]:
-    """The lengths that a file holds [documents], each at least 1."""
+    """The lengths of documents in a file [documents], each at least 1; UserError if there are none."""
     if path.suffix not in _LENGTHS:
         raise UserError(f"{path}: lengths of documents lie in files {', '.join(_LENGTHS)}")
     content = read_file(path)
@@ -221,7 +220,7 @@ def lengths_in(path: Path) -> np.ndarray[Any, Any]:
 
 
 def _array(path: Path) -> np.ndarray[Any, Any]:
-    """What a .npy file holds."""
+    """The lengths in a .npy file [documents]; UserError if it is not one array of integers."""
     try:
         array = np.load(path, allow_pickle=False)
     except Exception as error:  # a damaged header is parsed as Python: tokenizer, syntax, memory, ...
@@ -233,7 +232,7 @@ def _array(path: Path) -> np.ndarray[Any, Any]:
 
 
 def _lines(path: Path, content: bytes) -> Iterator[int]:
-    """The lengths of a text, one a line; a word in the first line is the column's name."""
+    """The lengths in a text file, one a line; a word in the first line is taken for a column's name."""
     first = True
     for number, line in enumerate(decoded(path, content).splitlines(), 1):
         if not (word := line.partition("#")[0].strip()):
@@ -251,27 +250,28 @@ def _lines(path: Path, content: bytes) -> Iterator[int]:
         raise UserError(f"{path}:{number}: {word[:40]!r} is no length; write one length, an integer, a line")
 
 
-#: names of what trains: axolotl, LLaMA-Factory and TRL run transformers' Trainer, or DeepSpeed where they
-#: have a configuration of it; Megatron-Bridge, Primus and ms-swift by Megatron run "megatron"
+#: the names of training programs: axolotl, LLaMA-Factory and TRL run transformers' Trainer, or DeepSpeed if
+#: configured; Megatron-Bridge, Primus and ms-swift with Megatron run "megatron"
 PROGRAMS = (
     *("automodel", "deepspeed", "llm_foundry", "megatron", "prime_rl", "torchtitan", "transformers"),
     *("veomni", "verl"),
 )
-#: the backends of torch's fully_shard, which DeepSpeed's stages 2 and 3 are simulated by
+#: the backends of torch's fully_shard, which also simulate DeepSpeed's stages 2 and 3
 _SHARDED = ("zero2", "zero3")
-#: the grade of what is priced so, whose share is the whole step
+#: the grade in :attr:`Measurement.priced_by` of work priced by a stand-in; its share is the whole step
 STAND_IN = "stand-in"
 
 
 class StandIn(NamedTuple):
-    """Work of programs, and what stands in for it.
+    """Work of training programs, and the other work that is simulated in its place.
 
     Attributes:
-        by: what stands in; "": it is not known which part of the work takes longer than simulated.
-        programs: that do the work; empty: every program that a cell names.
-        backends: with which they do it; empty: with any.
-        axis: only cells with several ranks along it; "nodes": cells of several nodes; "": any cell.
-        network: only clusters whose file prices the network by it; "": any, if a program is named.
+        by: the work that is simulated; "": it is not known which part of the work takes longer.
+        programs: the programs that do the work; empty: every program that a cell names.
+        backends: the backends with which programs do the work; empty: any backend.
+        axis: only cells with several ranks along this axis; "nodes": cells of several nodes; "": any cell.
+        network: only clusters whose file prices the network by this one; "": any cluster, if the cell names
+            a program.
     """
 
     work: str
@@ -283,15 +283,15 @@ class StandIn(NamedTuple):
 
     @property
     def price(self) -> dict[str, Any]:
-        """An entry of :attr:`Measurement.priced_by` for this work."""
+        """The entry of :attr:`Measurement.priced_by` for this work."""
         return {"work": self.work, "by": self.by, "grade": STAND_IN, "share": 1.0}
 
     def __str__(self) -> str:
-        """The class, in :attr:`Measurement.rates`, of times in which this work is priced by its stand-in."""
+        """The class of times with this stand-in, as :attr:`Measurement.rates` has it."""
         return f"{self.work} priced as {self.by}" if self.by else f"{self.work}, measured slower"
 
 
-#: of a cell with several the first is the class of its time
+#: all stand-ins; if a cell has several, the first is the class of its time
 STAND_INS = (
     StandIn("EFA", "InfiniBand", axis="nodes", network="InfiniBand"),
     StandIn("DeepSpeed", "fully_shard", ("deepspeed",), _SHARDED),
@@ -301,17 +301,18 @@ STAND_INS = (
 )
 
 
-#: the classes of times with them
+#: the classes of times with stand-ins
 STOOD_IN = tuple(map(str, STAND_INS))
 
 
 def stand_ins(program: str, backend: str, ranks: Mapping[str, int], network: str = "") -> Iterator[StandIn]:
-    """What stands in for work of a program, in a cell with a backend of data parallelism.
+    """The stand-ins in a cell's step.
 
     Args:
-        program: "" has none: the step is that of this suite.
-        ranks: along each axis, and ``nodes``.
-        network: what the network is priced by instead of a rate of its own; "": nothing.
+        program: the cell's training program; "": none.
+        backend: the cell's data-parallel backend.
+        ranks: the numbers of ranks along each axis, and of ``nodes``.
+        network: the network whose rate prices the cluster's; "": the cluster's has a rate of its own.
     """
     for each in STAND_INS:
         of_program = network == each.network if each.network else program in (each.programs or (program,))

@@ -1,7 +1,7 @@
 """Every unit, and every form in which numbers are written for people.
 
-Times, bytes, rates and shares have three significant digits: more would say more than is known. The functions
-return None for None, so that a column of a table (:class:`command_line.output.Column`) can have any of them.
+Times, bytes, rates and shares have three significant digits, because more digits would be unfounded. The
+functions that columns of tables use (:class:`command_line.output.Column`) return None for None.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import re
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MS, US = 1e-3, 1e-6
 
-#: larger units of seconds, and how many of the smaller one they are
+#: the units of time, each in seconds, the largest first
 _UNITS = ((1.0, "s"), (MS, "ms"), (US, "us"))
 
 _BYTES = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 
-#: below, a digit after the point tells prices apart
+#: smaller relative prices are written with a digit after the point
 _SMALL = 0.1
 
-#: a smaller part would be written as 0%
+#: the least relative change that is written, because a smaller one would be written as 0%
 LEAST_CHANGE = 5e-6
 
-#: less is what rounding leaves of sums
+#: seconds below which a time is a rounding error of sums, so that it is written as 0
 _NOTHING_S = 1e-12
 
 
@@ -37,19 +37,19 @@ def three_digits(value: float) -> str:
 
 
 def six_digits(value: float, separator: str = "") -> str:
-    """A number with six significant digits; a whole one with all of them, and ``separator`` between
+    """A number with six significant digits, or a whole number with all digits and ``separator`` between
     thousands: "1.30135", "6,383,206,414"."""
     return f"{value:{separator}.0f}" if float(value).is_integer() else f"{value:.6g}"
 
 
 def shown_time(seconds: float) -> str:
-    """A time in the largest unit of which it has one: "44.0 s", "2.31 ms"; below a picosecond it is 0."""
+    """A time in the largest unit that it reaches: "44.0 s", "2.31 ms"; below a picosecond "0 s"."""
     unit, name = next((each for each in _UNITS if float(f"{seconds:.2e}") >= each[0]), _UNITS[-1])
     return f"{three_digits(seconds / unit)} {name}" if abs(seconds) >= _NOTHING_S else "0 s"
 
 
 def shown_bytes(nbytes: float) -> str:
-    """Bytes as people read them: "4.61 GiB", "236 KiB"; below a KiB in bytes."""
+    """A number of bytes in the largest unit that it reaches: "4.61 GiB", "236 KiB", "12 bytes"."""
     unit, name = next((each for each in _BYTES if nbytes >= each[0]), (1, "bytes"))
     if unit == 1:
         return f"{nbytes:,.0f} byte{'' if round(nbytes) == 1 else 's'}"
@@ -65,26 +65,26 @@ def shown_count(count: float) -> str:
 
 
 def shown_share(share: float | None) -> str | None:
-    """A part of a whole in percent, without digits after the point; None for none."""
+    """A part of a whole in percent, without digits after the point: "8%"; None for None."""
     return None if share is None else f"{share:.0%}"
 
 
 def shown_price(ratio: float) -> str:
-    """How much longer a step takes than another one, by the ratio of the two: "+0.6%", "+30%"."""
+    """The relative difference of two step times, by their ratio: "+0.6%" for 1.006, "+30%" for 1.3."""
     price = round(ratio - 1, 3) + 0.0  # no negative zero
     return f"{price:+.1%}" if abs(price) < _SMALL else f"{price:+.0%}"
 
 
 def scaled(value: float | None, unit: float) -> str | None:
-    """A number in a unit, with two digits after the point, or two significant ones where it is less
-    than a tenth of the unit: ``scaled(3 * GIB, GIB)`` is "3.00"."""
+    """A number in a unit, with two digits after the point, or with two significant digits if it is below a
+    tenth of the unit: ``scaled(3 * GIB, GIB)`` is "3.00"."""
     if value is None:
         return None
     return f"{value / unit:.2f}" if abs(value) >= unit / 10 or value == 0 else f"{value / unit:.2g}"
 
 
 def gib(nbytes: float | None) -> str | None:
-    """Bytes in GiB, with two digits after the point."""
+    """A number of bytes in GiB, with two digits after the point, without the unit (:func:`scaled`)."""
     return scaled(nbytes, GIB)
 
 
@@ -102,13 +102,13 @@ def nbytes_of(text: str) -> int | None:
 
 
 def card_gib(nbytes: float) -> str:
-    """Bytes of a card in GiB: one digit after the point, two below 10, three significant ones below 1."""
+    """A card's bytes in GiB: one digit after the point, two digits below 10, three significant below 1."""
     value = nbytes / GIB
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
 
 
 def mib(nbytes: float | None) -> str | None:
-    """Bytes in MiB, with two digits after the point."""
+    """A number of bytes in MiB, with two digits after the point, without the unit (:func:`scaled`)."""
     return scaled(nbytes, MIB)
 
 
@@ -118,7 +118,7 @@ def percent(part: float | None, places: int = 1) -> str | None:
 
 
 def error_percent(error: float) -> str:
-    """The size of a relative error in percent: one digit after the point, two significant ones below 1%."""
+    """A relative error in percent: one digit after the point, or two significant digits below 1%."""
     return f"{error:.1%}" if error >= 0.01 else f"{100 * error:.2g}%"
 
 
@@ -131,11 +131,11 @@ def difference(error: float | None, places: int = 1) -> str | None:
 
 
 def shown_pair(base: object, new: object, unit: str) -> str:
-    """Two values with as many digits as tell them apart: "115.6 us -> 116.4 us (+0.697%)"; words as they are,
-    "none" for None.
+    """Two values with so many digits that they differ: "115.6 us -> 116.4 us (+0.697%)"; a word is written as
+    it is, None as "none".
 
     Args:
-        unit: of the values: "s" and "bytes" become larger or smaller ones; "%": they are parts of a whole.
+        unit: the unit of the values; "s" and "bytes" are scaled, "%" means parts of a whole.
     """
     numbers = [v for v in (base, new) if isinstance(v, (int, float)) and math.isfinite(v)]
     if len(numbers) < 2:
@@ -158,15 +158,15 @@ def shown_pair(base: object, new: object, unit: str) -> str:
 
 
 def shown_value(value: object, unit: str) -> str:
-    """One value, as :func:`shown_pair` has it."""
+    """One value as text, in the form of :func:`shown_pair`."""
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         return "none" if value is None else str(value)
     return shown_pair(value, value, unit)
 
 
 def _with_digits(value: float, scale: float, digits: int) -> str:
-    """A value in a unit of ``scale`` of its own units, with at least that many ``digits``, thousands
-    separated and no exponent; a whole number in its own unit as it is."""
+    """``value`` divided by ``scale``, with at least ``digits`` significant digits, commas between thousands
+    and no exponent; a whole number with scale 1 has no digits after the point."""
     if value == 0 or (scale == 1 and float(value).is_integer()):
         return f"{value:,.0f}"
     places = max(0, digits - 1 - math.floor(math.log10(abs(value / scale))))

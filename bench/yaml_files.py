@@ -1,7 +1,7 @@
-"""Declarations: YAML files checked against pydantic models, with errors that fit in one line; and what
-several kinds of file declare alike: published numbers, and the settings that were chosen by looking at them.
+"""Declarations: YAML files checked against pydantic models, with errors in one line; and declarations that
+several kinds of file share: published numbers, and settings that were chosen by looking at such numbers.
 
-Nothing here imports torch, so that listing what is declared is quick.
+This module does not import torch, so that lists of declarations are quick.
 """
 
 from __future__ import annotations
@@ -29,25 +29,24 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 SUFFIXES = (".yaml", ".yml")
 
-#: words that older YAML takes for true and false
+#: the words that YAML 1.1 takes for true and false
 _SWITCHES = ("yes", "no", "on", "off", "y", "n")
 
 
 class StrictModel(BaseModel):
-    """A part of a file: unknown keys, NaN and infinities are refused, and nothing can be changed."""
+    """A part of a file: unknown keys, NaN and infinities are refused, and fields cannot be changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds; UserError if the file cannot be read, is not YAML, or holds
-    something else than a mapping."""
+    """The mapping in a YAML file; UserError if the file cannot be read, is not YAML, or is no mapping."""
     return parse_yaml(path, read_file(path))
 
 
 def parse_yaml(path: Path, content: bytes) -> dict[str, Any]:
-    """The mapping that the content of a YAML file is; UserError, which names ``path``, if it is not YAML in
-    UTF-8, or something else than a mapping."""
+    """The mapping in the content of a YAML file; UserError, which names ``path``, if the content is not YAML
+    in UTF-8, or no mapping."""
     try:
         loaded = load(decoded(path, content))
     except YAMLProblem as error:
@@ -64,7 +63,7 @@ def parse_yaml(path: Path, content: bytes) -> dict[str, Any]:
 
 @cache
 def packaged(package: str) -> Mapping[str, Path]:
-    """The YAML files that are data of a package, by their names; listed once in a process."""
+    """The paths of the YAML files in a package, by name without ending; listed once in a process."""
     folder = Path(str(files(package)))
     return {
         path.stem: path
@@ -83,15 +82,15 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_file(name: str | PathLike[str], package: str, kind: str) -> Path:
-    """The packaged file of that name, or the user's own file where ``name`` is a path; UserError, with
-    the names there are, if there is neither."""
+    """The path of the packaged file of that name, or of the user's own file if ``name`` is a path; UserError,
+    with a suggestion, if there is neither."""
     name, files = fspath(name), packaged(package)
     if name in files:
         return files[name]
     if "/" in name or name.endswith(SUFFIXES):
         path = Path(name).expanduser()
-        with suppress(OSError, ValueError):  # of a name that no file can have
-            if lexists(path):  # a link that leads nowhere is told when it is read
+        with suppress(OSError, ValueError):  # raised for a name that no file can have
+            if lexists(path):  # a broken link is reported when it is read
                 return path
         raise UserError(f"no {kind} file {name}")
     if isdir(name):
@@ -101,14 +100,14 @@ def find_file(name: str | PathLike[str], package: str, kind: str) -> Path:
 
 
 def dotted(path: Path_) -> str:
-    """A path of keys as people write it: groups[0].sizes.tp."""
+    """A path of keys as text: "groups[0].sizes.tp"."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return text.removeprefix(".")
 
 
 def validate(model: type[ModelT], content: Mapping[str, Any], where: str) -> ModelT:
-    """The content as an instance of that model; nothing is converted (the text "4" is not the number 4).
-    UserError with ``where``, the key path, what is wrong and how to mend it."""
+    """The content as an instance of a pydantic model, without conversions (the text "4" is not the number 4).
+    UserError, with ``where``, the key path and the problem, if the content does not fit the model."""
     try:
         return model.model_validate(content, strict=True)
     except ValidationError as error:
@@ -117,7 +116,7 @@ def validate(model: type[ModelT], content: Mapping[str, Any], where: str) -> Mod
 
 
 def first_problem(model: type[BaseModel], error: ValidationError) -> tuple[tuple[str | int, ...], str]:
-    """The key path and a description of the first thing that a model found wrong."""
+    """The key path and the description of the first problem in a model's validation error."""
     problems = error.errors(include_url=False)
     problem = problems[0]
     path = problem["loc"]
@@ -146,7 +145,7 @@ def first_problem(model: type[BaseModel], error: ValidationError) -> tuple[tuple
 
 
 def _known_keys(model: type[BaseModel], path: Path_) -> list[str]:
-    """The keys that may stand at a path within a model."""
+    """The keys that a model allows at a path of keys; empty if the path leads to no model."""
     for step in path:
         if isinstance(step, str) and step in model.model_fields:
             inner = _model_in(model.model_fields[step].annotation)
@@ -167,13 +166,13 @@ Scalar = str | int | float | bool
 
 @dataclass(frozen=True)
 class PublishedNumber:
-    """One number that was published, or the position where a paper shows a run without one.
+    """One published number, or the position where a paper shows a run without a number.
 
     Attributes:
-        source: its identity, FILE:ROW:COLUMN, the same in every scenario that compares it.
-        quantity: what was counted or measured, in the words of its answer (a table's column, "ratio", ...).
-        value: None where no number was published.
-        text: the columns of its row, as they stand in the file.
+        source: the number's identity, FILE:ROW:COLUMN, the same in every scenario that compares the number.
+        quantity: the counted or measured quantity, as its answer names it (a table's column, "ratio", ...).
+        value: the number; None if no number was published.
+        text: the texts of the number's row in the file, by column.
     """
 
     source: str
@@ -182,14 +181,14 @@ class PublishedNumber:
     text: Mapping[str, str] = field(default_factory=dict)
 
     def has(self, selector: Mapping[str, Scalar]) -> bool:
-        """Whether the row has these values."""
+        """Whether the number's row has the selector's values, which are by column."""
         return all(
             column in self.text and stands_for(self.text[column], value) for column, value in selector.items()
         )
 
 
 def stands_for(text: str, value: Any) -> bool:
-    """Whether a published word is a value of ours: 4 is "4" and "4.0", True is "true", None is ""."""
+    """Whether a published text means ``value``: "4" and "4.0" mean 4, "true" means True, "" means None."""
     if isinstance(value, bool):
         return text.lower() == str(value).lower()
     if isinstance(value, int | float):
@@ -201,7 +200,7 @@ def stands_for(text: str, value: Any) -> bool:
 
 
 def finite(text: str) -> float:
-    """The finite number that a text stands for.
+    """The finite number that a text means.
 
     Raises:
         ValueError: the text is no number, or NaN or infinite.
@@ -213,15 +212,16 @@ def finite(text: str) -> float:
 
 
 class InferredSetting(StrictModel):
-    """A setting that a paper leaves out, and the published numbers that decided it, which are no predictions.
+    """A setting that a paper leaves out, and the published numbers by which it was chosen, so that our values
+    for these numbers are no predictions.
 
     Attributes:
-        setting: what was chosen.
-        answers: the names of the claims and tables that were looked at.
-        quantities: the quantities of the answers that were looked at; empty: all.
-        rows: the rows of the answers that were looked at, by column and value (any of them); empty: all.
+        setting: the setting and its chosen value.
+        answers: the names of the claims and tables with these numbers.
+        quantities: only these quantities of the answers; empty: all.
+        rows: only rows of the answers that match any of these selectors (value by column); empty: all.
         variants: the scenario's variants that have the setting; empty: all.
-        reason: one line: why this value.
+        reason: why this value, in one line.
     """
 
     setting: str
@@ -232,7 +232,7 @@ class InferredSetting(StrictModel):
     reason: str
 
     def covers(self, answer: str, number: PublishedNumber, variant: str) -> bool:
-        """Whether this number of this answer was looked at when the setting of the variant was chosen."""
+        """Whether the variant's setting was chosen by looking at this number of this answer."""
         return (
             answer in self.answers
             and (not self.quantities or number.quantity in self.quantities)

@@ -1,8 +1,8 @@
 """YAML as all commands read and write it: plain values of a bounded size.
 
 Words are read by the core schema of YAML 1.2, so that ``060`` is 60 and not 48, and ``1:30``, ``on`` and
-``2024-13-45`` are texts; of YAML 1.1, underscores in numbers (131_072) and merge keys (``<<``) are kept. Tags
-are refused: what they construct are not the plain values that schemas describe.
+``2024-13-45`` are texts; from YAML 1.1, underscores in numbers (131_072) and merge keys (``<<``) are kept.
+Tags are refused, because they construct other objects than the plain values that schemas describe.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from yaml.scanner import Scanner
 
 from spbench.bench.errors import shown
 
-#: characters of a text, nodes with those that aliases repeat, and levels: many times what scenarios take
+#: the limits of a text: characters, nodes (counted again for each alias) and levels; scenarios need far less
 MOST_CHARACTERS, MOST_NODES, MOST_LEVELS = 2**20, 100_000, 64
-#: a text up to this length is read once more to say where an error begins, by PyYAML's slow parser
+#: a wrong text up to this length is read again by PyYAML's slow parser, which says where the error begins
 _READ_TWICE = 50_000
 
 _TAG = "tag:yaml.org,2002:"
@@ -32,7 +32,7 @@ _MERGE = f"{_TAG}merge"
 
 
 class YAMLProblem(ValueError):
-    """What is wrong in a text, and where: ``line`` and ``column``, from 1; None of the text as a whole."""
+    """A problem in a text, at ``line`` and ``column`` (from 1; None if the whole text is meant)."""
 
     def __init__(self, message: str, mark: Any = None):
         super().__init__(message)
@@ -42,9 +42,8 @@ class YAMLProblem(ValueError):
 
 
 class _Composer(Composer, BaseResolver):
-    """Composes nodes within the limits, and refuses tags that are written in the text.
-
-    PyYAML's composer in Python stands before libyaml's, which overflows the stack at deep nesting."""
+    """Composes nodes within the limits, and refuses tags that are written in the text. This composer replaces
+    libyaml's, which overflows the stack at deep nesting."""
 
     def __init__(self) -> None:
         Composer.__init__(self)
@@ -52,7 +51,7 @@ class _Composer(Composer, BaseResolver):
         self._level = self._nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[attr-defined]  # of the parser that a loader has too
+        event = self.peek_event()  # type: ignore[attr-defined]  # a method of the loader's parser
         if getattr(event, "tag", None) is not None:
             tag = event.tag.replace(_TAG, "!!")
             wrong = f"the tag {shown(tag)} is not read; leave it out, and write a text in quotes"
@@ -82,7 +81,7 @@ _WORDS = (
 
 
 def _with_words(resolving: Any) -> None:
-    """Have a class resolve words by the core schema; of several kinds the first that matches is taken."""
+    """Make a class resolve words by the core schema; the first kind whose pattern matches is taken."""
     for kind, pattern, first in _WORDS:
         resolving.add_implicit_resolver(_TAG + kind, re.compile(rf"(?:{pattern})\Z"), first)
 
@@ -101,7 +100,7 @@ class _Loader(Reader, Scanner, Parser, _Composer):
 
 
 def _quick_loader() -> Callable[[str], Any]:
-    """libyaml's parser, where PyYAML was built with it: it takes a tenth of the time."""
+    """A loader with libyaml's parser, which takes a tenth of the time; else :class:`_Loader`."""
     if not yaml.__with_libyaml__:
         return _Loader
     from yaml.cyaml import CParser  # type: ignore[attr-defined]
@@ -118,10 +117,10 @@ _QuickLoader = _quick_loader()
 
 
 def load(text: str) -> Any:
-    """What a YAML text holds: dicts, lists, texts, numbers, True, False and None.
+    """The value of a YAML text: dicts, lists, texts, numbers, True, False and None.
 
     Raises:
-        YAMLProblem: it is not YAML, has a tag or a key given twice, or is larger than the limits.
+        YAMLProblem: the text is not YAML, has a tag or a key twice, or is larger than the limits.
     """
     if len(text) > MOST_CHARACTERS:
         raise YAMLProblem(f"there are {len(text)} characters, more than {MOST_CHARACTERS}")
@@ -141,11 +140,11 @@ def load(text: str) -> Any:
 
 
 def _check_expanded(node: yaml.Node, counted: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """How many nodes and levels a node has once its aliases are expanded; YAMLProblem if too many, or
-    endless. What an alias repeats begins before the alias, so it is counted by then, or is being counted.
+    """The numbers of nodes and levels of a node with its aliases expanded; YAMLProblem if these are too many.
+    A node that an alias repeats begins before the alias, so it was counted earlier, or is being counted.
 
     Args:
-        counted: nodes and levels by the identity of a node; (0, 0) while the node is being counted.
+        counted: nodes and levels by the ``id`` of a node; (0, 0) while the node is being counted.
     """
     if isinstance(node, yaml.ScalarNode):
         return 1, 1
@@ -175,12 +174,12 @@ def _value(node: yaml.Node) -> Any:
         return _mapping(node)
     try:
         return _OF_KIND[node.tag.removeprefix(_TAG)](node.value)
-    except ValueError as error:  # a number of more digits than Python reads, half of a character
+    except ValueError as error:  # a number of more digits than Python reads, or half a surrogate pair
         raise YAMLProblem(f"{shown(node.value)} cannot be read: {error}", node.start_mark) from error
 
 
 def _mapping(node: yaml.MappingNode) -> dict[Any, Any]:
-    """The keys of a mapping; keys of mappings that it merges (``<<``) come before its own."""
+    """The entries of a mapping; entries that it merges (``<<``) come before its own."""
     merged: dict[Any, Any] = {}
     own: dict[Any, Any] = {}
     for key_node, value_node in node.value:
@@ -197,7 +196,7 @@ def _mapping(node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 def _merged(node: yaml.Node) -> dict[Any, Any]:
-    """The keys that ``<<`` gives: of a mapping, or of several, of which the first has the last word."""
+    """The entries that ``<<`` merges, of one mapping or of several; the first mapping wins."""
     keys: dict[Any, Any] = {}
     for each in node.value if isinstance(node, yaml.SequenceNode) else [node]:
         if not isinstance(each, yaml.MappingNode):
@@ -207,7 +206,7 @@ def _merged(node: yaml.Node) -> dict[Any, Any]:
 
 
 def _text(text: str) -> str:
-    """The text, unless an escape has put half of a character into it, which no file can hold."""
+    """The text; ValueError if it contains half a surrogate pair (by an escape), which no file can hold."""
     if not text.isascii():
         text.encode()
     return text
@@ -229,7 +228,7 @@ _OF_KIND: dict[str, Callable[[str], Any]] = {
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes texts in quotes where :func:`load` would read something else."""
+    """Writes texts in quotes if :func:`load` would otherwise read another value."""
 
     yaml_implicit_resolvers: dict[Any, Any] = {
         first: list(kinds) for first, kinds in yaml.SafeDumper.yaml_implicit_resolvers.items()
@@ -240,11 +239,11 @@ _with_words(Dumper)
 
 
 def dump(content: Any, *, flow: bool = False, width: int = 80, dumper: type[Dumper] = Dumper) -> str:
-    """The text that :func:`load` reads as that content, its keys in their order.
+    """The YAML text of ``content``, which :func:`load` reads back; keys keep their order.
 
     Args:
-        flow: in braces and brackets; else in blocks.
-        width: characters of a line, where texts have spaces to be broken at.
+        flow: write braces and brackets instead of blocks.
+        width: the characters of a line; longer lines are broken at spaces.
     """
     text: str = yaml.dump(
         content, Dumper=dumper, default_flow_style=flow, width=width, sort_keys=False, allow_unicode=True
@@ -253,7 +252,7 @@ def dump(content: Any, *, flow: bool = False, width: int = 80, dumper: type[Dump
 
 
 class _OneLine(Dumper):
-    """Writes a text with line breaks or control characters in double quotes, these escaped."""
+    """Writes a text with line breaks or control characters in double quotes, with the signs escaped."""
 
     def represent_text(self, text: str) -> yaml.Node:
         style = None if text.isprintable() else '"'
@@ -265,13 +264,13 @@ _LONGEST_COMMENT = 200
 
 
 def scalar(value: Any) -> str:
-    """A value in one line of YAML, whatever its texts hold; what reads it gets an equal one."""
+    """A value in one line of YAML, whatever signs its texts have; :func:`load` reads back an equal value."""
     text = dump(value, flow=True, width=sys.maxsize, dumper=_OneLine)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 def comment(text: str) -> str:
-    """A text as a comment of one line; what cannot be printed is escaped, and a long text is cut."""
+    """A text as a comment of one line; signs that cannot be printed are escaped, and a long text is cut."""
     cut = text if len(text) <= _LONGEST_COMMENT else f"{text[: _LONGEST_COMMENT - 3]}..."
     return "# " + "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in cut

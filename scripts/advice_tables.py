@@ -1,10 +1,10 @@
-"""The questions of results/advice/README.md, answered: the best layouts of each, with what the search took.
+"""Answer the questions of results/advice/README.md: the best layouts of each, and the seconds of the search.
 
     python scripts/advice_tables.py [NAME...]
 
-writes results/advice/layouts.csv and questions.csv, a line of which is replaced where its question was asked
-again, and the table between the marks of that page. Cold: no trace is kept from one run to the next. The
-seconds of cores are right on any machine; those of the clock are kept where other programs had little of it.
+writes results/advice/layouts.csv and questions.csv, in which an answer replaces the earlier lines of its
+question, and the table between the marks of that page. No trace is kept between two questions. CPU seconds
+are right on any machine; seconds by the clock are kept only if other programs used little of the machine.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ FOLDER = Path("results", "advice")
 PAGE = Path("results", "advice", "README.md")
 BEGIN, END = "<!-- scripts/advice_tables.py -->", "<!-- end -->"
 _K, _M = 2**10, 2**20
-#: what the P100 has no rates for
+#: the precision of questions on clusters that have no rates of bf16, by cluster
 PRECISION = {"piz-daint-p100": "fp16"}
-#: by name: model, cluster, GPUs, length, tokens of a batch
+#: the questions by name: model, cluster, GPUs, sequence length, tokens of a batch
 QUESTIONS: Mapping[str, tuple[str, str, int, int, int]] = {
     "8b-8-8k": ("llama3-8b", "dgx-h100", 8, 8 * _K, _M),
     "8b-8-128k": ("llama3-8b", "dgx-h100", 8, 128 * _K, _M),
@@ -63,14 +63,14 @@ _COUNTS = (
     "too slow by the estimate, or too large after traces of their strategy",
     *("cannot be run", "traced with few layers", "of these with all layers"),
 )
-#: layouts of a tie that the page names beside the best
+#: how many layouts of a tie the page names after the best one
 _TIES = 1
-#: the part of the cores' time that may be others', or of starting workers, where a machine counts as idle
+#: the share of the cores' time that other programs may use on a machine that counts as idle
 _IDLE = 0.15
 
 
 def main(names: Sequence[str]) -> None:
-    """Ask the questions of these names; all if there are none."""
+    """Ask the questions of these names, or all questions if there are no names, and write the results."""
     for name in names or QUESTIONS:
         model, cluster, gpus, length, tokens = QUESTIONS[name]
         with tempfile.TemporaryDirectory() as cache:
@@ -85,13 +85,13 @@ def main(names: Sequence[str]) -> None:
 
 
 def _busy_s() -> float:
-    """Seconds that the cores were busy since the machine was started."""
+    """The seconds for which the cores were busy since the machine was started, summed over cores."""
     times = psutil.cpu_times()
     return times.user + times.system + getattr(times, "nice", 0.0)
 
 
 def keep(name: str, answer: Advice, idle: bool) -> None:
-    """Put an answer into the files; its seconds by the clock where the machine was idle."""
+    """Put an answer into the files; the answer's seconds by the clock only if the machine was idle."""
     of_question = {
         "name": name,
         **answer.asked,
@@ -103,7 +103,7 @@ def keep(name: str, answer: Advice, idle: bool) -> None:
     }
     FOLDER.mkdir(parents=True, exist_ok=True)
     _replace(FOLDER / "questions.csv", name, [of_question])
-    # intervals are those of the version that reads the file
+    # intervals are left out, because the version that reads the file computes them
     ends = {"step_time_low_s", "step_time_high_s"}
     lines = [{what: value for what, value in line.items() if what not in ends} for line in answer.table()]
     _replace(FOLDER / "layouts.csv", name, [{"name": name, **line} for line in lines])
@@ -129,7 +129,7 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 
 def write_page() -> None:
-    """Write the table of the page from the files."""
+    """Write the table of the page from layouts.csv and questions.csv."""
     best: dict[str, dict[str, str]] = {}
     ties: dict[str, list[str]] = {}
     for line in _read(FOLDER / "layouts.csv"):
@@ -139,19 +139,19 @@ def write_page() -> None:
     heads = ["model", "GPUs", "length", "best", "tokens/s per GPU", "MFU", "tie with"]
     rows = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for line in _read(FOLDER / "questions.csv"):
-        found = best.get(line["name"])
+        layout = best.get(line["name"])
         cells = [line["model"], f"{line['gpus']} {line['cluster']}", length_text(int(line["seq_len"]))]
-        if found is None:
+        if layout is None:
             cells += ["nothing fits", *[""] * 3]
         else:
-            rate = float(found["tokens_per_s"]) / int(line["gpus"])
+            rate = float(layout["tokens_per_s"]) / int(line["gpus"])
             others = [
-                each for each in ties.get(line["name"], []) if not each.startswith(f"{found['strategy']} ")
+                each for each in ties.get(line["name"], []) if not each.startswith(f"{layout['strategy']} ")
             ]
             cells += [
-                f"{found['strategy']} {found['mesh']}, {found['backend']}",
+                f"{layout['strategy']} {layout['mesh']}, {layout['backend']}",
                 f"{float(f'{rate:.3g}'):,.0f}",
-                f"{float(found['mfu']):.0%}" if found["mfu"] else "",
+                f"{float(layout['mfu']):.0%}" if layout["mfu"] else "",
                 ", ".join([*others[:_TIES], *([f"{len(others) - _TIES} more"] if others[_TIES:] else [])]),
             ]
         rows.append(f"| {' | '.join(cells)} |")

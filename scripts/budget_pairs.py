@@ -1,10 +1,10 @@
-"""What `spbench fit --budget` chooses beside every switch and every pair of them, as docs/fit.md says.
+"""Compare what `spbench fit --budget` chooses with every switch and every pair of switches, for docs/fit.md.
 
     python scripts/budget_pairs.py            # all jobs
-    python scripts/budget_pairs.py 70b        # those with that in their model's name
+    python scripts/budget_pairs.py 70b        # jobs whose model's name has this text
 
-Each job is answered first, then every pair of its switches that go together is traced. Seconds are of the
-answer alone; with SPBENCH_CACHE set to nothing none of it is read from disk.
+Each job is answered first; then every pair of its switches that go together is traced. The printed seconds
+are only of the answer; set SPBENCH_CACHE to nothing, so that no trace is read from disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spbench.bench.units import GIB
 
 
 class Job(NamedTuple):
-    """A job on dgx-h100, and the GiB of its budget."""
+    """A job on dgx-h100, with the GiB of memory of its budget."""
 
     model: str
     strategy: str
@@ -55,12 +55,12 @@ JOBS = [
 
 @dataclass(frozen=True)
 class BesidePairs:
-    """The answer for a job, beside all pairs.
+    """The answer for a job, and the verdicts on all pairs of its switches.
 
     Attributes:
-        seconds: of the answer.
-        pairs: all that can be run.
-        fitting: single switches and pairs that fit, those that cost least first.
+        seconds: the seconds that the answer took.
+        pairs: the verdicts on all pairs that can be run.
+        fitting: the single switches and pairs that fit, in ascending step time.
     """
 
     plan: BudgetPlan

@@ -1,10 +1,10 @@
-"""Hold rows of results to the FLOPs of their models, worked out anew.
+"""Check the MFU of rows of results against the FLOPs of their models, which are computed again.
 
     python scripts/check_flops.py FILE.jsonl ...
 
 MFU x datasheet FLOP/s x ranks x step time must be the FLOPs of the model's forward on a single device, times
-3 in training. What ranks metered of it is shown by strategy: above 1 where they repeat or pad work. Exit code
-1 where a row fails.
+3 in training. For each strategy the script also prints the forward FLOPs of all ranks over the model's: the
+ratio is above 1 if ranks repeat or pad work. Exit code 1 if a row fails.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from spbench.bench.measure.clusters.cluster import load_cluster
 from spbench.bench.measure.engines.step_times import model_flops
 from spbench.bench.measure.sweep.results import read_rows
 
-#: what the product of a row's numbers may be off by, of itself
+#: the largest relative error of a row's numbers multiplied
 ROUNDING = 1e-9
 
 
 def held(row: dict[str, Any]) -> str | None:
-    """What is wrong with a row that has an MFU, in words; "" if nothing is, None if it has none."""
+    """The problem with a row's MFU, in words; "" if the MFU is right, None if the row has no MFU."""
     measured = row["measurement"] or {}
     if not measured.get("mfu"):
         return None
@@ -52,12 +52,12 @@ def main() -> int:
     shares: defaultdict[str, list[float]] = defaultdict(list)
     for path in parser.parse_args().files:
         for row in read_rows(path)[0]:
-            if (found := held(row)) is None:
+            if (problem := held(row)) is None:
                 continue
             checked += 1
-            if found:
+            if problem:
                 wrong += 1
-                print(f"{row['key']}: {found}")
+                print(f"{row['key']}: {problem}")
             elif flops := row["measurement"].get("flops"):
                 training = row["cell"].get("training") or {}
                 times = 1 if training.get("step") == "inference" else 3

@@ -1,10 +1,11 @@
-"""The linear-attention kernels on the GPU at hand: are they right, and how far from the card's limits?
+"""Check the linear-attention kernels on this machine's GPU, and compare their times with the card's limits.
 
     python scripts/check_kernels_on_gpu.py [--output results/kernels]
 
-Writes linear_attention_<gpu>_errors.csv (each tensor against float64, beside the plain-torch form of the same
-precision) and linear_attention_<gpu>.csv (milliseconds of each operator in bfloat16, beside the plain-torch
-form and the least time that this card's own measured rates allow). Exit code 1: wrong; 2: no GPU.
+Writes linear_attention_<gpu>_errors.csv (the error of each tensor against float64, and the error of the
+plain-torch form of the same precision) and linear_attention_<gpu>.csv (milliseconds of each operator in
+bfloat16, of the plain-torch form, and of the least time that this card's own measured rates allow). Exit
+code 1: an error is too large; 2: no GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ HEAD_SIZES = (64, 128)
 CHECKED_LENGTHS = (4096, 1000, 37)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TIMED_LENGTHS = tuple(2**n for n in range(11, 20))  # 2K to 512K
-#: times the plain form's error: bfloat16 operands are rounded once more on their way to a product
+#: the largest error over the plain form's: kernels round bfloat16 operands once more before a matmul
 WORST_RATIO = 3.0
 WARM_UPS, REPEATS = 3, 10
 OPERATORS = ("states", "output", "state_gradients", "input_gradients")
@@ -51,7 +52,7 @@ def made(*shape: int, seed: int, dtype: torch.dtype, device: str) -> Tensor:
 def arguments(
     run: Callable[[str], Any], length: int, size: int, dtype: torch.dtype, device: str
 ) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
-    """(operator, its arguments, its result) in the order of a step; values as bfloat16 can hold."""
+    """(operator, its arguments, its result) in the order of a step; bfloat16 can hold all values."""
     q, k, v, d_o = (
         made(BATCH, HEADS, length, size, seed=seed, dtype=torch.bfloat16, device=device).to(dtype)
         for seed in range(4)
@@ -60,7 +61,7 @@ def arguments(
     initial, d_final = (
         made(BATCH, HEADS, size, size, seed=seed, dtype=state, device=device) for seed in (4, 5)
     )
-    # from no decay to one that leaves a position's neighbours alone
+    # from no decay to a decay so strong that only a position's neighbours count
     decay = torch.linspace(0, 2, HEADS, device=device) ** 4
     given: tuple[Any, ...] = (k, v, decay, kernels.BLOCK)
     states = run("states")(*given)
@@ -83,19 +84,19 @@ def plain(name: str) -> Any:
 
 
 def tensors(run: Callable[[str], Any], *case: Any) -> dict[str, Tensor]:
-    """Every result by name."""
-    found: dict[str, Tensor] = {}
+    """Every result of a step's operators, by name."""
+    results: dict[str, Tensor] = {}
     for name, _, result in arguments(run, *case):
         if name == "input_gradients":
-            found |= dict(zip(("d_q", "d_k", "d_v"), result, strict=True))
+            results |= dict(zip(("d_q", "d_k", "d_v"), result, strict=True))
         else:
-            found[name] = result
-    return found
+            results[name] = result
+    return results
 
 
 def compile_all(device: str) -> None:
-    """Have the kernels compiled, those of each head size and precision by a process of its own: one after
-    another they take minutes. Later runs find them in Triton's cache."""
+    """Compile the kernels, with a process for each head size and precision, because compiling them one after
+    another takes minutes. Later runs read the compiled kernels from Triton's cache."""
     shapes = [(min(CHECKED_LENGTHS), size, dtype, device) for size in HEAD_SIZES for dtype in DTYPES]
     with ProcessPoolExecutor(min(len(shapes), os.cpu_count() or 1), get_context("spawn")) as processes:
         for done in [processes.submit(run_once, *shape) for shape in shapes]:
@@ -114,7 +115,7 @@ def check(device: str) -> Iterator[Row]:
                 ours = relative_errors(exact, tensors(operator, length, size, dtype, device))
                 theirs = relative_errors(exact, tensors(plain, length, size, dtype, device))
                 for name, error in ours.items():
-                    # states in float32 that come from half precisions are sums of products in TF32
+                    # states in float32 that come from half precisions are matmuls in TF32
                     floor = 5e-4 if exact[name].ndim == 5 and dtype is not torch.float32 else 1e-7
                     yield {
                         "tensor": name, "dtype": str(dtype).removeprefix("torch."), "head_size": size,
@@ -124,7 +125,7 @@ def check(device: str) -> Iterator[Row]:
 
 
 def milliseconds(call: Callable[[], Any]) -> list[float] | None:
-    """The time of each of some runs after warm-up; None where memory does not suffice."""
+    """The milliseconds of each of some calls after warm-up; None if there is too little memory."""
     samples = []
     try:
         for i in range(WARM_UPS + REPEATS):
@@ -147,7 +148,7 @@ def median(call: Callable[[], Any]) -> float:
 
 
 def measured_rates(device: str) -> tuple[float, float]:
-    """This card's bfloat16 FLOP/s in a large matmul and byte/s in a large copy."""
+    """This card's FLOPs per second in a large bfloat16 matmul, and bytes per second in a large copy."""
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     source = torch.empty(2**30, device=device, dtype=torch.uint8)
     into = torch.empty_like(source)

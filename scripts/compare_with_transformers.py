@@ -1,10 +1,10 @@
-"""Losses of tiny models from config.json beside those of Hugging Face's transformers with the same weights.
+"""Compare losses of tiny models from config.json with the losses of transformers' models of the same weights.
 
 Needs transformers, which the project does not depend on: `pip install transformers` in an environment of this
-project, then `python scripts/compare_with_transformers.py`. For each family it builds both models in float64,
-copies transformers' weights into ours, runs one batch, and prints the larger of two relative
-differences, of a token's loss and of the squared gradient of all weights; it exits with 1 if one is above
-LIMIT. (transformers makes RoPE's angles in float32.)
+project, then `python scripts/compare_with_transformers.py`. For each family the script builds both models in
+float64, copies transformers' weights into ours, runs one batch, and prints the larger of two relative
+differences, of a token's loss and of the squared gradient of all weights; the exit code is 1 if one is above
+LIMIT. (transformers computes RoPE's angles in float32.)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIMIT = 1e-6
 
 _SIZES = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _LLAMA = {**_SIZES, "intermediate_size": 80, "num_key_value_heads": 2}
-#: the losses that balance experts are not among those of tokens
+#: without the loss that balances experts, because the losses of tokens do not include it
 _EXPERTS = {**_LLAMA, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
 _DEEPSEEK = {
     **_LLAMA,
@@ -78,7 +78,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 5,
         "rope_scaling": None,
     },
-    # the scale of scores is a head's own, and no cap of them is modelled
+    # the scores are scaled by the head size and have no cap, because a cap is not modelled
     "gemma2": {**_GEMMA, "sliding_window": 5, "attn_logit_softcapping": None, "final_logit_softcapping": 2.0},
     "gemma3_text": {**_GEMMA, "sliding_window": 5, "sliding_window_pattern": 2},
     "olmo2": _LLAMA,
@@ -109,21 +109,22 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         **_SIZES,
         "intermediate_size": 192,
         "max_position_embeddings": 32,
-        # what the model here has
+        # the activation of our model
         "hidden_act": "gelu_new",
-        "pad_token_id": None,  # whose embedding has no gradient there
+        "pad_token_id": None,  # transformers gives the embedding of a padding token no gradient
         **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     },
 }
 
 
 def grouped(q: Tensor, k: Tensor, v: Tensor, groups: int) -> Tensor:
-    """Rows of queries, keys and values [heads x A, ...] group by group, as :class:`GroupedQueryLinear`."""
+    """The rows of queries, keys and values [heads x A, ...] as the weight [groups, rows of a group, ...] of
+    :class:`GroupedQueryLinear`."""
     parts = [x.unflatten(0, (groups, -1)) for x in (q, k, v)]
     return torch.cat(parts, 1)
 
 
-#: our norms of a layer by transformers' names, of families whose norms stand elsewhere than Llama's
+#: transformers' names of a layer's norms, by our names, for families with different places of norms
 _NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _NORMS_BEHIND = {"mixer_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
 _NORMS_OF_GEMMA = _NORMS_BEHIND | {"mixer_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
@@ -136,7 +137,7 @@ _NORMS_OF_GLM = _NORMS | {
 def of_llama(
     theirs: Mapping[str, Tensor], config: Any, norms: Mapping[str, str] = _NORMS
 ) -> dict[str, Tensor]:
-    """The weights of Llama, Mistral, Qwen2 and Qwen3 by our names."""
+    """The weights of Llama, Mistral, Qwen2 and Qwen3 (``theirs``: by transformers' names) by our names."""
     kv_heads, ours = config.num_key_value_heads, {}
     ours["embedding.weight"] = theirs["model.embed_tokens.weight"]
     ours["norm.weight"] = theirs["model.norm.weight"]
@@ -158,7 +159,8 @@ def of_llama(
 
 
 def of_mlp(own: str, other: str, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of an MLP with a gate, or of experts, shared ones among them."""
+    """The weights of an MLP with a gate, or of experts with their shared experts, by our names; ``own`` and
+    ``other``: the prefixes of our names and of transformers'."""
     ours = {}
     for place, name in (("", ""), ("shared.", "shared_expert."), ("shared.", "shared_experts.")):
         if f"{other}{name}gate_proj.weight" in theirs:
@@ -175,8 +177,8 @@ def of_mlp(own: str, other: str, theirs: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def of_experts(own: str, other: str, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of routed experts, which lie one by one or, as gpt-oss's, in one tensor with columns of
-    gate and projection in turns; ours are stacked."""
+    """The weights of routed experts by our names, stacked. transformers has a tensor for each expert or, for
+    gpt-oss, one tensor in which columns of gate and projection alternate."""
     ours: dict[str, Tensor] = {}
     for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
         opens, closes = [], []
@@ -202,7 +204,7 @@ def of_experts(own: str, other: str, theirs: Mapping[str, Tensor]) -> dict[str, 
 
 
 def plus_one(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Norms' weights as ours, where transformers adds one to them."""
+    """The weights, to which one is added in norms, because transformers' norms of the family add one."""
     return {n: x + 1 if n.endswith(("norm.weight", "layernorm.weight")) else x for n, x in theirs.items()}
 
 
@@ -217,7 +219,7 @@ def of_olmo(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
 
 
 def of_glm(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The weights of GLM-4 by our names; the pairs that RoPE turns are neighbours there."""
+    """The weights of GLM-4 by our names; in transformers the pairs that RoPE turns are neighbours."""
     size, plain = config.head_dim, dict(theirs)
     pairs = torch.arange(size // 2).view(-1, 2).mT.flatten()
     order = torch.cat((pairs, torch.arange(size // 2, size)))
@@ -231,7 +233,7 @@ def of_glm(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
 
 
 def of_gated_delta(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The weights of Qwen3.5's text by our names; queries and gates lie head by head in one weight there."""
+    """The weights of Qwen3.5's text by our names; transformers has queries and gates in one weight."""
     plain, ours = dict(theirs), {}
     for i, kind in enumerate(config.layer_types):
         own, other = f"blocks.{i}.mixer.", f"model.layers.{i}."
@@ -269,8 +271,8 @@ def of_gpt_oss(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
 
 
 def of_deepseek(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The weights of DeepSeek-V2 and V3 by our names; the pairs that RoPE turns are neighbours there, and a
-    half apart here."""
+    """The weights of DeepSeek-V2 and V3 by our names; the pairs that RoPE turns are neighbours in
+    transformers, and half a head apart in our models."""
     plain, turned, rank = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
     pairs = torch.arange(turned).view(-1, 2).mT.flatten()
     ours = {
@@ -305,7 +307,7 @@ def _layer(own: str, other: str, names: Mapping[str, str], theirs: Mapping[str, 
 
 
 def of_gpt2(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The weights of GPT-2 by our names; its projections are transposed."""
+    """The weights of GPT-2 by our names; transformers has the projections transposed."""
     ours = {
         "embedding.weight": theirs["transformer.wte.weight"],
         "positions.weight": theirs["transformer.wpe.weight"],
@@ -328,7 +330,7 @@ def of_gpt2(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
 
 
 def of_gpt_neox(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The weights of GPT-NeoX by our names; its queries, keys and values lie head by head, as ours."""
+    """The weights of GPT-NeoX by our names; queries, keys and values are ordered by heads in both models."""
     ours = {
         "embedding.weight": theirs["gpt_neox.embed_in.weight"],
         "head": theirs["embed_out.weight"] if "embed_out.weight" in theirs else theirs["lm_head.weight"],
@@ -379,7 +381,7 @@ def of_phi(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
 
 
 def of_falcon(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The weights of Falcon-7B by our names; its queries are followed by one key and one value, as ours."""
+    """The weights of Falcon-7B by our names; in both models one key and one value follow the queries."""
     ours = {"embedding.weight": theirs["transformer.word_embeddings.weight"]}
     ours |= _layer("norm.", "transformer.ln_f.", {"weight": "weight", "bias": "bias"}, theirs)
     names = {
@@ -396,7 +398,7 @@ def of_falcon(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
 
 
 def of_bert(theirs: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The weights of BERT by our names; our queries, keys and values lie head by head."""
+    """The weights of BERT by our names; our queries, keys and values are ordered by heads."""
     names = {
         "embeddings.words.weight": "bert.embeddings.word_embeddings.weight",
         "embeddings.positions.weight": "bert.embeddings.position_embeddings.weight",
@@ -464,18 +466,18 @@ def transformers_model(family: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = make(config).double().train()
     if family == "phi":
-        model.lm_head.bias = None  # left out here
+        model.lm_head.bias = None  # our model has no such bias
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms too
             parameter.add_(0.1 * torch.randn_like(parameter))
     for module in model.modules():
-        if type(module).__name__ == "DeepseekV3TopkRouter":  # which gives float32 to what adds in float64
+        if type(module).__name__ == "DeepseekV3TopkRouter":  # its float32 is added to float64
             module.register_forward_hook(lambda _, __, routed: (routed[0], routed[1].double()))
     return model, config
 
 
 def difference(family: str) -> float:
-    """The largest relative difference of a token's loss, and of the gradient of all weights."""
+    """The larger relative difference of two: of a token's loss, and of all weights' squared gradients."""
     theirs, config = transformers_model(family)
     model = model_from_config({"model_type": family, **TINY[family]})
     if getattr(model, "experts", 0):
@@ -488,20 +490,20 @@ def difference(family: str) -> float:
             parameter.copy_(weights[name].reshape(parameter.shape))
     inputs = model.inputs(BATCH, LENGTH, torch.Generator().manual_seed(1))
     inputs = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-    found = ours(inputs)
-    found["token_loss"].sum().backward()
+    outputs = ours(inputs)
+    outputs["token_loss"].sum().backward()
     expected = transformers_losses(theirs, inputs)
     expected.sum().backward()
     sums = [
         sum(p.grad.square().sum() for p in module.parameters() if p.grad is not None)
         for module in (ours, theirs)
     ]
-    of_losses = ((found["token_loss"] - expected) / expected).abs().max()
+    of_losses = ((outputs["token_loss"] - expected) / expected).abs().max()
     return max(of_losses.item(), abs((sums[0] / sums[1]).item() - 1))
 
 
 def transformers_losses(theirs: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The loss of each token [B, L], of the labels that our model has for it."""
+    """The loss of each token [B, L] in transformers' model, for the labels of our model's ``inputs``."""
     if "token_types" in inputs:
         given = {"token_type_ids": inputs["token_types"], "attention_mask": 1 - inputs["padding"]}
         logits = theirs(input_ids=inputs["tokens"], **given).prediction_logits
@@ -513,11 +515,11 @@ def transformers_losses(theirs: nn.Module, inputs: Mapping[str, Tensor]) -> Tens
 
 
 def main() -> int:
-    """Print a line for each family, or for those that are named; 1 if one differs."""
-    found = {family: difference(family) for family in sys.argv[1:] or TINY}
-    for family, error in found.items():
+    """Print a line for each family, or for the families on the command line; 1 if one differs."""
+    differences = {family: difference(family) for family in sys.argv[1:] or TINY}
+    for family, error in differences.items():
         print(f"{family}: {error:.1e}{'' if error <= LIMIT else ' DIFFERS'}")
-    return int(any(not error <= LIMIT for error in found.values()))
+    return int(any(not error <= LIMIT for error in differences.values()))
 
 
 if __name__ == "__main__":

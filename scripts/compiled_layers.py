@@ -1,7 +1,7 @@
-"""Steps of Llama-3-8B that compiled_step.py measures: the project's own layers, and these for torch.compile.
+"""The steps of Llama-3-8B that compiled_step.py measures: of the project's layers, and of compiled layers.
 
-Dynamo refuses the project's own (a property with ``super()``), so a layer is written once more here, in
-torch's functions, of the same weights.
+Dynamo refuses the project's layers, because a property of them uses ``super()``. Therefore this module has a
+layer in torch's functions with the same weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def options_of(variant: str, recompute: str) -> dict[str, Any]:
 
 
 class PlainLayer(nn.Module):
-    """A layer of Llama in torch's functions, of the weights of a layer of the project's own."""
+    """A layer of Llama in torch's functions, with the weights of ``block``, a layer of the project."""
 
     def __init__(self, block: Any):
         super().__init__()
@@ -61,8 +61,8 @@ class PlainLayer(nn.Module):
 
 
 class CompiledLayer(nn.Module):
-    """A :class:`PlainLayer` that is compiled, with its checkpoint if it is recomputed, in the place of a
-    decoder's layer."""
+    """A compiled :class:`PlainLayer`, which replaces a decoder's layer; ``again``: the layer is recomputed,
+    by a checkpoint that is compiled too."""
 
     def __init__(self, block: Any, backend: str, *, again: bool):
         super().__init__()
@@ -77,7 +77,7 @@ class CompiledLayer(nn.Module):
 
 
 class Step:
-    """Forward and backward of one variant's module, with weights of a seed."""
+    """The forward and backward of one variant's module, whose random weights come from a fixed seed."""
 
     def __init__(self, variant: str, recompute: str, layers: int, asked: argparse.Namespace):
         compiled, again = variant == "compiled", recompute == "full"
@@ -86,7 +86,7 @@ class Step:
         model = model_preset(MODEL, options)
         with torch.device(device):
             self.module = model.build(Strategy(), seq_len).to(torch.bfloat16)
-        #: in the order of the model's own module, whatever its layers become
+        #: the weights in the order of the model's module before its layers are compiled
         self.weights = list(self.module.parameters())
         generator = torch.Generator(device).manual_seed(0)
         with torch.no_grad():

@@ -1,22 +1,22 @@
-"""What torch.compile makes of a step of Llama-3-8B on one GPU, beside what ``model_options.fusions`` says.
+"""Compare torch.compile's steps of Llama-3-8B on one GPU with the project's ``model_options.fusions``.
 
     python scripts/compiled_step.py FOLDER [--seconds S] [--variants V,...] [--device cpu] [--set SIZE=N ...]
     python scripts/compiled_step.py FOLDER --predict
 
-Four layers, 8,192 tokens, bfloat16, separate projections, as torchtitan has them; forward and backward
-without an optimizer, into gradients that are there. Variants: ``eager``, each operator a kernel of torch, and
-each RMS norm; ``plain_norm``, norms by operators too; ``fused``, ``fusions: [swiglu, rope]``, which stands
-for a compiled layer: it keeps what one does, but its operators are several of torch's kernels each, and take
-their time; ``compiled``, each layer by Inductor with ``fullgraph=True``, of the same weights
-(compiled_layers.py). Each without recomputation and with ``recompute: full``.
+A step is forward and backward of four layers, 8,192 tokens, in bfloat16, with separate projections as in
+torchtitan; it has no optimizer, and adds to existing gradients. Variants: ``eager``, in which each operator
+and each RMS norm is a kernel of torch; ``plain_norm``, in which norms are several operators; ``fused``, with
+``fusions: [swiglu, rope]``, which models a compiled layer: it keeps the same tensors, but each of its
+operators is several kernels of torch; ``compiled``, in which Inductor compiles each layer with
+``fullgraph=True`` (compiled_layers.py). Each variant runs without recomputation and with ``recompute: full``.
 
-Writes compiled_step.csv, a line a variant: seconds (median of 10 after 3), ``kernels`` of a step with their
-seconds, and its copies and fills, by torch.profiler (on a CPU: calls of operators); bytes that a layer keeps
-after forward (of four layers less those of two, halved); peak bytes allocated; seconds of compiling (the
-first step less the median); the loss, by which variants can be compared; an error, with what was there before
-it. compiled_kernels.csv has each variant's 40 longest kernels by name. After S seconds (90) no further
-variant begins. ``--predict`` writes compiled_predicted.csv: the same by virtual ranks of dgx-h100 and
-h200-sxm, whose peak is without the optimizer. Exit code 2: no GPU.
+The script writes compiled_step.csv, a line for each variant: seconds (median of 10 after 3), ``kernels`` of a
+step with their seconds, and its copies and fills, by torch.profiler (on a CPU: calls of operators); bytes
+that a layer keeps after forward (of four layers less those of two, halved); peak bytes allocated; seconds of
+compiling (the first step less the median); the loss, by which variants can be compared; an error, after the
+numbers before it. compiled_kernels.csv has each variant's 40 longest kernels by name. After S seconds (90) no
+further variant begins. ``--predict`` writes compiled_predicted.csv, the same numbers by virtual ranks of
+dgx-h100 and h200-sxm, whose peak is without the optimizer. Exit code 2: no GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PREDICTED = (
     *("cluster", "variant", "recompute", "seconds", "forward_s", "backward_s", "kernels"),
     *("layer_kept_bytes", "peak_bytes", "peak_phase", "cell"),
 )
-#: of a trace's events, by device: what counts as a kernel, and what as a copy
+#: by device, the categories of a trace's events that count as kernels, and the ones that count as copies
 CATEGORIES = {"cuda": ({"kernel"}, {"gpu_memcpy", "gpu_memset"}), "cpu": ({"cpu_op"}, set[str]())}
 
 
@@ -62,7 +62,7 @@ def wait(device: str) -> None:
 
 
 def clocked(call: Callable[[], Any], device: str) -> float:
-    """Seconds of a call: by events of CUDA on its stream, on a CPU by the clock."""
+    """The seconds of a call, by events of CUDA on its stream, or by the clock on a CPU."""
     wait(device)
     if device == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -77,7 +77,7 @@ def clocked(call: Callable[[], Any], device: str) -> float:
 
 
 def kernels_of(step: Step, device: str) -> tuple[Counter[str], dict[str, float], int]:
-    """Calls and seconds of one step's kernels by name, and the number of its copies and fills."""
+    """The calls and the seconds of one step's kernels by name, and the number of its copies and fills."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
     with profile(activities=activities) as profiled:
         step()
@@ -97,7 +97,7 @@ def kernels_of(step: Step, device: str) -> tuple[Counter[str], dict[str, float],
 
 
 def kept_after_forward(step: Step) -> int:
-    """Bytes that a forward has left allocated on the GPU."""
+    """The bytes that a step keeps on the GPU from forward to backward."""
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -108,7 +108,7 @@ def kept_after_forward(step: Step) -> int:
 
 
 def measure(row: dict[str, Any], asked: argparse.Namespace) -> list[dict[str, Any]]:
-    """Fill the line of a variant, number by number; returns those of its longest kernels."""
+    """Fill ``row``, the line of a variant, number by number; returns the lines of its longest kernels."""
     which = row["variant"], row["recompute"]
     step, device = Step(*which, LAYERS, asked), asked.device
     begin = time.perf_counter()
@@ -129,7 +129,7 @@ def measure(row: dict[str, Any], asked: argparse.Namespace) -> list[dict[str, An
     if device == "cuda":
         more = kept_after_forward(step)
         fewer = Step(*which, FEWER, asked)
-        fewer()  # what is made once is there after it
+        fewer()  # a first step makes the tensors that are made only once
         row["layer_kept_bytes"] = (more - kept_after_forward(fewer)) // (LAYERS - FEWER)
         del fewer
     calls, seconds, row["copies"] = kernels_of(step, device)
@@ -139,7 +139,7 @@ def measure(row: dict[str, Any], asked: argparse.Namespace) -> list[dict[str, An
 
 
 def measure_all(arguments: argparse.Namespace) -> None:
-    """Write both files, a line when it is there; of a variant that fails, its error."""
+    """Write both files, each line as soon as it is measured; the line of a failed variant has the error."""
     device, end = arguments.device, time.monotonic() + arguments.seconds
     attention = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device == "cuda" else contextlib.nullcontext()
     with (
@@ -166,7 +166,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
 
 
 def predicted(cluster: str, variant: str, recompute: str) -> dict[str, Any]:
-    """What virtual ranks say of a variant."""
+    """The line of compiled_predicted.csv for a variant on a cluster, by virtual ranks."""
     from spbench.bench.cell import Cell
     from spbench.bench.measure.engines.virtual import trace_classes
 
@@ -202,7 +202,7 @@ def predict_all(folder: Path) -> None:
         for cluster in CLUSTERS:
             for recompute in RECOMPUTE:
                 for variant in VARIANTS:
-                    if variant != "compiled":  # fused stands for it
+                    if variant != "compiled":  # fused models it
                         which = {"cluster": cluster, "variant": variant, "recompute": recompute}
                         add(which | predicted(cluster, variant, recompute))
 

@@ -1,9 +1,9 @@
 """Hooks of MkDocs (mkdocs.yml names this file) that make one site of the repository's Markdown.
 
-The site has, beside docs/, the pages at the top (README.md is the start page) and those under results/. What
-any of them links to is in it too, so that the site needs no repository at hand: code and YAML files and
-folders as pages, other files as they are. The report is in the folder report, if the extra `report` is
-installed; the navigation leads to it, and its pages lead back. In docstrings, Sphinx roles
+The site has docs/, the pages at the top (README.md is the start page) and the pages under results/. It also
+has every file to which a page links, so that readers need no repository: code, YAML files and folders as
+pages, other files unchanged. The report is in the folder report, if the extra `report` is installed; the
+navigation links to the report, and the report's pages link back. Sphinx roles in docstrings
 (``:class:`Cell```) become links to the page of the API.
 """
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 REPORT = "report"
 #: the target of a relative link or image in Markdown, without its anchor
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)")
-#: a reference of Sphinx to a Python object, as Markdown has rendered it
+#: a reference of Sphinx to a Python object, in rendered HTML
 ROLE = re.compile(r":(?:class|func|mod|meth|attr):<code>([\w.]+)</code>")
 #: the highlighter's name for files that are shown as pages
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh", ".sbatch": "sh"}
@@ -34,7 +34,7 @@ START_PAGE = {"README.md": "index.md"}
 
 
 def page_uri(path: str) -> str:
-    """The site's source of a file or folder of the repository; Markdown if it is shown as a page."""
+    """The site's path of a file or folder of the repository; of Markdown if the site shows it as a page."""
     if path in START_PAGE:
         return START_PAGE[path]
     if (ROOT / path).is_dir():
@@ -45,7 +45,7 @@ def page_uri(path: str) -> str:
 
 
 def repository_path(uri: str) -> str:
-    """The repository's path of a Markdown page of the site, as :func:`page_uri` maps it."""
+    """The repository's path of a Markdown page of the site, the inverse of :func:`page_uri`."""
     for path, start in START_PAGE.items():
         if uri == start:
             return path
@@ -53,7 +53,7 @@ def repository_path(uri: str) -> str:
 
 
 def linked(path: str, markdown: str) -> Iterator[tuple[str, str]]:
-    """Each relative link of a page at ``path`` that leads to a file or folder, and that file's path."""
+    """Pairs of a relative link in a page at ``path`` and the path of the file or folder that it leads to."""
     for link in LINK.findall(markdown):
         target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
         if (ROOT / target).exists():
@@ -61,7 +61,7 @@ def linked(path: str, markdown: str) -> Iterator[tuple[str, str]]:
 
 
 def shown(path: str) -> str | None:
-    """The Markdown that shows a code file or lists a folder; None for files that are no page."""
+    """The Markdown that shows a code file or lists a folder; None for a file that the site does not show."""
     source = ROOT / path
     hidden = "---\nsearch: {exclude: true}\n---\n"
     if source.is_dir():
@@ -83,14 +83,14 @@ def _has_report() -> bool:
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
-    """A link to the report behind the start page."""
+    """Add a link to the report after the start page."""
     if _has_report():
         nav.items.insert(1, Link("Results", f"{REPORT}/index.html"))
     return nav
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Write the report beside the documentation."""
+    """Write the report into the folder ``REPORT`` of the site."""
     if _has_report():
         from spbench.bench.tools.report.build import build
         from spbench.bench.tools.report.gathered import gather
@@ -99,7 +99,7 @@ def on_post_build(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages outside docs/, and all that pages link to."""
+    """Add the pages outside docs/, and all files and folders to which pages link."""
     outside = [*ROOT.glob("*.md"), *ROOT.glob("results/reproduction/*.md")]
     pages = [path.relative_to(ROOT).as_posix() for path in sorted(outside)]
     todo = pages + [repository_path(file.src_uri) for file in files if file.src_uri.endswith(".md")]
@@ -123,7 +123,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links lead to where the site has their targets."""
+    """The Markdown of a page, whose links lead to the site's paths instead of the repository's."""
     uri = page.file.src_uri
     path = repository_path(uri)
     if Path(uri.removesuffix(".md")).suffix in LANGUAGES:
@@ -138,7 +138,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Sphinx roles of docstrings become code, with a link where the API's page has the name."""
+    """The HTML of a page, with code for Sphinx roles, which is a link if the API's page has the name."""
     from spbench import __all__ as public
 
     def reference(role: re.Match[str]) -> str:

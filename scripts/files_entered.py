@@ -1,11 +1,11 @@
-"""How many files and rooms of bench a command enters, and how often it changes room.
+"""Count the files and rooms of bench that a command enters, and the changes of room on the way.
 
     python scripts/files_entered.py run --scenario max_seqlen --world-size 8
     python scripts/files_entered.py advise --model llama3-8b --cluster dgx-h100 --gpus 8 --seq-len 8K
 
-A file is entered where one of its functions is called, but for what imports call. Changes of room are those
-along the files in the order in which they are entered first. What workers do is counted by running the
-scenario's cells once more in this process. What all rooms use (:data:`EVERYWHERE`) is left out.
+A file is entered when one of its functions is called, but not during an import. Changes of room are counted
+along the files in the order of their first entry. The work of workers is counted by running the scenario's
+cells once more in this process. Modules that all rooms use (:data:`EVERYWHERE`) are left out.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Journey:
         return self._files[code_file]
 
     def profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        """To be set by sys.setprofile."""
+        """Note the file of a called function; the signature is that of a function for sys.setprofile."""
         if event not in ("call", "return"):
             return
         if frame.f_code.co_name == "<module>":
@@ -54,7 +54,7 @@ class Journey:
                 self.files.setdefault(file)
 
     def changes(self) -> int:
-        """Changes of room along the files in the order in which they are first entered."""
+        """The number of changes of room along the files in the order of their first entry."""
         rooms = [str(Path(file).parent) for file in self.files]
         return sum(a != b for a, b in pairwise(rooms))
 

@@ -1,10 +1,10 @@
-"""What scripts/gpu_check.sh has found, in one page and one table.
+"""The results of scripts/gpu_check.sh in one page and one table.
 
     python scripts/gpu_summary.py FOLDER
 
-Writes summary.md, and memory.csv: for each cell the peak of allocated and of reserved bytes on the device
-beside those of the same rank on fake tensors. Exit code 1: a part failed, a strategy is not green, or a
-measured peak is further than PEAK_TOLERANCE from the virtual one.
+Writes summary.md, and memory.csv: for each cell the peaks of allocated and of reserved bytes on the device,
+and the peaks of the same rank on fake tensors. Exit code 1: a part failed, a strategy is not green, or a
+measured peak is further than PEAK_TOLERANCE from the virtual peak.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spbench.bench.measure.sweep.results import read_rows
 from spbench.bench.row import Row
 from spbench.bench.tools.papers.paper_findings import Line, markdown
 
-#: of the peak of allocated bytes: libraries' workspaces are allocated on a card, and on fake tensors are not
+#: the largest relative error of the peak of allocated bytes: fake tensors have no workspaces of libraries
 PEAK_TOLERANCE = 0.05
 
 _PARTS = ["part", "exit_code", "seconds", "limit_s"]
@@ -30,13 +30,13 @@ _OUT_OF_TIME = (124, 130, 137)
 
 
 def pairs(rows: list[Row]) -> list[dict[str, Any]]:
-    """A line for each cell that both engines have: peaks in bytes, and measured / virtual - 1."""
+    """A line for each cell that has rows of both engines: peaks in bytes, and measured / virtual - 1."""
     by_engine: dict[str, dict[str, Row]] = {"virtual": {}, "emulated": {}}
     for row in rows:
         cell = Cell.model_validate(row["cell"])
         same = cell.model_copy(update={"engine": "", "device": "cpu", "rank": None})
         by_engine.setdefault(cell.engine, {})[same.key] = row
-    found = []
+    lines = []
     for key, measured in by_engine["emulated"].items():
         virtual = by_engine["virtual"].get(key)
         if virtual is None:
@@ -55,12 +55,12 @@ def pairs(rows: list[Row]) -> list[dict[str, Any]]:
             ours, theirs = virtual["measurement"].get(name), measured["measurement"].get(name)
             line |= {f"virtual_{name}": ours, f"measured_{name}": theirs}
             line[f"{name}_error"] = theirs / ours - 1 if ours and theirs else None
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines
 
 
 def summary(folder: Path) -> tuple[str, bool]:
-    """The page, and whether all is well."""
+    """The text of the page, and whether all parts, strategies and peaks are right."""
     parts = pd.read_csv(folder / "parts.csv", names=_PARTS)
     well = bool((parts["exit_code"] == 0).all())
     lines = [_said(part) for part in parts.to_dict("records")]

@@ -1,13 +1,13 @@
-"""What copies between a GPU and the host take by the host's memory, and what new pages of it take.
+"""The seconds of copies between a GPU and the host, by kind of host memory, and of copies within the host.
 
     python scripts/host_copies.py FOLDER [--seconds S] [--largest BYTES] [--device cpu]
 
-Writes host_copies.csv, a line for each copy: ``memory`` is pinned, pageable that is allocated for each copy
-(``new``, as ``tensor.to("cpu")`` has it: the copy faults its pages in), or pageable that is used again
-(``again``). With the device "host" a copy is the host's own, by one process or by eight at once, each with
-one thread; its pages are as the system sets them (``new``), advised to be huge (``new, huge``) or small
-(``new, small``). ``setting`` is that of transparent huge pages. Seconds are the median over copies, with the
-least and the most; of eight processes over all of them. After S seconds (60) no further line begins.
+Writes host_copies.csv, a line for each copy. ``memory`` is "pinned"; "new", pageable memory that is allocated
+for each copy, so that the copy faults its pages in as ``tensor.to("cpu")`` does; or "again", pageable memory
+that is used again. Lines with the device "host" are copies within the host, by one process or by eight at
+once, with one thread each, to pages that are advised to be huge ("new, huge") or small ("new, small"), or
+have the system's setting ("new"). ``setting`` is that setting of transparent huge pages. Seconds are the
+median over copies of all processes, with the least and the most. After S seconds (60) no further line begins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 
 SIZES = tuple(2**n for n in (26, 28, 30, 32))
 PROCESSES, COPIES = (1, 8), 5
-#: of the host's copies: eight of them beside their sources
+#: the most bytes of a copy within the host, because eight processes have a source and a target each
 LARGEST_OF_HOST = 2**30
 COLUMNS = (
     *("device", "direction", "memory", "processes", "bytes", "seconds", "least_s", "most_s", "bytes_per_s"),
@@ -40,13 +40,13 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def huge_pages() -> str:
-    """How the system sets transparent huge pages: the word in brackets."""
+    """The system's setting of transparent huge pages: the word in brackets in the system's file."""
     text = HUGE_PAGES.read_text(encoding="utf-8") if HUGE_PAGES.exists() else "[unknown]"
     return text.partition("[")[2].partition("]")[0]
 
 
 def empty(memory: str, nbytes: int) -> Tensor:
-    """Host memory whose pages are not there yet, but where it is pinned."""
+    """Host memory of ``nbytes``, as a tensor of bytes; its pages do not exist yet unless it is pinned."""
     if memory in ADVICE:
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(ADVICE[memory])
@@ -57,7 +57,7 @@ def empty(memory: str, nbytes: int) -> Tensor:
 def timed(copy: Callable[[], Any], wait: Callable[[], None]) -> float:
     wait()
     begin = time.perf_counter()
-    kept = copy()  # what it has allocated is freed after the clock is read
+    kept = copy()  # a tensor that the copy has allocated is freed after the clock is read
     wait()
     seconds = time.perf_counter() - begin
     del kept
@@ -65,7 +65,7 @@ def timed(copy: Callable[[], Any], wait: Callable[[], None]) -> float:
 
 
 def device_copies(device: str, nbytes: int) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-    """Direction, memory and the copy."""
+    """The copies between device and host, each as (direction, kind of memory, function that copies)."""
     of_device = torch.ones(nbytes, dtype=torch.uint8, device=device)
     yield "to the host", "new", lambda: of_device.to("cpu", copy=True)
     for memory in ("again", "pinned"):
@@ -75,7 +75,8 @@ def device_copies(device: str, nbytes: int) -> Iterator[tuple[str, str, Callable
 
 
 def own_copies(memory: str, nbytes: int, start: Any = None) -> list[float]:
-    """Seconds of copies by this process, with one thread; ``start`` is a barrier before each."""
+    """The seconds of copies within the host by one thread of this process; ``start``: a barrier before
+    each."""
     torch.set_num_threads(1)
     source, again = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
 
@@ -96,7 +97,7 @@ def _process(memory: str, nbytes: int, start: Any, results: Any) -> None:
 
 
 def by_processes(count: int, memory: str, nbytes: int) -> list[float]:
-    """Seconds of all copies of so many processes that copy at once."""
+    """The seconds of all copies of ``count`` processes that copy at the same time."""
     if count == 1:
         return own_copies(memory, nbytes)
     context = multiprocessing.get_context("spawn")
@@ -116,7 +117,7 @@ def by_processes(count: int, memory: str, nbytes: int) -> list[float]:
 
 
 def lines(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A line without its numbers, and in ``samples`` what measures them."""
+    """The lines of the file without their numbers; ``samples`` is the function that measures the seconds."""
     sizes = [n for n in SIZES if n <= asked.largest]
     wait = torch.cuda.synchronize if asked.device == "cuda" else lambda: None
     for nbytes in sizes:

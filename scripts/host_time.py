@@ -1,13 +1,14 @@
-"""Where a step's host time goes by operator, and a decoder's memory by layer, on one GPU that plays a rank.
+"""The host's time in a step by operator, and a decoder's memory by layer, on one GPU that plays a rank.
 
     python scripts/host_time.py FOLDER [--scenario NAME] [--models A,B] [--seconds S] [--device cpu]
 
-Cells are those of one_gpu_more.yaml (or NAME) of these models (bert-large, causal-transformer-1b and
-deepseek-v3). Writes host_steps.csv: seconds of a step (median of 10 after 3) by the host until the last
-kernel is launched, and until it has ended. host_operators.csv: of a step under torch.profiler, calls of each
-operator, microseconds of the host in it and in what it calls, and of the device. layer_memory.csv: bytes
-allocated after each layer's forward, and the peak within it. What fails is a line with an error.
-After S seconds (120) no further cell begins.
+The cells are those of the scenario one_gpu_more (or NAME) that have one of the models (bert-large,
+causal-transformer-1b and deepseek-v3). The script writes host_steps.csv, the seconds of a step (median of 10
+after 3) until the host has launched the last kernel, and until this kernel has ended; host_operators.csv, the
+calls of each operator in a step under torch.profiler, with microseconds of the host in the operator itself
+and with the operators that it calls, and of the device; and layer_memory.csv, the bytes allocated after each
+layer's forward, and the peak during it. A cell that fails has a line with its error. After S seconds (120) no
+further cell begins.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def step_times(step: Callable[[], Any], device: str) -> dict[str, str]:
 
 
 def operators(step: Callable[[], Any], device: str) -> Iterator[dict[str, Any]]:
-    """Of one step, those in which the host is longest."""
+    """The lines of the operators of one step in which the host spends most time."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with profile(activities=activities) as profiler:
         step()
@@ -75,7 +76,8 @@ def operators(step: Callable[[], Any], device: str) -> Iterator[dict[str, Any]]:
 
 
 def layer_memory(module: nn.Module, step: Callable[[], Any]) -> list[dict[str, Any]]:
-    """Bytes on the GPU around each layer's forward, and in a step."""
+    """The bytes on the GPU before and after each layer's forward, their peak in it, and the peak behind the
+    last layer."""
     seen: list[dict[str, Any]] = []
     handles = []
     blocks: Any = getattr(module, "blocks", {})

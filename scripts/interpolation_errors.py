@@ -1,12 +1,12 @@
-"""How far interpolation in the tables of rates is off: each call left out, and computed from the others.
+"""The errors of interpolation in the tables of rates: each call is left out and computed from the others.
 
     python scripts/interpolation_errors.py                   # the table, as CSV
     python scripts/interpolation_errors.py --write           # into results/reproduction/interpolation.csv
 
-A call is left out that has measured neighbours on both sides along a size. It is computed on the straight
-line between them, the mean over its sizes, in which the nearer neighbours weigh more. Collectives are left
-out along the bytes alone: each group has all of these. "beyond": the calls of the largest m, length or bytes,
-each computed at the rate of the same call with half of that.
+A call can be left out if it has measured neighbours on both sides along a size. Its rate is computed on the
+straight line between these neighbours, as the mean over its sizes, in which nearer neighbours weigh more.
+Collectives are left out only along their bytes, because each group has all sizes. The columns "beyond" have
+the calls of the largest m, length or bytes, each computed at the rate of the call with half of that size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLUMNS = ("table", "calls", "left_out", "median_error", "error_of_90", "beyond"
 
 
 def tables(name: str) -> list[RateTable]:
-    """The tables that a file is read as."""
+    """The tables of rates in a file: one, or one for each collective."""
     kind = name.rpartition("-")[2]
     if kind == "collectives":
         return list(collective_tables(name).values())
@@ -34,7 +34,7 @@ def tables(name: str) -> list[RateTable]:
 
 
 def errors_between(table: RateTable, axes: Sequence[int]) -> list[float]:
-    """Relative errors of the calls that can be left out, by their neighbours along some sizes."""
+    """The relative error of each call that can be left out, computed from its neighbours along ``axes``."""
     rates, places = np.log(table.work / table.seconds), np.log2(table.sizes)
     at = {tuple(sizes): number for number, sizes in enumerate(table.sizes.tolist())}
     errors = []
@@ -53,7 +53,8 @@ def errors_between(table: RateTable, axes: Sequence[int]) -> list[float]:
 def _neighbours(
     table: RateTable, axes: Sequence[int], at: dict[tuple[float, ...], int], number: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Along each axis that has both: the nearest calls below and above that differ in that size alone."""
+    """For each axis, (axis, call below, call above): the numbers of the nearest calls that differ from call
+    ``number`` only in that size; axes without such calls on both sides are left out."""
     call = tuple(table.sizes[number].tolist())
     for axis in axes:
         own = call[axis]
@@ -67,7 +68,7 @@ def _neighbours(
 
 
 def errors_beyond(table: RateTable, axis: int) -> list[float]:
-    """Relative errors of the largest calls along an axis, each at the rate of the call with half of it."""
+    """The relative error of each largest call along an axis, at the rate of the call with half the size."""
     seconds = dict(zip(map(tuple, table.sizes.tolist()), table.seconds.tolist(), strict=True))
     errors = []
     for number, sizes in enumerate(table.sizes.tolist()):
@@ -80,7 +81,7 @@ def errors_beyond(table: RateTable, axis: int) -> list[float]:
 
 
 def row(name: str) -> dict[str, object]:
-    """The line of a table."""
+    """The line of the output for the tables in file ``name``."""
     of_tables, collectives = tables(name), name.endswith("-collectives")
     axes, largest = ([1], 1) if collectives else (range(3), 0)
     between = np.abs([error for table in of_tables for error in errors_between(table, axes)])

@@ -1,5 +1,5 @@
 """The calls that ``kernel_rates.py`` times: attention, matmuls, grouped matmuls of experts, kernels that move
-bytes, copies to and from the host, and calls of which the host's part is timed.
+bytes, copies to and from the host, and calls that are timed on the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Point:
-    """One call to time; ``make`` returns it, with its tensors."""
+    """One call to time; ``make`` makes the call's tensors and returns the call."""
 
     kind: str
     name: str
@@ -32,7 +32,7 @@ class Point:
     dtype: str = "bf16"
     flops: float = 0.0
     nbytes: float = 0.0
-    #: timed by the host's clock, without waiting for the device
+    #: whether the call is timed by the host's clock, without waiting for the device
     on_host: bool = field(default=False)
 
 
@@ -41,7 +41,8 @@ def normal(*shape: int, dtype: torch.dtype = BF16, grad: bool = False) -> Tensor
 
 
 def prepared(call: Callable[..., Any], *makers: Callable[[], Any]) -> Callable[[], Callable[[], Any]]:
-    """What makes the call: ``call`` with what each maker returns, made just before it is timed."""
+    """A function that runs the makers just before the call is timed, and returns ``call`` with their
+    values."""
     return lambda: partial(call, *(make() for make in makers))
 
 
@@ -50,7 +51,7 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-#: heads, heads of keys, head size, that of values, length, whether causal
+#: calls of attention: heads, heads of keys, head size, head size of values, length, whether causal
 ATTENTIONS = (
     *((32, 8, 128, 128, n, True) for n in (1024, 4096, 16384, 65536)),
     *((16, 16, 64, 64, n, False) for n in (512, 2048, 8192)),
@@ -66,9 +67,8 @@ ATTENTIONS = (
 def attention_call(
     backend: SDPBackend, grad: bool, causal: bool, *shapes: tuple[int, ...]
 ) -> Callable[[], Any]:
-    """One call on q, k and v, with ``grad`` its backward too. Shapes are those of q, k, v and the gradient of
-    the output, [B, L, Z, A] in memory, as layers have them.
-    """
+    """A function that runs attention on q, k and v, with ``grad`` also its backward. ``shapes``: [B, L, Z, A]
+    of q, k, v and the gradient of the output, the order in which layers have them in memory."""
     q, k, v, d_o = (normal(*shape).transpose(1, 2).detach().requires_grad_(grad) for shape in shapes)
 
     def call() -> None:
@@ -94,7 +94,7 @@ def attention() -> Iterator[Point]:
                 yield Point("attention", kernel, shape, make, direction, flops=flops)
 
 
-#: features in and out of linear layers, by model
+#: input and output features of linear layers, by model
 LAYERS = {
     "llama3-8b": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (4096, 128256)),
     "llama3-70b tp8": ((8192, 1280), (1024, 8192), (8192, 7168), (3584, 8192)),
@@ -104,7 +104,7 @@ LAYERS = {
 
 
 def scaled_matmul(recipe: str, m: int, k: int, n: int) -> Callable[[], Any]:
-    """[m, k] x [k, n] in eight bits with scales of whole tensors, or of rows and columns."""
+    """The matmul [m, k] x [k, n] in eight bits, with scales of whole tensors, or of rows and columns."""
     a, b = normal(m, k).to(E4M3), normal(n, k).to(E4M3)
     shapes: tuple[tuple[int, ...], ...] = ((), ()) if recipe == "tensorwise" else ((m, 1), (1, n))
     scales = [torch.ones(s, device="cuda") for s in shapes]
@@ -127,7 +127,7 @@ def matmuls() -> Iterator[Point]:
                     yield Point("matmul", f"scaled_mm {recipe}", shape, scaled, dtype="fp8", flops=flops)
 
 
-#: rows, features in and out, of which some are no multiple of 8: rows that are not aligned to 16 bytes
+#: rows, input and output features; some are no multiple of 8, so that rows are not aligned to 16 bytes
 UNALIGNED = (
     *((8192, 4096, n) for n in (100352, 100278, 100280, 100276, 100277)),
     *((8192, 4096, n) for n in (14336, 14332, 14330, 14329)),
@@ -150,7 +150,7 @@ def unaligned() -> Iterator[Point]:
             yield Point("unaligned matmul", "cublas", shape, make, direction, flops=2.0 * m * k * n)
 
 
-#: experts of a rank, hidden, inner of one expert
+#: by model: experts of a rank, hidden size, inner size of one expert
 EXPERTS = {
     "mixtral-8x7b": (8, 4096, 14336),
     "qwen3-30b-a3b": (16, 2048, 768),
@@ -190,10 +190,10 @@ def adam(implementation: str) -> Callable[[], Any]:
 
 
 def moves() -> Iterator[Point]:
-    """Kernels that move bytes, of [8192, 4096] in bfloat16 where nothing else is said."""
+    """Kernels that move bytes, on tensors [8192, 4096] in bfloat16 unless their shape or type is another."""
     n, h = 8192, 4096
     x, weight, rows = partial(normal, n, h), partial(normal, h), partial(torch.randperm, n, device="cuda")
-    #: by name: tensors of [8192, 4096] that are read or written, and the call
+    #: by name: how many tensors [8192, 4096] are read or written, and the call
     calls: dict[str, tuple[float, Callable[[], Callable[[], Any]]]] = {
         "add": (3, prepared(torch.add, x, x)),
         "copy": (2, prepared(torch.clone, x)),
@@ -209,12 +209,12 @@ def moves() -> Iterator[Point]:
         "index_add of rows": (3, prepared(lambda x, y, i: x.index_add_(0, i, y), x, x, rows)),
         "sum": (1, prepared(torch.sum, x)),
     }
-    # a byte that is written is half of one of these
+    # a tensor in eight bits counts as half a tensor in bfloat16
     for name, tile in (("one scale", WHOLE), ("scales by rows", (1, 0))):
         for side in ("", ", transposed"):
             cast = partial(fp8_cast, dtype=E4M3, tile=tile, scales=None, transposed=bool(side))
             made = prepared(lambda x, cast=cast: cast(x, None), x)
-            # with one scale the largest magnitude is read first
+            # with one scale the tensor is read once more before, for its largest magnitude
             calls[f"cast to fp8, {name}{side}"] = (1.5 if tile != WHOLE else 2.5, made)
     for name, (times, make) in calls.items():
         yield Point("bytes", name, f"[{n}, {h}]", make, nbytes=times * 2 * n * h)
@@ -235,7 +235,7 @@ def moves() -> Iterator[Point]:
             yield Point("host copy", name, f"{count} B", copy, direction, "uint8", nbytes=count)
 
 
-#: how often a call that the device does faster than the host launches it is made
+#: repetitions of a call that the device runs faster than the host launches it
 TIMES = 100
 
 
@@ -245,7 +245,7 @@ def repeated(call: Callable[..., Any], *given: Any) -> None:
 
 
 def chain(x: Tensor, length: int) -> None:
-    """The forward and backward of so many additions, one after another."""
+    """Run forward and backward of a chain of ``length`` additions."""
     y = x
     for _ in range(length):
         y = y + 1
@@ -253,7 +253,7 @@ def chain(x: Tensor, length: int) -> None:
 
 
 def host() -> Iterator[Point]:
-    """Seconds of the host alone."""
+    """Calls whose seconds are of the host: operators, views, modules, and chains of additions."""
     x, recorded = partial(normal, 64, 64), partial(normal, 64, 64, grad=True)
     linear = partial(nn.Linear, 64, 64, bias=False, device="cuda", dtype=BF16)
     calls: dict[str, tuple[Callable[..., Any], tuple[Callable[[], Any], ...]]] = {
@@ -274,6 +274,6 @@ def host() -> Iterator[Point]:
 
 
 def points() -> Iterator[Point]:
-    """All of them, those first that take least time."""
+    """All calls to time; kinds of call that take less time come first."""
     for kind in (host, moves, unaligned, grouped, attention, matmuls):
         yield from kind()

@@ -1,11 +1,11 @@
-"""What kernels, copies and calls take on the GPU at hand, by shape.
+"""Measure the seconds of kernels, copies and calls on this machine's GPU, by shape.
 
     python scripts/kernel_rates.py FOLDER [--seconds S] [--kind KIND]
 
 Writes kernel_rates.csv: a line for each call of kernel_calls.py, with the median, least and most seconds,
-FLOP/s, byte/s, and what it allocates; of a shape that torch refuses, the error. After S seconds (120) no
-further call begins. KIND: calls of that kind alone, such as "unaligned matmul", into a file of that name.
-Exit code 2: no GPU.
+FLOP/s, byte/s, and the peak of bytes allocated, or with the error for a shape that torch refuses. After S
+seconds (120) no further call begins. With KIND, such as "unaligned matmul", only calls of that kind are
+measured, into a file of that name. Exit code 2: no GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from kernel_calls import Point, points
 from measuring import in_a_line, parsed, parser_of, table
 
-#: what a point takes about, and the calls of it at least and at most
+#: the seconds that the calls of a point should take, and the least and the most calls of a point
 POINT_S, LEAST, MOST = 0.12, 4, 60
 COLUMNS = (
     *("kind", "name", "direction", "shape", "dtype", "seconds", "least_s", "most_s", "calls"),

@@ -1,10 +1,10 @@
-"""What the attention kernels move and compute, and the least time that a card's datasheet allows for it.
+"""The FLOPs and bytes of the attention kernels, and the least time for these that a card's datasheet allows.
 
     python scripts/kernel_roofline.py
 
-Prints the tables of results/benchmarks/kernels.md: nothing is measured, and no GPU is needed. FLOPs are those
-of the operators' own formulas, the least bytes those of their arguments and results, once each, and the rates
-those of the clusters' files.
+Prints the tables of results/benchmarks/kernels.md: nothing is measured, and no GPU is needed. The operators'
+own formulas give the FLOPs; the least bytes are the bytes of an operator's arguments and results; the rates
+come from the clusters' files.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from spbench.impls.models.causal_transformer import PRESETS as SOFTMAX_MODELS
 from spbench.impls.models.tnl import PRESETS as LINEAR_MODELS
 
 CARDS = {"A100": "dgx-a100", "H100": "dgx-h100"}
-#: dense TF32 beside dense bfloat16, on both cards' datasheets
+#: the rate of dense TF32 over the rate of dense bfloat16, on both cards' datasheets
 TF32 = 0.5
 DTYPE = torch.bfloat16
-#: positions of a rank: LASP's longest sequence with TNL-1B is 4096K on 128 cards (arXiv 2404.02882, abstract)
+#: tokens of a rank: LASP's longest sequence with TNL-1B is 4096K on 128 cards (arXiv 2404.02882, abstract)
 LENGTH = 32768
 BLOCKS = (64, 128, 256, 512)
 
@@ -40,11 +40,12 @@ class Kernel:
     """One call of an operator.
 
     Attributes:
-        name: of the operator.
-        flops: floating-point operations.
-        least_bytes: of its arguments and results.
-        loaded_bytes: what its programs load and store, each for itself; None where the kernel is not ours.
-        rate: share of the card's bfloat16 rate at which its matmuls can run.
+        name: the name of the operator.
+        flops: the floating-point operations of the call.
+        least_bytes: the bytes of the arguments and results.
+        loaded_bytes: the bytes that the kernel's programs load and store, if no program finds another's in a
+            cache; None if the kernel is not ours.
+        rate: the share of the card's bfloat16 rate at which the kernel's matmuls can run.
     """
 
     name: str
@@ -54,26 +55,26 @@ class Kernel:
     rate: float = 1.0
 
     def roofline_s(self, flop_rate: float, byte_rate: float, nbytes: int | None = None) -> float:
-        """The least time, with ``least_bytes`` or other bytes."""
+        """The least seconds of the call, which moves ``nbytes`` or, if that is None, ``least_bytes``."""
         return max(self.flops / (flop_rate * self.rate), (nbytes or self.least_bytes) / byte_rate)
 
 
 def called(operator: Any, arguments: Sequence[Any], results: Any, **about: Any) -> Kernel:
-    """The kernel that makes these results (fake tensors) of these arguments."""
+    """The kernel of an operator's call with these arguments and results, which are fake tensors."""
     nbytes = sum(x.nbytes for x in tree_leaves((arguments, results)) if isinstance(x, Tensor))
     flops = flop_registry[operator](*arguments, out_val=results)
     return Kernel(operator.__name__.replace("_", " "), flops, nbytes, **about)
 
 
 def _at_boundaries(pairs: int, length: int, k: int, n: int, states: Tensor) -> int:
-    """Bytes that the programs of ``_boundaries`` and ``_scan`` load and store, with their tiles."""
+    """The bytes that all programs of the kernels ``_boundaries`` and ``_scan`` load and store."""
     tiles = -(-k // TILE) * -(-n // TILE)
     rows = pairs * length * tiles * (min(k, TILE) + min(n, TILE)) * DTYPE.itemsize
     return rows + 3 * states.nbytes  # written, then read and written by the scan
 
 
 def _at_positions(pairs: int, length: int, k: int, n: int, block: int) -> int:
-    """Bytes that the programs of ``_positions`` load and store, with their tiles."""
+    """The bytes that all programs of the kernel ``_positions`` load and store."""
     columns = min(n, 2 * TILE)
     programs = pairs * -(-length // TILE) * -(-n // columns)
     others = (min(block, length) // TILE + 1) / 2  # tiles of the block on one side of the diagonal
@@ -82,7 +83,7 @@ def _at_positions(pairs: int, length: int, k: int, n: int, block: int) -> int:
 
 
 def linear_kernels(heads: int, size: int, length: int, block: int = BLOCK) -> Iterator[Kernel]:
-    """The four operators of a step of linear attention, of one sequence of a rank."""
+    """The four operators of a step of linear attention, for one rank's ``length`` tokens of one sequence."""
     with FakeTensorMode():
         q, k, v, d_o = (torch.empty(1, heads, length, size, dtype=DTYPE) for _ in range(4))
         decay = torch.empty(heads)
@@ -104,7 +105,7 @@ def linear_kernels(heads: int, size: int, length: int, block: int = BLOCK) -> It
 
 
 def flash_kernels(heads: int, size: int, length: int, causal: bool) -> Iterator[Kernel]:
-    """The two operators of a block of Ring Attention, of one sequence of a rank."""
+    """The two operators of a block of Ring Attention, for one rank's ``length`` tokens of one sequence."""
     with FakeTensorMode():
         q, k, v, d_o = (torch.empty(1, heads, length, size, dtype=DTYPE) for _ in range(4))
         o, lse = OPS.flash_attention(q, k, v, 1.0, causal)
@@ -114,19 +115,19 @@ def flash_kernels(heads: int, size: int, length: int, causal: bool) -> Iterator[
 
 
 def rates() -> dict[str, tuple[float, float]]:
-    """(bfloat16 FLOP/s, byte/s) by card."""
-    found = {}
+    """The peak bfloat16 FLOPs per second and the bytes per second of memory, by card."""
+    by_card = {}
     for card, name in CARDS.items():
         device = load_cluster(name).device
         flops, bandwidth = device.peak_flops_per_s["bf16"].value, device.memory_bandwidth_bytes_per_s.value
         assert flops is not None
         assert bandwidth is not None
-        found[card] = flops, bandwidth
-    return found
+        by_card[card] = flops, bandwidth
+    return by_card
 
 
 def models() -> Iterator[list[Kernel]]:
-    """The kernels of the models of the table, which have 16 heads of 128."""
+    """The kernels of two models, one of linear and one of softmax attention, with 16 heads of 128 each."""
     linear = LINEAR_MODELS["tnl-1b"]
     yield [*linear_kernels(linear.heads, linear.hidden // linear.heads, LENGTH)]
     softmax = SOFTMAX_MODELS["causal-transformer-1b"]
@@ -135,7 +136,7 @@ def models() -> Iterator[list[Kernel]]:
 
 
 def kernel_table() -> list[Line]:
-    """A line for each kernel."""
+    """The table of all kernels: a line for each, with FLOPs, bytes and the least time on each card."""
     cards = rates()
     heads = [f"{card} {what}" for card in cards for what in ("ms", "of peak", "without L2")]
     columns, table = ["kernel", "GFLOP", "MB", *heads], []
@@ -152,7 +153,8 @@ def kernel_table() -> list[Line]:
 
 
 def block_table() -> list[Line]:
-    """A line for each size of a block: the sums over a step of TNL-1B's attention."""
+    """The table of block sizes: a line for each, with sums over the kernels of a step of TNL-1B's
+    attention."""
     cards = rates()
     model = LINEAR_MODELS["tnl-1b"]
     columns, table = ["block", "GFLOP", "MB", "MB kept in states", *(f"{card} ms" for card in cards)], []

@@ -1,4 +1,4 @@
-"""What the scripts that measure on a GPU share: arguments, tables that are written line by line, errors."""
+"""What the scripts that measure on a GPU share: arguments, tables written line by line, texts of errors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-#: adds a line to a table
+#: a function that adds a line to a table
 Add = Callable[[Mapping[str, Any]], None]
 
 
 def parser_of(
     about: str | None, seconds: float, devices: Sequence[str] = ("cuda", "cpu")
 ) -> argparse.ArgumentParser:
-    """The arguments that all have; ``about``: the script's docstring, ``seconds``: the default limit."""
+    """A parser of the shared arguments; ``about``: a script's docstring, ``seconds``: the default limit."""
     parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=seconds)
@@ -28,8 +28,8 @@ def parser_of(
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace | None:
-    """The arguments, with the folder made; None, and a line that says so: there is no GPU, and something is
-    to be measured on it (not with ``--predict``)."""
+    """The arguments of the command line, after the output folder was created; None, and a line on standard
+    error, if there is no GPU but the script would measure on one (so without ``--predict``)."""
     asked = parser.parse_args()
     measures = asked.device == "cuda" and not vars(asked).get("predict")
     if measures and not torch.cuda.is_available():
@@ -41,7 +41,7 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace | None:
 
 @contextmanager
 def table(path: Path, columns: Sequence[str]) -> Iterator[Add]:
-    """What adds a line to a CSV file, which is on disk at once."""
+    """Inside, a function that adds a line to a CSV file; each line is on disk at once."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
@@ -54,5 +54,5 @@ def table(path: Path, columns: Sequence[str]) -> Iterator[Add]:
 
 
 def in_a_line(error: Exception, most: int = 160) -> str:
-    """What went wrong, as the column ``error`` has it."""
+    """An error's type and message in one line of at most ``most`` characters, for the column ``error``."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:most]

@@ -1,4 +1,4 @@
-"""Small mistakes that can be made in a file of Python: a change of one expression, or a line left out."""
+"""Small mistakes that a programmer could make in a file of Python: a change of an expression, a lost line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: of each operator, the one that it is mistaken for
+#: by operator, the operator with which a mistake replaces it
 OPERATORS: dict[type[ast.AST], type[ast.AST]] = dict(
     pair
     for one, other in (
@@ -27,7 +27,7 @@ OPERATORS: dict[type[ast.AST], type[ast.AST]] = dict(
 
 @dataclass(frozen=True)
 class Mutation:
-    """One changed piece of a file: the characters from ``start`` to ``end`` become ``text``."""
+    """A mistake in one place of a file: ``text`` replaces the characters from ``start`` to ``end``."""
 
     path: str
     line: int
@@ -46,7 +46,7 @@ class Mutation:
 
 
 def mutations(path: str, source: str) -> Iterator[Mutation]:
-    """All mutations of a file, in its order; none of type hints, messages of errors, or strings."""
+    """All mutations of a file, in the file's order, except of type hints, messages of errors, and strings."""
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line.encode()))
@@ -64,7 +64,7 @@ def mutations(path: str, source: str) -> Iterator[Mutation]:
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str, ast.AST | None]]:
-    """(what is replaced, the kind of mistake, by what); None: the statement is deleted."""
+    """The mistakes as (node, kind of mistake, the node that replaces it); None: the statement is deleted."""
     if isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in OPERATORS:
         yield node, "operator", _with(node, op=OPERATORS[type(node.op)]())
     elif isinstance(node, ast.Compare):

@@ -2,8 +2,8 @@
 
     python scripts/moved_rows.py BEFORE/cells.jsonl AFTER/cells.jsonl [--least SHARE]
 
-A line has the cell, what moved, and before and after; of step times also by how much of the one before.
-Rows are matched by key. ``--least``: what moved by less than that share of itself is left out (1e-6).
+A line has the cell and each number that moved, before and after; for step times also the relative change.
+Rows are matched by key. ``--least``: numbers that moved by a smaller share are left out (1e-6).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from spbench.bench.measure.sweep.results import read_rows
 
-#: what is looked at, by its name in a line: where a measurement has it
+#: the compared numbers, by name: the keys that lead to the number in a measurement
 NUMBERS = {
     "MFU": ("mfu",),
     "compute_s": ("breakdown", "compute_s"),
@@ -26,15 +26,15 @@ NUMBERS = {
 
 
 def number(row: dict[str, Any], places: tuple[str, ...]) -> float | None:
-    """What a row's measurement has there; None: nothing."""
-    found: Any = row["measurement"]
+    """The number of a row's measurement under nested keys ``places``; None if there is none."""
+    value: Any = row["measurement"]
     for place in places:
-        found = found.get(place) if found else None
-    return found
+        value = value.get(place) if value else None
+    return value
 
 
 def moved(before: dict[str, Any], after: dict[str, Any], least: float) -> Iterator[tuple[str, str]]:
-    """(what, before and after) of what differs between two rows of a cell."""
+    """The differences between two rows of a cell, as (name, text with both values)."""
     if before["status"] != after["status"]:
         yield "status", f"{before['status']} -> {after['status']}"
     for name, places in NUMBERS.items():
@@ -58,10 +58,10 @@ def main() -> None:
     old, new = ({row["key"]: row for row in read_rows(path)[0]} for path in (asked.before, asked.after))
     counts: Counter[str] = Counter()
     for key in sorted(old.keys() & new.keys()):
-        found = dict(moved(old[key], new[key], asked.least))
-        counts.update(found.keys() or {"nothing"})
-        if found:
-            print(f"{key}: " + ", ".join(f"{name} {change}" for name, change in found.items()))
+        changes = dict(moved(old[key], new[key], asked.least))
+        counts.update(changes.keys() or {"nothing"})
+        if changes:
+            print(f"{key}: " + ", ".join(f"{name} {change}" for name, change in changes.items()))
     alone = {"gone": len(old.keys() - new.keys()), "new": len(new.keys() - old.keys())}
     print("; ".join(f"{name}: {count}" for name, count in (*counts.items(), *alone.items())))
 

@@ -1,23 +1,23 @@
-"""How many random mistakes in the code the tests find.
+"""Measure how many random mistakes in the code the tests notice.
 
     pytest --cov=bench --cov=impls --cov-context=test        # writes .coverage: which test reaches which line
     python scripts/mutations.py --sample 60 --seed 1         # 60 mistakes, one at a time
     python scripts/mutations.py --sample 60 --seed 1 --portion 10    # the next 10 of them
-    python scripts/mutations.py --frozen results/frozen/mutations.jsonl   # those judged before
-    python scripts/mutations.py --frozen results/frozen/mutations.jsonl --turn 7    # 7, 17, 27...
+    python scripts/mutations.py --frozen results/frozen/mutations.jsonl   # mistakes judged before
+    python scripts/mutations.py --frozen results/frozen/mutations.jsonl --turn 7    # mistakes 7, 17, 27...
 
-A mistake is one change of an operator, a boundary, a constant, a condition, a deleted line or a dropped
-argument. It is made in a copy of the tree, and run against the quickest tests that reach its line, and some
-of those that are about its module: code that real ranks run is not in the coverage data. A run that hangs
-counts as killed and is told. Prints the share killed by room, and a diff for each mistake that survived: a
-gap in the tests, or a change that means the same.
+A mistake changes an operator, a boundary, a constant or a condition, deletes a line, or drops an argument.
+The script makes the mistake in a copy of the tree, and runs the quickest tests that reach the line and some
+tests about the module, because the coverage data lack code that real ranks run. A mistake is killed if a test
+fails or hangs. The script prints the share of killed mistakes by room, and a diff of each mistake that
+survived: either the tests have a gap, or the changed code means the same.
 
-Verdicts are appended to a file of JSON lines, and what is in it is not run again. Such a file may be
-committed and judged again on later code with ``--frozen``, without coverage data: each mistake is found by
-its statement, wherever that stands now, and run against the test that killed it then. Others keep their
-verdict: of one that means the same it may be set to "equivalent", with a reason ("why"), and it does not
-count. Exit code 1 where one that was killed is alive, or one is gone with its statement or its test: such a
-one is written anew. ``--write`` writes the file again, with where the others stand now.
+Verdicts are appended to a file of JSON lines, and a mistake in this file is not run again. Such a file may be
+committed and judged on later code with ``--frozen``, without coverage data: each mistake is found by its
+statement, also in another place, and a killed one is run against the test that killed it. Other mistakes keep
+their verdict; for code that means the same it may be set to "equivalent", with a reason ("why"), and then the
+mistake does not count. Exit code 1: a mistake that was killed survives, or the statement or the test of a
+mistake is gone, so that someone must replace the mistake. ``--write`` writes the file with today's places.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PYTEST = ["-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--no
 
 Row = dict[str, Any]
 
-#: verdicts without a share in what was killed
+#: verdicts of mistakes that do not count in the share of killed mistakes
 NOT_COUNTED = ("not judged", "equivalent")
 
 
@@ -63,14 +63,14 @@ def collected_tests(tree: Path) -> set[str]:
 
 
 class Tests:
-    """Which tests are run for a line, from coverage data with a context for each test."""
+    """The choice of tests for a mutation, from coverage data with a context for each test."""
 
     def __init__(self, tree: Path, coverage: Path):
-        self.known = collected_tests(tree)  # those that there are; the data may be older
+        self.known = collected_tests(tree)  # today's tests; the coverage data may be older
         data = CoverageData(str(coverage))
         data.read()
         self.tree = tree
-        self.cost: Counter[str] = Counter()  # lines that a test reaches stand for its time
+        self.cost: Counter[str] = Counter()  # the number of lines that a test reaches, as its cost
         self.by_line: dict[str, dict[int, set[str]]] = {}
         for file in data.measured_files():
             reached: dict[int, set[str]] = defaultdict(set)
@@ -80,8 +80,8 @@ class Tests:
             self.by_line[file] = reached
 
     def of(self, mutation: Mutation, quickest: int) -> list[str]:
-        """At most that many tests that reach the statement, and some that name the module or a class of it:
-        half as many, or as many where none reaches it."""
+        """At most ``quickest`` tests that reach the mutation's statement, and half as many tests that name
+        its module or a class of the module (as many, if no test reaches the statement)."""
         parsed = ast.parse((self.tree / mutation.path).read_text(encoding="utf-8"))
         statements = [
             n.lineno for n in ast.walk(parsed) if isinstance(n, ast.stmt) and n.lineno <= mutation.line
@@ -99,7 +99,7 @@ class Tests:
         files = {test.split("::")[0] for test in self.cost}
         about = {f for f in files if module in self._text(f)}
         about |= {f for f in files if Path(f).name == f"test_{Path(path).name}"}  # which may run it elsewhere
-        if path.startswith("impls/"):  # what ranks run is not in the coverage data
+        if path.startswith("impls/"):  # the coverage data lack code that ranks run
             about |= {f for f in files if f.startswith("tests/impls/") and "RankPool" in self._text(f)}
         return {t for t in self.cost if t.split("::")[0] in about or names.search(t)}
 
@@ -107,8 +107,8 @@ class Tests:
         return (self.tree / file).read_text(encoding="utf-8") if (self.tree / file).exists() else ""
 
     def _quickest(self, tests: Iterable[str], number: int) -> list[str]:
-        """The quickest of each file in turn: what traces a line is quicker than what looks at numbers, and
-        many tests of a file ask the same."""
+        """At most ``number`` of the tests, the cheapest first, from different files and functions in turn,
+        because many tests of one file check the same."""
         turns: Counter[str] = Counter()
         in_turn = []
         for test in sorted(self.known.intersection(tests), key=lambda test: (self.cost[test], test)):
@@ -119,7 +119,7 @@ class Tests:
 
 
 def sampled(tree: Path, paths: Sequence[str], number: int, seed: int) -> list[Mutation]:
-    """That many mutations of the files below these paths, as many of each kind as there are."""
+    """``number`` random mutations of the files below these paths, equally many of each kind if possible."""
     by_kind: dict[str, list[Mutation]] = defaultdict(list)
     for path in paths:
         for file in sorted((tree / path).rglob("*.py") if (tree / path).is_dir() else [tree / path]):
@@ -132,7 +132,7 @@ def sampled(tree: Path, paths: Sequence[str], number: int, seed: int) -> list[Mu
 
 
 def copied(tree: Path, to: Path) -> Path:
-    """A copy of the files of a tree that git knows or does not ignore; links stay links."""
+    """A copy, in the folder ``to``, of the files of a tree that git does not ignore; links stay links."""
     listed = subprocess.run(
         ["git", "ls-files", "-coz", "--exclude-standard"], cwd=tree, check=True, capture_output=True
     )
@@ -144,7 +144,7 @@ def copied(tree: Path, to: Path) -> Path:
 
 
 def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> tuple[str, str]:
-    """("killed", the test that failed), ("hang", "") or ("survived", "")."""
+    """The verdict of a run of tests: ("killed", the test that failed), ("hang", "") or ("survived", "")."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = [sys.executable, *PYTEST, *tests]
     process = subprocess.Popen(command, cwd=tree, env=environment(tree), start_new_session=True, **pipes)
@@ -163,7 +163,7 @@ def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> tuple[str, st
 
 
 def judged(mutation: Mutation, tree: Path, tests: Tests, quickest: int, limit_s: float) -> Row:
-    """The verdict on one mutation, which is undone again."""
+    """The row with the verdict on one mutation, which is made in the tree and then undone."""
     file = tree / mutation.path
     source, chosen = file.read_text(encoding="utf-8"), tests.of(mutation, quickest)
     row = {**asdict(mutation), "tests": len(chosen), "diff": mutation.diff(source)}
@@ -184,8 +184,8 @@ def is_of(row: Row, mutation: Mutation, source: str) -> bool:
 
 
 def judged_again(rows: Sequence[Row], tree: Path, paths: Sequence[str], limit_s: float) -> Iterable[Row]:
-    """All rows, with where they stand today; those that were killed have the verdict of the same test today.
-    It is ``gone`` where the statement or the test is no longer there."""
+    """All rows with today's places; a killed mistake has today's verdict of the same test. The verdict is
+    "gone" if the statement or the test no longer exists."""
     sources = {
         f: f.read_text(encoding="utf-8") for path in paths for f in sorted((tree / path).rglob("*.py"))
     }
@@ -200,7 +200,7 @@ def judged_again(rows: Sequence[Row], tree: Path, paths: Sequence[str], limit_s:
         if row["verdict"] != "killed":
             yield row
             continue
-        # of a file that cannot be imported all tests are run
+        # if the file of tests could not be imported, all tests of the file are run
         tests = sorted(test for test in collected if name in (test.split("::", 1)[-1], test.split("::")[0]))
         verdict = "gone"
         if tests:
@@ -213,8 +213,8 @@ def judged_again(rows: Sequence[Row], tree: Path, paths: Sequence[str], limit_s:
 
 
 def placed_again(row: Row, tree: Path, sources: dict[Path, str]) -> Mutation | None:
-    """The same mistake in today's files: if several have the statement, in the file of the same name, and
-    between the same lines."""
+    """The same mistake in today's files, None if its statement is gone. If several files have the statement,
+    a file of the same name comes first, and then a place between the same lines."""
 
     def lines(diff: str, signs: str) -> list[str]:
         return [line[0] + line[1:].strip() for line in diff.splitlines()[2:] if line[0] in signs]
@@ -233,7 +233,8 @@ def placed_again(row: Row, tree: Path, sources: dict[Path, str]) -> Mutation | N
 
 
 def told(rows: Sequence[Row]) -> str:
-    """Killed and others by room, then what survived."""
+    """A text with the number of killed mistakes and of other verdicts by room, and then the survivors'
+    diffs."""
     rooms: dict[str, Counter[str]] = defaultdict(Counter)
     for row in rows:
         rooms["/".join(row["path"].split("/")[:2])][row["verdict"]] += 1
@@ -256,7 +257,7 @@ def counted(verdicts: Counter[str]) -> int:
 
 
 def again(chosen: argparse.Namespace) -> int:
-    """Judge the mistakes of a committed file of verdicts again, or every tenth of them."""
+    """Judge all mistakes of a committed file of verdicts again, or every tenth; returns the exit code."""
     rows = [json.loads(line) for line in chosen.frozen.read_text(encoding="utf-8").splitlines()]
     rows = rows if chosen.turn is None else rows[chosen.turn % 10 :: 10]
     verdicts: list[Row] = []

@@ -1,9 +1,9 @@
-"""The tables of docs/internals/performance.md, from what pytest-benchmark has written.
+"""The tables of docs/internals/performance.md, from the results of pytest-benchmark.
 
     pytest tests/benchmarks --benchmark-only --benchmark-json results/benchmarks/performance.json
     python scripts/performance_tables.py
 
-Prints each table under the marker that stands around it in the page.
+Prints each table between the markers that the page has around the table.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ Benchmarks = Sequence[Mapping[str, Any]]
 
 
 def benchmarks(path: Path = FILE) -> Benchmarks:
-    """What was measured, in the order of the run."""
-    found: Benchmarks = json.loads(path.read_text(encoding="utf-8"))["benchmarks"]
-    return found
+    """The results in a file of pytest-benchmark, in the order of the run."""
+    results: Benchmarks = json.loads(path.read_text(encoding="utf-8"))["benchmarks"]
+    return results
 
 
-def of(found: Benchmarks, test: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The benchmarks of a test function, each with what it was parametrized by ("" if by nothing)."""
-    for each in found:
+def of(results: Benchmarks, test: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Pairs of parameters ("" if there are none) and result, for the benchmarks of a test function."""
+    for each in results:
         name, _, parameters = each["name"].removesuffix("]").partition("[")
         if name == test:
             yield parameters, each
 
 
 def median(benchmark: Mapping[str, Any]) -> str:
-    """Seconds, or milliseconds below a tenth."""
+    """The text of a benchmark's median: in seconds, or in milliseconds below a tenth of a second."""
     seconds = benchmark["stats"]["median"]
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"
 
 
-def scale(found: Benchmarks) -> list[Line]:
-    """CPU seconds and memory by the number of ranks, a line for each strategy."""
+def scale(results: Benchmarks) -> list[Line]:
+    """The table of CPU seconds and memory by the number of ranks, with a line for each strategy."""
     table = []
-    for name, each in of(found, "test_a_step_by_the_number_of_ranks"):
+    for name, each in of(results, "test_a_step_by_the_number_of_ranks"):
         about = each["extra_info"]
         by_ranks = {one["ranks"]: one for one in about["by_ranks"]}
         seconds = {n: one["trace_cpu_s"] + one["simulation_cpu_s"] for n, one in by_ranks.items()}
@@ -58,14 +58,14 @@ def scale(found: Benchmarks) -> list[Line]:
 
 
 def beside(ours: Mapping[str, Any], theirs: Mapping[str, Any], names: tuple[str, str]) -> Line:
-    """Two medians and their ratio."""
+    """The line, under ``names``, with the medians of two benchmarks, and the second over the first."""
     ratio = theirs["stats"]["median"] / ours["stats"]["median"]
     return {names[0]: median(ours), names[1]: median(theirs), "ratio": f"{ratio:.1f}"}
 
 
-def trackers(found: Benchmarks) -> list[Line]:
-    """The peak of a rank beside MemTracker's."""
-    by_name = {tuple(name.split("-")): each for name, each in of(found, "test_peak")}
+def trackers(results: Benchmarks) -> list[Line]:
+    """The table of the times to find a rank's peak, by spbench and by torch's MemTracker."""
+    by_name = {tuple(name.split("-")): each for name, each in of(results, "test_peak")}
     names = ("spbench", "MemTracker")
     return [
         {"ranks": ranks} | beside(by_name["spbench", ranks], by_name["MemTracker", ranks], names)
@@ -74,9 +74,9 @@ def trackers(found: Benchmarks) -> list[Line]:
 
 
 def times_of(*tests: str) -> Callable[[Benchmarks], list[Line]]:
-    """A table of the medians of tests, a line for each thing that they are parametrized by."""
+    """A function that makes the table of tests' medians, with a line for each test and its parameters."""
 
-    def table(found: Benchmarks) -> list[Line]:
+    def table(results: Benchmarks) -> list[Line]:
         return [
             {
                 "what": test.removeprefix("test_").replace("_", " "),
@@ -84,13 +84,13 @@ def times_of(*tests: str) -> Callable[[Benchmarks], list[Line]]:
                 "median": median(each),
             }
             for test in tests
-            for parameters, each in of(found, test)
+            for parameters, each in of(results, test)
         ]
 
     return table
 
 
-#: by the marker around it in the page
+#: the functions that make the tables, by the marker around a table in the page
 TABLES = {
     "scale": scale,
     "trackers": trackers,

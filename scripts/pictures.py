@@ -1,13 +1,13 @@
-"""Pictures of docs/ and of the report that no scenario draws.
+"""The pictures of docs/ and of results/ that no scenario draws.
 
     python scripts/pictures.py scatter      # predicted_and_measured.png
     python scripts/pictures.py terminal     # advise_in_a_terminal.svg; runs `spbench advise`, about a minute
     python scripts/pictures.py report       # report.png; builds the report, and needs Chromium and Playwright
     python scripts/pictures.py --check      # exit code 1 if the scatter is older than its numbers
 
-The scatter has a point for each published step time and memory value: ours over the published number, a line
-for each source. It keeps a digest of its numbers, which --check compares with the CSV files of
-results/reproduction. Chromium is the program that CHROMIUM names, else `chromium` on PATH.
+The scatter has a point for each published step time and memory value, our number over the published one, and
+a line for each source. The picture keeps a digest of its numbers, which --check compares with the CSV files
+of results/reproduction. CHROMIUM may name the program of Chromium.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from spbench.plots.style import GREY, shortened
 
 RESULTS = Path("results", "reproduction")
 PICTURE = RESULTS / "figures" / "predicted_and_measured.png"
-#: by what a point rests on: classes of rates, and the colour
+#: by kind of a point's rates, as the legend names it: the classes of rates, and the colour
 KINDS = {
     "rates from benchmarks": (("sourced", "extrapolated", "transferred"), "#355ba9"),
     "fitted rates": (("fitted", "fitted elsewhere"), "#009265"),
@@ -55,25 +55,25 @@ KINDS = {
     "another program simulated": ((), "#b1380a"),
 }
 MEMORY, DATASHEETS_ONLY = "#355ba9", "same runs, datasheets only"
-#: by the names of :func:`publishers` that are no names for people
+#: names of publishers for readers, by the names of :func:`publishers`
 NAMES = {"EXPERTS": "Megatron-LM's test of an expert layer", "LASP2": "LASP-2"}
 MEMORY_QUANTITIES = ("peak_memory", "reserved_memory", "allocated", "memory_")
-#: inches of a line; the ends of the axes; the shaded band
+#: inches of a line; the ends of both axes; half the width of the shaded band, as a relative error
 LINE, TIME_ENDS, MEMORY_ENDS, NEAR = 0.155, (0.09, 24.0), (0.5, 1.4), 0.10
 
 
 def kind_of(rates: str) -> str:
-    """What a time's rates rest on, as the legend has it."""
+    """The kind of a step time's rates, as the legend names it, by the class of the rates."""
     return next((kind for kind, (classes, _) in KINDS.items() if rates in classes), [*KINDS][-1])
 
 
 def sources_of(records: DataFrame) -> Series[str]:
-    """Who published each number."""
+    """The publisher of each record's number."""
     return records["source"].map(publishers()).replace(NAMES)
 
 
 def times() -> DataFrame:
-    """A line for each published step time that no scalar was fitted to: source, ratio and kind of rates."""
+    """A row for each published step time on which no scalar was fitted: source, ratio and kind of rates."""
     files = [RESULTS / f"{name}.csv" for name in [*papers(), DATASHEETS]]
     records = counted_times(files)
     ratios = np.exp(log_errors(records))
@@ -82,7 +82,8 @@ def times() -> DataFrame:
 
 
 def memory() -> DataFrame:
-    """A line for each published memory value, and for each golden value of Megatron-LM's tests."""
+    """A row for each published memory value and each golden value of Megatron-LM's tests: source and
+    ratio."""
     records = joined(distinct(read_comparisons(RESULTS / f"{name}.csv")) for name in papers())
     records = records[
         records["quantity"].str.startswith(MEMORY_QUANTITIES) & records["relative_error"].notna()
@@ -94,14 +95,15 @@ def memory() -> DataFrame:
 
 
 def draw_lines(ax: Axes, points: DataFrame, ends: tuple[float, float], ticks: Sequence[float]) -> None:
-    """A line for each source, the smallest median error first, with its number of points and that error."""
+    """Draw a line for each source, in ascending median error; labels have the number of points and the
+    error."""
     counted = points[points["kind"] != DATASHEETS_ONLY]
     errors = (counted["ratio"] - 1).abs().groupby(counted["source"])
     order = errors.median().sort_values(kind="stable")
     places = {source: at for at, source in enumerate(order.index)}
     colors = {kind: color for kind, (_, color) in KINDS.items()} | {"memory": MEMORY}
     for (source, kind), some in points.groupby(["source", "kind"], sort=True):
-        # an even spread over the line's height, since many points lie on each other
+        # the points are spread over the line's height, because many of them would overlap
         spread = (np.arange(len(some)) * 0.618) % 1 * 0.6 - 0.3
         places_of = places[source] + spread
         ax.plot(some["ratio"], places_of, "o", color=colors[kind], markersize=1.8, alpha=0.6)
@@ -117,7 +119,7 @@ def draw_lines(ax: Axes, points: DataFrame, ends: tuple[float, float], ticks: Se
 
 
 def percent_of(error: float) -> str:
-    """A median error: "0.016%", "8.31%", "109%"."""
+    """The text of a median error: "0.016%", "8.31%", "109%"."""
     return f"{100 * error:.3g}%"
 
 
@@ -128,7 +130,7 @@ def digest(*tables: DataFrame) -> str:
 
 
 def draw() -> None:
-    """Write the picture, with the digest of its numbers."""
+    """Write the picture of the scatter, with the digest of its numbers."""
     steps, peaks = times(), memory()
     lines = [table["source"].nunique() for table in (peaks, steps)]
     with house_style():
@@ -157,7 +159,7 @@ def is_current() -> bool:
 
 
 IMAGES = Path("docs", "images")
-#: a line of the answer that has the seconds of the machine that drew the picture
+#: the line of the answer with the seconds of the search, which differ from machine to machine
 SECONDS = r"^.*layouts looked at in .*$"
 COLUMNS, REPORT_PIXELS = 118, (1400, 1120)
 ADVISE = (
@@ -168,8 +170,8 @@ ADVISE = (
 
 
 def in_a_terminal(command: str) -> str:
-    """What a command prints on a terminal of :data:`COLUMNS` columns, with its escape codes; progress is left
-    out."""
+    """The text that a command prints on a terminal of :data:`COLUMNS` columns, with escape codes, but without
+    progress."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 60, COLUMNS, 0, 0))
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS)}
@@ -181,7 +183,7 @@ def in_a_terminal(command: str) -> str:
         try:
             while part := os.read(ours, 1 << 16):
                 parts.append(part)
-        except OSError:  # as a terminal ends whose program has gone
+        except OSError:  # the program has ended
             pass
     os.close(ours)
     if ran.returncode:
@@ -201,7 +203,7 @@ def draw_terminal() -> None:
 
 
 def draw_report() -> None:
-    """Write the first screen of the report, of the committed results."""
+    """Write the picture of the first screen of the report on the committed results."""
     from playwright.sync_api import sync_playwright  # of the extra `test`
 
     program = os.environ.get("CHROMIUM", "/usr/bin/chromium")

@@ -1,10 +1,10 @@
-"""Note in the package that verification was green on its code, so that nothing is verified before it is run.
+"""Note in the package that verification was green on its code, so that runs need not verify strategies first.
 
-    spbench verify --output results/verification    # or on 2 ranks alone, in minutes: --world-size 2
+    spbench verify --output results/verification    # or only on 2 ranks, in minutes: --world-size 2
     python scripts/prove.py [FOLDER]
 
-It reads the verdicts in FOLDER, results/verification if left out, and refuses code on which a strategy has no
-green case, or one that is red.
+The script reads the verdicts in FOLDER (default: results/verification), and refuses code on which a case is
+red or a strategy has no green case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TREE = Path(__file__).parents[1]
 
 
 def _with_ranks() -> set[str]:
-    """The strategies that could be wrong: the single device is what they are held against."""
+    """The strategies with axes of ranks, which are compared with the single device."""
     return {name for name, cls in all_strategies().items() if cls.axes}
 
 

@@ -1,9 +1,9 @@
 """The pages of docs that are made from code and data: what can be run, arguments of programs, commands.
 
-    python scripts/reference_pages.py           # write them
-    python scripts/reference_pages.py --check   # exit code 1 if one is not current
+    python scripts/reference_pages.py           # write the pages
+    python scripts/reference_pages.py --check   # exit code 1 if a page is not current
 
-A page begins with a line that names this script; its words count as code does.
+A page begins with a line that names this script, so that the page's words count as code and not as prose.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 MARK = "<!-- scripts/reference_pages.py writes this page -->\n\n"
 
-#: the columns of the matrix: a cell's settings beside the strategy and two ranks along its axis
+#: the columns of the matrix: a cell's settings, in addition to the strategy and two ranks along its axis
 FEATURES: Mapping[str, Mapping[str, Any]] = {
     "GQA": {"model": "causal-transformer-tiny-gqa"},
     "MLA": {"model": "mla-tiny"},
@@ -49,7 +49,7 @@ FEATURES: Mapping[str, Mapping[str, Any]] = {
     "in `tensor_parallel`": {"around": "tensor_parallel+", "tp": 2},
     "in `ulysses`": {"around": "ulysses+", "cp": 2},
 }
-#: by what a strategy has, the model of features that name none
+#: by site that a strategy meets, the model of features that name no model
 MODELS = {
     "causal_attention": "causal-transformer-tiny",
     "attention": "bert-tiny",
@@ -64,7 +64,7 @@ PROGRAMS = (
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """The Markdown of a table."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
@@ -73,7 +73,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def runs(strategy: str, feature: Mapping[str, Any]) -> str:
-    """*yes* if the check of every run accepts the strategy with the feature on two ranks, else empty."""
+    """The matrix's cell of a strategy and a feature: "yes" if the check of every run accepts both on two
+    ranks, "-" if the strategy cannot be within itself, else ""."""
     around = feature.get("around", "")
     own = all_strategies()[strategy].axes
     inner = "cp" if around == "ulysses+" else own[0] if own else "dp"
@@ -134,7 +135,7 @@ def clusters() -> str:
 
 
 def presets() -> str:
-    """Each module of models with its presets, and the kinds of attention that these ask for."""
+    """The Markdown of the table of presets: each kind of model with its presets' names."""
     by_class = defaultdict[str, list[str]](list)
     for name, model in all_models().items():
         by_class[type(model).__name__].append(f"`{name}`")
@@ -235,7 +236,7 @@ error.
 
 
 def pages() -> dict[Path, str]:
-    """By path, the text of each page."""
+    """The text of each page, by the page's path."""
     return {
         REFERENCE / "support.md": support_page(),
         REFERENCE / "arguments.md": arguments_page(),

@@ -1,12 +1,12 @@
-"""Whether the code still gives the numbers that are frozen, byte for byte.
+"""Check that the code still gives the frozen numbers, byte for byte.
 
     python scripts/same_numbers.py [PART...]             # 0: the same; 1: a line for each number that moved
-    python scripts/same_numbers.py --freeze [PART...]    # write them anew
+    python scripts/same_numbers.py --freeze [PART...]    # write the numbers again
 
-The parts are in :data:`PARTS`; all that are frozen if none is named. Each is asked through the command line,
-cold, and has one file in results/frozen: a line for each answer with its name, a few of its numbers, and a
-digest of its whole JSON without what differs from run to run (when, where and by which commit it was made,
-and how long it took). A change that moves a number on purpose freezes it again in the same commit, and says
+The parts are in :data:`PARTS`; without a PART the script checks all frozen parts. Each part is computed
+through the command line without kept traces, and has one file in results/frozen: a line for each answer with
+its name, a few of its numbers, and a digest of its whole JSON without the fields that differ from run to run
+(date, host, commit, seconds). A commit that moves a number on purpose also freezes the number again, and says
 why.
 """
 
@@ -32,10 +32,10 @@ sys.path.append(str(TREE))
 from tests.docs.blocks import blocks  # noqa: E402 (after its path)
 
 FOLDER = TREE / "results" / "frozen"
-#: of an answer, what differs from run to run
+#: the fields of an answer that differ from run to run
 NOT_FROZEN = {"cpu_s", "elapsed_s", "host", "provenance", "rounds", "seconds", "time"}
-#: today's names of keys, or of what stands in the text of a key, and the names that they had when
-#: the digests were frozen: where a name alone changes, no digest moves
+#: the names that keys, or words in the text of a key, had when the digests were frozen, by today's names, so
+#: that a change of a name moves no digest
 OLD_KEYS = {"matmul_s": "products_s", "intra_node_s": "within_nodes_s", "inter_node_s": "across_nodes_s"}
 OLD_BOUNDS = {
     "matmul": "products",
@@ -44,9 +44,9 @@ OLD_BOUNDS = {
 }
 OLD_WORK = {"matmul": "matrix product", " intra-node": " within a node", " inter-node": " between nodes"}
 OLD_WORDS = {"bound": OLD_BOUNDS, "band": OLD_BOUNDS, "work": OLD_WORK, "by": OLD_WORK}
-#: what a line shows beside its digest, where an answer has it
+#: numbers that a line of a frozen file shows next to the digest, if the answer has them
 SHOWN = ("status", "peak_memory_bytes", "step_time_s", "answer")
-#: cells, by scenario: which of them
+#: by scenario whose cells are frozen, the options that choose the cells
 CELLS: dict[str, Sequence[str]] = {
     "gate": (),
     "max_seqlen": (),
@@ -58,7 +58,7 @@ CELLS: dict[str, Sequence[str]] = {
     "packed_placements": ("--world-size", "64"),
     "lasp2_scalability": ("--world-size", "32"),
 }
-#: advice that takes the fewest seconds; `advice` asks all of scripts/advice_tables.py
+#: the questions of scripts/advice_tables.py that take the fewest seconds; the part `advice` has the others
 QUICK_QUESTIONS = ("8b-8-8k", "8b-8-128k", "tnl-64", "bert-64", "st-dit-128")
 
 
@@ -67,7 +67,7 @@ OF_EXPERTS = ("expert_imbalance", "dropped_tokens", "routing")
 
 
 def spbench(*words: str) -> str:
-    """What a command prints, whatever it exits with; SystemExit where it is refused."""
+    """The standard output of a command that exits with 0 or 1; SystemExit for any other exit code."""
     command = [sys.executable, "-m", "spbench", *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=TREE)
     if done.returncode not in (0, 1):
@@ -76,7 +76,7 @@ def spbench(*words: str) -> str:
 
 
 def frozen(answer: Any, key: str = "") -> Any:
-    """The answer, which has that key, without what differs from run to run, and under its old names."""
+    """An answer under ``key``, without the fields that differ from run to run, and with old names of keys."""
     if isinstance(answer, dict):
         kept = {
             name: value
@@ -91,7 +91,7 @@ def frozen(answer: Any, key: str = "") -> Any:
 
 
 def line(name: str, answer: Any, numbers: Any = None) -> dict[str, str]:
-    """A line of a frozen file."""
+    """The line of a frozen file for an answer: its name, the digest, and ``numbers`` that the line shows."""
     text = json.dumps(frozen(answer), sort_keys=True)
     shown = numbers if isinstance(numbers, dict) else {}
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -99,7 +99,7 @@ def line(name: str, answer: Any, numbers: Any = None) -> dict[str, str]:
 
 
 def cells(scenario: str) -> Iterator[dict[str, str]]:
-    """The measurements of cells of a scenario."""
+    """A line for the measurement of each frozen cell of a scenario."""
     with tempfile.TemporaryDirectory() as folder:
         spbench(
             "run", scenario, *CELLS[scenario], "--output", folder, "--fresh", "--quiet", "--format", "json"
@@ -110,7 +110,7 @@ def cells(scenario: str) -> Iterator[dict[str, str]]:
 
 
 def imports() -> Iterator[dict[str, str]]:
-    """The scenarios that Megatron-LM's functional tests are imported as, and why others are not."""
+    """A line for each functional test of Megatron-LM, with the imported scenario or the refusal."""
     from spbench.bench.tools.papers.megatron_cases import cases
 
     for case in cases():
@@ -120,7 +120,7 @@ def imports() -> Iterator[dict[str, str]]:
 
 
 def fits() -> Iterator[dict[str, str]]:
-    """The answers of the commands of docs/fit.md."""
+    """A line for the answer of each command in docs/fit.md."""
     for block in blocks(TREE / "docs" / "fit.md"):
         for command in block.commands():
             words = command.line.split()[1:]
@@ -128,7 +128,7 @@ def fits() -> Iterator[dict[str, str]]:
 
 
 def advice(names: Sequence[str]) -> Iterator[dict[str, str]]:
-    """The layouts named first, their ties, and their times."""
+    """A line for each question of scripts/advice_tables.py, with the layouts that tie as the best."""
     for name in names:
         model, cluster, gpus, length, tokens = QUESTIONS[name]
         words = ("--model", model, "--cluster", cluster, "--gpus", str(gpus), "--seq-len", str(length))
@@ -140,14 +140,14 @@ def advice(names: Sequence[str]) -> Iterator[dict[str, str]]:
 
 
 def verdicts() -> Iterator[dict[str, str]]:
-    """The verdicts of `spbench verify`, of four ranks in float64."""
+    """A line for each verdict of `spbench verify` on four ranks in float64."""
     text = spbench("verify", "--world-size", "4", "--quiet", "--format", "csv")
     for row in csv.DictReader(text.splitlines()):
         name = " ".join(value for key, value in row.items() if key not in ("error", "where", "reason"))
         yield line(name, row.get("status", row), {"status": row.get("status", "")})
 
 
-#: by name: what is frozen
+#: the functions that compute the lines of each part, by the part's name
 PARTS: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
     **{scenario: partial(cells, scenario) for scenario in CELLS},
     "imports": imports,
@@ -159,7 +159,7 @@ PARTS: dict[str, Callable[[], Iterator[dict[str, str]]]] = {
 
 
 def moved(part: str, lines: Sequence[dict[str, str]]) -> Iterator[str]:
-    """What of a part is not as it is frozen."""
+    """A text for each line of a part that is new, is gone, or differs from the frozen line."""
     with (FOLDER / f"{part}.csv").open(newline="", encoding="utf-8") as file:
         before = {each["name"]: each for each in csv.DictReader(file)}
     after = {each["name"]: each for each in lines}

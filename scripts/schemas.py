@@ -1,8 +1,9 @@
-"""The JSON schemas of docs/schemas: of scenario files, and of the JSON of `spbench fit` and `spbench advise`.
-Run it after a change of these: python scripts/schemas.py.
+"""Write the JSON schemas of docs/schemas: of scenarios, and of the JSON of `spbench fit` and `spbench
+advise`.
+Run the script after a change of one of these: python scripts/schemas.py.
 
-That of scenarios follows from the models that check them. Those of answers name the fields that programs can
-rely on; an answer may have more.
+The schema of scenarios follows from the pydantic models that check scenarios. The schemas of answers name the
+fields on which programs can rely; an answer may have more fields.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from spbench.bench.measure.scenarios.scenario import Document
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "schemas"
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
-#: settings of a group that may be lists, which multiply
+#: settings of a group that may be lists, whose combinations are cells
 _SWEPT = ("model", "strategy", "batch", "seq_len", "precision", "cluster", "engine")
-#: sizes as people write them: 128K
+#: the schema of sizes as people write them: 128K
 _SIZE = {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": r"^[0-9._]+[kKmMgG]?$"}]}
 _BYTES, _SECONDS, _TEXT, _SWITCH = (
     {"type": ["integer", "null"]},
@@ -29,7 +30,7 @@ _BYTES, _SECONDS, _TEXT, _SWITCH = (
 
 
 def _without_titles(schema: Any) -> Any:
-    """A schema without the titles that pydantic repeats the names in, nor the prose of docstrings."""
+    """A schema without pydantic's titles, which repeat the names, and without the prose of docstrings."""
     if isinstance(schema, dict):
         return {
             key: _without_titles(value)
@@ -40,7 +41,7 @@ def _without_titles(schema: Any) -> Any:
 
 
 def _group(cell: dict[str, Any]) -> dict[str, Any]:
-    """A group: a part of a cell's settings, some of which may be lists."""
+    """The schema of a group, from a cell's schema: a part of the settings, some of which may be lists."""
     settings = {}
     for name, schema in cell["properties"].items():
         if name in ("batch", "seq_len"):
@@ -58,7 +59,7 @@ def _group(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def scenario() -> dict[str, Any]:
-    """The schema of a scenario file; a list under a key of its own is a section of answers."""
+    """The schema of a scenario file; a list under any other key is a section of answers."""
     document, cell = (_without_titles(each.model_json_schema()) for each in (Document, Cell))
     group = _group(cell)
     properties = {
@@ -79,7 +80,7 @@ def scenario() -> dict[str, Any]:
 
 
 def _object(**properties: Any) -> dict[str, Any]:
-    """An object with at least these fields."""
+    """The schema of an object with at least these fields."""
     return {"type": "object", "properties": properties, "required": [*properties]}
 
 
@@ -96,7 +97,7 @@ _CHANGE = _object(set=_TEXT, what=_TEXT, flags=_TEXT, fits=_SWITCH, step_time_s=
 
 
 def fit() -> dict[str, Any]:
-    """The schema of what `spbench fit --format json` prints."""
+    """The schema of the output of `spbench fit --format json`."""
     cell = {"type": "object", "properties": {"cell": _TEXT, **_MEMORY}, "required": ["cell", "fits"]}
     taken = {"type": "object", "additionalProperties": _object(what=_TEXT, value={}, flag=_TEXT)}
     part = _object(kind=_TEXT, module=_TEXT, bytes=_BYTES, tensors={"type": "integer"})
@@ -123,7 +124,7 @@ def fit() -> dict[str, Any]:
 
 
 def advise() -> dict[str, Any]:
-    """The schema of what `spbench advise --format json` prints: an answer for each question."""
+    """The schema of the output of `spbench advise --format json`: an answer for each question."""
     answer = _object(
         question={"type": "object"},
         layouts=_several({"type": "object"}),
@@ -140,7 +141,7 @@ SCHEMAS = {"scenario.json": scenario, "fit.json": fit, "advise.json": advise}
 
 
 def text_of(name: str) -> str:
-    """The content of a file of docs/schemas."""
+    """The text of the file ``name`` of docs/schemas."""
     return json.dumps(SCHEMAS[name](), indent=1) + "\n"
 
 

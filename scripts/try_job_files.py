@@ -1,13 +1,13 @@
-"""How many job files of a folder `spbench import` reads: the count behind docs/import.md.
+"""Count how many job files `spbench import` reads, for the numbers of docs/import.md.
 
     python scripts/try_job_files.py RESULTS.csv FILE...
 
-FILE: there, all *.yaml, *.yml, *.toml and *.sh below `examples` of each program at the commit that the page
-names; `configs` of VeOmni, `projects` of ArcticTraining, and `tests/functional_tests` of Megatron-LM too.
-Imports each file alone with 8 GPUs, with 64 and with 1,024, until one number of them does or the complaint is
-of something else, on dgx-h100. Where a length alone is asked for by name, once more with that of LENGTH.
-Writes a line for each: the exit code, the last line of the complaint at the first number, and what was
-answered. Prints the counts.
+For docs/import.md the files are all *.yaml, *.yml, *.toml and *.sh below `examples` of each program at the
+commit that the page names, and below `configs` of VeOmni, `projects` of ArcticTraining, and
+`tests/functional_tests` of Megatron-LM. The script imports each file for dgx-h100 with 8, 64 and 1,024 GPUs,
+until a number works or the complaint is not about the number; if the complaint asks only for a length, it
+imports the file once more with LENGTH tokens. A line of RESULTS.csv has the file, the exit code, the last
+line of the complaint with the first number, and the given length. The script prints the counts.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pathlib import Path
 from spbench.bench.command_line.cli import exit_code
 
 GPUS, LENGTH = (8, 64, 1024), 2048
-#: what a complaint of too few ranks, or too many, says
+#: words in a complaint about the number of ranks
 _OF_RANKS = re.compile("GPU|ranks|replica|multiple|divi")
 _ASKED = re.compile(r"--given ([\w.-]+)=(?:N|VALUE)")
 
 
 def tried(file: str, answers: Sequence[str] = ()) -> tuple[int, str]:
-    """The exit code of an import, and what it complains of; "": nothing."""
+    """The exit code of the import of a file, and the last line of its complaint; "" if there is none."""
     given = [word for answer in answers for word in ("--given", answer)]
     first = ""
     for gpus in GPUS:
@@ -47,7 +47,7 @@ def tried(file: str, answers: Sequence[str] = ()) -> tuple[int, str]:
 
 
 def lengths_asked(complaint: str) -> list[str]:
-    """Answers to what a complaint asks for, if that is a length alone."""
+    """The values of --given that answer a complaint, if the complaint asks only for lengths."""
     names = _ASKED.findall(complaint)
     return [f"{name}={LENGTH}" for name in names] if all("len" in name.lower() for name in names) else []
 

@@ -1,4 +1,4 @@
-"""Cells by what most tests name of them."""
+"""Short calls that make the cells of tests."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +16,6 @@ def make_cell(
     /,
     **fields: Any,
 ) -> Cell:
-    """The cell, with further fields, or other values of these."""
+    """The cell with these settings; ``fields`` add further settings, or replace some of these."""
     settings = {"model": model, "strategy": strategy, "sizes": sizes, "batch": batch, "seq_len": seq_len}
     return Cell.model_validate(settings | {"precision": precision} | fields)

@@ -1,4 +1,4 @@
-"""What all tests share: their order, a pool of ranks, a folder for the user's cache, and one thread."""
+"""What all tests share: their order, a pool of ranks, a folder for the cache, and one thread of torch."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from spbench.bench.measured_code import code_digest
 from spbench.impls.loose_files import LOOSE_FILES
 from tests.slow import leave_out_slow_cases, slow_ones_are_left_out, thin
 
-# torch is imported where it is used: the first process of xdist, for which the others wait, needs none
+# functions import torch, because the first process of xdist, for which the others wait, does not need it
 if TYPE_CHECKING:
     from spbench.bench.measure.processes.rank_pool import RankPool
 
-#: the environment may forbid it, as images of containers do; each worker would compile all tests again, and
-#: each process that a test starts what it imports
+#: an image of a container may forbid bytecode files; then each worker would compile all tests again, and each
+#: process that a test starts would compile the modules that it imports
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 processes._PRELOADED = "tests.preloaded"  # or each rank would import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep traces and declarations in a folder that ends with the tests, and let SIGINT interrupt.
+    """Keep traces and declarations in a folder that is removed after the tests, and let SIGINT interrupt.
 
-    The workers of xdist share the folder, as they get the environment of the first process. A shell starts
-    what runs in the background with SIGINT ignored, which processes inherit: tests that send one would wait
-    in vain.
+    The workers of xdist share the folder, because they inherit the environment of the first process. A shell
+    starts processes in the background with SIGINT ignored, and their children inherit this: tests that send a
+    SIGINT would wait in vain.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -46,8 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
 
 
-#: the files whose tests take longest, from 4 s of a busy core on, the longest first: files whose ranks wait
-#: for each other, in turns with files of one process, which fill the gaps
+#: the files whose tests take 4 s or more of a busy core, the longest first: files whose ranks wait for each
+#: other alternate with files of one process, which use the idle cores
 LONGEST = (
     "impls/test_green.py",
     "measure/verify/test_cases.py",
@@ -81,8 +81,8 @@ LONGEST = (
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files. A worker of xdist takes whole files, so that it sets up their fixtures
-    once; a long file at the end would leave the other workers idle."""
+    """Sort the tests so that the longest files come first. A worker of xdist takes whole files, and so sets
+    up a file's fixtures once; a long file at the end would leave the other workers idle."""
     thin(items)
     order = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
@@ -97,7 +97,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect no garbage among imports, of which there is little: that would take a fifth of the time."""
+    """Disable garbage collection during imports, which make little garbage, to save a fifth of the time."""
     gc.disable()
     try:
         return (yield)
@@ -106,11 +106,11 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Have one thread, as the ranks have, and let the garbage collector pass over what is imported by now,
-    which takes it half a second each time, also when pytest looks for garbage at the end.
+    """Set one thread, as ranks have, and freeze imported objects for the garbage collector, which would take
+    half a second for them each time, also when pytest looks for garbage at the end.
 
-    The server of ranks is forked here, with what is imported by now, in place of importing torch itself. The
-    only other thread, that of xdist, waits for the first process and holds no lock of ours.
+    The server of ranks is forked at this point, so that it has torch and all other imported modules. The only
+    other thread, xdist's, waits for the first process and holds no lock of ours.
     """
     import torch
 
@@ -119,16 +119,16 @@ def pytest_collection_finish() -> None:
         processes._run_server(processes._forked)
     from spbench.bench.measure.verify import proof
 
-    proof.keep_package_proof()  # by these tests, so that no other verifies it in small
+    proof.keep_package_proof()  # these tests prove the package, so that no test verifies it in small
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)  # looking as often would take a twentieth of the time
-    atexit.register(gc.unfreeze)  # or else libraries in C++ complain of what they take for leaks
+    gc.set_threshold(20_000, 20, 20)  # the default thresholds would cost a twentieth of the time
+    atexit.register(gc.unfreeze)  # else libraries in C++ would report the frozen objects as leaks
 
 
 @pytest.fixture(autouse=True)
 def files_forgotten() -> Iterator[None]:
-    """Strategies and models of files that a test adds are forgotten after it, and so is the digest of the
-    code with them, or a later test in this process would have other code than a process that starts."""
+    """Forget, after a test, the files of strategies and models that the test added, and the digest of the
+    code with these files; else a later test would have other code than a process that the test starts."""
     before = os.environ.get(LOOSE_FILES, "")
     yield
     if os.environ.get(LOOSE_FILES, "") != before:
@@ -138,7 +138,8 @@ def files_forgotten() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What a module's tests trace twice is traced once, as in sweeps; for tests that change no code."""
+    """Keep the traces of a module's tests, so that each cell is traced once; for tests that change no
+    code."""
     from spbench.bench.measure.engines import traces
 
     with pytest.MonkeyPatch.context() as patched:
@@ -149,8 +150,8 @@ def kept_traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """A pool of four ranks that tests use in turn; its processes start with the first job. A job that hangs,
-    as for a message that is never sent, ends in time to name its test."""
+    """A pool of four ranks that tests use in turn; its processes start with the first job. A job that hangs
+    ends before pytest's limit, so that the failure names the test."""
     from spbench.bench.measure.processes.rank_pool import RankPool
 
     with RankPool(4, timeout_s=120.0) as ranks:  # a machine that does ten other things included

@@ -1,5 +1,5 @@
-"""Cases that are written in YAML: groups, each of rows, each row the product of its fields' alternatives; and
-tables of a test's parameters, by its name."""
+"""Parameters of tests from YAML files: groups of rows, in which each combination of a row's alternatives is a
+case; and tables of parameters, by the name of the test."""
 
 from itertools import product
 from pathlib import Path
@@ -14,10 +14,10 @@ def _often(case: dict[str, Any], default: Any) -> bool:
 
 
 def cases(path: Path) -> list[Any]:
-    """A parameter for each case of the groups of a file, by its group and the alternatives that it has.
+    """A pytest parameter for each case in a file; its id is the group's name and the case's alternatives.
 
-    A group has fields and, in ``rows``, rows of further ones; a field that is a list has alternatives.
-    ``default`` is whether a row is in the default run, or by field the alternatives that are in it.
+    A group has fields and, in ``rows``, rows with further fields; a list of values is a field's alternatives.
+    ``default`` says whether a row is in the default run, or has, by field, the alternatives that are.
     """
     parameters = []
     for name, group in yaml.safe_load(path.read_text()).items():
@@ -37,6 +37,6 @@ def cases(path: Path) -> list[Any]:
 
 
 def tabled(file: str, test: str) -> pytest.MarkDecorator:
-    """The parameters of a test: the names and rows of its table in the YAML file beside its module."""
+    """The mark with a test's parameters, from the test's table in the YAML file of its module ``file``."""
     table = yaml.safe_load(Path(file).with_suffix(".yaml").read_text())[test]
     return pytest.mark.parametrize(table["names"], table["rows"])

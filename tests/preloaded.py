@@ -1,7 +1,7 @@
-"""What the server that the tests' ranks are forked from imports: also what every test module imports.
+"""The imports of the server from which the tests' ranks are forked: the package's, and those of all tests.
 
-A server that is itself forked from a process that has collected tests forgets their modules. Ranks import
-them as they need them, without pytest's own importer: some tests are of what happens then.
+A server that is itself forked from a process that has collected tests forgets the modules of these tests.
+Ranks import such a module when they need it, without pytest's importer, because some tests check that import.
 """
 
 import sys

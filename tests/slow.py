@@ -1,4 +1,4 @@
-"""Parameters of which the default run tries some and the slow run all."""
+"""Parameters of tests of which the default run has some, and the slow run (``-m slow``) has all."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import pytest
 
 
 def slow(*values: Any) -> Any:
-    """Values of one case of the slow run alone."""
+    """A pytest parameter with the values of a case that only the slow run has."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def mostly_slow(values: Iterable[Any], *always: Any) -> list[Any]:
-    """These values, of which the default run has only those that are named ``always``."""
+    """The parameters for these values; the default run has only the values that are also in ``always``."""
     return [value if value in always else slow(value) for value in values]
 
 
 def slow_ones_are_left_out(config: pytest.Config) -> bool:
-    """Whether no slow case is asked for, so that none need be built: not by its mark, nor by its name."""
+    """Whether the command line asks for no slow case, by mark or by name, so that none must be built."""
     return config.option.markexpr == "not slow" and not any("::" in arg for arg in config.args)
 
 
 def leave_out_slow_cases(metafunc: pytest.Metafunc) -> None:
-    """Drop the slow cases of a function, but for one if it has no others, before items are made of them: half
-    of all, and a second of each process that collects."""
+    """Drop the slow cases of a function before pytest makes items of them, to save each process a second; a
+    function that has only slow cases keeps one."""
     calls: list[Any] = metafunc._calls
     quick = [call for call in calls if not any(mark.name == "slow" for mark in call.marks)]
     if metafunc.definition.get_closest_marker("slow"):
@@ -36,12 +36,12 @@ def leave_out_slow_cases(metafunc: pytest.Metafunc) -> None:
 
 
 def thin(items: Sequence[pytest.Item]) -> None:
-    """Mark as slow what the default run leaves out of tests that say so.
+    """Mark as slow the cases that the default run leaves out of tests with one of two marks.
 
-    ``@pytest.mark.one_in(n)``: of the cases of a test each n-th is left; not for planted faults, nor where
-    the only parameter is a strategy or a backend. ``@pytest.mark.covering(times)``: so many are left that
-    each value of each parameter is in so many, or in as many as there are; of "outer+inner" each strategy at
-    its place. Cases that are slow anyway do not count.
+    ``@pytest.mark.one_in(n)`` keeps each n-th case of a test; it is not for planted faults, nor for tests
+    whose only parameter is a strategy or a backend. ``@pytest.mark.covering(times)`` keeps so many cases that
+    each value of each parameter is in ``times`` cases, or in all that have the value; in "outer+inner" each
+    strategy at its place is a value. Cases that are slow without these marks do not count.
     """
     asked = [
         item
@@ -70,7 +70,7 @@ def _left(cases: list[pytest.Item]) -> list[pytest.Item]:
     def wanted(item: pytest.Item) -> int:
         return sum(seen[value] < times for value in values[item])
 
-    # the one that adds most, the first of several
+    # the case with most values that are still wanted; of several such cases the first
     while others and wanted(best := max(others, key=wanted)):
         left.append(best)
         others.remove(best)

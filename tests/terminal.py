@@ -1,7 +1,7 @@
-"""What a terminal shows, checked: no word is broken, no line goes past the edge, an answer has few lines.
+"""Checks of outputs on a terminal: no word is broken, no line goes past the edge, an answer has few lines.
 
-:func:`faults` is a pure function of the text on the screen; :func:`screen_of` draws an output as a terminal
-of some width would show it; :func:`run_in_a_terminal` runs a command in a pseudo-terminal.
+:func:`screen_of` draws an output as a terminal of some width would show it, :func:`faults` checks the text of
+a screen, and :func:`run_in_a_terminal` runs a command in a pseudo-terminal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 WIDTHS = (80, 100, 120)
 _SHOW = as_table.show
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-#: what the form itself says of what it shows
+#: words that the table form adds to an output
 _OF_THE_FORM = {
     word
     for text in (
@@ -43,14 +43,15 @@ _COUNT = re.compile(r"\(?[\d.,/:%]+\)?[,;:]?")
 
 
 class Terminal(io.StringIO):
-    """What says that it is a terminal, and keeps what is written to it."""
+    """A stream that claims to be a terminal and keeps the text that is written to it."""
 
     def isatty(self) -> bool:
         return True
 
 
 def screen_of(output: Output, width: int, view: View | None = None) -> str:
-    """An output as the table form draws it on a terminal, without escape sequences."""
+    """The text that the table form draws for an output on a terminal of ``width`` columns, without escape
+    sequences."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = str(width)
     try:
@@ -76,16 +77,16 @@ def faults(
     most_lines: int | None = None,
     whole: Collection[str] = (),
 ) -> list[str]:
-    """What is wrong with a screen.
+    """The faults of a screen, one line each.
 
     Args:
-        screen: its text, without escape sequences.
-        words: those of the whole output; a piece of a word is none of them.
-        most_lines: that it may have.
-        whole: lines that are never broken.
+        screen: the text on the screen, without escape sequences.
+        words: all words of the output; any other word on the screen is a broken one.
+        most_lines: the most lines that the screen may have; None: any number.
+        whole: lines that are never broken, and may go past the edge.
     """
     lines = screen.splitlines()
-    found = [
+    problems = [
         f"past the edge: {line!r}"
         for line in lines
         if len(line) > width and _can_be_broken(line) and line not in whole
@@ -93,19 +94,19 @@ def faults(
     known = _OF_THE_FORM | {*words}
     for word in dict.fromkeys(text_of(_ESCAPES.sub("", screen)).split()):
         if not {word, word.rstrip(",;:")} & known and not set(word) <= {"─"} and not _COUNT.fullmatch(word):
-            found.append(f"a broken word: {word!r}")
+            problems.append(f"a broken word: {word!r}")
     if most_lines is not None and len(lines) > most_lines:
-        found.append(f"{len(lines)} lines, at most {most_lines} are wanted")
-    return found
+        problems.append(f"{len(lines)} lines, at most {most_lines} are wanted")
+    return problems
 
 
 def _can_be_broken(line: str) -> bool:
-    """Whether a line has more than one word: a path that is longer than the screen stays whole."""
+    """Whether a line has more than one word; a single word, such as a long path, is never broken."""
     return len(line.split()) > 1
 
 
 def words_of(output: Output) -> set[str]:
-    """Every word of an output, from its plain values."""
+    """Every word that a screen may show of an output."""
     texts = (text_of(shown) for text in _texts(output) for shown in (text, _ESCAPES.sub("", text)))
     return {word for text in texts for raw in text.split() for word in (raw, raw.rstrip(",;:"))}
 
@@ -128,7 +129,7 @@ def _texts(output: Output) -> Iterator[str]:
 
 
 def faults_of(output: Output, most_lines: int | None = None, view: View | None = None) -> list[str]:
-    """What is wrong with an output on terminals of :data:`WIDTHS`, with the widths."""
+    """The faults of an output on terminals of all :data:`WIDTHS`, each with its width."""
     words = words_of(output)
     verbatim = [section for section in output.sections if isinstance(section, Verbatim)]
     whole = [line for text in verbatim for line in text.splitlines()]
@@ -141,29 +142,26 @@ def faults_of(output: Output, most_lines: int | None = None, view: View | None =
 
 @contextmanager
 def outputs_checked() -> Iterator[None]:
-    """Inside, whatever is printed in the form of tables must be without faults on terminals too.
-
-    Raises:
-        AssertionError: something is not.
-    """
-    found: list[str] = []
+    """Inside, check each output that is printed as tables for faults on terminals; AssertionError at the end
+    if there was one."""
+    problems: list[str] = []
 
     def checked(output: Output, out: TextIO, err: TextIO) -> None:
         _SHOW(output, out, err)
-        found.extend(faults_of(output))
+        problems.extend(faults_of(output))
 
     try:
         with patch.object(as_table, "show", checked):
             yield
-    finally:  # the command line makes an exit code of what is raised within it
-        assert not found, "\n".join(found)
+    finally:  # not inside, because the command line turns errors into exit codes
+        assert not problems, "\n".join(problems)
 
 
 def run_in_a_terminal(
     command: Sequence[str], width: int, folder: Path, timeout_s: float = 900
 ) -> tuple[int, str]:
-    """The exit code of a command and what it wrote to a pseudo-terminal of so many columns; what goes to
-    standard error goes nowhere."""
+    """The exit code of a command, and the plain text that it wrote to a pseudo-terminal of ``width`` columns;
+    standard error is dropped."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
@@ -180,7 +178,7 @@ def _chunks(descriptor: int) -> Iterator[bytes]:
     while True:
         try:
             chunk = os.read(descriptor, 65536)
-        except OSError:  # the other end is closed, as Linux says it
+        except OSError:  # Linux raises this when the other end is closed
             return
         if not chunk:
             return

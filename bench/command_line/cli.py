@@ -1,13 +1,13 @@
 """The command line. Results go to standard output, progress and messages to standard error.
 
-Exit codes: 0 done; 1 a cell failed or a strategy is not green; 2 something the user can mend, told in one
+Exit codes: 0 done; 1 a cell failed or a strategy is not green; 2 an error that the user can mend, told in one
 line; 70 a fault of the program; 130 interrupted; 141 the reader of the output went away. With
 SPBENCH_DEBUG=1 errors keep their traceback.
 
 The command NAME is the function ``command`` of the module NAME_command in a room of bench/tools, or an entry
-point of the group ``spbench.commands``. Only the one that is asked for is imported; what help says
-of the others is read from their files. What it runs may be a function elsewhere (:func:`options.body`), which
-is imported when the command runs.
+point of the group ``spbench.commands``. Only the module of the command that the user calls is imported; help
+on other commands is read from their files. A command's body may be a function elsewhere
+(:func:`options.body`), which is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -42,22 +42,21 @@ _NO_MEMORY = "this process may use too little memory (ulimit -v, a container's l
 #: messages of the linker if memory is short
 _UNLOADABLE = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
 
-#: errors that no reading has
+#: the errors that only writing raises
 _OF_WRITING = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
 
-#: of the environment, what launchers set for each process that they start; some clusters set all of these but
-#: LOCAL_RANK for every process of a machine
+#: the environment variables that launchers set for each process that they start; some clusters set all of
+#: these variables but LOCAL_RANK for every process of a machine
 _LAUNCHED = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 class _StreamError(Exception):
-    """Standard output could not be written; the cause is the OSError.
-
-    Not an OSError itself, so that it differs from those of files, processes and sockets."""
+    """Standard output could not be written; the cause is the OSError. This class is no OSError, so that it is
+    not taken for an error of a file, process or socket."""
 
 
 class _CheckedStream:
-    """Standard output, whose errors are raised as :class:`_StreamError`."""
+    """Standard output that raises its errors as :class:`_StreamError`."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -79,7 +78,7 @@ class _CheckedStream:
 
 
 class _Commands(click.Group):
-    """The commands, each imported when it is asked for."""
+    """The group of all commands; the module of a command is imported when the command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return COMMANDS.names()
@@ -101,7 +100,7 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError as error:  # of another process; click would take it for the output's
+        except BrokenPipeError as error:  # a pipe to another process, but click would take it for the output
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
@@ -125,28 +124,29 @@ def cli(context: click.Context) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command `spbench`."""
+    """Run the command `spbench`, and exit."""
     is_launched = os.environ.keys() >= _LAUNCHED
     sys.exit(launched_exit_code(arguments) if is_launched else exit_code(arguments))
 
 
 def launched_exit_code(arguments: Sequence[str] | None) -> int:
-    """The exit code of a command line whose process a launcher has started; see :func:`run_launched`."""
+    """Run a command line in a process that a launcher has started, and return the exit code; see
+    :func:`run_launched`."""
     from spbench.bench.measure import run_launched
 
     try:
         return run_launched(lambda: exit_code(arguments))
-    except UserError as error:  # before there are ranks
+    except UserError as error:  # raised before the ranks have met
         return _complain(str(error), 2, traced=True)
 
 
 def exit_code(arguments: Sequence[str] | None) -> int:
-    """Run a command line, print its errors in one line each, and return its exit code."""
+    """Run a command line, print an error as one line, and return the exit code."""
     _fill_closed_streams()
     output = sys.stdout
     if output is None:
         return _complain("standard output is closed; send it to a file, or to /dev/null", 2)
-    if isinstance(output, io.TextIOWrapper):  # a character that its encoding lacks is written as its number
+    if isinstance(output, io.TextIOWrapper):  # a character that the encoding lacks is written as a number
         output.reconfigure(errors="backslashreplace")
     try:
         os.getcwd()
@@ -160,7 +160,7 @@ def exit_code(arguments: Sequence[str] | None) -> int:
     except _StreamError as error:
         cause = error.__cause__
         assert isinstance(cause, OSError)
-        # what the output still buffers goes nowhere; it would fail again as the interpreter ends
+        # buffered output is discarded, because writing it would fail again as the interpreter ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
         if isinstance(cause, BrokenPipeError):
             return 141
@@ -185,14 +185,14 @@ def exit_code(arguments: Sequence[str] | None) -> int:
         if at := place_of_error(error):
             return _complain(f"{at}: {described(error)}", 2, traced=True)
         return _complain(f"internal error: {described(error)} (SPBENCH_DEBUG=1 shows where)", 70, traced=True)
-    except BaseException as error:  # SystemExit and the like, which nothing of spbench raises
+    except BaseException as error:  # SystemExit and the like, which no code of spbench raises
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
         at = place_of_error(error) or f"{frame.f_code.co_filename}:{line}"
         return _complain(f"{at}: {described(error)}; nothing is taken for done", 2, traced=True)
 
 
 def _without_long_words(text: str, arguments: Sequence[str] | None) -> str:
-    """A message, in which click and others repeat words of the command line, with the long words cut."""
+    """A message with its long words cut, because click repeats words of the command line in messages."""
     for word in sys.argv[1:] if arguments is None else arguments:
         for part in (word, word.partition("=")[2], " ".join(word.split())):
             if len(part) > MOST_SHOWN:
@@ -201,8 +201,8 @@ def _without_long_words(text: str, arguments: Sequence[str] | None) -> str:
 
 
 def _fill_closed_streams() -> None:
-    """Let what is closed of standard input, output and error be nothing, so that no file takes its number;
-    standard error also for Python, which else prints errors to standard output."""
+    """Open the null device for each closed stream of standard input, output and error, so that no other file
+    takes its number; and set sys.stderr, because Python would else print errors to standard output."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)

@@ -1,7 +1,5 @@
-"""Tables for people, and the bar of progress on a terminal, drawn by rich. On a terminal the
-columns are fitted to its width: no word is broken and no row wraps. Elsewhere they are Markdown with
-everything in it, which reads as plain text.
-"""
+"""Tables for people, and the bar of progress on a terminal, drawn by rich. On a terminal the columns are
+fitted to its width: no word is broken and no row wraps. Elsewhere tables are Markdown with all columns."""
 
 from __future__ import annotations
 
@@ -20,23 +18,23 @@ from rich.text import Text
 
 from spbench.bench.command_line.output import GAP, Table, View, wrapped
 
-#: characters that a sentence has at the least where it is broken within its column
+#: the least width, in characters, of a column in which sentences are broken
 _NARROW = 28
 
 
 def text_of(value: Any) -> str:
-    """A value as a table shows it: blank for None, a question mark for a sign that would steer a terminal."""
+    """The text of a value in a table: "" for None; a sign that would control a terminal becomes "?"."""
     text = "" if value is None else str(value)
     return text if text.isprintable() else "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def filled(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The columns that have a value in some line, in order."""
+    """The names of columns in which at least one line has a value, in order."""
     return [name for name in (lines[0] if lines else ()) if any(text_of(line[name]) for line in lines)]
 
 
 def is_number(lines: Sequence[Mapping[str, Any]], name: str) -> bool:
-    """Whether a column is aligned as one of numbers: each value is one, or a blank."""
+    """Whether all values of a column are numbers or blank, so that the column is aligned to the right."""
     values = [line[name] for line in lines]
     texts = [value for value in values if isinstance(value, str)]
     others = (int, float, str, type(None))
@@ -45,18 +43,18 @@ def is_number(lines: Sequence[Mapping[str, Any]], name: str) -> bool:
 
 @dataclass(frozen=True)
 class TableLayout:
-    """The parts of a table that have room.
+    """A table fitted to a terminal.
 
     Attributes:
         lines: the lines that are shown.
-        same: the columns with one value in all of these lines, which is said once.
-        beside: the columns of the rows, in order, with their widths in characters; a value that is longer is
-            broken between words.
-        below: the sentences that stand below each row, a line each.
-        joined: further columns that stand below each row, in one line.
+        same: the columns with the same value in all shown lines, with this value, which is printed once.
+        beside: the columns of rows, in order, with their widths in characters; a longer value is broken
+            between words.
+        below: the columns whose values are printed below each row, a line each.
+        joined: further columns whose values are printed below each row, in one line.
         left_out: the columns that are not shown.
-        folded: how many lines have been left out for each of the texts in their place.
-        cut: lines left out as there are too many.
+        folded: the number of lines that each text replaces (:attr:`Table.folded`).
+        cut: the number of lines that are left out because there are too many.
     """
 
     lines: Sequence[Mapping[str, Any]]
@@ -82,7 +80,7 @@ def layout(table: Table, width: int, view: View) -> TableLayout:
     names = [name for name in names if name not in same]
     beside = _with_room(table, lines, names, width)
     others = [name for name in names if name not in beside]
-    # what names a row is not left out
+    # the most important column is never left out, because it names the row
     first = next(iter(_by_importance(table, names)), None)
     below = [name for name in others if name in table.below or name == first]
     rest = [name for name in others if name not in below]
@@ -91,7 +89,7 @@ def layout(table: Table, width: int, view: View) -> TableLayout:
 
 
 def _kept(table: Table, view: View) -> tuple[list[Mapping[str, Any]], dict[str, int]]:
-    """The lines that are shown as rows, and how many lines each text of a fold stands for."""
+    """The lines that are shown as rows, and the number of lines that each text replaces."""
     if view.details:
         return list(table.lines), {}
     kept = [line for index, line in enumerate(table.lines) if index not in table.folded]
@@ -99,7 +97,7 @@ def _kept(table: Table, view: View) -> tuple[list[Mapping[str, Any]], dict[str, 
 
 
 def _by_importance(table: Table, names: Sequence[str]) -> list[str]:
-    """The columns, the most important first; columns of sentences last, if not called important."""
+    """The columns, the most important first; columns of sentences that are not important come last."""
     order = [*table.important, *(name for name in names if name not in table.below), *names]
     return [name for name in dict.fromkeys(order) if name in names]
 
@@ -107,8 +105,8 @@ def _by_importance(table: Table, names: Sequence[str]) -> list[str]:
 def _with_room(
     table: Table, lines: Sequence[Mapping[str, Any]], names: Sequence[str], width: int
 ) -> dict[str, int]:
-    """The columns of a row with their widths. A sentence that most rows have is broken within the room that
-    is left, if there is some; otherwise what is left goes to names of several words."""
+    """The columns of a row with their widths. A column of sentences gets the remaining room, if most rows
+    have a sentence; other remaining room goes to heads of several words, so that they fit one line."""
     taken: dict[str, int] = {}
     left = width + len(GAP)
     for name in _by_importance(table, names):
@@ -129,13 +127,13 @@ def _with_room(
     return {name: taken[name] for name in names if name in taken}
 
 
-#: texts in the place of folded lines that are shown
+#: the most texts that are shown in place of folded lines
 _FOLDED = 3
 _BELOW = "    "
 
 
 class Screen:
-    """Draws for a terminal, whose width and colours count, as text with its escape sequences."""
+    """Formats tables and paragraphs for a terminal's width, as text with escape sequences for its colours."""
 
     def __init__(self, out: TextIO, view: View):
         self._console = Console(file=out, highlight=False)
@@ -143,15 +141,16 @@ class Screen:
         self.width = self._console.width
 
     def paragraph(self, text: str) -> str:
-        """A text, broken between words."""
+        """A text with lines broken between words, so that they fit the terminal's width."""
         return "\n".join(wrapped(text, self.width))
 
     def aside(self, text: str) -> str:
-        """A remark on what is shown."""
+        """A dimmed remark on a table, with lines broken between words."""
         return self._styled(wrapped(text, self.width, further=GAP), "dim")
 
     def table(self, table: Table) -> str:
-        """A table: its title, what all rows have in common, the rows, and what is not shown."""
+        """The text of a table: its title, the values that all rows share, the rows, and a remark on columns
+        and rows that are not shown."""
         fitted = layout(table, self.width, self._view)
         lines = [self._styled(wrapped(table.title, self.width, further=GAP), "bold")] if table.title else []
         if fitted.same:
@@ -185,7 +184,7 @@ class Screen:
 def _cells(
     values: Mapping[str, Any], widths: Mapping[str, int], right: set[str], *, is_head: bool = False
 ) -> Iterator[str]:
-    """The lines of a row, of which a value that is broken takes several; a head stands at the bottom."""
+    """The lines of a row; a broken value takes several lines, and a head is aligned to the last line."""
     texts = {name: wrapped(text_of(values[name]), width, further="") for name, width in widths.items()}
     height = max(map(len, texts.values()), default=0)
     for name, width in widths.items():
@@ -197,7 +196,7 @@ def _cells(
 
 
 def _below(line: Mapping[str, Any], fitted: TableLayout) -> Iterator[str]:
-    """What stands below a row."""
+    """The texts that are printed below a row."""
     if texts := [f"{name}: {text}" for name in fitted.joined if (text := text_of(line[name]))]:
         yield "; ".join(texts)
     for name in fitted.below:
@@ -206,7 +205,7 @@ def _below(line: Mapping[str, Any], fitted: TableLayout) -> Iterator[str]:
 
 
 def _asides(fitted: TableLayout) -> Iterator[str]:
-    """What is not shown, and how to see it."""
+    """Remarks on rows and columns that are not shown, with the option that shows them."""
     texts = [*fitted.folded.items()]
     for text, count in texts[:_FOLDED]:
         yield f"{count} more: {text}"
@@ -220,7 +219,7 @@ def _asides(fitted: TableLayout) -> Iterator[str]:
 
 
 def markdown(table: Table) -> str:
-    """A table in Markdown: numbers are aligned to the right, columns without any value are left out."""
+    """A table in Markdown: numbers are aligned to the right, columns without values are left out."""
     console = Console(width=10_000, highlight=False, force_terminal=False, color_system=None)
     drawing = Drawing(box=box.MARKDOWN)
     columns = filled(table.lines)
@@ -235,8 +234,8 @@ def markdown(table: Table) -> str:
 
 
 class Share(ProgressColumn):
-    """The share that is done and the time that is left if the rest goes alike; the time that was taken
-    until something is known."""
+    """The share of the work that is done, and the remaining time if the rest is as fast; before the first
+    share is known, the elapsed time."""
 
     def render(self, task: Task) -> Text:
         taken = task.elapsed or 0.0
@@ -246,7 +245,7 @@ class Share(ProgressColumn):
 
 
 def new_bar() -> Progress:
-    """A bar on standard error: the share, the time left, and what is being done."""
+    """A bar on standard error: the share that is done, the time left, and the present work."""
     one_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     return Progress(
         BarColumn(bar_width=16),

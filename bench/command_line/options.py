@@ -1,6 +1,6 @@
-"""What the commands' options have in common: kinds of values, and options that several commands have.
+"""Options that several commands have, and the kinds of their values.
 
-Nothing here imports torch or pandas when it is imported, so that help is quick.
+This module imports neither torch nor pandas, so that help is quick.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Command = TypeVar("Command", bound=Function)
 
 
 class Text(click.ParamType[Any]):
-    """A value that ``read`` makes of the text of an option, or refuses by ValueError with what is wrong."""
+    """A kind of value: ``read`` converts the text of an option, or raises ValueError with the reason."""
 
     def __init__(self, name: str, read: Callable[[str], Any]):
         self.name, self.read = name, read
@@ -42,12 +42,11 @@ class Text(click.ParamType[Any]):
 
 
 def several(name: str, read: Callable[[str], Any] = str) -> Text:
-    """Values separated by commas; ``read`` makes one of each word, or raises ValueError with what is
-    wrong."""
+    """The kind of values separated by commas; ``read`` converts each word, or raises ValueError."""
 
     def values(text: str) -> tuple[Any, ...]:
         words = tuple(read(word.strip()) for word in text.split(",") if word.strip())
-        if not words:  # as of a shell's variable that is not set: all cells would run
+        if not words:  # for example, a shell variable that is not set; all cells would run
             raise ValueError(f"{shown(text)} names nothing; leave the option out for all")
         return words
 
@@ -55,7 +54,7 @@ def several(name: str, read: Callable[[str], Any] = str) -> Text:
 
 
 def numbers(least: int = 1) -> Text:
-    """Whole numbers of at least ``least``."""
+    """The kind of whole numbers of at least ``least``, separated by commas."""
 
     def number(word: str) -> int:
         count = size(word)
@@ -79,7 +78,7 @@ SETTINGS = several("setting=value[,...]", _setting)
 
 
 class WholeNumber(click.IntRange):
-    """A whole number of at least ``min``."""
+    """The kind of a whole number of at least ``min``."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
@@ -126,19 +125,19 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(counts))
 
 
-#: a size: a whole number of at least 1, which may end in K, M or G: powers of 1024
+#: a size: a whole number of at least 1, which may end in K, M or G (powers of 1024)
 LENGTH = Text("n", _length)
 #: sizes separated by commas; ``8..512`` is 8 and its doublings up to 512
 COUNTS = Text("n[,n...]", _counts)
 #: a number of bytes with its unit
 BYTES = Text("size", _bytes)
-#: a time in seconds after which something is given up
+#: a time in seconds after which a cell is given up
 LIMIT = Text("seconds", _seconds)
 
 
 def refuse_given(names: Iterable[str], why: str) -> None:
-    """UsageError where one of the options of the running command, by the names of its parameters, is given on
-    the command line, where it would do nothing."""
+    """Raise UsageError if the command line has one of the options whose parameters ``names`` lists, because
+    the option would have no effect; ``why`` ends the message."""
     context = click.get_current_context()
     for parameter in context.command.params:
         if parameter.name in names and context.get_parameter_source(parameter.name) is _GIVEN:
@@ -150,18 +149,18 @@ def _joined(ctx: click.Context, param: click.Parameter, values: Sequence[tuple[A
 
 
 def many(flag: str, kind: Text, text: str, *name: str) -> Callable[[Command], Command]:
-    """An option that may be repeated, or given several values at once; ``name``: of its parameter."""
+    """An option that may be repeated, or get several values at once; ``name`` names the parameter."""
     return click.option(flag, *name, type=kind, multiple=True, callback=_joined, help=text)
 
 
 def path_option(flag: str, text: str, folder: bool = False, **further: Any) -> Callable[[Command], Command]:
-    """An option that is a path; ``text`` says what it is for and what its default is. A ``folder`` that is a
-    file is refused before the work whose results it is for."""
+    """An option that is a path; ``text`` is its help. With ``folder``, a path of a file is refused before the
+    command begins its work."""
     return click.option(flag, type=click.Path(path_type=Path, file_okay=not folder), help=text, **further)
 
 
 def figure_option(text: str) -> Callable[[Command], Command]:
-    """An option that is the path of a figure; its type is checked before the work that it shows."""
+    """An option that is the path of a figure; the ending is checked before the command begins its work."""
 
     def check(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
         if path is not None:
@@ -203,7 +202,7 @@ quiet = click.option(
 
 
 def scenario(command: Command) -> Function:
-    """Add SCENARIO and --scenario, which are two ways to say one thing; the command gets ``scenario``."""
+    """Add SCENARIO and --scenario, two ways to name one scenario; the command gets ``scenario``."""
 
     @functools.wraps(command)
     def named(placed: str | None, scenario: str | None, **arguments: Any) -> Any:
@@ -222,7 +221,8 @@ def scenario(command: Command) -> Function:
 
 
 def files_of(kind: Literal["strategy", "model"], text: str) -> Callable[[Command], Command]:
-    """An option that only loads what Python files of the user's define."""
+    """An option that loads the strategies or models that the user's Python files define; the command itself
+    gets no value."""
 
     def load(ctx: click.Context, param: click.Parameter, paths: Sequence[str]) -> None:
         for path in paths:
@@ -237,10 +237,8 @@ def files_of(kind: Literal["strategy", "model"], text: str) -> Callable[[Command
 
 
 def choosing_cells(command: Function) -> Function:
-    """Add the options that name a scenario and choose among its cells.
-
-    The command gets ``scenario``, and the :class:`Narrowing` of the others as ``narrowing``.
-    """
+    """Add the options that name a scenario and choose among its cells. The command gets ``scenario``, and the
+    choice as ``narrowing``, a :class:`Narrowing`."""
 
     @functools.wraps(command)
     def narrowed(
@@ -277,7 +275,7 @@ def choosing_cells(command: Function) -> Function:
 
 
 def shape(command: Command) -> Function:
-    """Add --batch and --seq-len, which the command gets as ``shape``, by the names of a cell's fields."""
+    """Add --batch and --seq-len; the command gets ``shape``, their values by the names of a cell's fields."""
 
     @functools.wraps(command)
     def shaped(batch: int | None, seq_len: int | None, **arguments: Any) -> Any:
@@ -289,11 +287,11 @@ def shape(command: Command) -> Function:
 
 
 def body(place: str) -> Callable[[Command], Function]:
-    """The body of a command: a function that is imported when the command runs, and not for its help.
+    """Give a command a body: a function that is imported when the command runs, and not for its help.
 
     Args:
-        place: of the function, below bench/tools: "run.step_trace:traced". It gets the values of the options
-            by their names.
+        place: the function's module below bench/tools, and its name: "run.step_trace:traced". The function
+            gets the values of the options by their names.
     """
 
     def with_body(command: Command) -> Function:
@@ -309,9 +307,9 @@ def body(place: str) -> Callable[[Command], Function]:
 
 
 def printed(command: Callable[..., Output | Iterable[Output]]) -> Function:
-    """Add --format, --wide, --details and --quiet, and print in that form what the command returns: an
-    :class:`Output`, or several, each as soon as it is made. The command's exit code is the largest of theirs.
-    """
+    """Add --format, --wide, --details and --quiet to a command that returns an :class:`Output` or yields
+    several; print each output in the chosen form as soon as it exists. The new command returns the largest
+    exit code of the outputs."""
 
     @click.option(
         "--format",

@@ -1,7 +1,7 @@
 """The result of a command, as plain values that a form (:mod:`command_line.forms`) prints; the table of
 memory, which several commands show; and lines broken between words.
 
-Nothing here imports torch, pandas or rich.
+This module imports neither torch nor pandas nor rich.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any, TextIO
 
 from spbench.bench.units import gib
 
-#: between columns
+#: the blanks between columns
 GAP = "  "
-#: between a number and its unit, where no line ends
+#: the blank between a number and its unit, where no line may end
 _BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]i?B|[mu]?s|tokens)\b)")
 
 
 def wrapped(text: str, width: int, indent: str = "", further: str | None = None) -> list[str]:
-    """A text's lines, those that are longer than the width broken between words; a word that is longer stays
-    whole, as do a number and its unit.
+    """The lines of a text, with longer lines than ``width`` broken between words; a longer word stays whole,
+    and a number and its unit stay together.
 
     Args:
-        indent: before the first line of each of the text's.
-        further: before the lines that continue one; None: as far as the line is indented itself, or as what
-            comes after its first gap of two spaces.
+        indent: blanks before each line of the text.
+        further: blanks before lines that continue a broken line; None: as many as the broken line has, or so
+            many that the text after its first gap of two blanks is aligned.
     """
     lines = []
     for line in text.splitlines():
@@ -55,20 +55,20 @@ def _hanging(line: str, width: int) -> str:
 
 
 def for_stream(text: str, stream: TextIO) -> str:
-    """A text as it is written to a stream: broken between words where that is a terminal."""
+    """A text for a stream: on a terminal, long lines are broken between words."""
     return "\n".join(wrapped(text, shutil.get_terminal_size().columns)) if stream.isatty() else text
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table, in all forms: people read ``name`` above values as ``shown`` writes them, programs
+    """A column of a table, in all forms: people read ``name`` above values formatted by ``shown``, programs
     read the bare values by ``field``.
 
     Attributes:
-        name: for people, with the unit if the values have none: "peak GiB".
+        name: the head for people, with the unit if the values have none: "peak GiB".
         field: the name of the value for programs, with its unit: "peak_memory_bytes".
-        shown: writes a value for people, such as :func:`units.gib`; None is a blank.
-        of: takes the value out of an item; None: its attribute, or its key, ``field``.
+        shown: formats a value for people, such as :func:`units.gib`; a value of None is a blank.
+        of: takes the value out of an item; None: the item's attribute or key ``field``.
     """
 
     name: str
@@ -77,36 +77,35 @@ class Column:
     of: Callable[[Any], Any] | None = None
 
     def value(self, item: Any) -> Any:
-        """The bare value of an item."""
+        """The bare value of an item in this column, for programs."""
         if self.of is not None:
             return self.of(item)
         return item.get(self.field) if isinstance(item, Mapping) else getattr(item, self.field)
 
     def text(self, item: Any) -> Any:
-        """The value of an item for people."""
+        """The value of an item in this column, formatted for people."""
         value = self.value(item)
         return value if self.shown is None or value is None else self.shown(value)
 
 
 def records(columns: Sequence[Column], items: Iterable[Any]) -> list[dict[str, Any]]:
-    """The items for programs: the bare values of each by the columns' fields."""
+    """The records of items for programs: the bare values of each item by the columns' fields."""
     return [{column.field: column.value(item) for column in columns} for item in items]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table for people. A terminal shows as much of it as has room, with no word broken and no row wrapped;
-    elsewhere all of it is printed.
+    """A table for people. A terminal shows the columns that have room, with no word broken and no row
+    wrapped; elsewhere the whole table is printed.
 
     Attributes:
-        lines: the values of each line by column, as they are shown; all lines have the same columns. None
-            is shown as a blank.
-        important: columns in the order in which a terminal gives them room; those that are not named follow
-            as the lines have them. Columns that get no room are named below the table.
-        below: columns of sentences. One without room for its longest stands below its row.
-        folded: what a terminal says in the place of a line, by its index; lines of which the same is said are
-            counted.
-        most: lines that a terminal shows, the first ones; None: all.
+        lines: the values of each line by column; all lines have the same columns. None is shown as a blank.
+        important: columns in the order in which a terminal gives them room; other columns follow in the order
+            of the lines. Columns that get no room are named below the table.
+        below: columns of sentences; a sentence that has no room in its row is printed below the row.
+        folded: the text that a terminal prints instead of a line, by the line's index; lines with the same
+            text are counted.
+        most: the number of first lines that a terminal shows; None: all lines.
     """
 
     title: str
@@ -118,14 +117,14 @@ class Table:
 
     @classmethod
     def of(cls, title: str, columns: Sequence[Column], items: Iterable[Any], **further: Any) -> Table:
-        """A line for each item, with these columns; ``further`` as the attributes."""
+        """A table with a line for each item; ``further`` are other attributes of the table."""
         return cls(
             title, [{column.name: column.text(item) for column in columns} for item in items], **further
         )
 
 
 class Verbatim(str):
-    """A section that is the text of a file, which people copy: its lines are never broken."""
+    """A section whose lines are never broken, because people copy it into a file."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +132,8 @@ class View:
     """How much of an output a person at a terminal asks to see.
 
     Attributes:
-        wide: all columns of tables, those without room in lines below each row.
-        details: all sections, and all lines of tables.
+        wide: show all columns of tables; columns without room are printed below each row.
+        details: show all sections, and all lines of tables.
     """
 
     wide: bool = False
@@ -147,14 +146,14 @@ class Output:
 
     Attributes:
         sections: tables and paragraphs for people, in the order in which they are read.
-        details: further ones, which a terminal shows if they are asked for.
-        content: all of it for programs, in JSON's types; no infinities and no not-a-number.
+        details: further tables and paragraphs, which a terminal shows only with --details.
+        content: the whole outcome for programs, in JSON's types, without infinities and NaN.
         records: the main table for programs: one mapping from column to value for each line.
-        columns: of ``records``; empty: those that the records have, in the order of their appearance.
-        notes: remarks on the result, one a line; the verdict, if there is one, is the last.
+        columns: the columns of ``records``; empty: all columns that the records have, in order.
+        notes: remarks on the outcome, one a line; the verdict, if there is one, is the last.
         files: the files that the command wrote.
         code: the exit code.
-        view: how much of it is shown on a terminal.
+        view: how much of the outcome a terminal shows.
     """
 
     sections: Sequence[Table | str] = ()
@@ -177,7 +176,7 @@ def _held(entry: Mapping[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {gib(nbytes)}" for name, nbytes in held)
 
 
-#: columns of the entries of :attr:`Measurement.by_class`, with the ``cell`` if there are several
+#: the columns of entries of :attr:`Measurement.by_class`, with ``cell`` if there are several cells
 _COLUMNS = (
     Column("cell", "cell"),
     Column("rank", "rank"),
@@ -201,7 +200,7 @@ def memory_table(measured: Mapping[str, Mapping[str, Any]]) -> Table | str:
     and for each traced step; a sentence if no cell has classes.
 
     Args:
-        measured: measurements as rows have them, by the key of their cell.
+        measured: the measurements of rows, by the keys of their cells.
     """
     entries = []
     for key, measurement in measured.items():

@@ -1,7 +1,7 @@
 """Progress and messages on standard error for the person who waits.
 
-Progress is one line that rewrites itself on a terminal, and rare lines elsewhere; --quiet has none. What a
-person must know, as a warning, is a :func:`message`, which is always printed.
+On a terminal, progress is one line that is redrawn; elsewhere, a few lines; with --quiet, nothing. A warning
+or another text that a person must know is a :func:`message`, which is always printed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     from spbench.bench.cell import Cell
 
-#: under this name the context of a command line has whether --quiet was given
+#: the key in the context's ``meta`` of whether the command line has --quiet
 _QUIET = "spbench.quiet"
-#: a line is printed at each of so many parts of the work, if standard error is no terminal
+#: the number of parts of the work after each of which a line is printed, if standard error is no terminal
 _TENTHS = 10
 
 
 def silence(ctx: click.Context, param: click.Parameter, quiet: bool) -> None:
-    """The callback of --quiet: from now on no progress of this command line is shown."""
+    """The callback of --quiet: no progress of this command line is shown from now on."""
     ctx.meta[_QUIET] = quiet
 
 
@@ -38,22 +38,22 @@ def is_quiet() -> bool:
 
 
 def message(text: str) -> None:
-    """Print a line on standard error, at once."""
+    """Print a text on standard error, at once."""
     print(for_stream(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def remark(text: str) -> None:
-    """Print a line on what is about to be done on standard error, unless --quiet was given."""
+    """Print a text on the next work on standard error, unless the command line has --quiet."""
     if not is_quiet():
         message(text)
 
 
 class Progress:
-    """How far a task is, on standard error: on a terminal one line with the share done, the time left and
-    what is being done, which is taken away at the end; elsewhere a line at each tenth. A context manager.
+    """A context manager that shows the progress of a task on standard error: on a terminal a line with the
+    share done, the time left and the present work, which is removed at the end; elsewhere a line a tenth.
 
     Args:
-        total: steps of the task; None: its share is told with :meth:`at`, or not known.
+        total: the number of steps of the task; None: not known yet, or :meth:`at` tells the share instead.
     """
 
     def __init__(self, total: int | None = None):
@@ -76,32 +76,32 @@ class Progress:
             self._bar.stop()
 
     def expect(self, total: int) -> None:
-        """Say how many steps there are, where that is known only now."""
+        """Set the number of steps, where it was not known at the beginning."""
         self.total = total
 
     def now(self, text: str) -> None:
-        """Say what is being done."""
+        """Show ``text`` as the present work on a terminal."""
         if self._bar and self._task is not None:
             self._bar.update(self._task, description=text)
 
     def keep(self, text: str) -> None:
-        """Print lines that stay, above the progress, for a person at a terminal."""
+        """Print a text above the line of progress on a terminal, where the text stays."""
         if self._bar:
             self._bar.console.print(for_stream(text, sys.stderr), soft_wrap=True, markup=False)
 
     def at(self, text: str, share: float) -> None:
-        """Show what is being done, and the share of the task that is done, from 0 to 1."""
+        """Show ``text`` as the present work, and the share of the task that is done, from 0 to 1."""
         self.now(text)
         self._advance(f"[{share:.0%}] {text}", share)
 
     def step(self, text: str, *, is_fault: bool = False) -> None:
-        """A step is done; ``text`` says what came of it, which stays on the screen if it is a fault."""
+        """Count a step as done; ``text`` says how it ended, and stays on the screen if it is a fault."""
         assert self.total, "the number of steps is not known"
         self.done += 1
         self._advance(f"[{self.done}/{self.total}] {text}", self.done / self.total, is_fault=is_fault)
 
     def _advance(self, line: str, share: float, *, is_fault: bool = False) -> None:
-        """Show a line and a share; a share less than before, as an estimate may be, counts as before."""
+        """Show a line and the share that is done; a smaller share than before counts as the earlier one."""
         share = self._share = max(share, self._share)
         tenth = int(share * _TENTHS + 1e-9)
         if self._bar and self._task is not None:
@@ -116,19 +116,19 @@ class Progress:
 
 
 class SweepProgress(Progress):
-    """Progress of a sweep. :meth:`begin` and :meth:`end` are the hooks of :func:`sweep`."""
+    """Progress of a sweep, whose function :func:`sweep` calls :meth:`begin` and :meth:`end` for each cell."""
 
     def __init__(self, total: int):
         super().__init__(total)
         self.running: list[str] = []
 
     def begin(self, cell: Cell) -> None:
-        """A cell has begun."""
+        """Show that a cell has begun."""
         self.running.append(cell.key)
         self._describe()
 
     def end(self, row: Row) -> None:
-        """A cell has ended."""
+        """Show that a cell has ended, with its outcome."""
         self.running.remove(row.key)
         self.step(f"{_label(row.key)}: {_outcome(row)}", is_fault=row.status in FAULTS)
         self._describe()
@@ -138,7 +138,7 @@ class SweepProgress(Progress):
 
 
 def watch(cells: int) -> SweepProgress:
-    """The progress of so many cells."""
+    """The progress of a sweep of ``cells`` cells."""
     return SweepProgress(cells)
 
 

@@ -1,13 +1,13 @@
-"""Activations of MLPs, each as one operator that keeps its inputs alone.
+"""Activations of MLPs, each as one operator that keeps only its inputs for backward.
 
 - :func:`swiglu` (arXiv 2002.05202), with a bias or without, as Megatron-LM's bias_swiglu.
-- :func:`silu_times` of two projections, as torch.compile fuses SiLU and product.
-- :func:`swiglu_in_place` of two projections, whose gradients are made in their memory, as Liger's kernel does
-  (liger_kernel/ops/swiglu.py, ``LigerSiLUMulFunction``): no SiLU is kept, and backward allocates nothing. It
-  can run once only.
+- :func:`silu_times` of two projections, as torch.compile fuses SiLU and multiplication.
+- :func:`swiglu_in_place` of two projections, as Liger's kernel (liger_kernel/ops/swiglu.py,
+  ``LigerSiLUMulFunction``): backward writes the gradients into the memory of the projections, allocates
+  nothing, and can run only once.
 - :func:`squared_relu` (arXiv 2109.08668), which Megatron-LM compiles.
 - :func:`bias_gelu`, gelu(x + bias), as Megatron-LM's.
-- :func:`weighted_swiglu`, times a number a row, as Megatron-LM's weighted_bias_swiglu of experts.
+- :func:`weighted_swiglu`, SwiGLU times a weight a row, as Megatron-LM's weighted_bias_swiglu of experts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _silu_times(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _silu_gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of silu(gate) * up with regard to both, in no more memory than theirs."""
+    """The gradients of gate and up from that of silu(gate) * up; allocates only these two tensors."""
     d_gate = gradient * up
     torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
     return d_gate, F.silu(gate).mul_(gradient)
@@ -35,7 +35,7 @@ def _silu_gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
 
 @operator("spbench::silu_times_backward_", mutates_args={"gate", "up"})
 def _silu_times_backward_(gradient: Tensor, gate: Tensor, up: Tensor) -> None:
-    """Makes of both projections the gradients with regard to them."""
+    """Overwrite ``gate`` and ``up`` with their gradients."""
     d_gate, d_up = _silu_gradients(gradient, gate, up)
     up.copy_(d_up)
     gate.copy_(d_gate)
@@ -61,7 +61,7 @@ class _SiLUTimes(torch.autograd.Function):
 
 
 def silu_times(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up [..., F] of gate and up [..., F], as torch.compile fuses it: it keeps both."""
+    """silu(gate) * up [..., F] of gate and up [..., F]; keeps gate and up, as torch.compile's fusion does."""
     return _SiLUTimes.apply(gate, up)
 
 
@@ -130,7 +130,7 @@ class _BiasGelu(torch.autograd.Function):
 def bias_gelu(x: Tensor, bias: Tensor, *, fused: bool) -> Tensor:
     """gelu(x + bias) with the tanh approximation, x [..., F], bias [F].
 
-    Fused it keeps x; unfused it keeps x + bias, and x + bias lives beside x for a moment.
+    The fused operator keeps x; unfused, x + bias is kept, and for a moment exists together with x.
     """
     return _BiasGelu.apply(x, bias) if fused else F.gelu(x + bias, approximate="tanh")
 
@@ -165,34 +165,34 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(y: Tensor, bias: Tensor | None = None) -> Tensor:
-    """silu(gate) * up, of gate and up side by side as y [..., 2, F] plus the bias [2, F] -> [..., F]."""
+    """silu(gate) * up [..., F], where y [..., 2, F] plus the bias [2, F] holds gate and up."""
     return _SwiGLU.apply(y, bias)
 
 
-#: of gpt-oss's SwiGLU: the largest input, and what sigmoid's is multiplied by
+#: constants of gpt-oss's SwiGLU: the largest input, and the factor of sigmoid's input
 CLAMP, SLOPE = 7.0, 1.702
 
 
 def _clamped_gradients(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of :func:`clamped_product` with regard to both inputs."""
+    """The gradients of the inputs gate and up of :func:`clamped_product`."""
     below, share = gate.clamp(max=CLAMP), (SLOPE * gate.clamp(max=CLAMP)).sigmoid()
     d_gate = gradient * (up.clamp(-CLAMP, CLAMP) + 1) * share * (1 + SLOPE * below * (1 - share))
     return d_gate * (gate <= CLAMP), gradient * below * share * (up.abs() <= CLAMP)
 
 
 def clamped_silu(x: Tensor) -> Tensor:
-    """x sigmoid(1.702 x) of x up to 7, as gpt-oss has it (modeling_gpt_oss.py of transformers)."""
+    """x sigmoid(1.702 x), x clamped to at most 7, as in gpt-oss (modeling_gpt_oss.py of transformers)."""
     x = x.clamp(max=CLAMP)
     return x * (SLOPE * x).sigmoid()
 
 
 def clamped_plus_one(x: Tensor) -> Tensor:
-    """The factor of :func:`clamped_silu` in gpt-oss' MLP: u + 1, with u clamped to [-7, 7]."""
+    """x + 1, with x clamped to [-7, 7], which gpt-oss's MLP multiplies with :func:`clamped_silu`."""
     return x.clamp(-CLAMP, CLAMP) + 1
 
 
 def clamped_product(gate: Tensor, up: Tensor) -> Tensor:
-    """Both, as one: g sigmoid(1.702 g) (u + 1) of gate and up, clamped at 7."""
+    """g sigmoid(1.702 g) (u + 1) of gate g and up u, each clamped at 7."""
     return clamped_silu(gate) * clamped_plus_one(up)
 
 
@@ -231,7 +231,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
 
 
 def weighted_swiglu(y: Tensor, weights: Tensor, *, clamped: bool = False) -> Tensor:
-    """silu(gate) * up * weight, of gate and up side by side as y [R, 2, F] and weights [R] -> [R, F];
-    ``clamped``: :func:`clamped_product` of both, as NeMo Automodel compiles gpt-oss's experts
+    """silu(gate) * up * weight [R, F], where y [R, 2, F] holds gate and up, and weights are [R]. ``clamped``
+    takes :func:`clamped_product` instead of silu(gate) * up, as NeMo Automodel compiles gpt-oss's experts
     (components/moe/experts.py, quick_geglu_deepep)."""
     return _WeightedSwiGLU.apply(y, weights, clamped)

@@ -1,18 +1,18 @@
-"""What the backward of FlashAttention's kernels allocates inside, by torch's caching allocator, and frees at
+"""Buffers that the backward of FlashAttention's kernels allocates, by torch's caching allocator, and frees at
 its end.
 
-FlashAttention-2 (``mha_bwd`` of csrc/flash_attn/flash_api.cpp at 2.7, of which torch has a copy): the
-gradient of queries in float32, into which blocks add; one number a query; and where heads of queries share
-those of keys, gradients of keys and values for each head of queries, added up at the end. FlashAttention-3
-(``mha_bwd`` of hopper/flash_api.cpp): the first likewise, two numbers a query, and where heads are shared
-gradients of keys and values in float32.
+FlashAttention-2 (``mha_bwd`` of csrc/flash_attn/flash_api.cpp at 2.7, of which torch has a copy) allocates
+the gradient of queries in float32, into which blocks add, and one number a query. Where several heads of
+queries share one of keys, it also has gradients of keys and values for each head of queries, and adds them up
+at the end. FlashAttention-3 (``mha_bwd`` of hopper/flash_api.cpp) allocates the same gradient of queries, two
+numbers a query, and where heads are shared gradients of keys and values in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: positions and features are rounded up to a multiple of these; FlashAttention-3 rounds some queries less
+#: multiples to which kernels round positions and features up; FlashAttention-3 rounds some queries less
 _POSITIONS, _FEATURES = 128, 32
 _FLOAT32 = 4
 #: kernels whose backward allocates
@@ -26,9 +26,9 @@ def _up(n: int, multiple: int) -> int:
 def inside_backward(
     kernel: str, q: Sequence[int], k: Sequence[int], itemsize: int, values: int | None = None
 ) -> list[int]:
-    """Bytes of the tensors that exist together inside the backward of a kernel, for q [B, Z, M, A] and k
-    [B, G, L, A] of that many bytes an element; none for other kernels than :data:`WITH_BUFFERS`. ``values``:
-    features of a value, where FlashAttention-3 has others than A (hopper/flash_api.cpp, lines 1345 to 1368).
+    """Bytes of each buffer of a kernel's backward (all exist together), for the shapes q [B, Z, M, A] and k
+    [B, G, L, A] and the bytes of an element; empty for kernels that :data:`WITH_BUFFERS` lacks. ``values`` is
+    the number of a value's features, if not A (FlashAttention-3: hopper/flash_api.cpp, lines 1345 to 1368).
     """
     if kernel not in WITH_BUFFERS or itemsize != 2:  # these kernels run in half precision alone
         return []

@@ -1,8 +1,8 @@
-"""Copies between a device and its host on a stream beside the one that computes.
+"""Copies between a device and its host on a second stream, next to the computing stream.
 
-No memory is given back while a copy reads or writes it: the computing stream waits for the stream of copies
-before a tensor that was copied is freed or used, and the stream of copies waits for the computing stream
-before it reads what that has made, or writes where that may still read. All waits are for whole streams.
+No memory is freed while a copy reads or writes it. The computing stream waits for the stream of copies before
+a copied tensor is freed or used. The stream of copies waits for the computing stream before a copy reads its
+results, or writes memory that the computing stream may still read. All waits are for whole streams.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from spbench.impls.kernels.host_copies import host_empty_like, to_device_, to_ho
 
 
 class CopyStream:
-    """A stream of copies of one device."""
+    """A stream that copies between one device and its host."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._module = torch.get_device_module(device)
         self._stream = self._module.Stream()
-        #: which are being copied to the host
+        #: tensors that are being copied to the host
         self._leaving: list[Tensor] = []
 
     def room(self, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the host for a tensor of the device."""
+        """An empty tensor in the host's memory, for a copy of a tensor of the device."""
         return host_empty_like(torch.empty((), dtype=dtype, device=self.device).expand(*shape))
 
     def to_host(self, x: Tensor, into: Tensor | None = None) -> Tensor:
-        """Begin to copy x to the host, into ``into`` or memory of its own. x must not be written to until
-        :meth:`wait`, and stays until then."""
+        """Begin to copy x to the host, into ``into`` or a new tensor, and return the copy. Until
+        :meth:`wait`, nothing may write to x, and x is not freed."""
         host = host_empty_like(x) if into is None else into
         with self.behind():
             to_host_(host, x)
@@ -40,14 +40,14 @@ class CopyStream:
         return host
 
     def to_device(self, host: Tensor) -> Tensor:
-        """Begin to copy back what has begun to be copied to the host; it is there after :meth:`wait`."""
+        """Begin to copy ``host`` to the device; the result holds the values after :meth:`wait`."""
         x = torch.empty(host.shape, dtype=host.dtype, device=self.device)
         with self.behind():
             to_device_(x, host)
         return x
 
     def changed(self, x: Tensor, host: Tensor) -> None:
-        """Begin to copy to the host what came from there and was written to."""
+        """Begin to copy x, which came from ``host`` and has changed, back into ``host``."""
         self.to_host(x, host)
 
     def wait(self) -> None:
@@ -56,20 +56,20 @@ class CopyStream:
         self._leaving.clear()
 
     def wait_on_host(self) -> None:
-        """Have the host too wait until the device has done all copies that have begun."""
+        """Have both the computing stream and the host wait for all copies that have begun."""
         self.wait()
         self._module.synchronize()
 
     @contextmanager
     def behind(self) -> Iterator[None]:
-        """A context whose work goes to this stream, behind all work that the computing stream has so far."""
+        """A context whose work goes to this stream, after all work that the computing stream has so far."""
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             yield
 
 
 class NoCopies(CopyStream):
-    """A stand-in that copies nothing: tensors stay on the device."""
+    """A :class:`CopyStream` that copies nothing; tensors stay on the device."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -1,4 +1,5 @@
-"""Cross entropy over a vocabulary that may be split over ranks (Megatron-LM, arXiv 1909.08053 section 3)."""
+"""Cross entropy over V vocabulary rows, split over N ranks or whole (Megatron-LM, arXiv 1909.08053 section
+3)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from spbench.impls.kernels.operator import operator
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        # full-precision logits that belong to this function: everything below works in them in place
+        # nothing else reads these full-precision logits, so every step below overwrites their memory
         part = logits.shape[-1]
         first = 0 if group is None else group.rank() * part
         top = all_reduce(logits.amax(-1), group, dist.ReduceOp.MAX)
@@ -52,22 +53,22 @@ def _own_full_precision(logits: Tensor) -> Tensor:
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Per-token loss [B, L] from this rank's part of the logits [B, L, V/N] and whole labels [B, L].
 
-    One full-precision tensor of the logits' shape is made and reused: shifted logits, exponentials,
-    softmax, gradient. So backward can run once only.
+    Shifted logits, exponentials, softmax and gradient share the memory of one full-precision tensor of the
+    logits' shape, so backward can run only once.
     """
     return _VocabParallelCrossEntropy.apply(_own_full_precision(logits), labels, group)
 
 
 @dataclass(frozen=True)
 class Autotuning:
-    """What torch.compile allocates while it times the versions of a kernel, before its first call.
+    """The memory that torch.compile allocates while it times versions of a kernel, before its first call.
 
     Attributes:
-        flush_bytes: of the buffer that it writes to between runs, so that nothing is left in the L2 cache:
-            256 MB (Triton's do_bench, which inductor called until torch 2.6), or as much as that cache has
-            (InductorBenchmarker of torch/_inductor/runtime/benchmarking.py).
-        copies: tensors as large as the full-precision logits that the last kernel of backward writes to, and
-            which are copied for each run; 0: a copy is made only where it raises no peak (since torch 2.6,
+        flush_bytes: bytes of the buffer that is written between runs to clear the L2 cache: 256 MB (Triton's
+            do_bench, which inductor called until torch 2.6), or the size of that cache (InductorBenchmarker
+            of torch/_inductor/runtime/benchmarking.py).
+        copies: tensors as large as the full-precision logits that backward's last kernel writes to, and that
+            are copied for each run; 0: a copy is made only where it raises no peak (since torch 2.6,
             copy_args_to_cpu_if_needed of torch/_inductor/runtime/triton_heuristics.py), else on the host.
     """
 
@@ -75,16 +76,16 @@ class Autotuning:
     copies: int = 0
 
     def scatter(self, precise: Tensor) -> int:
-        """Time the kernel that scatters into ``precise``; returns the bytes by which the peak lies above what
-        is allocated afterwards."""
-        # before it the kernel that makes the tensor was timed, beside as much
+        """Allocate as timing the kernel that scatters into ``precise`` does; returns the bytes by which the
+        peak is above the memory that is allocated afterwards."""
+        # timing the earlier kernel that makes the tensor had the same peak
         copied = bool(self.copies) or precise.nbytes <= self.flush_bytes
         self._allocate(precise, copied)
         return self.flush_bytes + copied * precise.nbytes
 
     def scale(self, precise: Tensor, above: int) -> None:
-        """Time the kernel that scales and converts the gradient, where the peak lies ``above`` bytes above
-        what is allocated."""
+        """Allocate as timing the kernel that scales and converts the gradient does, where the peak is
+        ``above`` bytes above the allocated memory."""
         self._allocate(precise, self.copies or precise.nbytes <= above)
 
     def _allocate(self, like: Tensor, copies: int) -> None:
@@ -113,7 +114,7 @@ class _CompiledCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, hit, local = ctx.saved_tensors
         tuning: Autotuning | None = ctx.tuning
-        # the compiler does not scatter into an input that it overwrites later, so that both exist
+        # the compiler does not scatter into an input that it overwrites later, so it makes a second tensor
         precise = softmax.clone()
         above = 0 if tuning is None else tuning.scatter(precise)
         precise.scatter_add_(-1, local.unsqueeze(-1), hit.to(softmax.dtype).neg_().unsqueeze(-1))
@@ -127,12 +128,12 @@ def compiled_cross_entropy(
     logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, tuning: Autotuning | None = None
 ) -> Tensor:
     """Per-token loss [B, L] as :func:`vocab_parallel_cross_entropy`, in the four regions that Megatron-Core
-    compiles with torch.compile (core/fusions/fused_cross_entropy.py): two sums over ranks travel together,
-    and backward has a second full-precision tensor of the logits' shape beside the softmax.
+    compiles with torch.compile (core/fusions/fused_cross_entropy.py). One message carries both sums over
+    ranks, and backward has the softmax and a second full-precision tensor of the logits' shape.
 
     Args:
-        tuning: of the first call, whose kernels are timed. Those of forward are timed beside less than those
-            of backward and leave no trace in the peak.
+        tuning: memory for timing kernels, in a first call. Only backward's kernels need it, because timing
+            forward's kernels does not raise the peak.
     """
     loss: Tensor = _CompiledCrossEntropy.apply(logits, labels, group, tuning)
     return loss
@@ -144,9 +145,9 @@ def compiled_cross_entropy(
     fake=lambda logits, statistics, labels, first: statistics.new_empty(labels.shape),
 )
 def _gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, first: int) -> Tensor:
-    """Loss [B, L] from the ``statistics`` [N, 3, B, L] of all parts of the vocabulary (largest logit, sum of
-    exponentials, the label's logit or 0); makes of the logits [B, L, V/N], in place, its gradient with regard
-    to them."""
+    """Returns the loss [B, L] from the ``statistics`` [N, 3, B, L] of all parts of the vocabulary (largest
+    logit, sum of exponentials, the label's logit or 0), and overwrites the logits [B, L, V/N] with their
+    gradient."""
     top, total, loss = _of_the_whole(statistics)
     softmax = (logits.to(statistics.dtype) - top.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
     hit, local = _hit(labels, first, logits.shape[-1])
@@ -156,14 +157,14 @@ def _gradient_(logits: Tensor, statistics: Tensor, labels: Tensor, first: int) -
 
 
 def _of_the_whole(statistics: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest logit, sum of exponentials and loss [B, L] of the statistics of all parts."""
+    """The largest logit, sum of exponentials and loss, each [B, L], from all parts' statistics."""
     top = statistics[:, 0].amax(0)
     total = (statistics[:, 1] * (statistics[:, 0] - top).exp()).sum(0)
     return top, total, total.log() + top - statistics[:, 2].sum(0)
 
 
 def _of_all_parts(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The statistics [N, 3, B, L]: one message, where Megatron-LM's own cross entropy sends three."""
+    """The statistics [N, 3, B, L], in one message where Megatron-LM's own cross entropy sends three."""
     own = _statistics(logits, labels, _first_row(logits, group))
     parts = own if group is None else all_gather_flat(own.flatten(), group)
     return parts.view(-1, *own.shape)
@@ -176,7 +177,7 @@ def _of_all_parts(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | Non
     ),
 )
 def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
-    """[3, B, L] of one part of the vocabulary, in at least float32; see :func:`_gradient_`."""
+    """The statistics [3, B, L] (:func:`_gradient_`) of one part of the vocabulary, in at least float32."""
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
     top = precise.amax(-1)
     total = (precise - top.unsqueeze(-1)).exp_().sum(-1)
@@ -185,21 +186,21 @@ def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
 
 
 def _first_row(logits: Tensor, group: dist.ProcessGroup | None) -> int:
-    """The first row of the vocabulary that is this rank's."""
+    """The first row of this rank's part of the vocabulary."""
     return 0 if group is None else group.rank() * logits.shape[-1]
 
 
 def _hit(labels: Tensor, first: int, part: int) -> tuple[Tensor, Tensor]:
-    """Which labels lie in the part of the vocabulary from ``first`` on, and their rows of it (0 for
-    others)."""
+    """Whether each label lies in the ``part`` rows from ``first`` on [B, L], and the label's row of this part
+    (0 for other labels) [B, L]."""
     hit = (labels >= first) & (labels < first + part)
     return hit, (labels - first) * hit
 
 
 @operator("spbench::cross_entropy_scale_", mutates_args={"d_logits"})
 def _scale_(d_logits: Tensor, gradient: Tensor) -> None:
-    """Multiply the gradient of each position's loss [B, L, V/N], in place, by what the loss is used with
-    [B, L]."""
+    """Multiply the gradient of each position's loss [B, L, V/N], in place, by the gradient that arrives for
+    this loss [B, L]."""
     d_logits.mul_(gradient.unsqueeze(-1))
 
 
@@ -220,9 +221,9 @@ class _CrossEntropyInPlace(torch.autograd.Function):
 
 def cross_entropy_in_place(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Per-token loss [B, L] in at least float32 from this rank's part of the logits [B, L, V/N] and whole
-    labels [B, L], as TransformerEngine's parallel_cross_entropy: forward makes the gradient in the memory and
-    the precision of the logits, which must be read by nothing else; no copy of them is made. Backward can run
-    once only."""
+    labels [B, L], as TransformerEngine's parallel_cross_entropy. Forward overwrites the logits with their
+    gradient in the same precision, without a copy, so nothing else may read the logits. Backward can run only
+    once."""
     loss: Tensor = _CrossEntropyInPlace.apply(logits, labels, group)
     return loss
 
@@ -245,10 +246,9 @@ class _CrossEntropyInOneRegion(torch.autograd.Function):
 
 
 def cross_entropy_in_one_region(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Per-token loss [B, L] as :func:`cross_entropy_in_place`, as torch.compile makes it of logits in half
-    precision, their cast and torch's cross entropy: for backward it keeps these logits and two numbers of
-    each position, and no copy in float32 is made; the gradient has the precision of the logits and memory of
-    its own."""
+    """Per-token loss [B, L] as :func:`cross_entropy_in_place`, but as torch.compile fuses the cast of
+    half-precision logits with torch's cross entropy: without a float32 copy. Backward needs the logits and
+    each position's statistics; the gradient has the precision of the logits and its own memory."""
     loss: Tensor = _CrossEntropyInOneRegion.apply(logits, labels, group)
     return loss
 
@@ -270,7 +270,7 @@ class _LossParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         log_softmax, hit, local = ctx.saved_tensors
-        # as torch writes it, where three tensors of this shape stand beside the log-softmax
+        # the same steps as torch, which has three tensors of this shape next to the log-softmax
         labelled = torch.zeros_like(log_softmax)
         labelled.scatter_(-1, local.unsqueeze(-1), hit.to(labelled.dtype).neg_().unsqueeze(-1))
         d_logits = (labelled + log_softmax.exp()) * gradient.unsqueeze(-1)
@@ -280,24 +280,23 @@ class _LossParallel(torch.autograd.Function):
 
 def loss_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Per-token loss [B, L] as :func:`vocab_parallel_cross_entropy`, by the operators of torch's
-    ``loss_parallel`` (torch/distributed/tensor/parallel/loss.py), none of which works in place: logits in
-    full precision, shifted logits and log-softmax in forward; the log-softmax and three more tensors of its
-    shape in backward."""
+    ``loss_parallel`` (torch/distributed/tensor/parallel/loss.py), of which none works in place. Forward makes
+    full-precision logits, shifted logits and the log-softmax; backward three tensors of its shape."""
     loss: Tensor = _LossParallel.apply(logits, labels, group)
     return loss
 
 
 def cross_entropy_as_given(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Per-token loss [B, L] of logits [B, L, V] as torch's own, in their precision, though it may be half: so
-    are the log-softmax and the gradients."""
+    """Per-token loss [B, L] of logits [B, L, V] by torch's own cross entropy; the log-softmax and gradients
+    have the precision of the logits, which may be half."""
     assert group is None or group.size() == 1, "torch's own loss takes whole logits"
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
     return loss.to(torch.promote_types(loss.dtype, torch.float32))
 
 
-#: per-token loss [B, L] of logits that are this function's alone, whole labels and the vocabulary's group
+#: (logits that nothing else reads, whole labels, the vocabulary's group) -> the per-token loss [B, L]
 CrossEntropy = Callable[[Tensor, Tensor, dist.ProcessGroup | None], Tensor]
-#: by the names that :class:`DecoderOptions` has
+#: the functions above, by their names in :class:`DecoderOptions`
 CROSS_ENTROPIES: dict[str, CrossEntropy] = {
     "fused": vocab_parallel_cross_entropy,
     "native": compiled_cross_entropy,
@@ -309,5 +308,5 @@ CROSS_ENTROPIES: dict[str, CrossEntropy] = {
 
 
 def cross_entropy_of(way: str | CrossEntropy) -> CrossEntropy:
-    """One of :data:`CROSS_ENTROPIES` by its name, or what is one already."""
+    """The function of :data:`CROSS_ENTROPIES` with this name; a function is returned as it is."""
     return CROSS_ENTROPIES[way] if isinstance(way, str) else way

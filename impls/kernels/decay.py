@@ -13,13 +13,13 @@ from spbench.impls.attended import CAUSAL, Attended
 
 @dataclass(frozen=True)
 class DecayMask:
-    """M of linear attention, o = ((q k^T) * M) v: exp(-s (i - j)) where j <= i and both are of one document,
-    else 0 (RetNet, arXiv 2307.08621, equation 5, where the decay is gamma = exp(-s)).
+    """M of linear attention, o = ((q k^T) * M) v: exp(-s (i - j)) where j <= i and positions i and j lie in
+    one document, else 0 (RetNet, arXiv 2307.08621, equation 5, where the decay is gamma = exp(-s)).
 
     Attributes:
-        rates: s >= 0 a position, of each head [Z]; None: 0.
-        attended: the documents.
-        way: how a single device works o out; :meth:`Strategy.linear_attention` says which ways there are.
+        rates: the rate s >= 0 of each head [Z], per position; None: 0.
+        attended: the documents of the sequence.
+        way: how a single device computes o; :meth:`Strategy.linear_attention` lists the ways.
     """
 
     rates: Tensor | None = None
@@ -32,12 +32,12 @@ class DecayMask:
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision of states and sums for inputs of this dtype."""
+    """The dtype of states and sums for inputs of this dtype: float64 for float64, else float32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def decay_powers(decay: Tensor | None, distance: Tensor) -> Tensor:
-    """exp(-s distance) [Z, n] (or [1, n]) for distances [n], in positions and of the states' dtype."""
+    """exp(-s distance) [Z, n] (or [1, n]) for distances [n] in positions, which have the states' dtype."""
     if decay is None:
         return torch.ones_like(distance).unsqueeze(0)
     return torch.exp(-decay.to(distance.dtype).unsqueeze(-1) * distance)
@@ -48,10 +48,10 @@ def decay_mask(decay: Tensor | None, length: int, like: Tensor) -> Tensor:
     position = positions(length, like)
     distance = position.unsqueeze(-1) - position
     rate = position.new_zeros(1) if decay is None else decay.to(distance.dtype)
-    # masked before exp: a future position's power would overflow
+    # masked before exp, because the power of a future position would overflow
     return torch.where(distance < 0, -torch.inf, -rate.view(-1, 1, 1) * distance).exp_()
 
 
 def positions(length: int, like: Tensor) -> Tensor:
-    """Numbers 0 .. length - 1 [length], of the states' dtype, on the device of ``like``."""
+    """The numbers 0 to length - 1 as a tensor [length] of the states' dtype, on the device of ``like``."""
     return torch.arange(length, device=like.device, dtype=state_dtype(like.dtype))

@@ -1,10 +1,10 @@
-"""Dropout with an explicit mask, alone and fused with bias and residual (Megatron-LM's bias_dropout_add), and
-random numbers for it that a parallel run can control.
+"""Dropout with an explicit mask, by itself or fused with bias and residual (Megatron-LM's bias_dropout_add),
+and random numbers for dropout that a parallel run can control.
 
-Every dropout of a step is numbered. Its generator is seeded from (seed, step, number) and, where the
-tensor is spread over ranks, from the rank too. So replicated tensors get the same mask on all ranks of
-a group, spread tensors get different ones, and recomputation in activation checkpointing repeats a
-mask exactly by winding the number back.
+Every dropout of a step has a number. Its generator is seeded from (seed, step, number) and, where the tensor
+is spread over ranks, from the rank too. So replicated tensors get the same mask on all ranks of a group, and
+spread tensors get different masks. Recomputation in activation checkpointing sets the number back, and so
+repeats the same mask.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spbench.impls.place import ALONE, Place
 
 @operator("spbench::masked_scale", fake=lambda x, mask, scale: torch.empty_like(x))
 def masked_scale(x: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """x where mask, times scale; zero elsewhere."""
+    """Returns x times ``scale`` where the boolean ``mask`` is True, and zero elsewhere."""
     return (x * mask).mul_(scale)
 
 
@@ -40,7 +40,7 @@ class _MaskedDropout(torch.autograd.Function):
 
 
 def masked_dropout(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """Dropout of probability p with a given boolean mask (True: kept) shaped like x."""
+    """Returns x after dropout of probability p by a boolean mask (True: kept) in the shape of x."""
     return _MaskedDropout.apply(x, mask, 1 / (1 - p))
 
 
@@ -70,9 +70,9 @@ def bias_dropout_add(
 ) -> Tensor:
     """residual + dropout(x + bias) for x, residual [..., H] and bias [H]; keeps the mask.
 
-    ``keep_input`` keeps x too, which backward does not need: TorchScript's autodiff of this function in
-    PyTorch 1.7 and 1.8 captured dropout's input as a dead value (pytorch issue 45524), 2 bytes an
-    element beside the mask's 1.
+    ``keep_input`` keeps x too, although backward does not need x, because TorchScript's autodiff of this
+    function in PyTorch 1.7 and 1.8 captured dropout's input as a dead value (pytorch issue 45524): 2 bytes an
+    element in addition to the mask's 1.
     """
     return _BiasDropoutAdd.apply(x, bias, residual, mask, 1 / (1 - p), keep_input)
 
@@ -81,8 +81,8 @@ class DropoutRandom:
     """The numbered dropout calls of one rank.
 
     Args:
-        seed: of the whole run, the same on all ranks.
-        place: of this rank on the mesh.
+        seed: the seed of the whole run, the same on all ranks.
+        place: the place of this rank on the mesh.
     """
 
     def __init__(self, seed: int, place: Place = ALONE):
@@ -95,23 +95,23 @@ class DropoutRandom:
         self.step, self.number = step, 0
 
     def mask(self, x: Tensor, p: float, axes: Sequence[str]) -> Tensor:
-        """A boolean tensor like x, True (kept) with probability 1 - p.
+        """Returns a boolean tensor in the shape of x, True (kept) with probability 1 - p.
 
         Args:
-            axes: of the mesh, over whose ranks x is spread, so that each has a mask of its own; without any
-                the mask is the same on all ranks.
+            axes: the axes of the mesh over whose ranks x is spread, so that each rank draws another mask;
+                without axes, the mask is the same on all ranks.
         """
         generator = torch.Generator(device=x.device).manual_seed(self.next_seed(axes))
         return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
 
     def next_seed(self, axes: Sequence[str]) -> int:
-        """The seed of the next numbered dropout; ``axes`` as in :meth:`mask`."""
+        """Returns the seed of the next dropout, and counts it; ``axes`` are as in :meth:`mask`."""
         rank = self.place.rank(*axes) + 1 if axes else 0
         seed = zlib.crc32(repr((self.seed, self.step, self.number, rank)).encode())
         self.number += 1
         return seed
 
     def dropout(self, x: Tensor, p: float, axes: Sequence[str]) -> Tensor:
-        """Zero elements of x with probability p, scale the others by 1 / (1 - p); keeps a byte an element.
-        ``axes`` as in :meth:`mask`."""
+        """Returns x with elements set to zero with probability p and the others scaled by 1 / (1 - p); keeps
+        a byte an element. ``axes`` are as in :meth:`mask`."""
         return x if p == 0 else masked_dropout(x, self.mask(x, p, axes), p)

@@ -1,9 +1,9 @@
-"""Causal flash attention with dropout of its probabilities, whose mask no tensor holds.
+"""Causal flash attention with dropout of its probabilities, without a tensor that keeps the mask.
 
 FlashAttention (arXiv 2205.14135, appendix B.4) draws the mask from a counter and draws it again in backward,
-so that nothing but the output and the logarithm of the softmax's denominator is kept. Here a seed stands for
-the counter. Shapes: q [B, Z, L, A], k, v [B, G, L, A], G divides Z; lse [B, Z, L] in float32 for half
-precisions.
+so that it keeps only the output and lse, the logarithm of the softmax's denominator. Here a seed is used in
+place of the counter. Shapes: q [B, Z, L, A]; k, v [B, G, L, A], where G divides Z; lse [B, Z, L], in float32
+for half precisions.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from spbench.impls.kernels.operator import operator
 
 
 def _mask(scores: Tensor, p: float, seed: int) -> Tensor:
-    """What probabilities are multiplied with: 0, or 1 / (1 - p)."""
+    """The factor of each probability, 0 or 1 / (1 - p), in the shape of the scores."""
     generator = torch.Generator(device=scores.device).manual_seed(seed)
     return torch.empty_like(scores).bernoulli_(1 - p, generator=generator).div_(1 - p)
 
 
 def _whole_heads(q: Tensor, *kv: Tensor) -> list[Tensor]:
-    """Each head of keys and values for every head of queries that it serves, in the precision of sums."""
+    """Each of ``kv`` [B, G, L, A] as [B, Z, L, A], a head for every head of queries, in the dtype of sums."""
     repeats = q.shape[1] // kv[0].shape[1]
     return [x.to(state_dtype(q.dtype)).repeat_interleave(repeats, 1) for x in kv]
 
 
 def _scores(q: Tensor, keys: Tensor) -> Tensor:
-    """Scaled scores [B, Z, L, L], -inf for later keys."""
+    """Scaled scores [B, Z, L, L], -inf where a key is later than its query."""
     scores = (q.to(keys.dtype) @ keys.mT) * q.shape[-1] ** -0.5
     return scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu_(1), -torch.inf)
 
@@ -102,6 +102,6 @@ class _DropoutFlashAttention(torch.autograd.Function):
 
 
 def dropout_flash_attention(q: Tensor, k: Tensor, v: Tensor, p: float, seed: int) -> Tensor:
-    """Causal softmax attention, scores scaled by A**-0.5, probabilities dropped with probability p by the
-    mask of that seed: o [B, Z, L, A], in memory [B, L, Z, A]; keeps q, k, v, o and a float32 a query."""
+    """Returns o [B, Z, L, A] (in memory [B, L, Z, A]) of causal softmax attention, scores scaled by A**-0.5,
+    with dropout of probability p by the mask that the seed draws; keeps q, k, v, o and a float32 a query."""
     return _DropoutFlashAttention.apply(q, k, v, p, seed)

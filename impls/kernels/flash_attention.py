@@ -2,13 +2,12 @@
 
     lse_i = log sum over j of exp(scale q_i . k_j)        o_i = sum over j of exp(scale q_i . k_j - lse_i) v_j
 
-From the o and lse of several blocks the attention to all of their keys can be put together, which torch's own
-scaled_dot_product_attention hides (FlashAttention, arXiv 2205.14135; blockwise: arXiv 2310.01889). Shapes: q
-[B, Z, M, A], k, v [B, G, L, A]; lse [B, Z, M] in float32 for half precisions. ``causal`` means that query i
-sees keys j <= i; M and L are then equal. G divides Z: each head of k and v is that of Z/G consecutive heads
-of q, which all contribute to its gradient; no kernel repeats keys or values in memory.
-
-o and the gradients lie in memory as [B, M or L, Z, A], as the kernels of torch write them.
+The o and lse of several blocks can be merged into the attention to all of their keys. torch's own
+scaled_dot_product_attention does not return lse (FlashAttention, arXiv 2205.14135; blockwise: arXiv
+2310.01889). Shapes: q [B, Z, M, A], k, v [B, G, L, A]; lse [B, Z, M] in float32 for half precisions.
+``causal`` means that query i sees keys j <= i; M and L are then equal. G divides Z: Z/G consecutive heads of
+q share one head of k and v and all contribute to its gradient; no kernel repeats keys or values in memory. o
+and the gradients lie in memory as [B, M or L, Z, A], as torch's kernels write these.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from spbench.impls.kernels.operator import Operator
 
 
 def _by_key_head(x: Tensor, k: Tensor) -> Tensor:
-    """x [B, Z, M, A] -> [B, G, Z/G M, A]: the queries of a head of k one after another, for one product."""
+    """x [B, Z, M, A] -> [B, G, Z/G M, A]: queries that share a head of k follow each other."""
     return x.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, causal: bool | Tensor) -> Tensor:
-    """The scaled scores [B, G, Z/G M, L], those of hidden keys -inf; ``causal`` may be True where a key is
-    hidden [M, L]."""
+    """The scaled scores [B, G, Z/G M, L], -inf where a key is hidden; ``causal`` may also be a mask [M, L]
+    that is True where a key is hidden."""
     precise = state_dtype(q.dtype)
     scores = (_by_key_head(q, k).to(precise) @ k.to(precise).mT).mul_(scale)
     if causal is not False:
@@ -45,12 +44,12 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool | Tensor) -> Tensor
 
 
 def is_half(q: Tensor) -> bool:
-    """Whether q is of a half precision, which alone FlashAttention's CUDA kernels take."""
+    """Whether q has a half precision; FlashAttention's CUDA kernels take no other."""
     return q.dtype in (torch.float16, torch.bfloat16)
 
 
 def new_like(x: Tensor, size: int) -> Tensor:
-    """Memory for [B, Z, M, size] where x is [B, Z, M, A], laid out as [B, M, Z, size]."""
+    """An empty tensor [B, Z, M, size] for x [B, Z, M, A], in memory [B, M, Z, size]."""
     batch, heads, length, _ = x.shape
     return x.new_empty(batch, length, heads, size).transpose(1, 2)
 
@@ -58,8 +57,8 @@ def new_like(x: Tensor, size: int) -> Tensor:
 def forward_by_scores(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool | Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns o [B, Z, M, A] and lse [B, Z, M], by all scores in float32 or float64; ``causal`` as of
-    :func:`_scores`."""
+    """Returns o [B, Z, M, A] and lse [B, Z, M] from all scores, in memory at once in float32 or float64;
+    ``causal`` is as in :func:`_scores`."""
     scores = _scores(q, k, scale, causal)
     lse = scores.logsumexp(-1)
     by_key_head = scores.sub_(lse.unsqueeze(-1)).exp_() @ v.to(scores.dtype)
@@ -67,25 +66,25 @@ def forward_by_scores(
     return o.copy_(by_key_head.reshape(o.shape)), lse.reshape(q.shape[:3])
 
 
-#: torch's CPU operators multiply a tile of queries with this many keys at a time, hidden or not
+#: keys that torch's CPU operators multiply with a tile of queries at a time, hidden keys included
 _KEYS_AT_A_TIME = 512
-#: the fewest positions of a causal block that two calls compute faster; half precisions repack keys in each
+#: the fewest positions of a causal block for which two calls are faster; each repacks keys of half precision
 _LEAST_HALVED, _LEAST_HALVED_IN_HALF = 192, 384
 ALL = slice(None)
 
 
 def _cpu_flash_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether torch's CPU operators compute this block: one head size, and a pair of a query and a key (an
-    empty one divides by zero there and kills the process)."""
+    """Whether torch's CPU operators can compute this block: q and v have one head size, and neither queries
+    nor keys are empty (an empty block divides by zero there and kills the process)."""
     return q.shape[3] == v.shape[3] and q.numel() > 0 and k.numel() > 0
 
 
 def _cpu_calls(q: Tensor, causal: bool) -> list[tuple[slice, slice, bool, Tensor | None]]:
-    """The calls of torch's CPU operators that make up a block: (queries, keys, causal, what is added to the
-    scores). The last has all keys.
+    """The calls of torch's CPU operators that compute a block, each as (queries, keys, causal, mask to add to
+    the scores or None). The last call has all keys.
 
-    A causal block of up to 512 positions is two calls, for halves of the queries, of which the first meets
-    half of the keys: in one call every query would be multiplied with all of them.
+    A causal block of up to 512 positions takes two calls, one for each half of the queries. The first call
+    has half of the keys; in a single call every query would be multiplied with all keys.
     """
     length = q.shape[2]
     least = _LEAST_HALVED_IN_HALF if is_half(q) else _LEAST_HALVED
@@ -119,8 +118,8 @@ def _forward_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool)
     return _joined([o for o, _ in blocks]), _joined([lse for _, lse in blocks]).contiguous()
 
 
-#: how many keys a query sees before its own place and after it, where the last query's is the last key;
-#: -1: all
+#: the numbers of keys that a query sees before and after its own place, where the place of the last query is
+#: the last key; -1: all keys
 Window = tuple[int, int]
 
 
@@ -133,7 +132,7 @@ def _forward_on_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
 def forward_by_kernel(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: Window = (-1, -1)
 ) -> tuple[Tensor, Tensor]:
-    """As :data:`flash_attention`, of half precision on a GPU, in a window."""
+    """Returns o and lse in half precision on a GPU, where queries see the keys of a window (-1: all)."""
     features, width = v.shape[3], _width(q)
     o, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(_by_position(x, width) for x in (q, k, v)),
@@ -152,7 +151,7 @@ def forward_by_kernel(
 
 
 def _width(q: Tensor) -> int:
-    """The head size of which torch's CUDA kernels compute: a multiple of 8."""
+    """The head size of q [B, Z, M, A] rounded up to a multiple of 8, as torch's CUDA kernels need it."""
     return -(-q.shape[3] // 8) * 8
 
 
@@ -168,15 +167,15 @@ def _by_position(x: Tensor, width: int) -> Tensor:
 
 
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Room for o [B, Z, M, A] and lse [B, Z, M], as the kernel allocates them."""
+    """Empty tensors for o [B, Z, M, A] and lse [B, Z, M], as the kernel allocates these."""
     return new_like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
 
 
 def backward_by_scores(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, causal: bool | Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of q, k and v, in their shapes, by all scores; o and lse may be of more
-    keys than k has."""
+    """Returns the gradients of q, k and v, in the shapes of these, from all scores in memory at once; o and
+    lse may be results of attention to more keys than k has."""
     p = _scores(q, k, scale, causal)
     p.sub_(_by_key_head(lse.unsqueeze(-1), k)).exp_()
     d_out, queries, out = (_by_key_head(x, k).to(p.dtype) for x in (d_o, q, o))
@@ -229,7 +228,7 @@ def backward_by_kernel(
     causal: bool,
     window: Window = (-1, -1),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :data:`flash_attention_backward`, of half precision on a GPU, in a window."""
+    """The gradients of q, k and v in half precision on a GPU, where queries see the keys of a window."""
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's state; there is none
     width = _width(q)
     gradients = torch.ops.aten._flash_attention_backward(
@@ -252,13 +251,13 @@ def backward_by_kernel(
 
 
 def fake_backward(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for the gradients of q, k and v, in their shapes."""
+    """Empty tensors for the gradients of q, k and v, in the shapes of these."""
     d_q, d_k, d_v = (new_like(x, x.shape[3]) for x in (q, k, v))
     return d_q, d_k, d_v
 
 
 def operator(schema: str, any_device: Callable[..., Any], fake: Callable[..., Any], **devices: Any) -> Any:
-    """torch's own operator of that schema, by which meters know its calls, with kernels by device."""
+    """Define an operator with this schema, kernels by device and a fake; returns its overload."""
     name, arguments, results = schema.partition("(")
     made = Operator(name, any_device, arguments + results)
     for device, kernel in devices.items():
@@ -275,8 +274,8 @@ flash_attention = operator(
     CPU=_forward_on_cpu,
     CUDA=_forward_on_cuda,
 )
-#: (d_o, q, k, v, o, lse, scale, causal) -> this block's parts of the gradients of q, k and v, of their dtype;
-#: o and lse are those of the queries' attention to all their keys, in this block and in others
+#: (d_o, q, k, v, o, lse, scale, causal) -> the parts of the gradients of q, k and v from this block of keys,
+#: in the dtype of q, k and v; o and lse are results of the queries' attention to all keys, in all blocks
 flash_attention_backward = operator(
     "flash_attention_backward(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, float scale,"
     " bool causal) -> (Tensor, Tensor, Tensor)",
@@ -288,19 +287,19 @@ flash_attention_backward = operator(
 
 
 def _pairs(q: Sequence[int], k: Sequence[int], causal: bool) -> int:
-    """Queries and keys that meet, in all sequences and heads."""
+    """The number of pairs of a query and a key that it sees, in all sequences and heads."""
     batch, heads, m, _ = q
     return batch * heads * (m * (m + 1) // 2 if causal else m * k[2])
 
 
 def forward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], causal: bool) -> int:
-    """Multiplications and additions of softmax attention without those above the diagonal of a causal mask,
-    which flash attention leaves out, from the shapes q [B, Z, M, A], k, v [B, Z, L, A]."""
+    """FLOPs of softmax attention's forward pass for the shapes q [B, Z, M, A] and k, v [B, Z, L, A], without
+    the pairs above the diagonal of a causal mask, which flash attention leaves out."""
     return 2 * _pairs(q, k, causal) * (q[3] + v[3])
 
 
 def backward_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], causal: bool) -> int:
-    """As :func:`forward_flops`, of the gradients."""
+    """FLOPs of softmax attention's backward pass, for the shapes and pairs of :func:`forward_flops`."""
     # the scores again, d_q and d_k; d_v and the gradient of the probabilities
     return 2 * _pairs(q, k, causal) * (3 * q[3] + 2 * v[3])
 
@@ -337,7 +336,7 @@ class _CausalFlashAttention(torch.autograd.Function):
 
 
 def causal_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal softmax attention to all keys at once, scores scaled by A**-0.5: o [B, Z, M, A], in memory
-    [B, M, Z, A], so that [B, M, H] of it is a view; keeps q, k, v, o and lse."""
+    """Returns o [B, Z, M, A] of causal softmax attention to all keys, scores scaled by A**-0.5. In memory o
+    lies as [B, M, Z, A], so that o as [B, M, H] is a view. The function keeps q, k, v, o and lse."""
     result: Tensor = _CausalFlashAttention.apply(q, k, v)
     return result

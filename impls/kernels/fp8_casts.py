@@ -1,16 +1,16 @@
-"""Casts to eight bits, and the matmuls of what they return.
+"""Casts to eight bits, and matmuls of matrices in eight bits.
 
-A matrix is cut into tiles, each with a scale of its own: one tile for all ("tensorwise"), a tile a row, tiles
+A matrix is cut into tiles, each with its own scale: one tile for all ("tensorwise"), a tile a row, or tiles
 of 1 x 128, 128 x 128 or 1 x 32. The scale brings a tile's largest magnitude to the largest number of the
-format: x is kept as round(x / scale), and counts as that times scale. Here a scale is the factor that a value
-is multiplied with again, which TransformerEngine calls ``scale_inv``.
+format: x is kept as round(x / scale), and its value is that number times scale. TransformerEngine calls this
+scale ``scale_inv``.
 
-Each cast is one kernel, as TransformerEngine and a compiled torchao have it: it reads a matrix in its own
-precision once and writes it in eight bits, by rows, transposed, or both; the matmuls of Hopper take operands
-whose summed dim is contiguous alone, so that backward needs the transposed copies. The largest magnitude of a
-whole matrix takes a kernel before that. Casts by rows and by one scale, and their matmuls, run so on a GPU
-with eight-bit matmuls, whose sums are the card's fast ones; libraries have these in forward alone. All else,
-and a CPU, multiplies what the casts stand for, in float32.
+Each cast is one kernel, as in TransformerEngine and compiled torchao. The kernel reads a matrix in its own
+precision once and writes it in eight bits, by rows, transposed, or both. Hopper's matmuls only take operands
+whose summed dim is contiguous, so backward needs the transposed copies. The largest magnitude of a whole
+matrix takes another kernel before the cast. On a GPU with eight-bit matmuls, casts by rows or by one scale
+and their matmuls run as such kernels, with the card's fast sums, which libraries use only in forward. In all
+other cases and on a CPU, matmuls run on the casts' values in float32.
 
 Formats: e4m3 has 3 bits of fraction and numbers up to 448, e5m2 has 2 and numbers up to 57344 (arXiv
 2209.05433). A scale that is a power of two is rounded up, so that nothing overflows.
@@ -31,9 +31,9 @@ from torch import Tensor
 from spbench.impls.kernels.operator import operator
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-#: scales that are powers of two alone, in one byte (Open Compute Project, Microscaling Formats 1.0)
+#: the dtype of one-byte scales, always powers of two (Open Compute Project, Microscaling Formats 1.0)
 E8M0 = torch.float8_e8m0fnu
-#: as torchao has it (float8_utils.py): no smaller magnitude is taken as the largest of a tile
+#: the least value for the largest magnitude of a tile, as in torchao (float8_utils.py)
 _SMALLEST = 1e-12
 
 #: rows and columns of a tile; 0: all of the matrix
@@ -45,8 +45,8 @@ class Quantized(NamedTuple):
     """A matrix in eight bits.
 
     Attributes:
-        data: [r, c].
-        scale: one for each tile, [ceil(r / rows of a tile), ceil(c / columns of a tile)].
+        data: the numbers in eight bits [r, c].
+        scale: the scale of each tile, [ceil(r / rows of a tile), ceil(c / columns of a tile)].
     """
 
     data: Tensor
@@ -60,7 +60,7 @@ class Quantized(NamedTuple):
 
 
 def whole_tile(shape: Sequence[int], tile: Sequence[int]) -> Tile:
-    """The rows and columns of a tile of a matrix of that shape, as numbers that are not 0."""
+    """The rows and columns of a tile, where 0 is replaced by all rows or columns of the matrix."""
     return tile[0] or max(1, shape[0]), tile[1] or max(1, shape[1])
 
 
@@ -70,7 +70,7 @@ def _scales_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, int]:
 
 
 def _spread(scale: Tensor, shape: Sequence[int], tile: Sequence[int]) -> Tensor:
-    """The scale of each element, from those of the tiles."""
+    """The scale of each element [r, c], from the scales of the tiles."""
     rows, columns = whole_tile(shape, tile)
     scale = scale.float() if scale.dtype == E8M0 else scale
     return scale.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[:, : shape[1]]
@@ -85,7 +85,7 @@ def _largest_by_tile(x: Tensor, tile: Sequence[int]) -> Tensor:
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
-    """The scale of tiles whose largest magnitudes these are, in float32; of zeros, one that keeps them 0."""
+    """The float32 scales of tiles with these largest magnitudes; never 0, also for tiles of zeros."""
     scale = (largest.double().clamp(min=_SMALLEST) / torch.finfo(dtype).max).float()
     return torch.exp2(torch.ceil(torch.log2(scale))) if power_of_two else scale
 
@@ -108,7 +108,7 @@ def _multiplies_eight_bits() -> bool:
 
 
 def _kernels(x: Tensor, tile: Sequence[int], scales: torch.dtype | None) -> Any:
-    """The Triton kernels, if they cast a matrix so on the GPU at hand; else None."""
+    """The module of Triton kernels, if these can cast x with this tile on the current GPU; else None."""
     by_rows = tuple(tile) == (1, 0) and scales != E8M0
     if (
         x.dtype == torch.float64
@@ -125,7 +125,7 @@ def _kernels(x: Tensor, tile: Sequence[int], scales: torch.dtype | None) -> Any:
     "spbench::fp8_amax", fake=lambda x: x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32))
 )
 def fp8_amax(x: Tensor) -> Tensor:
-    """The largest magnitude of x, [] in float32, or float64 where x has that."""
+    """The largest magnitude of x as a scalar [] in float32, or in float64 if x is float64."""
     return x.abs().amax().to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -144,7 +144,7 @@ def fp8_cast(
     scales: torch.dtype | None,
     transposed: bool,
 ) -> tuple[Tensor, Tensor]:
-    """x [r, c] in eight bits, or x^T [c, r] if ``transposed``, and its scales; see :func:`cast`."""
+    """Returns x [r, c], or x^T [c, r] if ``transposed``, in eight bits, and its scales."""
     return _cast(x.mT if transposed else x, largest, dtype, tile, scales)
 
 
@@ -174,7 +174,7 @@ def _(x: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
 def fp8_cast_both(
     x: Tensor, largest: Tensor | None, dtype: torch.dtype, tile: Sequence[int], scales: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [r, c] and x^T [c, r] in eight bits, each with its scales, by one kernel."""
+    """Returns x [r, c] and x^T [c, r] in eight bits, each followed by its scales, by one kernel."""
     data, scale = _cast(x, largest, dtype, tile, scales)
     return data, scale, *_cast(x.mT, largest, dtype, tile, scales)
 
@@ -205,7 +205,7 @@ def _(
 
 @operator("spbench::fp8_transpose", fake=lambda data: data.new_empty(data.shape[1], data.shape[0]))
 def fp8_transpose(data: Tensor) -> Tensor:
-    """data^T [c, r] of data [r, c] in eight bits, contiguous."""
+    """The contiguous transpose [c, r] of data [r, c] in eight bits."""
     return data.mT.contiguous()
 
 
@@ -213,8 +213,8 @@ def fp8_transpose(data: Tensor) -> Tensor:
 def fp8_recast(
     data: Tensor, scale: Tensor, tile: Sequence[int], scales: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """What data [r, c] with tiles of its rows counts as, in tiles of the rows of its transpose [c, r],
-    rounded once more."""
+    """Returns the transpose [c, r] of data [r, c], cast again (and so rounded again) in tiles of its own
+    rows, and its scales."""
     return _cast(_counts_as(data, scale, tile, torch.float32).mT, None, data.dtype, tile, scales)
 
 
@@ -232,8 +232,9 @@ def _counts_as(data: Tensor, scale: Tensor, tile: Sequence[int], dtype: torch.dt
 def _multiplied_as_they_are(
     a: Tensor, b: Tensor, of_a: Tensor, of_b: Tensor, tiles: Sequence[int], dtype: torch.dtype
 ) -> Tensor | None:
-    """By the matmul of a GPU with eight bits, if it takes these operands: rows of a and columns of b with a
-    scale each, or one for all, each contiguous along the summed dim, in sixteens."""
+    """The result of the GPU's eight-bit matmul, or None if it does not take these operands. It needs a scale
+    for each row of a and column of b, or one for all, and a contiguous summed dim that is a multiple of
+    16."""
     takes: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {
         (*WHOLE, *WHOLE): ((), ()),
         (1, 0, 0, 1): ((a.shape[0], 1), (1, b.shape[1])),
@@ -256,7 +257,7 @@ def _multiply(
 
 
 def _products(prefix: str) -> tuple[object, object]:
-    """The matmuls of one library: a result in ``dtype``, and one that is added to a buffer."""
+    """The two matmuls of a library: fp8_mm returns its result, fp8_accumulate_mm_ adds it to a buffer."""
 
     @operator(f"spbench::{prefix}fp8_mm")
     def fp8_mm(
@@ -286,13 +287,13 @@ _TORCH, _ENGINE = _products(""), _products("te_")
 
 
 def multiply_fp8(a: Quantized, b: Quantized, dtype: torch.dtype, *, by_engine: bool) -> Tensor:
-    """a [m, k] times b [k, n] -> [m, n] in ``dtype``; TransformerEngine's matmul if ``by_engine``."""
+    """The matmul of a [m, k] and b [k, n] in ``dtype`` [m, n]; by TransformerEngine if ``by_engine``."""
     product = (_ENGINE if by_engine else _TORCH)[0]
     result: Tensor = product(a.data, b.data, a.scale, b.scale, [*a.tile, *b.tile], dtype)  # type: ignore[operator]
     return result
 
 
 def accumulate_fp8(into: Tensor, a: Quantized, b: Quantized, *, by_engine: bool) -> None:
-    """Add a [m, k] times b [k, n] to ``into`` [m, n], in its precision."""
+    """Add the matmul of a [m, k] and b [k, n] to ``into`` [m, n], in the precision of ``into``."""
     add = (_ENGINE if by_engine else _TORCH)[1]
     add(into, a.data, b.data, a.scale, b.scale, [*a.tile, *b.tile])  # type: ignore[operator]

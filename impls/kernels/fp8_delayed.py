@@ -1,14 +1,14 @@
-"""Delayed scaling: casts by scales that earlier passes have set, as TransformerEngine's DelayedScaling.
+"""Delayed scaling: casts use scales that earlier passes have set, as TransformerEngine's DelayedScaling.
 
-A cast reads a matrix once. It multiplies with a scale that is there already and notes the largest magnitude
-on the way, where current scaling needs a pass before it. At the end of a forward pass one all-reduce takes
-the largest of each matrix over the ranks of a pipeline stage, a kernel sets the scales for the next pass, and
-the history of magnitudes moves on by one; the same at the end of a backward pass, for gradients
-(reduce_and_update_fp8_tensors of transformer_engine/pytorch/quantization.py, 2.x). A matmul has three places
-in the list of forward (input, weight, output) and two in that of backward, whether they are used or not.
+A cast reads a matrix once: it uses the existing scale and records the largest magnitude at the same time,
+where current scaling must first read the matrix for its magnitude. At the end of a forward pass, an
+all-reduce takes each matrix's largest magnitude over the ranks of a pipeline stage, a kernel sets the scales
+of the next pass, and the history of magnitudes moves on by one. The end of a backward pass does the same for
+gradients (reduce_and_update_fp8_tensors of transformer_engine/pytorch/quantization.py, 2.x). A projection has
+three places in the list of forward (input, weight, output) and two in the list of backward, used or not.
 
-All scales are 1 before the first pass. Where a pass runs again for recomputation, it casts by the scales that
-there are then; TransformerEngine keeps those of the first time.
+All scales are 1 before the first pass. When a pass runs again for recomputation, it casts by the scales of
+that moment; TransformerEngine keeps the scales of the first run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from spbench.impls.collectives import all_reduce
 from spbench.impls.kernels.operator import operator
 
-#: places of a matmul's matrices in the lists of forward (True) and backward, and how many it has there
+#: place of each matrix of a projection in the list of forward (True) or backward, and places in each list
 _PLACES = {"input": (True, 0), "weight": (True, 1), "gradient": (False, 0)}
 PLACES_OF_A_MATMUL = {True: 3, False: 2}
 
@@ -43,8 +43,8 @@ def _note(x: Tensor, largest: Tensor) -> None:
 def fp8_cast_delayed_(
     x: Tensor, scale: Tensor, largest: Tensor, dtype: torch.dtype, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """x [r, c], or x^T, in eight bits by a scale [], and a copy of that [1, 1]; ``largest`` [] becomes the
-    largest magnitude of x if it is less."""
+    """Returns x [r, c], or x^T, in eight bits by a scale [], and a copy of the scale [1, 1]; raises
+    ``largest`` [] to the largest magnitude of x."""
     _note(x, largest)
     return _by_scale(x.mT if transposed else x, scale, dtype), scale.view(1, 1).clone()
 
@@ -61,7 +61,7 @@ def _(
 def fp8_cast_both_delayed_(
     x: Tensor, scale: Tensor, largest: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x and x^T as :func:`fp8_cast_delayed_`, by one kernel, and their scale [1, 1]."""
+    """Returns x and x^T in eight bits, by one kernel, and their scale [1, 1]; raises ``largest`` as above."""
     _note(x, largest)
     data, transposed = (_by_scale(each, scale, dtype) for each in (x, x.mT))
     return data, transposed, scale.view(1, 1).clone()
@@ -77,7 +77,7 @@ def _(x: Tensor, scale: Tensor, largest: Tensor, dtype: torch.dtype) -> tuple[Te
 @operator("spbench::fp8_update_scales_", mutates_args={"history", "scales"})
 def fp8_update_scales_(history: Tensor, scales: Tensor, largest_number: float) -> None:
     """Set scales [n] so that the largest magnitudes of a history [h, n] become the format's largest number,
-    and make room for the next in its first row. A matrix that has only had zeros keeps its scale."""
+    and clear the first row of the history for the next pass. A matrix with only zeros keeps its scale."""
     of_all = history.amax(0)
     scales.copy_(torch.where(of_all > 0, of_all / largest_number, scales))
     history.copy_(history.roll(-1, 0))
@@ -85,13 +85,13 @@ def fp8_update_scales_(history: Tensor, scales: Tensor, largest_number: float) -
 
 
 class DelayedScaling(nn.Module):
-    """The scales of all matmuls of some layers, and the magnitudes that the next ones are made of.
+    """The scales of all projections of some layers, and the magnitudes from which the next scales follow.
 
     Args:
-        layers: whose weights are multiplied with in eight bits, if :func:`is_multiplied` says so.
-        history: passes of which the largest magnitude counts.
+        layers: the layers; weights for which :func:`is_multiplied` holds are multiplied in eight bits.
+        history: the number of passes whose largest magnitude sets a scale.
         numbers: the largest numbers of the formats in forward and in backward.
-        group: of the ranks over which a magnitude is the largest; None: this one alone.
+        group: the ranks over which magnitudes are reduced; None: only this rank.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class DelayedScaling(nn.Module):
             module.__dict__.setdefault("spbench_fp8_slots", {})[name] = slots
 
     def of(self, *, forward: bool) -> tuple[Tensor, Tensor]:
-        """The history [h, n] and the scales [n] of a direction."""
+        """The history [h, n] and the scales [n] of forward or backward."""
         name = "forward" if forward else "backward"
         return getattr(self, f"{name}_history"), getattr(self, f"{name}_scales")
 
@@ -123,13 +123,13 @@ class DelayedScaling(nn.Module):
         """Set the scales of the next pass."""
         history, scales = self.of(forward=forward)
         if self.group is not None:
-            largest = history[0].clone()  # as the magnitudes of all modules are joined
+            largest = history[0].clone()  # a copy, as the libraries join the magnitudes of all modules
             all_reduce(largest, self.group, dist.ReduceOp.MAX)
             history[0].copy_(largest)
         fp8_update_scales_(history, scales, self.numbers[forward])
 
     def entering(self, x: Tensor) -> Tensor:
-        """x, which the layers begin with; when its gradient is there, backward has ended."""
+        """Returns x, the layers' input; when its gradient arrives, backward has ended and sets scales."""
         result: Tensor = _Entering.apply(x, lambda: self.update(forward=False))
         return result
 
@@ -148,12 +148,12 @@ class Slot:
 
     @property
     def scale(self) -> Tensor:
-        """The factor that a value counts times, []."""
+        """The factor [] that turns a number in eight bits into its value."""
         return self._in(self.scaling.of(forward=self.forward)[1])
 
     @property
     def largest(self) -> Tensor:
-        """The largest magnitude of this pass, []."""
+        """The largest magnitude [] of the matrix in this pass so far."""
         return self._in(self.scaling.of(forward=self.forward)[0][0])
 
 
@@ -170,8 +170,8 @@ class _Entering(torch.autograd.Function):
 
 
 def is_multiplied(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter of that name in its module is a matmul's; the bias of parts that are projected
-    together has two dims too."""
+    """Whether a parameter with this name in its module is the weight of a matmul. The name decides because
+    the bias of several parts that are projected together also has two dims."""
     return parameter.ndim > 1 and name != "bias"
 
 

@@ -1,10 +1,9 @@
-"""A projection in eight bits of positions that lie on several ranks, as Megatron's sequence parallelism has
-them.
+"""A projection in eight bits of positions that are spread over ranks, as in Megatron's sequence parallelism.
 
-TransformerEngine's layers cast x before they gather it, one byte an element, keep this rank's part and gather
-it again (transformer_engine/pytorch/module/linear.py, 2.x). A scale of all of x is that of the largest
-magnitude on all ranks. Tiles of rows are cast anew here for the weight's gradient, where TransformerEngine
-keeps tiles of columns: as many bytes, rounded twice.
+TransformerEngine's layers cast x to one byte an element before the all-gather, keep this rank's part, and
+gather it again in backward (transformer_engine/pytorch/module/linear.py, 2.x). If x has one scale, it comes
+from the largest magnitude on all ranks. For the weight's gradient, x in tiles of rows is cast a second time
+here, where TransformerEngine keeps tiles of columns; the bytes are the same, but numbers are rounded twice.
 """
 
 from __future__ import annotations
@@ -29,14 +28,15 @@ def project_gathered(
     dim: int,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """The positions of all ranks of x [.., L/N, .., H], which lie along ``dim``, W^T + b."""
+    """x W^T + b [.., L, .., F] for the positions of all N ranks, where x [.., L/N, .., H] has L/N along
+    ``dim``."""
     # a view of what the function returns, and not made within it, may be changed in place
     rows: Tensor = _GatheredProjection.apply(x, weight, bias, recipe, dim, group)
     return rows.view(*_whole_shape(x.shape, dim, group), rows.shape[-1])
 
 
 class _GatheredProjection(torch.autograd.Function):
-    """See :func:`project_gathered`."""
+    """The autograd function of :func:`project_gathered`."""
 
     @staticmethod
     def forward(
@@ -84,13 +84,13 @@ class _GatheredProjection(torch.autograd.Function):
 
 
 def _whole_shape(shape: torch.Size, dim: int, group: dist.ProcessGroup) -> list[int]:
-    """The shape of x of all ranks, without its last dim."""
+    """The shape of x with the positions of all ranks along ``dim``, without the last dim."""
     return [n * group.size() if place == dim else n for place, n in enumerate(shape[:-1])]
 
 
 def gathered(own: Quantized, shape: torch.Size, dim: int, group: dist.ProcessGroup) -> Quantized:
-    """The rows of all ranks, from this rank's, which are those of x of that shape; scales with them, where
-    rows have some of their own."""
+    """The rows of all ranks in eight bits, from this rank's rows ``own`` of an x of this shape. Scales are
+    gathered too, if rows have their own."""
 
     def of_all(x: Tensor) -> Tensor:
         # bytes, which every library of collectives sends

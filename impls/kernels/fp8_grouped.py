@@ -1,10 +1,10 @@
-"""A matmul of each expert's rows with the expert's own weight in eight bits, all in one call, as
-TransformerEngine's GroupedLinear has it (transformer_engine/pytorch/module/grouped_linear.py, 2.x).
+"""A matmul of each expert's rows with the expert's own weight in eight bits, all in one call, as in
+TransformerEngine's GroupedLinear (transformer_engine/pytorch/module/grouped_linear.py, 2.x).
 
-Each expert's rows are a matrix of their own, with scales of their own; weights are cast as those of other
-projections. A cast both ways returns the rows, and in a buffer of as many bytes the transposes of the rows of
-each expert, one after another. Each cast is one operator here, where TransformerEngine may launch a kernel an
-expert. Rows are not padded to the multiples that its matmuls need.
+Each expert's rows are a matrix with its own scales; weights are cast as in other projections. A cast of rows
+returns the rows and, in a buffer of as many bytes, the transposes of each expert's rows, one after another.
+Each cast is one operator here, where TransformerEngine may launch a kernel an expert. Rows are not padded to
+the multiples that TransformerEngine's matmuls need.
 
 Letters: R rows of all experts together, n experts, H features in, F out.
 """
@@ -25,7 +25,7 @@ from spbench.impls.kernels.projection import added_to_main_grad, matrix
 
 
 def _scale_counts(rows: Sequence[int], columns: int, tile: Sequence[int]) -> tuple[list[int], list[int]]:
-    """How many scales each expert's rows have, and their transpose."""
+    """The number of scales of each expert's rows, and of the transpose of each expert's rows."""
     forward = [math.prod(_scales_shape((r, columns), tile)) for r in rows]
     return forward, [math.prod(_scales_shape((columns, r), tile)) for r in rows]
 
@@ -35,7 +35,7 @@ def _scale_counts(rows: Sequence[int], columns: int, tile: Sequence[int]) -> tup
     fake=lambda x, rows: x.new_empty(len(rows), dtype=torch.promote_types(x.dtype, torch.float32)),
 )
 def fp8_amax_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """The largest magnitude of each expert's rows of x, [n] in float32 or float64; 0 of none."""
+    """The largest magnitude of each expert's rows of x, [n] in float32 or float64; 0 without rows."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     none = x.new_zeros((), dtype=dtype)
     parts = x.split(list(rows))
@@ -51,8 +51,8 @@ def fp8_cast_rows(
     tile: Sequence[int],
     scales: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x [R, c] in eight bits [R, c] with scales [s], and the transposes of each expert's rows one after
-    another in a buffer [R, c], with scales [t]."""
+    """Returns x [R, c] in eight bits with its scales in a flat tensor, and the transposes of each expert's
+    rows one after another in a buffer [R, c] with their scales in a flat tensor."""
     data, of_data, turned, of_turned = (list[Tensor]() for _ in range(4))
     for number, part in enumerate(x.split(list(rows))):
         if not len(part):
@@ -77,7 +77,7 @@ def _(x: Tensor, rows: Sequence[int], *how: Any) -> tuple[Tensor, Tensor, Tensor
 def _turned(
     data: Tensor, scale: Tensor, rows: Sequence[int], tile: Sequence[int], dtype: torch.dtype
 ) -> list[Tensor]:
-    """What the transposes [c, r] of each expert's rows count as, in ``dtype`` or float32."""
+    """The values of the transpose [c, r] of each expert's rows, in at least float32."""
     columns = data.shape[1]
     _, counts = _scale_counts(rows, columns, tile)
     parts = zip(data.flatten().split([r * columns for r in rows]), scale.split(counts), rows, strict=True)
@@ -101,7 +101,7 @@ def te_fp8_grouped_mm(
     tiles: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Each expert's rows of a [R, k] times its b [k, n] -> [R, n] in ``dtype``."""
+    """Returns the matmul of each expert's rows of a [R, k] and the expert's b [k, n], [R, n] in ``dtype``."""
     counts, _ = _scale_counts(rows, a.shape[1], tiles[:2])
     results = []
     for part, scale, w, of_w in zip(a.split(list(rows)), of_a.split(counts), b, of_b, strict=True):
@@ -120,8 +120,8 @@ def te_fp8_grouped_mm_weights(
     tile: Sequence[int],
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """The gradient [F, H] of each expert's weight, from transposes as :func:`fp8_cast_rows` joins them: of
-    d_y [R, F] and of x [R, H]."""
+    """The gradient [F, H] of each expert's weight, from the transposes of d_y [R, F] and of x [R, H] in the
+    buffers of :func:`fp8_cast_rows`."""
     of_all = (_turned(*each, rows, tile, dtype) for each in ((d_y, of_d_y), (x, of_x)))
     parts = zip(*of_all, strict=True)
     return [(d @ part.mT).to(dtype) for d, part in parts]
@@ -143,7 +143,7 @@ def te_fp8_grouped_accumulate_mm_(
     rows: Sequence[int],
     tile: Sequence[int],
 ) -> None:
-    """As :func:`te_fp8_grouped_mm_weights`, added to a buffer of each expert [F, H]."""
+    """Add each gradient of :func:`te_fp8_grouped_mm_weights` to the expert's buffer [F, H] of ``into``."""
     of_all = (_turned(*each, rows, tile, into[0].dtype) for each in ((d_y, of_d_y), (x, of_x)))
     for total, d, part in zip(into, *of_all, strict=True):
         total.add_((d @ part.mT).to(total.dtype))
@@ -191,6 +191,6 @@ class _GroupedProjection(torch.autograd.Function):
 def grouped_project_fp8(
     x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[int], recipe: Fp8Recipe
 ) -> Tensor:
-    """As :func:`grouped_project`, by a recipe of TransformerEngine."""
+    """As :func:`grouped_project`, but in eight bits by a recipe of TransformerEngine."""
     result: Tensor = _GroupedProjection.apply(x, tuple(rows), recipe, *weights)
     return result

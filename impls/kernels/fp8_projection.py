@@ -1,15 +1,15 @@
-"""A projection x W^T + b whose matmuls are in eight bits, by a recipe.
+"""A projection x W^T + b whose matmuls are in eight bits; a recipe says how matrices are scaled.
 
 All three matmuls of a projection, y = x W^T, d_x = d_y W and d_W = d_y^T x, cast their operands first (see
 :mod:`fp8_casts`). Sums are in float32, and results in the precision of x. Master weights, norms, attention,
 embedding and head stay as they are.
 
-What is kept for backward depends on the library. torchao keeps x and W as they are, with the largest
-magnitude of each where the recipe has one scale for all, and casts them again in backward, transposed
+The tensors kept for backward depend on the library. torchao keeps x and W uncast, with the largest magnitude
+of each if the recipe has one scale for a matrix, and backward casts x and W again, transposed
 (matmul_with_hp_or_float8_args of torchao/float8/float8_linear.py; a compiled program fuses each cast to one
-kernel, as torchao/testing/training/roofline_utils.py counts them). TransformerEngine casts x both ways at
-once and keeps x^T in eight bits alone; it casts W both ways in the first micro-batch of a step and keeps both
-for the others (transformer_engine/pytorch/module/linear.py, 2.x).
+kernel, as torchao/testing/training/roofline_utils.py counts). TransformerEngine casts x and x^T at once and
+keeps only x^T in eight bits. It casts W and W^T in the first micro-batch of a step and keeps both for the
+later micro-batches (transformer_engine/pytorch/module/linear.py, 2.x).
 
 Letters: m rows of x, H features in, F out.
 """
@@ -48,7 +48,7 @@ from spbench.impls.kernels.projection import (
     weight_gradient,
 )
 
-#: what a matmul of a projection takes
+#: the roles of a matrix in the matmuls of a projection
 Operand = Literal["input", "weight", "gradient"]
 
 
@@ -57,17 +57,16 @@ class Fp8Recipe:
     """How the operands of matmuls are scaled.
 
     Attributes:
-        tile: of activations and gradients, as each matmul reads them: its columns lie along the summed dim.
-        weights: of weights.
-        gradients: the format of gradients; activations and weights are E4M3.
-        scales: torch.float32: powers of two in float32; E8M0: in one byte; None: any float32.
-        transposes: matmuls take operands whose summed dim is contiguous alone, as Hopper's; else, as
-            Blackwell's (is_non_tn_fp8_gemm_supported of transformer_engine/pytorch/utils.py), those with one
-            scale need no transposed copy.
-        delayed: scales are of earlier passes (:mod:`fp8_delayed`); ``slots`` has the places of the matrices
-            of one matmul, by what they are: "input", "weight" or "gradient".
-        wide_weight_gradient: the matmul of the weight's gradient stays in the precision of x, and that of the
-            input's gradient has one scale for the weight.
+        tile: the tile of activations and gradients; its columns lie along the summed dim of each matmul.
+        weights: the tile of weights. gradients: the format of gradients; activations and weights are E4M3.
+        scales: torch.float32: powers of two in float32; E8M0: powers of two in one byte; None: any float32.
+        transposes: whether matmuls only take operands with a contiguous summed dim, as on Hopper. On
+            Blackwell, a matrix with one scale needs no transposed copy (is_non_tn_fp8_gemm_supported of
+            transformer_engine/pytorch/utils.py).
+        delayed: whether scales come from earlier passes (:mod:`fp8_delayed`); ``slots`` then has the place
+            of each matrix of a projection by its role: "input", "weight" or "gradient".
+        wide_weight_gradient: whether the matmul for the weight's gradient stays in the precision of x; the
+            matmul for the input's gradient then has one scale for the weight.
     """
 
     name: str
@@ -86,8 +85,8 @@ class Fp8Recipe:
         return self.tile == WHOLE
 
     def largest(self, x: Tensor, tile: Tile, what: Operand = "input") -> Tensor | Slot | None:
-        """What a cast of x needs before: its largest magnitude where one scale is of all, or the place of its
-        scale where that is delayed."""
+        """The argument ``largest`` for a cast of x: the largest magnitude of x if x has one scale, the place
+        of its scale if scales are delayed, else None."""
         if self.slots is not None:
             return self.slots[what]
         return fp8_amax(x) if tile == WHOLE else None
@@ -101,7 +100,7 @@ class Fp8Recipe:
         *,
         transposed: bool = False,
     ) -> Quantized:
-        """x [r, c] in eight bits, or x^T."""
+        """Returns x [r, c] in eight bits, or x^T [c, r] if ``transposed``."""
         if isinstance(largest, Slot):
             data, scale = fp8_cast_delayed_(x, largest.scale, largest.largest, dtype, transposed)
             return Quantized(data, scale, WHOLE)
@@ -109,7 +108,7 @@ class Fp8Recipe:
         return Quantized(data, scale, tile)
 
     def cast_both(self, x: Tensor, what: Operand) -> tuple[Quantized, Quantized]:
-        """x [r, c] and x^T in eight bits."""
+        """Returns x [r, c] and x^T [c, r] in eight bits; ``what`` is the role of x."""
         tile = self.weights if what == "weight" else self.tile
         dtype = self.gradients if what == "gradient" else E4M3
         largest = self.largest(x, tile, what)
@@ -123,11 +122,11 @@ class Fp8Recipe:
         return Quantized(data, scale, tile), Quantized(transposed, of_transposed, tile)
 
     def transposed(self, x: Quantized) -> Quantized:
-        """The transpose of what has one scale, as matmuls take it."""
+        """The transpose of a matrix with one scale: a copy if matmuls need a contiguous one, else a view."""
         return Quantized(fp8_transpose(x.data), x.scale.mT, WHOLE) if self.transposes else x.mT
 
     def project(self, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
-        """x [..., H] W^T + b -> [..., F]."""
+        """x W^T + b [..., F] for x [..., H], by the weight's library."""
         if library_of(weight) != TRANSFORMER_ENGINE:
             return self.project_all(x, [weight], [bias])[0]
         # a view of what the function returns, and not made within it, may be summed over ranks in place
@@ -137,16 +136,16 @@ class Fp8Recipe:
     def project_all(
         self, x: Tensor, weights: Sequence[nn.Parameter], biases: Sequence[Tensor | None]
     ) -> tuple[Tensor, ...]:
-        """x W_g^T + b_g [..., F_g] of each weight, with torch's library; x is cast once for all."""
+        """x W_g^T + b_g [..., F_g] for each weight W_g, by torch's library; x is cast only once."""
         rows, shared = x.reshape(-1, x.shape[-1]), [SharedCasts(len(weights)) for _ in range(2)]
         results = [_Projection.apply(rows, w, b, self, *shared) for w, b in zip(weights, biases, strict=True)]
         return tuple(y.view(*x.shape[:-1], y.shape[-1]) for y in results)
 
 
-#: by the names that Megatron-LM and torchao give them. Tensorwise: TransformerEngine's Float8CurrentScaling,
-#: torchao's default. Delayed: DelayedScaling. Blockwise: Float8BlockScaling, as DeepSeek-V3 has it (arXiv
-#: 2412.19437, section 3.3). mxfp8: MXFP8BlockScaling. Rowwise, and that with a wide weight gradient:
-#: torchao's (float8/config.py)
+#: the recipes by their names in Megatron-LM and torchao. "tensorwise" is TransformerEngine's
+#: Float8CurrentScaling and torchao's default, "delayed" DelayedScaling, "blockwise" Float8BlockScaling as in
+#: DeepSeek-V3 (arXiv 2412.19437, section 3.3), "mxfp8" MXFP8BlockScaling; both rowwise recipes are torchao's
+#: (float8/config.py)
 RECIPES = {
     recipe.name: recipe
     for recipe in (
@@ -167,12 +166,12 @@ RECIPES = {
 
 
 def mark_recipe(module: nn.Module, recipe: Fp8Recipe | None) -> None:
-    """Have the projections of a module multiply by a recipe. Called before each forward too, as backends that
-    gather weights put other tensors in their place."""
+    """Have the projections of a module multiply by a recipe. Callers also do this before each forward,
+    because backends that gather weights replace the tensors."""
     if recipe is None:
         return
     for each in module.modules():
-        # backends whose weights are parts of one flat tensor leave views in the place of parameters
+        # backends that keep weights in one flat tensor leave views in the place of parameters
         slots = vars(each).get("spbench_fp8_slots", {})
         for name, weight in (*each._parameters.items(), *vars(each).items()):
             if isinstance(weight, Tensor) and is_multiplied(name, weight):
@@ -188,7 +187,7 @@ def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def weight_gradient_fp8(d_y_t: Quantized, x_t: Quantized, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of the weight, from d_y^T [F, m] and x^T [H, m] in eight bits; see
+    """The gradient of the weight from d_y^T [F, m] and x^T [H, m] in eight bits, or a placeholder as in
     :func:`weight_gradient`."""
     by_engine = library_of(weight) == TRANSFORMER_ENGINE
     main = getattr(weight, "main_grad", None)
@@ -199,17 +198,17 @@ def weight_gradient_fp8(d_y_t: Quantized, x_t: Quantized, weight: Tensor, dtype:
 
 
 class SharedCasts:
-    """Casts of one input of several projections, each made once, as a compiled program makes it.
+    """The casts of an input that several projections share; each cast runs once, as in a compiled program.
 
     Args:
-        uses: after so many a cast is freed.
+        uses: the number of uses after which a cast is freed.
     """
 
     def __init__(self, uses: int) -> None:
         self._uses, self._made = uses, dict[str, tuple[int, Any]]()
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """The cast of that name: from the first call, which runs ``make``, until all uses have had it."""
+        """Returns the cast of this name; the first use computes it by ``make()``, the last use frees it."""
         used, made = self._made.pop(name, (0, None))
         made = make() if used == 0 else made
         if used + 1 < self._uses:
@@ -218,8 +217,8 @@ class SharedCasts:
 
 
 class _Projection(torch.autograd.Function):
-    """torchao's, of x [m, H]; ``forward_casts`` and ``backward_casts`` are shared with other projections of
-    x."""
+    """torchao's projection of x [m, H]; other projections of x share ``forward_casts`` and
+    ``backward_casts``."""
 
     @staticmethod
     def forward(
@@ -233,7 +232,7 @@ class _Projection(torch.autograd.Function):
     ) -> Tensor:
         whole, of_x, of_weight = matrix(weight), None, None
         if recipe.whole:
-            # torchtitan keeps these where it keeps other operators
+            # torchtitan keeps these magnitudes where it keeps results of other operators
             of_x = forward_casts.once("largest", lambda: kept_number(lambda: fp8_amax(x)))
             of_weight = kept_number(lambda: fp8_amax(whole))
 
@@ -272,7 +271,7 @@ class _Projection(torch.autograd.Function):
 
 
 class _EngineProjection(torch.autograd.Function):
-    """TransformerEngine's, of x [m, H] that is not gathered."""
+    """TransformerEngine's projection of x [m, H], where all rows of x are on this rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None, recipe: Fp8Recipe) -> Tensor:
@@ -297,20 +296,20 @@ class _EngineProjection(torch.autograd.Function):
 
 
 def begin_step(module: nn.Module, number: int) -> None:
-    """Have TransformerEngine's weights be cast anew: those whose tensors stay from step to step are cast in a
-    step's first micro-batch, and what that made stays until the next step's."""
+    """Have TransformerEngine cast weights again. A weight whose tensor stays from step to step is cast in the
+    first micro-batch of a step, and its casts stay until the first micro-batch of the next step."""
     for parameter in module.parameters():
         if parameter.ndim > 1:
             parameter.spbench_fp8_step = number  # type: ignore[attr-defined]
 
 
 def cast_weight(weight: nn.Parameter, recipe: Fp8Recipe) -> tuple[Quantized, Quantized]:
-    """The weight and its transpose in eight bits."""
+    """The weight and its transpose in eight bits, from this step's earlier casts if there are any."""
     whole, step = matrix(weight), getattr(weight, "spbench_fp8_step", None)
     made_in, casts = getattr(weight, "spbench_fp8_casts", (None, None))
     if casts is None or step is None or made_in != step:
         casts = None
-        weight.spbench_fp8_casts = None, None  # type: ignore[attr-defined]  # their memory is taken again
+        weight.spbench_fp8_casts = None, None  # type: ignore[attr-defined]  # free their memory first
         if (scale := getattr(weight, "spbench_fp8_scale", None)) is not None:  # kept in eight bits
             casts = Quantized(whole, scale, WHOLE), recipe.transposed(Quantized(whole, scale, WHOLE))
         else:

@@ -1,6 +1,6 @@
-"""The casts of :mod:`spbench.impls.kernels.fp8_casts` for GPUs: by rows, or by one scale for all. A matrix is
-read through its strides, so that a transposed copy is the same kernel on a view. Scales are made in float64
-and divide in float32, as on a CPU.
+"""The casts of :mod:`spbench.impls.kernels.fp8_casts` for GPUs, with a scale for each row or one for all.
+Kernels read a matrix through its strides, so the same kernel casts a transposed view. Scales are computed in
+float64 and divide in float32, as on a CPU.
 """
 
 # arguments of kernels have no types before they are compiled
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: rows and columns of a matrix that a program holds
+#: rows and columns of the block that one program casts
 _ROWS, _COLUMNS = 32, 128
 
 
@@ -36,7 +36,7 @@ def _by_one_scale(
     x, largest, out, transposed, scales, rows, columns, s_row, s_column, limit, smallest,
     BOTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A block of x [rows, columns] into ``out`` and, with BOTH, into ``transposed`` [columns, rows]."""
+    """Cast a block of x [rows, columns] into ``out`` and, with BOTH, ``transposed`` [columns, rows]."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < rows) & (column < columns)
@@ -55,7 +55,7 @@ def _by_rows(
     x, out, scales, rows, columns, s_row, s_column, limit, smallest,
     POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x [rows, columns], each with a scale of its own: read once for it, once to be cast."""
+    """Cast rows of x [rows, columns], each with its own scale; reads rows for the scales, then to cast."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     largest = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, columns, COLUMNS):
@@ -76,7 +76,7 @@ def _by_rows(
 def cast_by_one_scale(
     x: Tensor, largest: Tensor, dtype: torch.dtype, smallest: float, *, both: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [r, c] in eight bits, x^T [c, r] if ``both`` (else [0]), and the scale [1, 1]."""
+    """Returns x [r, c] in eight bits, x^T [c, r] if ``both`` (else empty), and the scale [1, 1]."""
     (r, c), empty = x.shape, torch.empty(0, device=x.device, dtype=dtype)
     data = torch.empty(r, c, device=x.device, dtype=dtype)
     transposed = torch.empty(c, r, device=x.device, dtype=dtype) if both else empty
@@ -89,7 +89,7 @@ def cast_by_one_scale(
 
 
 def cast_by_rows(x: Tensor, dtype: torch.dtype, smallest: float, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """x [r, c] in eight bits and the scale of each row, [r, 1]."""
+    """Returns x [r, c] in eight bits and the scale of each row [r, 1]."""
     r, c = x.shape
     data, scale = torch.empty(r, c, device=x.device, dtype=dtype), torch.empty(r, 1, device=x.device)
     rows = 8 if x.stride(1) == 1 else _ROWS  # columns of a transposed view lie side by side

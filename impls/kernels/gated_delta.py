@@ -2,15 +2,15 @@
 
     S_t = exp(g_t) (I - b_t k_t^T k_t) S_(t-1) + b_t k_t^T v_t        o_t = q_t S_t / sqrt(D)
 
-A position takes from the state what it holds for its key, and writes a value in its place. In a block of
-positions this is a system of equations, triangular in the positions (the WY representation and the UT
+A position removes from the state the value that the state holds for the position's key, and writes a new
+value. In a block, this is a triangular system of equations in the positions (the WY representation and the UT
 transform, section 3.3). With T the inverse of I + the strict lower triangle of b_i (k_i . k_j) decay(j to i):
 
     W = T (b decay(start to i) K)    U = T (b V)    V' = U - W S    S' = decay S + (decay(i to end) K)^T V'
 
-The operators are the kernels of fla (ops/gated_delta_rule, ops/common, ops/cp) and make room for what these
-make room for: W, U, V' and the states of blocks, none of which is kept; of a forward pass, T is, one block
-wide a position and head. Shapes are those of :mod:`spbench.impls.kernels.recurrence`, with C blocks.
+The operators correspond to fla's kernels (ops/gated_delta_rule, ops/common, ops/cp) and allocate the same
+tensors: W, U, V' and the states of blocks, of which none is kept. Forward keeps T, which has a row of one
+block for each position and head. Shapes are those of :mod:`spbench.impls.kernels.recurrence`, with C blocks.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class _Backward(Backward):
 
 
 def _of_groups(x: Tensor, groups: int) -> Tensor:
-    """[B, L, Z, D] -> [B, L, G, D], the sum over each group's heads."""
+    """Returns the sum of x [B, L, Z, D] over the heads of each group, [B, L, G, D]."""
     return x if x.shape[2] == groups else x.unflatten(2, (groups, -1)).sum(3)
 
 
 class GatedDelta(Rule):
-    """M is I - b k^T k, decayed: a matrix D x D a head."""
+    """The rule whose M is I - b k^T k times the decay, a matrix D x D for each head."""
 
     forward, backward, scalar = _Forward, _Backward, False
 
@@ -94,7 +94,7 @@ class GatedDelta(Rule):
 
     @staticmethod
     def step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
-        """S_t [B, Z, D, A] of S_(t-1), with k [B, Z, D], v [B, Z, A], and g and b [B, Z] of position t."""
+        """S_t [B, Z, D, A] from the state S_(t-1) and position t's k [B, Z, D], v [B, Z, A], g, b [B, Z]."""
         state = g.exp()[..., None, None] * state
         written = b.unsqueeze(-1) * (v - (k.unsqueeze(-2) @ state).squeeze(-2))
         return state + k.unsqueeze(-1) * written.unsqueeze(-2)

@@ -1,4 +1,4 @@
-"""The operators of the gated delta rule's backward pass; see :mod:`spbench.impls.kernels.gated_delta`."""
+"""The gated delta rule's backward operators, in the letters of :mod:`spbench.impls.kernels.gated_delta`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spbench.impls.kernels.recurrence_blocks import BlockDecay
 
 @operator("spbench::gated_delta_own_gradients", fake=lambda q, k, d_o, *_: d_o.new_empty(d_o.shape))
 def own_gradients(q: Tensor, k: Tensor, d_o: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
-    """What reaches V' from the outputs of its own block [B, L, Z, A]."""
+    """The part of the gradient of V' [B, L, Z, A] that comes from outputs of the same block."""
     blocks = blocks_of(q, starts)
     queries, keys, d_outputs = split(blocks, d_o.shape[2], q, k, d_o)
     products = scale(q.shape[-1]) * (queries @ keys.mT) * BlockDecay(sums, blocks).between()
@@ -44,8 +44,8 @@ def state_gradients(
     d_final: Tensor | None,
     starts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the state after each block [B, Z, C, D, A], in the dtype of q, and all of that of
-    V'."""
+    """The gradient of the state after each block [B, Z, C, D, A] in q's dtype, and the gradient of V'
+    [B, L, Z, A], to which ``d_written`` is the part of :func:`own_gradients`."""
     blocks = blocks_of(q, starts)
     queries, keys, w, d_o, own = split(blocks, d_o.shape[2], q, k, w, d_o, d_written)
     decay = BlockDecay(sums, blocks)
@@ -65,7 +65,7 @@ def state_gradients(
 def gradient_carry(
     q: Tensor, k: Tensor, w: Tensor, sums: Tensor, d_o: Tensor, d_written: Tensor, starts: Sequence[int]
 ) -> Tensor:
-    """The map of gradients past all blocks [B, Z, D (A + D)]."""
+    """The map [B, Z, D (A + D)] from the last state's gradient to the first state's gradient."""
     blocks = blocks_of(q, starts)
     queries, keys, w, d_o, own = split(blocks, d_o.shape[2], q, k, w, d_o, d_written)
     decay = BlockDecay(sums, blocks)
@@ -99,8 +99,8 @@ def read_gradients(
     d_states: Tensor,
     starts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, W and the sums, but for what reaches them by way of W and U; of each head of
-    V'."""
+    """The gradients of q, k and W [B, L, Z, D] and of the sums [B, L, Z], without the parts that come through
+    W and U (:func:`wy_gradients`)."""
     heads, blocks = written.shape[2], blocks_of(q, starts)
     queries, keys, values, d_outputs, d_values = split(blocks, heads, q, k, written, d_o, d_written)
     decay, factor = BlockDecay(sums, blocks), scale(q.shape[-1])
@@ -138,7 +138,7 @@ def wy_gradients(
     d_u: Tensor,
     starts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of k (of each head of v), v, the sums and b by way of W and U."""
+    """The parts of the gradients of k [B, L, Z, D], v, the sums and b that come through W and U."""
     blocks = blocks_of(k, starts)
     keys, values, strength, t, d_w, d_u = split(blocks, v.shape[2], k, v, b, inverse, d_w, d_u)
     decay = BlockDecay(sums, blocks)

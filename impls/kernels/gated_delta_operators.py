@@ -1,5 +1,5 @@
-"""The operators of the gated delta rule's forward pass, and what their gradients share with them; see
-:mod:`spbench.impls.kernels.gated_delta`."""
+"""The operators of the gated delta rule's forward pass, and the helpers that forward and backward share.
+:mod:`spbench.impls.kernels.gated_delta` explains the letters W, U, V', T, S."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPS = torch.ops.spbench
 
 
 def block_of(x: Tensor) -> int:
-    """Positions in a block of x [B, L, ...]: BLOCK, or L if that is less."""
+    """The number of positions in a block of x [B, L, ...]: BLOCK, or L if L is less."""
     return min(BLOCK, x.shape[1])
 
 
@@ -30,23 +30,23 @@ def blocks_of(x: Tensor, starts: Sequence[int]) -> Blocks:
 
 
 def split(blocks: Blocks, heads: int, *tensors: Tensor) -> list[Tensor]:
-    """Each tensor [B, L, G or Z, ...] in blocks and by ``heads`` [B, heads, C, block, ...]."""
+    """Returns each tensor [B, L, G or Z, ...] in blocks, as [B, heads, C, block, ...]."""
     return [blocks.of(x, heads) for x in tensors]
 
 
 def scale(d: int) -> float:
-    """By which outputs are scaled, of queries of D features."""
+    """The factor of outputs for queries with D features, D**-0.5."""
     return d**-0.5
 
 
 def _overlaps(keys: Tensor, strength: Tensor, decay: BlockDecay) -> Tensor:
-    """b_i (k_i . k_j) decay(j to i) where j < i, else 0 [B, Z, C, block, block]."""
+    """The matrix b_i (k_i . k_j) decay(j to i) where j < i, else 0 [B, Z, C, block, block]."""
     return (strength.unsqueeze(-1) * (keys @ keys.mT) * decay.between()).tril(-1)
 
 
 @operator("spbench::gated_delta_inverse", fake=lambda k, sums, b, starts: _rows(k, sums))
 def inverse(k: Tensor, sums: Tensor, b: Tensor, starts: Sequence[int]) -> Tensor:
-    """T [B, L, Z, block], of each position its row."""
+    """The rows of T [B, L, Z, block], one for each position and head."""
     blocks = blocks_of(k, starts)
     keys, strength = split(blocks, sums.shape[2], k, b)
     identity = torch.eye(keys.shape[-2], dtype=keys.dtype, device=keys.device)
@@ -90,7 +90,7 @@ def states(
 
 @operator("spbench::gated_delta_carry", fake=lambda k, w, u, sums, starts: room_for_carry(k, u, sums))
 def carry(k: Tensor, w: Tensor, u: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
-    """The map of all blocks [B, Z, D (A + D)]: M and U of the rows of a state lie side by side."""
+    """The map S -> M S + U of all blocks [B, Z, D (A + D)]: A numbers of U and D of M for each row of S."""
     blocks = blocks_of(k, starts)
     (keys, w, values), decay = split(blocks, u.shape[2], k, w, u), BlockDecay(sums, blocks)
     m = torch.eye(keys.shape[-1], dtype=keys.dtype, device=keys.device).expand(*keys.shape[:2], -1, -1)
@@ -107,7 +107,7 @@ def carry(k: Tensor, w: Tensor, u: Tensor, sums: Tensor, starts: Sequence[int]) 
 def output(
     q: Tensor, k: Tensor, written: Tensor, sums: Tensor, states: Tensor, starts: Sequence[int]
 ) -> Tensor:
-    """o [B, L, Z, A] of V' (``written``) and the state before each block [B, Z, C, D, A]."""
+    """o [B, L, Z, A] from V' (``written``) and the state before each block [B, Z, C, D, A]."""
     blocks = blocks_of(q, starts)
     (queries, keys, values), decay = split(blocks, written.shape[2], q, k, written), BlockDecay(sums, blocks)
     o = decay.from_start * queries @ states.to(queries.dtype) + queries @ keys.mT * decay.between() @ values
@@ -115,29 +115,29 @@ def output(
 
 
 def of_heads(k: Tensor, v: Tensor) -> Tensor:
-    """Room for keys of all heads of values [B, L, Z, D]."""
+    """An empty tensor [B, L, Z, D] for keys, one head for each head of v [B, L, Z, A]."""
     return k.new_empty(*v.shape[:3], k.shape[-1])
 
 
 def _rows(k: Tensor, sums: Tensor) -> Tensor:
-    """Room for T [B, L, Z, block]."""
+    """An empty tensor for T [B, L, Z, block]."""
     return k.new_empty(*sums.shape, block_of(k))
 
 
 def room_for_states(k: Tensor, v: Tensor, starts: Sequence[int]) -> Tensor:
-    """Room for the state before each block [B, Z, C, D, A]."""
+    """An empty tensor for the state before each block [B, Z, C, D, A]."""
     return k.new_empty(len(v), v.shape[2], blocks_of(v, starts).count, k.shape[-1], v.shape[-1])
 
 
 def room_for_carry(k: Tensor, v: Tensor, sums: Tensor) -> Tensor:
-    """Room for the map of all blocks [B, Z, D (A + D)]."""
+    """An empty tensor for the map of all blocks [B, Z, D (A + D)]."""
     return sums.new_empty(len(v), v.shape[2], k.shape[-1] * (v.shape[-1] + k.shape[-1]))
 
 
 def count_products(operator: Any, values: int, products: Callable[[int, int, int], int]) -> None:
-    """Give an operator its FLOPs: twice, for each position and head of values, the pairs of numbers that
-    ``products(block, D, A)`` says it multiplies. Its first argument has D features, argument ``values`` is of
-    the shape of values."""
+    """Register an operator's FLOPs: 2 ``products(block, D, A)`` for each position and head of v, where
+    ``products`` counts multiplications. The operator's first argument has D features, and its argument number
+    ``values`` has the shape of v."""
 
     @register_flop_formula(operator)
     def flops(*shapes: Any, out_val: Any = None, **_: Any) -> int:
@@ -147,7 +147,7 @@ def count_products(operator: Any, values: int, products: Callable[[int, int, int
 
 count_products(OPS.gated_delta_wy, 1, lambda n, d, a: n * (d + a))
 count_products(OPS.gated_delta_states, 2, lambda n, d, a: 2 * d * a)
-# the transition of each block, and its product with those before it
+# the transition of each block, and its matmul with the transitions of earlier blocks
 count_products(OPS.gated_delta_carry, 2, lambda n, d, a: 2 * d * a + d * d + d**3 // n)
 count_products(OPS.gated_delta_output, 2, lambda n, d, a: n * (d + a) + d * a)
 

@@ -1,15 +1,15 @@
-"""A root-mean-square norm and a gate in one: what stands behind a gated recurrence.
+"""A root-mean-square norm and a gate as one operator, which layers apply after a gated recurrence.
 
     gate last:   y = x / rms(x) weight silu(z)      (Gated DeltaNet: FusedRMSNormGated of fla)
     gate first:  y = u / rms(u) weight, u = x silu(z)     (Mamba-2: RMSNormGated of mamba_ssm)
 
-Over the last dim of x, z and y [..., A]; the weight is [A], or has the last dims of x. As the fused kernels,
-the operator keeps x, z and one number a row, in float32 for half precisions.
+The norm is over the last dim of x, z and y [..., A]; the weight is [A], or has the last dims of x. As fused
+kernels do, the operator keeps x, z and one number a row, in float32 for half precisions.
 
-Vectors of length one: y = x / sqrt(sum(x^2) + eps), over the last dim of x [..., D].
+The L2 norm makes vectors of length one: y = x / sqrt(sum(x^2) + eps), over the last dim of x [..., D].
 
-As fla's kernel (modules/l2norm.py), the operator keeps its result and one number a row, in float32 for half
-precisions; what comes next keeps the result anyway.
+As fla's kernel does (modules/l2norm.py), its operator keeps y and one number a row, in float32 for half
+precisions; the operator that reads y next keeps y anyway.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spbench.impls.kernels.operator import operator
 
 
 def plain_gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
-    """The same in torch's own operators, which keep more."""
+    """y of :func:`gated_norm` by torch's own operators, which keep more tensors for backward."""
     dtype = state_dtype(x.dtype)
     u, gate = x.to(dtype), F.silu(z.to(dtype))
     if gate_first:
@@ -88,7 +88,7 @@ class _GatedNorm(torch.autograd.Function):
 def gated_norm(
     x: Tensor, z: Tensor, weight: Tensor, eps: float, *, gate_first: bool, way: str = "fused"
 ) -> Tensor:
-    """y [..., A] of x and z [..., A]; ``way`` is "fused" or "plain"."""
+    """y [..., A] for x and z [..., A]; ``way`` is "fused" or "plain", ``gate_first`` as in the module."""
     return (plain_gated_norm if way == "plain" else _GatedNorm.apply)(x, z, weight, eps, gate_first)
 
 
@@ -96,7 +96,7 @@ EPS = 1e-6
 
 
 def plain_l2_norm(x: Tensor) -> Tensor:
-    """The same in torch's own operators, which keep more."""
+    """y of :func:`l2_norm` by torch's own operators, which keep more tensors for backward."""
     precise = x.to(state_dtype(x.dtype))
     return (precise * (precise.square().sum(-1, keepdim=True) + EPS).rsqrt()).to(x.dtype)
 
@@ -129,5 +129,5 @@ class _L2Norm(torch.autograd.Function):
 
 
 def l2_norm(x: Tensor, *, way: str = "fused") -> Tensor:
-    """[..., D] -> [..., D]; ``way`` is "fused" or "plain"."""
+    """Returns x [..., D] with each vector scaled to length one; ``way`` is "fused" or "plain"."""
     return plain_l2_norm(x) if way == "plain" else _L2Norm.apply(x)

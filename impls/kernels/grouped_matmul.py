@@ -1,8 +1,8 @@
 """A matmul of each expert's rows with the expert's own weight, all in one call (grouped GEMM).
 
 The weights are one parameter an expert, or one for all experts of a rank, stacked (torch's ``_grouped_mm``).
-The rows of all experts lie one after another. How many each has is known on the host, as libraries need it:
-TransformerEngine's GroupedLinear takes a list of them, torch's ``_grouped_mm`` offsets.
+The rows of all experts lie one after another. The host knows each expert's number of rows, ``rows[i]``,
+because libraries need it: TransformerEngine's GroupedLinear as a list, torch's ``_grouped_mm`` as offsets.
 
 Letters: R rows of all experts together, n experts, H features in, F out.
 """
@@ -26,11 +26,11 @@ from spbench.impls.kernels.projection import (
     matrix,
 )
 
-#: what TransformerEngine's grouped matmuls work in: as many workspaces of its matmuls as it has streams for
-#: them (get_cublas_workspace of pytorch/cpp_extensions/gemm.py, nvte_get_num_compute_streams), by the name
-#: that meters give it
+#: the workspaces of TransformerEngine's grouped matmuls, by the name in meters, and their number: one for
+#: each stream of these matmuls (get_cublas_workspace of pytorch/cpp_extensions/gemm.py,
+#: nvte_get_num_compute_streams)
 GROUPED_WORKSPACES, GROUPED_STREAMS = "transformer_engine_grouped", 4
-#: operators that are one matmul for each expert -> the position of the rows that are multiplied
+#: operators with one matmul for each expert -> the position of the argument with the rows
 GROUPED_MATMULS = {
     "grouped_mm": 0,
     "te_grouped_mm": 0,
@@ -48,8 +48,8 @@ GROUPED_MATMULS = {
 
 
 def workspace(name: str) -> str | None:
-    """The library in whose workspace an operator of that name multiplies, as a cluster's file names it; None:
-    it needs no workspace."""
+    """The name, in a cluster's file, of the library whose workspace the operator of this name uses; None: the
+    operator needs no workspace."""
     if name in GROUPED_MATMULS:
         return GROUPED_WORKSPACES if name.startswith("te_") else None
     if name in TRANSFORMER_ENGINE_PRODUCTS:
@@ -103,13 +103,13 @@ _TORCH = _products("")
 _ENGINE = _products("te_")
 
 
-#: bytes of which a row of each matrix of ``_grouped_mm`` is a multiple
+#: each row of a matrix of ``_grouped_mm`` must be a multiple of this many bytes
 _ROW_BYTES = 16
 
 
 def _by_torch(x: Tensor, other: int) -> bool:
-    """Whether torch has one kernel for all experts' matmuls of such rows, and ``other`` features, on this
-    GPU."""
+    """Whether torch has, on this GPU, one kernel for all experts' matmuls of rows x [R, c] with ``other``
+    features on the other side."""
     if x.dtype != torch.bfloat16 or x.numel() == 0:
         return False
     if any(features * x.element_size() % _ROW_BYTES for features in (x.shape[1], other)):
@@ -164,7 +164,7 @@ class _StackedProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Sequence[int], weights: nn.Parameter) -> Tensor:
         ctx.save_for_backward(x if weights.requires_grad else None)
-        ctx.rows, ctx.weights = rows, weights  # as they are, with what is marked on them
+        ctx.rows, ctx.weights = rows, weights  # the parameters, not views, as attributes are marked on them
         result: Tensor = _stacked_mm(x, _matrices(weights).mT, rows)
         return result
 
@@ -189,8 +189,8 @@ def _matrices(weights: Tensor) -> Tensor:
 
 
 def stacked_project(x: Tensor, weights: nn.Parameter, rows: Sequence[int]) -> Tensor:
-    """x [R, H], whose next ``rows[i]`` rows are of expert i, times W_i^T of weights [n, ..., F, H] -> [R, all
-    F]. One operator, and one gradient."""
+    """Returns the ``rows[i]`` rows of each expert i in x [R, H] times W_i^T, from weights [n, ..., F, H], as
+    [R, all F], by one operator; the weights have one gradient."""
     result: Tensor = _StackedProjection.apply(x, tuple(rows), weights)
     return result
 
@@ -199,7 +199,7 @@ class _GroupedProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Sequence[int], *weights: nn.Parameter) -> Tensor:
         ctx.save_for_backward(x if weights[0].requires_grad else None)
-        ctx.rows, ctx.weights = rows, weights  # as they are, with what is marked on them
+        ctx.rows, ctx.weights = rows, weights  # the parameters, not views, as attributes are marked on them
         multiply, _, _ = _operators(weights[0])
         return multiply(x, [matrix(weight).mT for weight in weights], rows)
 
@@ -219,7 +219,7 @@ def _operators(weight: Tensor) -> tuple[Any, Any, Any]:
 
 
 def _gradients(d_y: Tensor, x: Tensor, rows: Sequence[int], weights: Sequence[nn.Parameter]) -> list[Tensor]:
-    """As :func:`weight_gradient`, of all experts."""
+    """The gradients of all experts' weights; each is added to ``main_grad`` if there is one."""
     _, of_weights, accumulate = _operators(weights[0])
     if getattr(weights[0], "main_grad", None) is None:
         return [d.view(w.shape) for d, w in zip(of_weights(d_y, x, rows), weights, strict=True)]
@@ -228,8 +228,8 @@ def _gradients(d_y: Tensor, x: Tensor, rows: Sequence[int], weights: Sequence[nn
 
 
 def grouped_project(x: Tensor, weights: Sequence[nn.Parameter], rows: Sequence[int]) -> Tensor:
-    """x [R, H], whose next ``rows[i]`` rows are of expert i, times W_i^T of weights [..., F, H] -> [R, F of
-    all]."""
+    """Returns the ``rows[i]`` rows of each expert i in x [R, H] times W_i^T, from one weight [..., F, H] an
+    expert, as [R, all F]."""
     result: Tensor = _GroupedProjection.apply(x, tuple(rows), *weights)
     return result
 
@@ -277,7 +277,7 @@ class _GroupedBias(torch.autograd.Function):
 def add_grouped_bias(
     y: Tensor, biases: Sequence[Tensor], rows: Sequence[int], weights: Tensor | None = None
 ) -> Tensor:
-    """y [R, F], whose next ``rows[i]`` rows are of expert i, plus the expert's bias [F], times the weight of
-    each row [R]."""
+    """Returns y [R, F] plus, on the ``rows[i]`` rows of each expert i, the expert's bias [F] times the row's
+    weight [R] (None: 1)."""
     result: Tensor = _GroupedBias.apply(y, tuple(rows), weights, *biases)
     return result

@@ -1,7 +1,7 @@
-"""Results that a block's forward keeps, so that the block does not compute them when it runs again.
+"""Results that a block's forward keeps, so that a second run of the block for recomputation takes them.
 
-torch's selective checkpointing keeps the results of single operators. What several operators and messages
-make together, and in each other's memory, is kept here.
+torch's selective checkpointing keeps results of single operators. This module keeps results that several
+operators and messages compute together, and in each other's memory.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
 
 
 class KeptResults:
-    """What a block's forward keeps, in the order in which it made it.
+    """The results that a block's forward keeps, in the order of their computation.
 
     Args:
-        products: whether every other product of a projection is kept too.
-        exchanges: whether what rows of an all-to-all arrive as is kept too.
+        products: whether to keep the result of every other projection too.
+        exchanges: whether to keep the results of all-to-alls too.
     """
 
     def __init__(self, *, products: bool = False, exchanges: bool = False) -> None:
         self.results: deque[Tensor | tuple[Tensor, ...]] = deque()
         self.again, self.products, self.exchanges = False, products, exchanges
-        # counted anew in each run: a block may have an odd number
+        # projections of each run, counted apart because a block may have an odd number
         self._counts = {False: 0, True: 0}
 
     def keeps_next(self, *, again: bool) -> bool:
-        """Whether the product that the block makes now, or makes again, is one of those that are kept."""
+        """Whether to keep the result of the projection that the block computes or recomputes next."""
         self._counts[again] += 1
         return self.products and self._counts[again] % 2 == 1
 
     @contextmanager
     def in_use(self, *, again: bool) -> Iterator[None]:
-        """While the block runs, or runs again."""
+        """A context in which the block runs (``again``: runs a second time), and these results are in use."""
         token, self.again = _in_use.set(self), again
         try:
             yield
@@ -46,20 +46,20 @@ class KeptResults:
             _in_use.reset(token)
 
 
-#: those of the block that runs now, in this thread
+#: the kept results of the block that runs now, in this thread; None: the block keeps none
 _in_use: ContextVar[KeptResults | None] = ContextVar("kept results", default=None)
 
 
 def keeping() -> bool:
-    """Whether the block that runs now keeps results, which nothing may write on."""
+    """Whether the block that runs now keeps results; nothing may overwrite a result then."""
     return _in_use.get() is not None
 
 
 def kept(make: Callable[[], Result]) -> Result:
-    """What ``make`` returns: of a block that keeps results, from its first run also when it runs again.
+    """Returns ``make()``, or in a second run of a block that keeps results, the result of the first run.
 
-    To be called where no gradient is recorded, as in the forward of an autograd function. Within ``make``
-    nothing is kept.
+    Call this function only where autograd records nothing, as in the forward of an autograd function. Nothing
+    is kept within ``make``.
     """
     if (keeper := _in_use.get()) is None:
         return make()
@@ -70,14 +70,14 @@ def kept(make: Callable[[], Result]) -> Result:
         result = make()
     finally:
         _in_use.reset(token)
-    # autograd writes on the tensors that a function returns, which must not hold what they came from
+    # autograd sets the history of a returned tensor, so an alias without history is kept
     alias = result.detach() if isinstance(result, Tensor) else tuple(x.detach() for x in result)
     keeper.results.append(alias)
     return result
 
 
 def kept_product(make: Callable[[], Result]) -> Result:
-    """As :func:`kept`, of a projection that is several operators, where the block keeps this product."""
+    """As :func:`kept` for a projection of several operators, if the block keeps this projection's result."""
     keeper = _in_use.get()
     if keeper is None or not keeper.keeps_next(again=keeper.again):
         return make()
@@ -85,12 +85,12 @@ def kept_product(make: Callable[[], Result]) -> Result:
 
 
 def kept_exchange(make: Callable[[], Tensor]) -> Tensor:
-    """As :func:`kept`, of what an all-to-all brings, where the block keeps that."""
+    """As :func:`kept` for the result of an all-to-all, if the block keeps such results."""
     keeper = _in_use.get()
     return make() if keeper is None or not keeper.exchanges else kept(make)
 
 
 def kept_number(make: Callable[[], Tensor]) -> Tensor:
-    """As :func:`kept`, of a number that a projection needs, where the block keeps products."""
+    """As :func:`kept` for a number that a projection needs, if the block keeps projections' results."""
     keeper = _in_use.get()
     return make() if keeper is None or not keeper.products else kept(make)

@@ -1,7 +1,7 @@
 """Layer normalisation whose statistics are float32 for half precisions on every device.
 
-That is how apex and CUDA have it. torch's CPU kernel keeps them in the input's precision, so a trace on
-fake CPU tensors would count other bytes than a GPU holds.
+apex and torch's CUDA kernel keep the mean and 1 / deviation of a row in float32. torch's CPU kernel keeps the
+two in the input's precision, so a trace on fake CPU tensors would count other bytes than a GPU holds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _layer_norm_backward(
     d_x, d_weight, d_bias = torch.ops.aten.native_layer_norm_backward(
         gradient, x, x.shape[-1:], mean, rstd, weight, bias, [True, weighted, weighted]
     )
-    # an operator returns a tensor or none of its results
+    # an operator must return a tensor for each result
     return (d_x, d_weight, d_bias) if weighted else (d_x, x.new_empty(0), x.new_empty(0))
 
 
@@ -70,8 +70,8 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer normalisation over the last dim, [..., H] -> [..., H], with a weight [H] and a bias [H] or
-    without both; keeps its input and two numbers a row."""
+    """Returns x [..., H] normalised over the last dim, with a weight [H] and a bias [H] or without both;
+    keeps x and two numbers a row."""
     y: Tensor = _LayerNorm.apply(x, weight, bias, eps)
     return y
 

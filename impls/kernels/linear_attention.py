@@ -2,11 +2,11 @@
 
     S_t = exp(-s) S_(t-1) + k_t^T v_t        o_t = q_t S_t
 
-Inside a block of positions the output is the masked product of queries and keys (quadratic in the block),
-and what came before the block reaches it through the state S alone (linear in the length); the gradients
-likewise (lightning attention, arXiv 2401.04658; over ranks: LASP, arXiv 2404.02882). Shapes: q, k
-[B, Z, L, D], v, o [B, Z, L, A], state [B, Z, D, A], in float32 for half precisions; decay [Z], each head's
-rate s >= 0 a position (None: 0). The kernels for GPUs are in ``linear_attention_triton``.
+Inside a block of positions the output comes from the masked matmul of queries and keys (quadratic in the
+block). Earlier positions reach the block only through the state S (linear in the length). Gradients follow
+the same two ways (lightning attention, arXiv 2401.04658; over ranks: LASP, arXiv 2404.02882). Shapes: q, k
+[B, Z, L, D], v, o [B, Z, L, A], state [B, Z, D, A], in float32 for half precisions; C blocks; decay [Z], each
+head's rate s >= 0 a position (None: 0). The kernels for GPUs are in ``linear_attention_triton``.
 
 Every exponent is -s times a distance >= 0: strong decay underflows to zero, and nothing overflows.
 """
@@ -28,21 +28,21 @@ from spbench.impls.kernels.operator import Operator, operator
 
 #: positions in a block: the fused parallel kernel of LASP's authors keeps a float32 state per 256 positions
 BLOCK = 256
-#: positions in a tile: kernels go through a block's square in tiles and leave out those above the diagonal
+#: positions in a tile: kernels go through a block's scores in tiles and leave out tiles above the diagonal
 TILE = 64
 
 OPS = torch.ops.spbench
 
 
 class _Blocks:
-    """Where the blocks of L positions lie, and what decays how far.
+    """The places of the blocks of L positions, and the decay between positions and boundaries of blocks.
 
     Attributes:
-        count: C, of blocks; the last may be shorter.
-        starts, ends: first position of each block and the one after its last [C].
-        from_start: exp(-s (i + 1)), from the state before a block to its position i [Z, 1, block, 1].
-        to_end: exp(-s (n - 1 - j)), from position j of a block of n to the state after it [Z, C, block, 1].
-        across: exp(-s n), from one boundary to the next [Z, C, 1, 1].
+        count: C, the number of blocks; the last block may be shorter.
+        starts, ends: the first position of each block, and the position after its last [C].
+        from_start: decay exp(-s (i + 1)) from the state before a block to its position i [Z, 1, block, 1].
+        to_end: decay exp(-s (n - 1 - j)) from position j of n to the state after the block [Z, C, block, 1].
+        across: decay exp(-s n) from one boundary to the next [Z, C, 1, 1].
     """
 
     def __init__(self, x: Tensor, decay: Tensor | None, block: int):
@@ -59,26 +59,26 @@ class _Blocks:
         self.across = decay_powers(decay, lengths)[..., None, None]
 
     def split(self, x: Tensor) -> Tensor:
-        """[B, Z, L, D] -> [B, Z, C, block, D] of the states' dtype, the last block padded with zeros."""
+        """Returns x [B, Z, L, D] as [B, Z, C, block, D] in the states' dtype, the last padded with zeros."""
         padded = F.pad(x.to(state_dtype(x.dtype)), (0, 0, 0, self.count * self.block - x.shape[2]))
         return padded.unflatten(2, (self.count, self.block))
 
     def join(self, x: Tensor, like: Tensor) -> Tensor:
-        """[B, Z, C, block, D] -> [B, Z, L, D] of the dtype and the length of ``like``."""
+        """Returns x [B, Z, C, block, D] as [B, Z, L, D], in the dtype and with the length of ``like``."""
         return x.flatten(2, 3)[:, :, : like.shape[2]].to(like.dtype).contiguous()
 
 
 def _with_initial(states: Tensor, initial: Tensor | None, decay: Tensor | None, blocks: _Blocks) -> Tensor:
-    """The state before each block [B, Z, C, D, A]."""
+    """The state before each block [B, Z, C, D, A], with the part that comes from the initial state."""
     if initial is None:
         return states[:, :, :-1]
     return states[:, :, :-1] + decay_powers(decay, blocks.starts)[..., None, None] * initial.unsqueeze(2)
 
 
 def plain_states(k: Tensor, v: Tensor, decay: Tensor | None, block: int) -> Tensor:
-    """States at the boundaries of blocks, [B, Z, C+1, D, A], of a sequence that starts from zero.
+    """The states at the boundaries of blocks [B, Z, C+1, D, A], of a sequence whose first state is zero.
 
-    states[c] is the state before block c, states[C] the one after the last position.
+    states[c] is the state before block c, and states[C] the state after the last position.
     """
     blocks = _Blocks(k, decay, block)
     own = (blocks.split(k) * blocks.to_end).mT @ blocks.split(v)
@@ -91,7 +91,7 @@ def plain_states(k: Tensor, v: Tensor, decay: Tensor | None, block: int) -> Tens
 def plain_output(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, states: Tensor, initial: Tensor | None, block: int
 ) -> Tensor:
-    """o [B, Z, L, A] of q's dtype, given the states from zero and the one before position 0 (None: zero)."""
+    """o [B, Z, L, A] in q's dtype, from :func:`plain_states` and the state before position 0 (None: zero)."""
     blocks = _Blocks(q, decay, block)
     queries = blocks.split(q)
     scores = (queries @ blocks.split(k).mT).mul_(decay_mask(decay, blocks.block, q).unsqueeze(1))
@@ -100,10 +100,10 @@ def plain_output(
 
 
 def plain_state_gradients(q: Tensor, d_o: Tensor, decay: Tensor | None, block: int) -> Tensor:
-    """Gradients of the states at the boundaries of blocks, [B, Z, C+1, D, A].
+    """The gradients of the states at the boundaries of blocks [B, Z, C+1, D, A].
 
-    d_states[c] is what reaches the state before block c from the outputs of block c and later ones, so
-    d_states[C] is zero, and d_states[0] is the gradient of the initial state where nobody uses the final one.
+    d_states[c] is the gradient of the state before block c from the outputs of block c and later blocks. So
+    d_states[C] is zero, and d_states[0] is the initial state's gradient if nothing uses the final state.
     """
     blocks = _Blocks(q, decay, block)
     own = (blocks.split(q) * blocks.from_start).mT @ blocks.split(d_o)
@@ -125,7 +125,7 @@ def plain_input_gradients(
     d_final: Tensor | None,
     block: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, given those of the outputs, of the boundaries and of the final state."""
+    """The gradients of q, k and v, from the gradients of outputs, boundaries' states and final state."""
     blocks = _Blocks(q, decay, block)
     queries, keys, values, d_outputs = (blocks.split(x) for x in (q, k, v, d_o))
     mask = decay_mask(decay, blocks.block, q).unsqueeze(1)
@@ -144,13 +144,13 @@ def plain_input_gradients(
 
 
 def _operator(plain: Callable[..., Any], in_triton: str) -> Operator:
-    """The operator spbench::linear_attention_<in_triton>: plain torch, and Triton where that can be."""
+    """The operator spbench::linear_attention_<in_triton>: Triton on GPUs that have it, else plain torch."""
     made = operator(f"spbench::linear_attention_{in_triton}")(plain)
 
     def on_gpu(*arguments: Any) -> Any:
         if find_spec("triton") is None or arguments[0].dtype is torch.float64:
             return plain(*arguments)
-        # not before: Triton is not on every machine
+        # imported only now, because Triton is not on every machine
         return getattr(import_module("spbench.impls.kernels.linear_attention_triton"), in_triton)(*arguments)
 
     made.register_kernel("cuda")(on_gpu)
@@ -182,7 +182,7 @@ def room_for_input_gradients(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[
 
 
 def scores_of_blocks(length: int, block: int) -> int:
-    """Pairs of positions of one sequence and head that the tiles on and below the diagonals hold."""
+    """The number of scores in tiles on and below the diagonals of blocks, of one sequence and head."""
     whole, rest = divmod(length, block)
 
     def in_block(n: int) -> int:
@@ -211,12 +211,12 @@ def _input_gradient_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], 
 
 
 def final_state(states: Tensor, initial: Tensor | None, decay: Tensor | None, length: int) -> Tensor:
-    """The state after the last of ``length`` positions [B, Z, D, A], given the state before the first."""
+    """The state after ``length`` positions [B, Z, D, A]; ``initial`` is the state before the first."""
     return _carried(states[:, :, -1], initial, decay, length)
 
 
 def initial_gradient(d_states: Tensor, d_final: Tensor | None, decay: Tensor | None, length: int) -> Tensor:
-    """The gradient of the state before the first position, given that of the state after the last."""
+    """The gradient of the state before the first position, from the gradient of the state after the last."""
     return _carried(d_states[:, :, 0], d_final, decay, length)
 
 
@@ -227,10 +227,10 @@ def _carried(own: Tensor, other: Tensor | None, decay: Tensor | None, length: in
 
 
 def contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What kernels read: each tensor in one piece, a copy where it is a view of a wider one.
+    """Each tensor as a contiguous one, which kernels need: a copy where the tensor is a view of a wider one.
 
-    An autograd function keeps what it was given and makes copies for its kernels alone, as LASP's authors do:
-    a view of a projection that others keep anyway then costs nothing between forward and backward.
+    An autograd function keeps its arguments and makes such copies only for its kernels, as LASP's authors do.
+    Then a view of a projection that other functions keep anyway costs no memory between forward and backward.
     """
     return tuple(x.contiguous() for x in tensors)
 
@@ -269,7 +269,7 @@ def chunked_linear_attention(
     *,
     block: int = BLOCK,
 ) -> tuple[Tensor, Tensor]:
-    """(o, state after the last position) of a chunk, given the state before it; of both come gradients.
+    """Returns o [B, Z, L, A] of a chunk and the state [B, Z, D, A] after it, from the state before it.
 
     Keeps q, k, v, the initial state and the states [B, Z, C+1, D, A]. The decay gets no gradient.
     """
@@ -277,10 +277,10 @@ def chunked_linear_attention(
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, *, block: int = BLOCK) -> Tensor:
-    """o [B, Z, L, A] of a whole sequence."""
+    """Returns o [B, Z, L, A] of a whole sequence, whose state starts from zero."""
     return chunked_linear_attention(q, k, v, decay, block=block)[0]
 
 
 def quadratic_linear_attention(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> Tensor:
-    """The same as ((q k^T) * mask) v, which needs no state and L x L memory: the left product."""
+    """o [B, Z, L, A] as ((q k^T) * mask) v, the left product, which needs L x L memory but no state."""
     return ((q @ k.mT) * decay_mask(decay, q.shape[2], q).to(q.dtype)) @ v

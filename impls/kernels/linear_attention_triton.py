@@ -1,13 +1,13 @@
 """The operators of :mod:`spbench.impls.kernels.linear_attention` for GPUs: two Triton kernels and a scan.
 
-All that is computed has one of two forms. At a boundary of blocks, a sum over the positions of a block of
-x_i^T y_i, decayed to the boundary, then a scan over the blocks: states, and their gradients from the other
-end. At a position, with x its own row and y and w the rows before it in its block,
+Every result has one of two forms. At a boundary of blocks, a kernel sums x_i^T y_i over the positions of a
+block, decayed to the boundary, and a scan adds up the blocks. States have this form, and their gradients with
+a scan from the other end. At a position, with x its own row and y and w the earlier rows of its block,
 
     out_i = sum over j <= i of exp(-s (i - j)) (x_i . y_j) w_j  +  exp(-s (i - start + 1)) x_i state
 
-which is the output for x, y, w = q, k, v, the gradient of q for d_o, v, k and the state transposed, and, seen
-from the end of the block, that of k for v, d_o, q and that of v for k, q, d_o. Sums are float32.
+which is the output for x, y, w = q, k, v, and the gradient of q for d_o, v, k and the state transposed. From
+the end of the block, it is the gradient of k for v, d_o, q and of v for k, q, d_o. Sums are float32.
 """
 
 # arguments of kernels have no types before they are compiled
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from spbench.impls.kernels.linear_attention import TILE
 
-#: columns of a result's tile that each warp takes: more, and 255 registers a thread do not hold the sums
+#: columns of a result's tile for each warp; with more, the sums do not fit in 255 registers a thread
 COLUMNS_PER_WARP = 16
-#: numbers of a state that one program of the scan carries
+#: elements of a state that one program of the scan computes
 SCANNED = 512
 
 
@@ -41,7 +41,7 @@ def _rate(rates, head):
 
 @triton.jit
 def _rows(x, position, end, column, stride, WIDTH: tl.constexpr):
-    """x [L, WIDTH] at these positions and columns, zero at and after ``end``."""
+    """Loads the rows ``position`` and columns ``column`` of x [L, WIDTH], zero from row ``end`` on."""
     inside = (position < end)[:, None] & (column < WIDTH)[None, :]
     return tl.load(x + position.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
 
@@ -53,7 +53,7 @@ def _boundaries(
     K: tl.constexpr, N: tl.constexpr, BACKWARD: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     TL: tl.constexpr, TK: tl.constexpr, TN: tl.constexpr,
 ):  # fmt: skip
-    """What block c adds to the state after it (or, BACKWARD, to the gradient before it): a tile [TK, TN]."""
+    """Write a tile [TK, TN] of block c's addition to the next state (BACKWARD: to the gradient before c)."""
     c, tile, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     row = tile // tl.cdiv(N, TN) * TK + tl.arange(0, TK)
     column = tile % tl.cdiv(N, TN) * TN + tl.arange(0, TN)
@@ -85,7 +85,7 @@ def _boundaries(
 def _scan(
     states, rates, length, block, heads, count, SIZE: tl.constexpr, BACKWARD: tl.constexpr, TS: tl.constexpr
 ):
-    """Sum what the blocks added, in place, decaying from boundary to boundary; the first boundary is zero."""
+    """Add up the sums of blocks in place, with decay from boundary to boundary; the first state is zero."""
     pair = tl.program_id(1).to(tl.int64)
     number = tl.program_id(0) * TS + tl.arange(0, TS)
     rate = _rate(rates, pair % heads)
@@ -106,8 +106,8 @@ def _scores(
     x, y, position, there, end, rate, x_row, y_row,
     K: tl.constexpr, BACKWARD: tl.constexpr, PRECISION: tl.constexpr, TL: tl.constexpr, TK: tl.constexpr,
 ):  # fmt: skip
-    """x[position] * y[there], decayed by their distance [TL, TL]; zero where ``there`` is after ``position``
-    (BACKWARD: before it)."""
+    """The scores x[position] . y[there] [TL, TL], decayed by distance; zero where ``there`` is after
+    ``position`` (BACKWARD: before ``position``)."""
     scores = tl.zeros((TL, TL), tl.float32)
     for k in tl.static_range(0, K, TK):
         row = k + tl.arange(0, TK)
@@ -118,7 +118,7 @@ def _scores(
         distance = there[None, :] - position[:, None]
     else:
         distance = position[:, None] - there[None, :]
-    # never the power of a position on the other side: it would overflow
+    # the power of a position on the other side would overflow
     power = tl.exp(-rate * tl.maximum(distance, 0).to(tl.float32))
     return tl.where(distance >= 0, scores * power, 0.0)
 
@@ -130,9 +130,9 @@ def _positions(
     K: tl.constexpr, N: tl.constexpr, BACKWARD: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     TL: tl.constexpr, TK: tl.constexpr, TN: tl.constexpr,
 ):  # fmt: skip
-    """The second form at TL positions and TN columns; x, y [L, K], w, out [L, N], a state [K, N].
+    """Write out, the module's second form, at TL positions and TN columns; x, y [L, K], w, out [L, N].
 
-    ``passed`` is the state before the first position of all (or, BACKWARD, the gradient after the last).
+    ``passed`` is the state [K, N] before the sequence (BACKWARD: the final state's gradient), or None.
     """
     c, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     pair = tl.program_id(2).to(tl.int64)
@@ -181,11 +181,11 @@ def _positions(
 
 
 def _settings(x: Tensor, n: int, columns: int) -> dict[str, Any]:
-    """Sizes of tiles, at most ``columns`` times TILE wide, and arithmetic, for x [..., K] and N columns.
+    """The kernels' sizes of tiles, at most ``columns`` times TILE wide, and precision, for x [..., K] and N.
 
-    Sums of products of float16 inputs leave float16's range, so operands computed here are then float32 in
-    TF32, whose mantissa is as long as float16's. Float32 inputs are multiplied without tensor cores, in
-    registers, which hold smaller tiles.
+    Sums of products of float16 inputs exceed float16's range. So kernels keep computed operands in float32
+    and multiply in TF32, whose mantissa is as long as float16's. Kernels multiply float32 inputs without
+    tensor cores, in registers, which hold smaller tiles.
     """
     full = x.dtype is torch.float32
     tile = TILE // 2 if full else TILE
@@ -242,7 +242,7 @@ def _at_positions(
     x, y, w = (_dense(row) for row in rows)
     (batch, heads, length, k), n = x.shape, w.shape[-1]
     out = torch.empty_like(w, memory_format=torch.contiguous_format)
-    # as wide as can be: the scores are computed again for each tile of columns
+    # wide tiles, because the scores are computed again for each tile of columns
     settings = _settings(x, n, 2)
     count, tiles = triton.cdiv(length, block), triton.cdiv(min(block, length), settings["TL"])
     with torch.cuda.device_of(x):
@@ -256,19 +256,19 @@ def _at_positions(
 
 
 def states(k: Tensor, v: Tensor, decay: Tensor | None, block: int) -> Tensor:
-    """As :func:`plain_states`; the others likewise."""
+    """The states at the boundaries of blocks [B, Z, C+1, D, A], from k [B, Z, L, D] and v [B, Z, L, A]."""
     return _at_boundaries(k, v, decay, block, backward=False)
 
 
 def output(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, states: Tensor, initial: Tensor | None, block: int
 ) -> Tensor:
-    """o [B, Z, L, A] of q, k [B, Z, L, D], v [B, Z, L, A], the states of blocks and the state before all."""
+    """o [B, Z, L, A] of q, k [B, Z, L, D], v [B, Z, L, A], boundaries' states and the initial state."""
     return _at_positions((q, k, v), decay, states, initial, block, backward=False, transposed=False)
 
 
 def state_gradients(q: Tensor, d_o: Tensor, decay: Tensor | None, block: int) -> Tensor:
-    """The gradients of the states of blocks, of q [B, Z, L, D] and the output's gradient [B, Z, L, A]."""
+    """The gradients of boundaries' states [B, Z, C+1, D, A], from q [B, Z, L, D] and d_o [B, Z, L, A]."""
     return _at_boundaries(q, d_o, decay, block, backward=True)
 
 

@@ -1,8 +1,8 @@
-"""Operators of this project: how a function of tensors becomes one of torch's, ``spbench::NAME``.
+"""Operators of this project: how a function of tensors becomes an operator of torch, ``spbench::NAME``.
 
-Not torch.library.custom_op, of which each call costs the host 3 to 4 times as much: it enters autograd, looks
-for results that are arguments, and is wrapped for the compiler. So an operator here has no gradient, and is
-called inside autograd functions; no result may be an argument.
+This module does without torch.library.custom_op, because a call of that costs the host 3 to 4 times as much:
+it enters autograd, looks for results that are arguments, and is wrapped for the compiler. So an operator here
+has no gradient and is called inside autograd functions; no result of an operator may be one of its arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Operator:
-    """An operator that meters see, with a kernel for all devices and those of some."""
+    """An operator that meters see, with one kernel for all devices and, for some devices, another kernel."""
 
     def __init__(self, name: str, kernel: Callable[..., Any], schema: str):
         self.name = name
@@ -46,7 +46,7 @@ class Operator:
         return register
 
     def register_fake(self, fake: F) -> F:
-        """The function takes fake tensors, and returns room for the results."""
+        """Register the function that takes fake tensors and returns empty tensors of the results' shapes."""
         torch.library.register_fake(f"spbench::{self.name}", fake, lib=_LIBRARY)
         return fake
 
@@ -56,20 +56,20 @@ def _nothing(*arguments: Any, **named: Any) -> None:
 
 
 def runs_plain(name: str, device: str) -> bool:
-    """Whether an operator is of this project and runs its plain torch on a device, for want of a kernel."""
+    """Whether an operator of this project runs in plain torch on a device, because it has no kernel there."""
     return device not in _DEVICES.get(name, {device})
 
 
 def operator(
     name: str, mutates_args: Iterable[str] = (), schema: str = "", fake: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Operator]:
-    """What makes an operator of a function, as its kernel for all devices.
+    """Returns a decorator that makes an operator whose kernel for all devices is the decorated function.
 
     Args:
-        name: with the namespace, "spbench::NAME".
-        mutates_args: names of arguments that it writes into.
-        schema: as torch's, without the name; "": by the function's annotations.
-        fake: as of :meth:`Operator.register_fake`; None: it is registered later.
+        name: the operator's name with its namespace, "spbench::NAME".
+        mutates_args: names of the arguments that the operator writes into.
+        schema: torch's schema of the operator without its name; "": it follows from the annotations.
+        fake: the function for :meth:`Operator.register_fake`; None: the caller registers it later.
     """
 
     def make(kernel: Callable[..., Any]) -> Operator:

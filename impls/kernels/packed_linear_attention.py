@@ -1,10 +1,10 @@
-"""Linear attention of a chunk that is packed of documents, whose state starts from zero in each.
+"""Linear attention of a chunk that is packed with several documents; the state starts from zero in each.
 
-As the kernels with cu_seqlens of flash-linear-attention, one call does what
-:mod:`spbench.impls.kernels.linear_attention` does for each document, whose blocks begin where it begins. The
-chunk's first document may have begun before it and its last may go on after it: the state before the chunk
-reaches the first alone, and the gradient of the state after it the last. Shapes are those of that module; the
-states at the boundaries of all documents' blocks lie one after another.
+As the kernels with cu_seqlens of flash-linear-attention do, one call runs
+:mod:`spbench.impls.kernels.linear_attention`, which has the shapes, for each document. Blocks begin where the
+document begins. The first document may have begun before the chunk and the last may go on after the chunk, so
+the state before the chunk reaches only the first document, and the gradient of the state after the chunk only
+the last. The states at the boundaries of all documents' blocks lie one after another.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Chunk:
     """The documents of a chunk of a sequence.
 
     Attributes:
-        lengths: of the parts of documents in it.
-        goes_on: whether the first of them began before it.
-        continued: whether the last goes on after it.
+        lengths: positions of each document that lie in the chunk.
+        goes_on: whether the first document began before the chunk.
+        continued: whether the last document goes on after the chunk.
     """
 
     lengths: tuple[int, ...]
@@ -43,7 +43,7 @@ class Chunk:
 
     @classmethod
     def of(cls, attended: Attended, positions: Interval) -> Chunk:
-        """The documents in a run of positions."""
+        """The documents that lie, in whole or in part, in an interval of positions."""
         parts = attended.within_documents([positions]).tolist()
         (_, first, start, _), (last, _, _, end) = parts[0], parts[-1]
         ends = attended.ends[last] if attended.documents else end
@@ -51,12 +51,12 @@ class Chunk:
 
 
 def _boundaries(lengths: Sequence[int], block: int) -> list[int]:
-    """How many states each document has."""
+    """The number of boundaries of blocks, and so of states, that each document has."""
     return [-(-n // min(block, n)) + 1 for n in lengths]
 
 
 def _documents(lengths: Sequence[int], *tensors: Tensor) -> Iterator[Any]:
-    """The parts of tensors [B, Z, L, ...] of each document, as tuples."""
+    """Yields for each document a tuple of its parts of the tensors [B, Z, L, ...]."""
     parts = [[part.contiguous() for part in x.split([*lengths], 2)] for x in tensors]
     return zip(*parts, strict=True)
 
@@ -94,8 +94,8 @@ def _input_gradients(run: Any, lengths: Sequence[int], *given: Any) -> tuple[Ten
 
 
 def _operator(of_documents: Callable[..., Any], name: str) -> Any:
-    """An operator that takes what the one of a document takes, the lengths of the documents, and whether it
-    runs that one's plain form."""
+    """An operator that takes the arguments of linear_attention_NAME, the documents' lengths, and whether to
+    run plain_NAME instead of the fused operator on each document."""
     fused, plain_form = (getattr(each, f"{form}_{name}") for form in ("linear_attention", "plain"))
 
     def run(*given: Any) -> Any:
@@ -146,8 +146,8 @@ def _input_gradient_flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], 
 
 
 class LinearAttentionSteps:
-    """The four steps of the chunked algorithm, as fused kernels or operator by operator, of a chunk of one
-    document or, by ``chunk``, of several."""
+    """The four steps of the chunked algorithm, as fused kernels or operator by operator, for a chunk with one
+    document or, where ``chunk`` is given, with several."""
 
     def __init__(self, fused: bool = True, chunk: Chunk | None = None):
         k = each
@@ -172,17 +172,17 @@ class LinearAttentionSteps:
         return run
 
     def before(self, initial: Tensor | None) -> Tensor | None:
-        """The state from before the chunk, if its first document began there; None: the chunk begins anew."""
+        """The state before the chunk, if its first document began before the chunk, else None."""
         return None if self.chunk is not None and not self.chunk.goes_on else initial
 
     def after(self, d_final: Tensor | None) -> Tensor | None:
-        """The gradient of the state after the chunk, if its last document goes on; None: that ends here."""
+        """The gradient of the state after the chunk, if its last document goes on, else None."""
         return None if self.chunk is not None and not self.chunk.continued else d_final
 
     def final_state(
         self, states: Tensor, initial: Tensor | None, decay: Tensor | None, length: int
     ) -> Tensor:
-        """The state after the chunk, given that before its first document."""
+        """The state after the chunk [B, Z, D, A]; ``initial`` is the state before its first document."""
         if self.chunk is not None and len(self.chunk.lengths) > 1:
             initial = None
         return each.final_state(states, initial, decay, length)
@@ -190,7 +190,7 @@ class LinearAttentionSteps:
     def initial_gradient(
         self, d_states: Tensor, d_final: Tensor | None, decay: Tensor | None, length: int
     ) -> Tensor:
-        """The gradient of the state before the chunk, given that of the state after its last document."""
+        """The gradient of the state before the chunk; ``d_final`` is the final state's gradient."""
         if self.chunk is not None and len(self.chunk.lengths) > 1:
             d_final = None
         return each.initial_gradient(d_states, d_final, decay, length)
@@ -227,5 +227,5 @@ def packed_linear_attention(
     *,
     block: int = each.BLOCK,
 ) -> Tensor:
-    """o [B, Z, L, A] of a whole sequence that is packed of documents of these lengths."""
+    """Returns o [B, Z, L, A] of a whole sequence that is packed with documents of these lengths."""
     return _PackedLinearAttention.apply(q, k, v, decay, lengths, block)

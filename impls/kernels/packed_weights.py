@@ -1,13 +1,13 @@
-"""Frozen weights in four or eight bits, whose use makes a copy in the dtype of their inputs, in forward and
-again in backward (QLoRA, arXiv 2305.14314; the weights of LLM.int8(), arXiv 2208.07339).
+"""Frozen weights in four or eight bits; forward and backward each make a copy in the dtype of the inputs
+(QLoRA, arXiv 2305.14314; the weights of LLM.int8(), arXiv 2208.07339).
 
-As with bitsandbytes' ``quant_storage`` of bfloat16, by which FSDP shards them, a packed parameter is one of
-the model's dtype whose numbers hold four or two codes in their first 16 bits; so any strategy cuts it, and
-any backend gathers it, as it does the weight. Wider dtypes, for verification, leave the other bits unused.
+As with bitsandbytes' ``quant_storage`` of bfloat16, with which FSDP shards such weights, a packed parameter
+has the model's dtype, and each element holds four or two codes in its first 16 bits. So strategies cut and
+backends gather a packed parameter like any weight. Wider dtypes, for verification, have unused bits.
 
-Of four bits (NF4), 64 codes have a scale of eight bits, and 256 scales one of float32: 0.516 bytes a weight
-(functional.py of bitsandbytes 95f9af30, quantize_4bit with compress_statistics). The levels of these scales
-are linear here. Of eight bits a row has a scale. Scales are not sharded.
+In four bits (NF4), 64 codes share a scale of eight bits, and 256 such scales share one of float32: 0.516
+bytes a weight (functional.py of bitsandbytes 95f9af30, quantize_4bit with compress_statistics). The levels of
+the eight-bit scales are linear here. In eight bits, each row has a scale. Scales are not sharded.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from torch import Tensor, nn
 
 from spbench.impls.kernels.operator import operator
 
-#: the codes of four bits, quantiles of a normal distribution (QLoRA, appendix E)
+#: the values of four-bit codes, quantiles of a normal distribution (QLoRA, appendix E)
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-#: bits of the numbers that hold codes; codes with a scale; scales with a scale
+#: bits of an element that hold codes; codes that share a scale; scales that share a float32 scale
 HOLDER, BLOCK, BLOCK_OF_SCALES = 16, 64, 256
-#: the largest magnitude of a weight before any are loaded
+#: the largest magnitude of a weight before weights are loaded
 _INITIAL = 0.05
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Packed:
-    """How a parameter is packed.
+    """The format of a packed parameter.
 
     Attributes:
-        bits: 4 or 8.
-        scales: as bytes.
+        bits: bits of a code, 4 or 8.
+        scales: the scales, as a tensor of bytes.
     """
 
     bits: int
     scales: Tensor
 
     def unpacked(self, weight: Tensor) -> Tensor:
-        """The weight [..., H], of the dtype that it is packed in."""
+        """Returns the weight [..., H] in the dtype of the packed ``weight`` [..., H bits / 16]."""
         result: Tensor = unpack_weight(weight, self.scales, self.bits)
         return result
 
 
 def _scales(scales: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """The scales of float32, which lie first to be aligned, and those of a byte, of so many blocks of four
-    bits."""
+    """The float32 scales, which lie first so that they are aligned, and the one-byte scales of this number of
+    blocks of four-bit codes."""
     wide = 4 * math.ceil(blocks / BLOCK_OF_SCALES)
     return scales[:wide].view(torch.float32), scales[wide:]
 
@@ -68,7 +68,7 @@ def _scales(scales: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     fake=lambda packed, scales, bits: packed.new_empty(*packed.shape[:-1], packed.shape[-1] * HOLDER // bits),
 )
 def unpack_weight(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """A weight [..., H] of packed numbers [..., H bits / 16]."""
+    """Returns the weight [..., H] from its packed elements [..., H bits / 16]."""
     return _unpacked(packed, scales, bits)
 
 
@@ -106,7 +106,7 @@ def _unpacked(packed: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 def initial_scales(shape: torch.Size, bits: int) -> Tensor:
-    """The scales, as bytes, with which a packed weight of that shape begins."""
+    """The initial scales of a packed weight of this (unpacked) shape, as a tensor of bytes."""
     if bits == 8:
         return torch.full((shape[:-1].numel(),), _INITIAL, dtype=torch.float32).view(torch.uint8)
     blocks = math.ceil(shape.numel() / BLOCK)
@@ -115,14 +115,14 @@ def initial_scales(shape: torch.Size, bits: int) -> Tensor:
 
 
 def pack_weights(modules: Iterator[nn.Module], bits: int) -> None:
-    """Have the matrices of modules packed, without values.
+    """Replace the matrices of modules by packed parameters without values, and add their scales.
 
     Raises:
-        ValueError: a row has no whole number of packed numbers.
+        ValueError: the features of a row do not fill a whole number of packed elements.
     """
     for module in modules:
         for name, weight in [*module._parameters.items()]:
-            if weight is None or weight.ndim < 2 or name == "bias":  # of grouped projections it has two dims
+            if weight is None or weight.ndim < 2 or name == "bias":  # a grouped bias has two dims
                 continue
             *rows, features = weight.shape
             if features * bits % HOLDER:
@@ -136,8 +136,8 @@ def pack_weights(modules: Iterator[nn.Module], bits: int) -> None:
 
 
 def mark_packed(module: nn.Module) -> None:
-    """Record on the packed weights of a module how they are. Called before each forward, as backends that
-    gather weights put other tensors in their place."""
+    """Record on each packed weight of a module its :class:`Packed`. Callers do this before each forward,
+    because backends that gather weights replace the tensors."""
     for each in module.modules():
         if not (bits := vars(each).get("packed_bits")):
             continue
@@ -152,5 +152,5 @@ def scales_in(module: nn.Module) -> list[Tensor]:
 
 
 def packed_of(weight: Tensor) -> Packed | None:
-    """How a weight is packed; None: it is not."""
+    """The format of a packed weight; None: the weight is not packed."""
     return getattr(weight, "spbench_packed", None)

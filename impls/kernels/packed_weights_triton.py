@@ -1,5 +1,5 @@
-"""The copy that :mod:`spbench.impls.kernels.packed_weights` makes of codes, for GPUs: each number is written
-once, by a factor in float32.
+"""The unpacking of :mod:`spbench.impls.kernels.packed_weights` for GPUs: a program reads codes, multiplies
+their values with scales in float32, and writes each element once.
 """
 
 # arguments of kernels have no types before they are compiled
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: numbers that a program writes
+#: elements that one program writes
 _NUMBERS = 1024
 
 
@@ -21,7 +21,7 @@ def _unpack(
     words, levels, wide, scales, out, count, features,
     BITS: tl.constexpr, BLOCK: tl.constexpr, OF_SCALES: tl.constexpr, NUMBERS: tl.constexpr,
 ):  # fmt: skip
-    """``wide`` has the scales of float32: of rows, or of OF_SCALES scales of a byte."""
+    """Write NUMBERS elements to ``out``; ``wide`` has float32 scales of rows, or of OF_SCALES byte scales."""
     at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     inside = at < count
     each: tl.constexpr = 16 // BITS
@@ -41,8 +41,8 @@ def _unpack(
 def unpacked(
     packed: Tensor, levels: Tensor, wide: Tensor, scales: Tensor, bits: int, block: int, of_scales: int
 ) -> Tensor:
-    """A weight [..., H] of numbers [..., H bits / 16] of half precision; ``levels`` [16] are the values of
-    four bits, ``wide`` and ``scales`` the scales of float32 and those of a byte."""
+    """The weight [..., H] from packed elements [..., H bits / 16] of half precision. ``levels`` [16] are the
+    values of four-bit codes, ``wide`` the float32 scales and ``scales`` the one-byte scales."""
     features = packed.shape[-1] * 16 // bits
     out = torch.empty(*packed.shape[:-1], features, dtype=packed.dtype, device=packed.device)
     _unpack[(triton.cdiv(out.numel(), _NUMBERS),)](

@@ -1,13 +1,12 @@
-"""Tokens into the order of their experts, and back.
+"""Tokens put in the order of their experts, and back.
 
-Rows on their way between ranks are read where they lie, and summed as they arrive, by the kernel that sends
-them (:data:`WITHIN_TRANSFERS`).
+Kernels that send rows between ranks also gather and sum rows on the way (:data:`WITHIN_TRANSFERS`).
 
-"plain": torch's operators, as Megatron-LM without --moe-permute-fusion. "deterministic": the same with its
---deterministic-mode, whose sum of a token's rows is an index_add, of which autograd keeps the rows (unpermute
-of its moe_utils.py, since October 2025). "fused": one operator each way that keeps a map of rows alone, as
-TransformerEngine's (pytorch/permutation.py): int32 [T, 2 E + 1] for tokens, int32 [R] for chunks. How many
-rows there are is known on the host.
+"plain" uses torch's operators, as Megatron-LM without --moe-permute-fusion. "deterministic" does the same
+with Megatron-LM's --deterministic-mode, which sums a token's rows by index_add, for which autograd keeps the
+rows (unpermute of moe_utils.py, since October 2025). "fused" is one operator each way that keeps only a map
+of rows, as TransformerEngine (pytorch/permutation.py): int32 [T, 2 E + 1] for tokens, int32 [R] for chunks.
+The host knows the number of rows.
 
 Letters: T tokens, E experts, R rows (a token has one for each of its experts), H hidden.
 """
@@ -24,15 +23,15 @@ from spbench.impls.kernels.operator import operator
 
 PERMUTATIONS = ("plain", "deterministic", "fused")
 
-#: operators that are a part of a transfer, and take no time beside it: DeepEP's kernels read each token's row
-#: where it lies, once for each rank, and sum what comes back as it arrives (deepseek-ai/DeepEP 567632d,
+#: operators that are part of a transfer and take no extra time, because DeepEP's kernels read each token's
+#: row in place, once for each rank, and sum rows that come back as they arrive (deepseek-ai/DeepEP 567632d,
 #: csrc/kernels/intranode.cu: dispatch, combine)
 WITHIN_TRANSFERS = ("sent_rows", "summed_rows")
 
 
 @torch.library.custom_op("spbench::sent_rows", mutates_args=())
 def sent_rows(x: Tensor, token: Tensor) -> Tensor:
-    """The rows [R, H] that are sent of tokens x [T, H], by the token [R] of each."""
+    """The rows [R, H] to send, copies of tokens x [T, H]; ``token`` [R] is the number of each row's token."""
     return x[token]
 
 
@@ -43,7 +42,7 @@ def _(x: Tensor, token: Tensor) -> Tensor:
 
 @torch.library.custom_op("spbench::summed_rows", mutates_args=())
 def summed_rows(rows: Tensor, token: Tensor, tokens: int) -> Tensor:
-    """The sum [T, H] of each token's rows [R, H], which come back to the token [R] of each."""
+    """The sum [T, H] of each token's rows [R, H]; ``token`` [R] is the number of each row's token."""
     return rows.new_zeros(tokens, rows.shape[1]).index_add_(0, token, rows)
 
 
@@ -87,7 +86,7 @@ def _(x: Tensor, weights: Tensor, chosen: Tensor, rows: int) -> tuple[Tensor, Te
 
 
 def _places(row_of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(token, expert, row) of each row of a map, in the order of tokens."""
+    """The token, expert and row number, each [R], of all rows in a map of rows, in the order of tokens."""
     experts = (row_of.shape[1] - 1) // 2
     token, expert = (row_of[:, :experts] >= 0).nonzero(as_tuple=True)
     return token, expert, row_of[token, expert].long()
@@ -155,26 +154,26 @@ class _Unpermute(torch.autograd.Function):
 
 
 def permute(x: Tensor, weights: Tensor, chosen: Tensor, rows: int, way: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of tokens x [T, H] by expert, and within one in the order of the tokens.
+    """The rows of tokens x [T, H] by expert, and within an expert in the order of the tokens.
 
     Args:
-        weights: of each token's experts [T, E].
+        weights: the router's weights [T, E].
         chosen: whether a token goes to an expert, bool [T, E].
-        rows: R, how many entries of it are true.
+        rows: R, the number of true entries of ``chosen``.
 
-    Returns the rows [R, H], their weights [R], and what :func:`unpermute` needs: the token of each row, or a
-    map of rows.
+    Returns the rows [R, H], their weights [R], and the places that :func:`unpermute` needs: the token of each
+    row, or a map of rows.
     """
     if way == "fused":
         return _Permute.apply(x, weights, chosen, rows)
-    # a stable sort puts what is true first, and leaves experts and tokens in their order
+    # a stable sort puts true entries first, and leaves experts and tokens in their order
     order = chosen.mT.contiguous().reshape(-1).argsort(descending=True, stable=True)[:rows]
     token = order % len(x)
     return x.index_select(0, token), weights.mT.contiguous().reshape(-1)[order], token
 
 
 def unpermute(rows: Tensor, places: Tensor, tokens: int, way: str) -> Tensor:
-    """The sum [T, H] of each token's rows [R, H]; ``places`` is of :func:`permute`."""
+    """The sum [T, H] of each token's rows [R, H]; ``places`` is the last result of :func:`permute`."""
     if way == "fused":
         return _Unpermute.apply(rows, places)
     if way == "deterministic":
@@ -183,7 +182,7 @@ def unpermute(rows: Tensor, places: Tensor, tokens: int, way: str) -> Tensor:
 
 
 def _row_order(sizes: Sequence[int], order: Sequence[int]) -> Tensor:
-    """For each row, once chunks are in another order, the number of the row that it was."""
+    """For each row after chunks are put in another order, the number that the row had before."""
     return reordered(torch.arange(sum(sizes)), sizes, order)
 
 
@@ -233,15 +232,15 @@ class _SortRows(torch.autograd.Function):
 
 
 def reordered(x: Tensor, sizes: Sequence[int], order: Sequence[int]) -> Tensor:
-    """Chunks of ``sizes`` rows of x [R, ...] in another order, each cut out and all put together, as
-    Megatron-LM's sort_chunks_by_idxs does."""
+    """Returns the rows of x [R, ...] with its chunks of ``sizes`` rows put in another order, by a split and a
+    concatenation, as Megatron-LM's sort_chunks_by_idxs does."""
     return torch.cat(_chunks(x, sizes, order))
 
 
 def sort_chunks(
     x: Tensor, weights: Tensor | None, sizes: Sequence[int], order: Sequence[int], way: str
 ) -> tuple[Tensor, Tensor]:
-    """Chunks of ``sizes`` rows of x [R, H] in another order, and those of their weights [R]."""
+    """Returns x [R, H] and weights [R] (or [R, 0]) with chunks of ``sizes`` rows put in another order."""
     row_weights = x.new_empty(len(x), 0) if weights is None else weights
     if way == "fused":
         return _SortRows.apply(x, row_weights, tuple(sizes), tuple(order))

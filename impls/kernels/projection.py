@@ -1,14 +1,13 @@
-"""A projection x W^T + b whose library is chosen, and which can add its weight's gradient to a buffer.
+"""A projection x W^T + b by one of several libraries, which can add its weight's gradient to a buffer.
 
-A weight with an attribute ``main_grad`` (float32, its shape; Megatron-LM's name) gets its gradient there, by
-the product that makes it. Autograd is given a tensor without values in place of the gradient, one for each
-shape, which stays, as TransformerEngine does it (get_dummy_wgrad of
-transformer_engine/pytorch/module/base.py, 2.x); ``grad_added_to_main_grad`` of the weight is then true, until
-a hook that has seen it makes it false.
+If a weight has an attribute ``main_grad`` (float32, of its shape; Megatron-LM's name), the matmul that
+computes the gradient adds it there (Megatron-LM's --gradient-accumulation-fusion). In place of the gradient,
+autograd gets a placeholder without values, one for each shape, which stays allocated, as in TransformerEngine
+(get_dummy_wgrad of transformer_engine/pytorch/module/base.py, 2.x). ``grad_added_to_main_grad`` of the weight
+is then true, until a hook that reads it makes it false.
 
-A library has a workspace of its own, which its first product allocates; so TransformerEngine's products are
-operators of their own beside torch's. Where gradient accumulation is fused (Megatron-LM's
---gradient-accumulation-fusion), the gradient of a weight is added to a float32 buffer by the product itself.
+Each library has its own workspace, which its first matmul allocates. So TransformerEngine's matmuls are
+operators of their own, next to torch's.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ from torch import Tensor, nn
 from spbench.impls.kernels.operator import operator
 from spbench.impls.kernels.packed_weights import packed_of
 
-#: the operators that torch runs through cuBLAS handles of its own, whose workspaces its allocator holds
+#: operators that torch runs through its own cuBLAS handles, whose workspaces torch's allocator holds
 TORCH_PRODUCTS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "strided_bmm", "accumulate_mm_", "fp8_mm", "fp8_accumulate_mm_"}
 )
-#: those of TransformerEngine, which all use one workspace
+#: operators of TransformerEngine, which all use one workspace
 TRANSFORMER_ENGINE_PRODUCTS = frozenset(
     {"te_mm", "te_mm_to", "te_accumulate_mm_", "te_fp8_mm", "te_fp8_accumulate_mm_"}
 )
-#: further workspaces of its matmuls that collectives run beside (_NUM_MAX_UB_STREAMS of
+#: further workspaces for TransformerEngine's matmuls that overlap with collectives (_NUM_MAX_UB_STREAMS of
 #: transformer_engine/pytorch/cpp_extensions/gemm.py)
 USERBUFFER_STREAMS = 3
 
 
 @operator("spbench::te_mm", fake=lambda a, b: a.new_empty(*a.shape[:-1], b.shape[1]))
 def te_mm(a: Tensor, b: Tensor) -> Tensor:
-    """a [..., k] times b [k, n] -> [..., n]."""
+    """The matmul of a [..., k] and b [k, n], [..., n], by TransformerEngine."""
     return torch.matmul(a, b).contiguous()
 
 
 @operator("spbench::te_mm_to", fake=lambda a, b, dtype: a.new_empty(a.shape[0], b.shape[1], dtype=dtype))
 def te_mm_to(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a [m, k] times b [k, n] -> [m, n] in ``dtype``, without a copy of either in it."""
+    """The matmul of a [m, k] and b [k, n] as [m, n] in ``dtype``, without a copy of a or b in ``dtype``."""
     return torch.matmul(a.to(dtype), b.to(dtype)).contiguous()
 
 
@@ -59,7 +58,7 @@ def accumulate_mm_(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 @operator("spbench::te_accumulate_mm_", mutates_args={"into"})
 def te_accumulate_mm_(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """As :func:`accumulate_mm_`, by TransformerEngine."""
+    """As :func:`accumulate_mm_`, but by TransformerEngine."""
     _accumulate(into, a, b)
 
 
@@ -82,26 +81,26 @@ class _StridedProduct(torch.autograd.Function):
 
 
 def strided_product(a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-    """scale a [B, Z, m, k] b [B, Z, k, n] -> a contiguous [B, Z, m, n]; a and b may be views, which are kept
-    and not copied, as a product of [L, B, H] hidden states has its batches at one distance."""
+    """scale times the matmul of a [B, Z, m, k] and b [B, Z, k, n], a contiguous [B, Z, m, n]. a and b may be
+    views (of [L, B, H] hidden states, whose batches lie at one stride), which are kept without a copy."""
     result: Tensor = _StridedProduct.apply(a, b, scale)
     return result
 
 
 TRANSFORMER_ENGINE = "transformer-engine"
-#: whose layers a model is made of, which decides what is kept for backward and which workspaces exist
+#: the libraries of a model's layers, which decide the tensors kept for backward and the workspaces
 LIBRARIES = ("torch", "megatron-local", TRANSFORMER_ENGINE)
 
 
 class Placeholders:
-    """Gradients without values, one of each shape and dtype, kept by what owns the weights."""
+    """Gradients without values, one for each shape and dtype, which the owner of the weights keeps."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
 
     def like(self, weight: Tensor) -> Tensor:
-        """A tensor of the shape and dtype of the weight's gradient, in memory that all such share."""
-        dtype = getattr(weight, "grad_dtype", None) or weight.dtype  # of eight bits it is another
+        """A tensor of the shape and dtype of the weight's gradient; all tensors of one shape share memory."""
+        dtype = getattr(weight, "grad_dtype", None) or weight.dtype  # weights in eight bits have another
         key = weight.shape, dtype
         if key not in self._made:
             self._made[key] = torch.empty_like(weight, dtype=dtype)
@@ -115,13 +114,14 @@ def mark_library(module: nn.Module, library: str) -> None:
 
 
 def mark_rows(rows: Tensor, library: str) -> Tensor:
-    """Some rows of a weight, to be multiplied by its library."""
+    """Record on ``rows``, some rows of a weight, the library that multiplies with the weight; returns
+    ``rows``."""
     rows.spbench_library = library  # type: ignore[attr-defined]
     return rows
 
 
 def fuse_accumulation(weight: nn.Parameter, main_grad: Tensor, placeholders: Placeholders) -> None:
-    """From now on the products that make the weight's gradient add it to ``main_grad``, of its shape."""
+    """Have matmuls for the weight's gradient add it to ``main_grad``, which has the weight's shape."""
     weight.main_grad = main_grad  # type: ignore[attr-defined]
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     weight.spbench_placeholders = placeholders  # type: ignore[attr-defined]
@@ -144,14 +144,14 @@ def _by_transformer_engine(weight: Tensor) -> bool:
 
 
 def matrix(weight: Tensor) -> Tensor:
-    """A weight [..., F, H] as [F of all, H], a view; of a packed one a copy that is not."""
+    """A view of a weight [..., F, H] as [all F, H]; for a packed weight, an unpacked copy."""
     if (packed := packed_of(weight)) is not None:
         weight = packed.unpacked(weight)
     return weight if weight.ndim == 2 else weight.flatten(0, -2)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., H] W^T + b -> [..., F], by the weight's library."""
+    """x W^T + b [..., F] for x [..., H], by the weight's library."""
     if not _by_transformer_engine(weight):
         return F.linear(x, matrix(weight), None if bias is None else bias.flatten())
     y = te_mm(x, matrix(weight).mT)
@@ -159,14 +159,14 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def input_gradient(d_y: Tensor, weight: Tensor) -> Tensor:
-    """The gradient [..., H] of x, from that of y [..., F]."""
+    """The gradient of x [..., H], from the gradient d_y [..., F] of y = x W^T."""
     product = te_mm if _by_transformer_engine(weight) else torch.matmul
     return product(d_y, matrix(weight))
 
 
 def add_input_gradient(into: Tensor, d_y: Tensor, weight: Tensor) -> None:
-    """Add :func:`input_gradient` of d_y [B, L, F] to ``into`` [B, L, H], without a tensor for it where the
-    library can."""
+    """Add :func:`input_gradient` of d_y [B, L, F] to ``into`` [B, L, H]; with torch's library, this takes no
+    tensor for the gradient."""
     if _by_transformer_engine(weight):
         into.add_(input_gradient(d_y, weight))
     else:
@@ -174,8 +174,8 @@ def add_input_gradient(into: Tensor, d_y: Tensor, weight: Tensor) -> None:
 
 
 def weight_gradient(d_y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the weight, of its shape and dtype; if it has a ``main_grad``, that is added to and a
-    placeholder is returned."""
+    """The gradient of the weight, in the weight's shape and dtype. If the weight has a ``main_grad``, the
+    gradient is added to that buffer, and a placeholder is returned."""
     d_rows, rows = (t.reshape(-1, t.shape[-1]) for t in (d_y, x))
     main = getattr(weight, "main_grad", None)
     if main is None:
@@ -187,7 +187,7 @@ def weight_gradient(d_y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def added_to_main_grad(weight: Tensor) -> Tensor:
-    """What autograd is given in place of a gradient that has been added to the weight's ``main_grad``."""
+    """The placeholder for autograd, after the gradient has been added to the weight's ``main_grad``."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):
         return torch.zeros_like(weight)
@@ -196,7 +196,7 @@ def added_to_main_grad(weight: Tensor) -> Tensor:
 
 
 def bias_gradient(d_y: Tensor, bias: Tensor) -> Tensor:
-    """The gradient of the bias, of its shape."""
+    """The gradient of the bias in the bias's shape, from d_y [..., F]."""
     return d_y.reshape(-1, d_y.shape[-1]).sum(0).view(bias.shape)
 
 
@@ -204,7 +204,7 @@ class _Projection(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: nn.Parameter, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if weight.requires_grad else None)
-        ctx.weight, ctx.bias = weight, bias  # as they are, with what is marked on them
+        ctx.weight, ctx.bias = weight, bias  # the parameters, not views, as attributes are marked on them
         return multiply(x, weight, bias)
 
     @staticmethod
@@ -216,8 +216,8 @@ class _Projection(torch.autograd.Function):
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., H] W^T + b -> [..., F], for a weight [..., F, H] and a bias of as many elements as rows. A
-    weight with an attribute ``spbench_fp8`` is multiplied by that recipe."""
+    """x W^T + b [..., F] for x [..., H], a weight [..., F, H] and a bias with an element for each row. If the
+    weight has an attribute ``spbench_fp8``, that recipe computes the matmuls."""
     if (recipe := getattr(weight, "spbench_fp8", None)) is not None:
         by_recipe: Tensor = recipe.project(x, weight, bias)
         return by_recipe

@@ -1,10 +1,10 @@
-"""Softmax attention of queries to some ranges of keys, in one call, as kernels for packed documents make it.
+"""Softmax attention of queries to some ranges of keys in one call, as kernels for packed documents do.
 
-The kernels are those with cu_seqlens (FlashAttention's flash_attn_varlen_func, arXiv 2205.14135) where ranges
-are documents one after another, and those that take any list of rectangles with a band each (MagiAttention's
-flex-flash-attention) elsewhere. They compute what is seen alone, and allocate the output and the logarithm of
-the denominators, as :mod:`spbench.impls.kernels.flash_attention` does, which has the shapes. Queries may see
-several ranges or none; those of none have an output of 0 and a logarithm of -inf.
+Where ranges are documents one after another, these kernels take cu_seqlens (FlashAttention's
+flash_attn_varlen_func, arXiv 2205.14135). Elsewhere they take any list of rectangles, each with a band
+(MagiAttention's flex-flash-attention). The kernels compute only pairs of a query and a key that it sees, and
+allocate o and lse with the shapes of :mod:`spbench.impls.kernels.flash_attention`. A query may see several
+ranges or none; without a range, its output is 0 and its lse is -inf.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from spbench.impls.kernels.flash_attention import (
 )
 from spbench.impls.kernels.kept_results import kept
 
-#: what queries see of a block of keys: all of it, those up to their own place, or some ranges
+#: the keys of a block that queries see: all (False), those up to a query's own place (True), or some ranges
 Seen = bool | Ranges
 
-#: queries whose scores with the keys of a band are in memory at once, where no kernel of torch computes it
+#: queries whose scores are in memory at once, for a band that no kernel of torch computes
 _TILE = 512
 
 
 def _ranges(text: str, q: Tensor) -> Iterator[tuple[Range, Window | None]]:
-    """The ranges of an operator's argument, with the window by which a GPU's kernel sees them. Others that
-    are neither whole nor causal are in tiles."""
+    """The ranges that an operator's argument ``text`` lists. A range that is neither whole nor causal comes
+    with the window of a GPU's kernel for it, or without one in tiles."""
     windows = q.is_cuda and is_half(q)
     for each_range in Ranges.from_text(text):
         if each_range.whole or each_range.causal:
@@ -57,8 +57,8 @@ def _ranges(text: str, q: Tensor) -> Iterator[tuple[Range, Window | None]]:
 
 
 def window_of(seen: Range) -> Window | None:
-    """A band as FlashAttention has it, which aligns the last query with the last key and has each query see
-    the key at its own place; None: it is none."""
+    """A range's band as a window of FlashAttention, which aligns the last query with the last key and in
+    which each query sees the key at its own place; None: FlashAttention has no such window."""
     offset = seen.keys - seen.queries
     left, right = offset - seen.low, seen.high - offset
     if min(offset, left, right) < 0:
@@ -71,13 +71,13 @@ def _parts(x: Range) -> tuple[slice, slice]:
 
 
 def _hidden(seen: Range, device: torch.device) -> Tensor:
-    """True where a query of a range does not see a key of it [queries, keys]."""
+    """The mask [queries, keys] of a range, True where the query does not see the key."""
     distance = torch.arange(seen.keys, device=device) - torch.arange(seen.queries, device=device)[:, None]
     return (distance < seen.low) | (distance > seen.high)
 
 
 def _is_all(found: list[tuple[Range, Window | None]], q: Tensor, k: Tensor) -> bool:
-    """Whether the ranges are one of all queries and keys, whose results are those of the block."""
+    """Whether there is one range, of all queries and keys, so that its results need no merging."""
     return len(found) == 1 and found[0][0][:4] == (0, q.shape[2], 0, k.shape[2])
 
 
@@ -107,8 +107,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, ranges: str) -> tupl
 
 
 def merge(o: Tensor, lse: Tensor, block_o: Tensor, block_lse: Tensor) -> None:
-    """Merge the attention to a further block of keys into the attention (o, lse) so far, in place. Queries
-    may have seen none so far (lse -inf), or see none of the block, but not both."""
+    """Merge the attention to a further block of keys into the attention (o, lse) so far, in place. A query
+    may have seen no key so far (lse -inf), or may see no key of the block, but not both."""
     # exp(block_lse) / (exp(lse) + exp(block_lse)), the block's share of all weights
     share = torch.sigmoid(block_lse - lse).unsqueeze(-1)
     o.lerp_(block_o.to(o.dtype), share)
@@ -162,7 +162,7 @@ ranged_attention = operator(
     _forward,
     fake_forward,
 )
-#: (d_o, q, k, v, o, lse, scale, ranges) -> as flash_attention_backward
+#: (d_o, q, k, v, o, lse, scale, text of the ranges) -> the gradients of q, k and v
 ranged_attention_backward = operator(
     "ranged_flash_attention_backward(Tensor d_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse,"
     " float scale, str ranges) -> (Tensor, Tensor, Tensor)",
@@ -172,14 +172,14 @@ ranged_attention_backward = operator(
 
 
 def _pairs(q: Sequence[int], ranges: str) -> int:
-    """Queries and keys that meet, in all sequences and heads."""
+    """The number of pairs of a query and a key that it sees, in all sequences and heads."""
     return q[0] * q[1] * Size.of(ranges).pairs
 
 
 class Size(NamedTuple):
-    """Sizes of ranges: how many, of a head the queries and keys that meet, and how many keys the range has in
-    which a pair lies, on average, of a window no more than the window: kernels are slower where ranges are
-    short."""
+    """The number of ranges, a head's pairs of a query and a key that it sees, and the average over these
+    pairs of the keys in the pair's range (at most the keys of its window), because kernels are slower on
+    short ranges."""
 
     ranges: int
     pairs: int
@@ -188,7 +188,7 @@ class Size(NamedTuple):
     @classmethod
     @lru_cache(maxsize=256)
     def of(cls, text: str) -> Size:
-        """The sizes of the ranges whose :attr:`Ranges.text` an operator is given."""
+        """The sizes of the ranges whose :attr:`Ranges.text` is an operator's argument."""
         ranges = Ranges.from_text(text)
         pairs = ranges.pairs
         # in float64, for a sum of pairs x keys is beyond int64 at some million positions
@@ -211,7 +211,7 @@ def _backward_flops(
 
 
 def attention_to_block(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen) -> tuple[Tensor, Tensor]:
-    """(o, lse) of queries that see that of a block of keys."""
+    """Returns (o, lse) of attention to a block of keys; ``seen`` says which keys queries see."""
     result: tuple[Tensor, Tensor]
     if isinstance(seen, bool):
         result = flash_attention(q, k, v, scale, seen)
@@ -223,7 +223,7 @@ def attention_to_block(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Seen
 def attention_to_block_backward(
     d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, scale: float, seen: Seen
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v by :func:`attention_to_block`."""
+    """The gradients of q, k and v of :func:`attention_to_block`, in the shapes of these."""
     result: tuple[Tensor, Tensor, Tensor]
     if isinstance(seen, bool):
         result = flash_attention_backward(d_o, q, k, v, o, lse, scale, seen)
@@ -249,7 +249,7 @@ class _RangedAttention(torch.autograd.Function):
 
 
 def ranged_flash_attention(q: Tensor, k: Tensor, v: Tensor, ranges: Ranges) -> Tensor:
-    """Softmax attention to the ranges alone, of which each query sees one at least, scores scaled by A**-0.5:
-    o [B, Z, M, A]; keeps q, k, v, o and lse."""
+    """Returns o [B, Z, M, A] of softmax attention to only these ranges, scores scaled by A**-0.5. Each query
+    must see at least one range. The function keeps q, k, v, o and lse."""
     result: Tensor = _RangedAttention.apply(q, k, v, ranges.text)
     return result

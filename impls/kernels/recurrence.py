@@ -1,18 +1,18 @@
-"""Gated recurrences: each position decays a state a head and writes to it; what their kernels share.
+"""Gated recurrences, in which each position decays a state of each head and writes to it: the common part.
 
     S_t = exp(g_t) M_t S_(t-1) + b_t k_t^T v_t        o_t = q_t S_t + d v_t
 
-where d is a number a head, or nothing. A rule says what M_t is: nothing in Mamba-2
+where d, a number a head, may be left out. A rule says what M_t is: the identity in Mamba-2
 (:mod:`spbench.impls.kernels.state_space`), I - b_t k_t^T k_t in Gated DeltaNet
-(:mod:`spbench.impls.kernels.gated_delta`). Either way a run of positions is an affine map of
-the state, S -> M S + U, and so is the gradient on the way back, dS -> M^T dS + W: what the positions of one
-rank are to those of another. A rank that knows the map of each chunk knows the state before its own without
-their positions. A document begins with a state of zero: there M is 0, and so it is of a run in which one
-begins.
+(:mod:`spbench.impls.kernels.gated_delta`). With both rules, a run of positions is an affine map of the state,
+S -> M S + U, and backward has an affine map of the gradient, dS -> M^T dS + W. So a rank that receives the
+map of each earlier chunk can compute the state before its own chunk without the positions of other ranks. A
+document begins with a state of zero, so M is 0 for a run of positions in which a document begins.
 
 Shapes: q, k [B, L, G, D], v, o [B, L, Z, A], g <= 0 and b [B, L, Z] in the states' dtype (float32 for half
-precisions), states [B, Z, D, A], d [Z]. Each head of q and k is that of Z/G consecutive ones of v. A carry,
-a map S -> M S + U as one tensor, is [B, Z, E], with D x A elements of U and then those of M.
+precisions), states [B, Z, D, A], d [Z]. Z/G consecutive heads of v share one head of q and k. A carry is a
+map S -> M S + U as one tensor [B, Z, E], with the elements of U and M. A forward or backward run is one call
+of the recurrence on a rank's positions.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Make = Callable[..., Sequence[Tensor]]
 
 
 class Forward(ABC):
-    """A rule's work on the positions of one rank; made of q, k, v, g, b, and the positions at which documents
-    begin.
+    """A rule's forward pass over the positions of one rank. Its arguments are q, k, v, g, b, and the
+    positions at which documents begin.
 
     Attributes:
-        kept: what backward needs of it, beside these inputs.
+        kept: the tensors that backward needs in addition to these arguments.
     """
 
     kept: tuple[Tensor, ...] = ()
@@ -51,29 +51,29 @@ class Forward(ABC):
 
     @abstractmethod
     def output(self, initial: Tensor | None) -> Tensor:
-        """o [B, L, Z, A], given the state before the first position (None: zero)."""
+        """o [B, L, Z, A]; ``initial`` is the state before the first position (None: zero)."""
 
 
 class Backward(ABC):
-    """The way back; made of q, k, v, g, b, the positions at which documents begin, the initial state, d_o,
-    and what forward kept."""
+    """A rule's backward pass. Its arguments are q, k, v, g, b, the positions at which documents begin, the
+    initial state, d_o, and the tensors :attr:`Forward.kept`."""
 
     @abstractmethod
     def carry(self) -> Tensor:
-        """The map of gradients [B, Z, E]: from that of the state after the last position to that of the state
-        before the first."""
+        """The map of gradients [B, Z, E], from the gradient of the state after the last position to the
+        gradient of the state before the first."""
 
     @abstractmethod
     def inputs(self, d_final: Tensor | None) -> InputGradients:
-        """The gradients of the inputs, given that of the state after the last position (None: zero)."""
+        """The gradients of q, k, v, g and b; ``d_final`` is the final state's gradient (None: zero)."""
 
 
 class Rule(ABC):
-    """How a state is carried past a position.
+    """A rule, which says how a position changes the state.
 
     Attributes:
-        forward, backward: its kernels.
-        scalar: whether M is a number a head; else it is D x D.
+        forward, backward: the classes that run the rule's kernels.
+        scalar: whether M is a number for each head; otherwise M is a matrix D x D.
     """
 
     forward: ClassVar[Callable[..., Forward]]
@@ -82,32 +82,33 @@ class Rule(ABC):
 
     @classmethod
     def carry_elements(cls, d: int, a: int) -> int:
-        """E, numbers a head of a carry."""
+        """E, the number of a carry's elements for each head."""
         return d * a + (1 if cls.scalar else d * d)
 
     @classmethod
     def merged(
         cls, carries: Tensor, size: Sequence[int], order: Sequence[int], initial: Tensor | None = None
     ) -> Tensor:
-        """The state [B, Z, D, A] that the maps ``order`` of ``carries`` [N, B, Z, E], one after another, make
-        of an initial one (None: zero); one kernel, as in fla's context parallelism (merge_fwd_bwd_kernel).
-        ``size`` is (D, A)."""
+        """The state [B, Z, D, A] after applying the maps of ``carries`` [N, B, Z, E], in the ``order`` of
+        their numbers, to the initial state (None: zero). It is one kernel, as in fla's context parallelism
+        (merge_fwd_bwd_kernel). ``size`` is (D, A)."""
         return _merged(carries, list(size), list(order), cls.scalar, initial)
 
     @staticmethod
     def scale(d: int) -> float:
-        """By which outputs are scaled, of queries of D features."""
+        """The factor of outputs for queries with D features."""
         return 1.0
 
     @staticmethod
     @abstractmethod
     def step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
-        """The state [B, Z, D, A] after one position, of k [B, Z, D], v [B, Z, A], g and b [B, Z]."""
+        """The state [B, Z, D, A] after one position, whose k is [B, Z, D], v [B, Z, A], g and b [B, Z]."""
 
 
 def timed(rule: type[Rule], nbytes: int) -> type[Rule]:
-    """The rule, whose kernels are timed before their first calls, forward and backward: Triton's autotuner
-    writes to a buffer of ``nbytes`` between runs, so that nothing is left in the L2 cache."""
+    """The rule with a buffer of ``nbytes`` allocated during the first call of forward and of backward,
+    because Triton's autotuner times kernels then and writes to the buffer between runs to clear the L2
+    cache."""
 
     def holding(work: Any, method: str) -> Any:
         to_time = {method}
@@ -152,15 +153,15 @@ def _merged_flops(
 
 
 class StatePassing(ABC):
-    """How the ranks of a sequence learn the states at the edges of their chunks."""
+    """A way for the ranks of a sequence to exchange the states at the edges of their chunks."""
 
     @abstractmethod
     def state(
         self, rule: type[Rule], carry: Callable[[], Tensor], empty: Callable[[], Tensor], step: int
     ) -> Tensor | None:
-        """The state before this rank's positions (None: zero), given their map; for a ``step`` of -1 the
-        gradient of the state after them, given the map of gradients. ``empty`` makes room for one, [B, Z, D,
-        A]."""
+        """The state before this rank's positions (None: zero), where ``carry`` returns their map. With a
+        ``step`` of -1, it is the gradient of the state after these positions, and ``carry`` returns the map
+        of gradients. ``empty`` returns an empty state [B, Z, D, A]."""
 
 
 class _GatedRecurrence(torch.autograd.Function):
@@ -184,13 +185,13 @@ class _GatedRecurrence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor) -> tuple[Any, ...]:
-        saved, d_final = ctx.saved_tensors, None  # once: checkpointing unpacks them
+        saved, d_final = ctx.saved_tensors, None  # read once, because checkpointing unpacks at each read
         sources, (initial, *kept) = saved[: ctx.sources], saved[ctx.sources :]
         again, room = None if ctx.make is None else _MadeAgain(ctx.make, sources), None
         *inputs, skip = _with_skip(sources if again is None else again.inputs)
         d_o = d_o.contiguous()
         if again is not None:
-            # of the gradients of what was projected, which such kernels make first
+            # room for the gradients of projections, which kernels with ``make`` allocate first
             projected = (x for x in sources if x is not None and x.shape[:2] == d_o.shape[:2])
             room = [torch.empty_like(x) for x in projected]
         run = ctx.rule.backward(*inputs, ctx.starts, initial, d_o, *kept)
@@ -205,15 +206,15 @@ class _GatedRecurrence(torch.autograd.Function):
 
 
 def _with_skip(inputs: Sequence[Any]) -> list[Any]:
-    """q, k, v, g and b, as the operators want them, and d or None."""
+    """q, k, v, g and b, each contiguous as the operators need it, and then d or None."""
     return [*(x.contiguous() for x in inputs[:5]), inputs[5] if len(inputs) > 5 else None]
 
 
 class _MadeAgain:
-    """What backward makes again: the inputs of a recurrence, of what was kept.
+    """The inputs of a recurrence, which backward makes again from the sources that forward kept.
 
     Attributes:
-        inputs: without gradients.
+        inputs: q, k, v, g and b, and maybe d, detached from autograd.
     """
 
     def __init__(self, make: Make, sources: Sequence[Any]):
@@ -223,7 +224,7 @@ class _MadeAgain:
         self.inputs = [x.detach() for x in self._made]
 
     def back(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of what was kept, given those of the inputs."""
+        """The gradients of the sources (None for a source that is None), from the gradients of the inputs."""
         kept = [x for x in self._sources if x is not None]
         of_kept = iter(torch.autograd.grad(self._made, kept, gradients))
         return [None if x is None else next(of_kept) for x in self._sources]
@@ -240,11 +241,12 @@ def gated_recurrence(
     starts: Sequence[int] = (),
     make: Make | None = None,
 ) -> Tensor:
-    """o [B, L, Z, A] of a sequence from a state of zero, or of the part of it that ``passing`` knows. At each
-    of the positions ``starts`` a document begins, with a state of zero; negative ones lie before the part.
+    """o [B, L, Z, A] of a sequence whose first state is zero, or with ``passing`` of this rank's part of the
+    sequence. A document begins at each position of ``starts``; negative positions lie before the part.
 
     Args:
-        sources: q, k, v, g and b, and maybe d; with ``make`` what it makes these of, which alone is kept.
+        sources: q, k, v, g and b, and maybe d; or the tensors from which ``make`` makes these, and which are
+            kept in their place.
     """
     begin = [start for start in starts if start >= 0]
     kept = sources if make is not None else [x.contiguous() for x in sources if x is not None]
@@ -257,7 +259,7 @@ def sequential(
     starts: Sequence[int] = (),
     make: Make | None = None,
 ) -> Tensor:
-    """The recurrence over a whole sequence, position by position in torch's own operators: the reference."""
+    """The reference o [B, L, Z, A] of a whole sequence, position by position in torch's own operators."""
     q, k, v, g, b, *skip = sources if make is None else make(*sources)
     dtype = state_dtype(q.dtype)
     heads = v.shape[2] // q.shape[2]

@@ -1,7 +1,7 @@
 """Root-mean-square normalisation (arXiv 1910.07467): y = x / sqrt(mean(x^2) + eps), with a weight or without.
 
-As fused kernels have it, the operator keeps its input and one number a row, in float32 for half
-precisions. Without a weight it is TransNormerLLM's "simple" norm (arXiv 2307.14995).
+As fused kernels do, the operator keeps its input and one number a row, in float32 for half precisions.
+Without a weight, the norm is TransNormerLLM's "simple" norm (arXiv 2307.14995).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS) -> Tensor:
-    """The same in torch's own operators, which keep more."""
+    """y of :func:`rms_norm` by torch's own operators, which keep more tensors for backward."""
     precise = x.to(_precise(x.dtype))
     y = precise * (precise.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (y if weight is None else y * weight).to(x.dtype)
 
 
 def rounded_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS) -> Tensor:
-    """The same in torch's own operators as Hugging Face's LlamaRMSNorm has it, which rounds before it
-    multiplies by the weight."""
+    """y of :func:`rms_norm` by torch's own operators in the order of Hugging Face's LlamaRMSNorm, which
+    rounds to x's dtype before it multiplies by the weight."""
     y = plain_rms_norm(x, None, eps)
     return y if weight is None else weight * y
 
@@ -48,12 +48,12 @@ def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, as_weight: bool) -> 
 
 
 def _result(x: Tensor, weight: Tensor | None, as_weight: bool) -> torch.dtype:
-    """The dtype of the result: the input's, or the weight's."""
+    """The dtype of the result: the dtype of the weight if ``as_weight``, else of x."""
     return weight.dtype if as_weight and weight is not None else x.dtype
 
 
 def _by_torch(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether torch's kernel for GPUs takes these, which has no intermediates."""
+    """Whether torch's fused kernel for GPUs, which has no intermediates, takes these dtypes and shapes."""
     return x.dtype != torch.float64 and (weight is None or (weight.dtype == x.dtype and weight.ndim == 1))
 
 
@@ -77,7 +77,7 @@ def _gradients(gradient: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None)
     d_normal = d_y if weight is None else d_y * weight
     d_x = rstd * (d_normal - normal * (d_normal * normal).mean(-1, keepdim=True))
     if weight is None:
-        d_weight = x.new_empty(0)  # an operator returns a tensor or none of its results
+        d_weight = x.new_empty(0)  # an operator must return a tensor for each result
     else:
         d_weight = (d_y * normal).sum_to_size(weight.shape).to(weight.dtype)
     return d_x.to(x.dtype).contiguous(), d_weight
@@ -120,7 +120,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _UpcastRMSNorm(torch.autograd.Function):
-    """Keeps x alone; its copy and the result are made again in backward, as by a checkpoint around both."""
+    """Keeps only x; backward makes the copy of x and the result again, as a checkpoint would."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -139,9 +139,9 @@ class _UpcastRMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = EPS, *, way: str = "fused") -> Tensor:
-    """Over the last dim, [..., H] -> a contiguous [..., H]; a weight is [H], or has the last dims of x;
-    ``way`` is "fused"; "upcast": of a copy of x in full precision, made again in backward, as InternEvo
-    gives it to apex's MixedFusedRMSNorm, whose result has the weight's precision; "plain" or "rounded"."""
+    """y [..., H], contiguous, for x [..., H] and a weight [H] or with the last dims of x. ``way`` is "fused",
+    "plain", "rounded" (:func:`rounded_rms_norm`) or "upcast": on a copy of x in full precision, made again in
+    backward, as InternEvo calls apex's MixedFusedRMSNorm, whose result has the weight's dtype."""
     if way in ("fused", "upcast"):
         return (_RMSNorm if way == "fused" else _UpcastRMSNorm).apply(x, weight, eps)
     return (plain_rms_norm if way == "plain" else rounded_rms_norm)(x, weight, eps)

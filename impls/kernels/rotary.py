@@ -1,11 +1,11 @@
-"""RoPE (arXiv 2104.09864) as one operator, which keeps the angles alone (TransformerEngine's fused RoPE).
+"""RoPE (arXiv 2104.09864) as one operator, which keeps only the angles (TransformerEngine's fused RoPE).
 
-RoPE of latent attention as Megatron-Core fuses it (core/fusions/fused_mla_yarn_rope_apply.py): queries are
-turned in their own memory, and one pass makes keys and values from their projection and the key that all
+For latent attention, RoPE as Megatron-Core fuses it (core/fusions/fused_mla_yarn_rope_apply.py): one kernel
+turns queries in place, and another makes keys and values from their projection and the key features that all
 heads share.
 
-Shape letters: B batch, L sequence, Z heads; N features of a head without a position, R with one, A of a
-value.
+Shape letters: B batch, L sequence, Z heads; of a head, N features without a position, R features with a
+position, A features of a value.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotated_by_angles(x: Tensor, angles: Tensor) -> Tensor:
-    """As :func:`fused_rotary`, by torch's operators as Megatron-Core calls them without the fusion
-    (core/models/common/embeddings/rope_utils.py): each call makes and keeps cos and sin [L, A] of its own."""
+    """x [..., L, A] turned by angles [L, A], by torch's operators as in Megatron-Core without fusion
+    (core/models/common/embeddings/rope_utils.py); each call makes and keeps its own cos and sin [L, A]."""
     return rotated_by_halves(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
 
 
 def rotated_by_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As :func:`rotated`, of cos and sin [L, A] with two equal halves, as Hugging Face's models do it."""
+    """As :func:`rotated`, but for cos and sin [L, A] with two equal halves, as in Hugging Face's models."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
@@ -55,13 +55,13 @@ class _Rotary(torch.autograd.Function):
 
 
 def fused_rotary(x: Tensor, angles: Tensor) -> Tensor:
-    """x [..., L, A] turned by the angles [L, A], the two halves of which are equal, in at least float32 as
-    libraries hold them -> a contiguous [..., L, A]."""
+    """x [..., L, A], turned and contiguous. The angles [L, A], in at least float32 as in libraries, have two
+    equal halves."""
     return _Rotary.apply(x, angles)
 
 
 def _turned(x: Tensor, angles: Tensor, inverse: bool) -> Tensor:
-    """x [..., L, R] turned by angles [L, R]."""
+    """x [..., L, R] turned by angles [L, R], or back if ``inverse``."""
     half = angles[..., : angles.shape[-1] // 2]
     cos, sin = half.cos().to(x.dtype), half.sin().to(x.dtype)
     return rotated(x, cos, -sin if inverse else sin)
@@ -90,8 +90,8 @@ class _TurnedQueries(torch.autograd.Function):
 
 
 def turned_queries(q: Tensor, angles: Tensor, heads: int) -> Tensor:
-    """q [B, L, Z (N + R)], a projection's result that nothing else reads, whose last R features of each head
-    are turned by angles [L, R] in its memory, as its gradient is in backward."""
+    """Returns q [B, L, Z (N + R)] after turning the last R features of each head in place by angles [L, R].
+    Nothing else may read q; backward turns the gradient back in place."""
     result: Tensor = _TurnedQueries.apply(q, angles, heads)
     return result
 
@@ -142,7 +142,7 @@ class _KeysValues(torch.autograd.Function):
 def keys_and_values(
     kv: Tensor, shared: Tensor, angles: Tensor, heads: int, size: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys [B, L, Z, N + R] and values [B, L, Z, A] from their projection [B, L, Z (N + A)] and from the
-    features [B, L, R] that the keys of all heads share, turned by angles [L, R]; ``size`` is N."""
+    """Keys [B, L, Z, N + R] and values [B, L, Z, A] from their projection [B, L, Z (N + A)] and the
+    ``shared`` features [B, L, R] of all heads' keys, turned by angles [L, R]; ``size`` is N."""
     k, v = _KeysValues.apply(kv, shared, angles, heads, size)
     return k, v

@@ -1,12 +1,12 @@
-"""A short causal convolution of each channel along the sequence, and SiLU: what stands before a gated
+"""A short causal convolution of each channel along the sequence and SiLU, which layers apply before a gated
 recurrence.
 
     y_t = silu(bias + sum over i < W of weight_i x_(t - W + 1 + i))
 
 Shapes: x, y [B, L, C], weight [C, W], bias [C] or none. The W - 1 positions before the first are ``before``
 [B, W - 1, C], or zeros where it is None. A position sees zeros before its document: ``starts`` says where
-documents begin, counted from the first position, negative in ``before``. As kernels for GPUs have it
-(causal-conv1d, fla's causal_conv1d), nothing is kept but the inputs: backward makes the sums before SiLU
+documents begin, counted from the first position, negative in ``before``. As kernels for GPUs do
+(causal-conv1d, fla's causal_conv1d), forward keeps only its inputs, and backward makes the sums before SiLU
 again.
 """
 
@@ -26,7 +26,7 @@ from spbench.impls.kernels.operator import operator
 def plain_short_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None, starts: Sequence[int] = ()
 ) -> Tensor:
-    """The same in torch's own operators, document by document, which keep more."""
+    """y [B, L, C] by torch's own operators, document by document, which keep more tensors for backward."""
     x, width = _with_before(x, weight, before), weight.shape[1]
     edges = [0, *(start + width - 1 for start in starts if start > 1 - width), x.shape[1]]
     documents = (F.pad(x[:, a:b], (0, 0, width - 1, 0)).mT for a, b in pairwise(edges))
@@ -35,13 +35,13 @@ def plain_short_convolution(
 
 
 def _with_before(x: Tensor, weight: Tensor, before: Tensor | None) -> Tensor:
-    """[B, W - 1 + L, C]."""
+    """Returns x after the W - 1 positions before it, [B, W - 1 + L, C]."""
     return F.pad(x, (0, 0, weight.shape[1] - 1, 0)) if before is None else torch.cat((before, x), 1)
 
 
 def _seen(x: Tensor, weight: Tensor, starts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """(place in the weight, what the positions of the x of :func:`_with_before` see there [B, L, C]), for
-    each place."""
+    """Yields for each place i < W of the weight: i, and the inputs that weight_i multiplies [B, L, C], zero
+    where these are of another document; x is a result of :func:`_with_before`."""
     width = weight.shape[1]
     for place in range(width):
         seen = x[:, place : x.shape[1] - width + 1 + place]
@@ -52,7 +52,7 @@ def _seen(x: Tensor, weight: Tensor, starts: Sequence[int]) -> Iterator[tuple[in
 
 
 def _sums(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Sequence[int]) -> Tensor:
-    """What SiLU is of [B, L, C], from the x that :func:`_with_before` returns."""
+    """The sums before SiLU [B, L, C], from the x that :func:`_with_before` returns."""
     sums = sum(seen * weight[:, place] for place, seen in _seen(x, weight, starts))
     assert isinstance(sums, Tensor)
     return sums if bias is None else sums + bias
@@ -77,7 +77,7 @@ def _convolved_backward(
     before: Tensor | None,
     starts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, bias and ``before``; empty of what is not there."""
+    """The gradients of x, weight, bias and ``before``; an empty tensor for one that is None."""
     width, x = weight.shape[1], _with_before(x, weight, before)
     sums = _sums(x, weight, bias, starts)
     share = sums.sigmoid()
@@ -113,5 +113,5 @@ def short_convolution(
     before: Tensor | None = None,
     starts: Sequence[int] = (),
 ) -> Tensor:
-    """y [B, L, C] of x [B, L, C]."""
+    """y [B, L, C] for x [B, L, C]; keeps only its arguments."""
     return _ShortConvolution.apply([*starts], x, weight, bias, before)

@@ -1,8 +1,8 @@
-"""A stream beside the one that computes, for parts of a layer: forward, and what backward does for them.
+"""A second stream, next to the computing stream, for the forward and backward of parts of a layer.
 
-Autograd calls the functions of a part one after another, because they were made one after another. On GPUs it
-runs each on the stream of its forward by itself; elsewhere the ends of a part, :class:`_Enter` and
-:class:`_Leave`, switch streams. Kernels of both streams that run at once do not slow each other down here.
+Autograd calls the functions of a part one after another, because forward called them one after another. On
+GPUs autograd runs each on the stream of its forward; elsewhere the ends of a part, :class:`_Enter` and
+:class:`_Leave`, switch streams. In simulated steps, kernels of both streams do not slow each other down.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class SideStream:
-    """A stream of a device beside that which computes, which is the current one."""
+    """A second stream of a device; the computing stream is the current one."""
 
     def __init__(self) -> None:
         #: made on the device of the first tensor
@@ -27,16 +27,16 @@ class SideStream:
         self._entered: list[AbstractContextManager[Any]] = []
 
     def follow(self, x: Tensor) -> None:
-        """What is issued here later comes after all that the computing stream has been given; x is on the
-        device."""
+        """Have later work of this stream wait for all work that the computing stream has so far. x is any
+        tensor of the device."""
         if self._stream is None:
             self._module = torch.get_device_module(x.device)
             self._stream = self._module.Stream()
         self._stream.wait_stream(self._module.current_stream())
 
     def run(self, work: Callable[..., Tensors], *xs: Tensor) -> Tensors:
-        """``work(*xs)`` on this stream, which has followed another; its backward too, after all that the
-        computing stream has been given by then."""
+        """Returns ``work(*xs)``, run on this stream after :meth:`follow`. Backward of ``work`` also runs on
+        this stream, after all work that the computing stream has by then."""
         with self._module.stream(self._stream):
             if not any(x.requires_grad for x in xs):
                 return work(*xs)
@@ -44,29 +44,29 @@ class SideStream:
             return results
 
     def awaited(self, x: Tensor) -> Tensor:
-        """x, in whose backward the computing stream waits for this one."""
+        """Returns x; in the backward of x, the computing stream waits for this stream."""
         y: Tensor = _Await.apply(self, x)
         return y
 
     def wait(self) -> None:
-        """The computing stream goes on when this one has done what it was given."""
+        """Have the computing stream wait for all work that this stream has so far."""
         self._module.current_stream().wait_stream(self._stream)
 
     def enter(self, gradient: Tensor) -> None:
-        """Backward of a part begins."""
+        """Switch to this stream, because backward of a part begins (on CPUs; GPUs do so by themselves)."""
         if gradient.device.type == "cpu":
             self.follow(gradient)
             self._entered.append(self._module.stream(self._stream))
             self._entered[-1].__enter__()
 
     def leave(self) -> None:
-        """Backward of a part ends."""
+        """Switch back to the computing stream, because backward of a part ends."""
         if self._entered:
             self._entered.pop().__exit__(None, None, None)
 
 
 class _Edge(torch.autograd.Function):
-    """A function whose backward alone does something; its results are its arguments."""
+    """A function that returns its arguments, and of which only backward has an effect."""
 
     @staticmethod
     def forward(ctx: Any, side: SideStream, *xs: Tensor) -> Tensors:

@@ -3,11 +3,11 @@
 
     o_i = sum over j of exp(s_ij) v_j / (exp(sink) + sum over j of exp(s_ij))
 
-A sink changes o and the logarithm of the denominator, which attention without it returns, after all keys are
-known, as torchtitan does behind flex attention. A query's keys may have come in blocks: the sink joins once,
-when the last is merged. With both changed, backward through the keys is what it is without a sink. Kernels
-that know sinks (TransformerEngine's softmax_offset) spare the pass over o. Shapes: o [B, Z, M, A], lse
-[B, Z, M], sinks [Z].
+A sink is applied to the results of attention without sinks, o and lse (the logarithm of the denominator), as
+torchtitan does behind flex attention. A query's keys may come in blocks; then the sink joins once, after the
+last block is merged. Backward through the keys uses the changed o and lse, and is otherwise the same as
+without a sink. Kernels with sinks (TransformerEngine's softmax_offset) spare the pass over o. Shapes: o
+[B, Z, M, A], lse [B, Z, M], sinks [Z].
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from spbench.impls.kernels.ranged_attention import (
 
 
 def join_sinks(o: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Change o of attention without sinks, in place, to what it is with them; returns the logarithm of the
-    denominators with them."""
+    """Change o of attention without sinks, in place, to the output with sinks; returns lse [B, Z, M] with
+    sinks."""
     joined = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
     o.mul_((lse - joined).exp_().unsqueeze(-1))
     return joined
@@ -45,7 +45,7 @@ def _fake_sinks_gradient(d_o: Tensor, o: Tensor, lse: Tensor, sinks: Tensor) -> 
     return torch.empty_like(sinks)
 
 
-#: (d_o, o, lse, sinks) -> the gradient of the sinks [Z], with o and lse of attention with them
+#: (d_o, o, lse, sinks) -> the gradient of the sinks [Z]; o and lse are results of attention with sinks
 sinks_gradient = operator(
     "attention_sinks_gradient(Tensor d_o, Tensor o, Tensor lse, Tensor sinks) -> Tensor",
     _sinks_gradient,
@@ -74,7 +74,7 @@ class _AttentionWithSinks(torch.autograd.Function):
 
 
 def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, seen: Seen) -> Tensor:
-    """Softmax attention with a sink a head of queries that see that of the keys, scores scaled by A**-0.5:
-    o [B, Z, M, A]; keeps q, k, v, o and lse."""
+    """Returns o [B, Z, M, A] of softmax attention with one sink a head, scores scaled by A**-0.5, where
+    queries see the keys that ``seen`` says; keeps q, k, v, o and lse."""
     result: Tensor = _AttentionWithSinks.apply(q, k, v, sinks, seen)
     return result

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from spbench.impls.kernels.operator import operator
 
-#: what a masked score becomes; Megatron-LM's and BERT's value, finite so that a row with no key stays finite
+#: the value of a masked score; Megatron-LM's and BERT's value, finite so that a row with no key stays finite
 MASKED_SCORE = -10000.0
-#: keys of a row that one program of the kernels for GPUs holds; longer rows go through float32 step by step
+#: the most keys of a row for the Triton kernels; longer rows are computed step by step in float32
 LONGEST_ROW = 2**15
 
 
@@ -32,7 +32,7 @@ def _in_steps(scores: Tensor, mask: Tensor | None, scale: float, causal: bool) -
 
 
 def _has_kernel(scores: Tensor) -> bool:
-    """Whether the Triton kernels take such scores on a GPU."""
+    """Whether the Triton kernels take scores [..., keys] of this dtype and length on a GPU."""
     keys = scores.shape[-1]
     return scores.dtype != torch.float64 and 0 < keys <= LONGEST_ROW and find_spec("triton") is not None
 
@@ -88,7 +88,7 @@ class _MaskedSoftmax(torch.autograd.Function):
 
 
 class _SoftmaxKeepingInput(torch.autograd.Function):
-    """torch.softmax of scores that become this function's own; saves its input too, as PyTorch 1.8 did."""
+    """torch.softmax over the last dim, which keeps its input next to its result, as PyTorch 1.8 did."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
@@ -111,14 +111,14 @@ def megatron_fuses(batch_heads: int, queries: int, keys: int) -> bool:
 def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, way: str) -> Tensor:
     """softmax(scale * scores) over the last dim, for scores [B, Z, queries, keys].
 
-    ``mask`` broadcasts to the scores and is True where the score is to become -10000. Ways:
+    ``mask`` broadcasts to the scores and is True where the score becomes -10000. ``way`` is one of:
 
-    - "fused": only the result is kept and no intermediate exists (bytes a score kept in half precision: 2).
-      Its backward knows no mask, like Megatron-LM's kernel: that is exact where a masked score's probability
-      is 0, but not in a row with no key at all, whose gradient must therefore not matter.
-    - "plain": torch's own operators; half precisions pass through float32 (4 + 2).
-    - "megatron": fused where :func:`megatron_fuses`, else Megatron-LM's fallback in float32 on PyTorch
-      1.8, whose softmax kept its input beside its result (4 + 4 + 2).
+    - "fused": keeps only the result, without intermediates (2 bytes a score in half precision). Backward has
+      no mask, like Megatron-LM's kernel. It is exact where a masked score's probability is 0, but not in a
+      row without any key, so the gradient of such a row must not matter.
+    - "plain": torch's own operators, which compute half precisions in float32 (keeps 4 + 2 bytes a score).
+    - "megatron": "fused" where :func:`megatron_fuses`, else Megatron-LM's fallback in float32 on PyTorch
+      1.8, whose softmax kept its input next to its result (4 + 4 + 2 bytes a score).
     """
     batch, heads, queries, keys = scores.shape
     if way == "fused" or (way == "megatron" and megatron_fuses(batch * heads, queries, keys)):
@@ -152,7 +152,7 @@ class _SoftmaxInFloat32(torch.autograd.Function):
 
 
 def _or_causal(mask: Tensor | None, scores: Tensor) -> Tensor:
-    """The mask, or without one the causal mask of scores [..., L, L]."""
+    """The mask if there is one, else the causal mask [L, L] of scores [..., L, L] (True: not attended)."""
     if mask is not None:
         return mask
     return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
@@ -162,12 +162,12 @@ def softmax_of_scores(scores: Tensor, mask: Tensor | None, way: str) -> Tensor:
     """softmax over the last dim of scaled scores [B, Z, L, L] under a mask (True: not attended), or, without
     one, the causal mask, under which query i sees keys j <= i. Ways:
 
-    - "fused": only the result is kept (Megatron-LM's scaled_masked_softmax and
+    - "fused": keeps only the result (Megatron-LM's scaled_masked_softmax and
       scaled_upper_triang_masked_softmax).
-    - "in_float32": what Megatron-LM does without these where scores are scaled by the layer
-      (--no-masked-softmax-fusion, --apply-query-key-layer-scaling): a float32 copy is scaled, masked in place
-      and its softmax kept in float32.
-    - "plain": torch's own operators, which keep more.
+    - "in_float32": scales a float32 copy, masks the copy in place and keeps its softmax in float32, as
+      Megatron-LM does without fused kernels where scores are scaled by the layer (--no-masked-softmax-fusion,
+      --apply-query-key-layer-scaling).
+    - "plain": torch's own operators, which keep more tensors.
     """
     if way == "fused":
         result: Tensor = _MaskedSoftmax.apply(scores, mask, 1.0, mask is None)

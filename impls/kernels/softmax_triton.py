@@ -1,5 +1,5 @@
-"""The operators of :mod:`spbench.impls.kernels.softmax` for GPUs. A row of scores is a program; nothing is
-written but the result. Sums are float32.
+"""The operators of :mod:`spbench.impls.kernels.softmax` for GPUs. One program computes one row of
+scores in float32 sums, and writes only the result.
 """
 
 # arguments of kernels have no types before they are compiled
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: numbers of a row that each warp takes
+#: scores of a row that each warp computes
 _A_WARP = 1024
 
 
@@ -24,7 +24,7 @@ def _softmax(
     s_batch, s_head, s_query, s_key, m_batch, m_head, m_query, m_key,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """softmax over the keys of a row [queries, keys] of a head; ``mask`` is None or True (1) where hidden."""
+    """Write the softmax of one row of scores; ``mask`` is None, or 1 where a key is hidden."""
     row = tl.program_id(0).to(tl.int64)
     query, head, batch = row % queries, row // queries % heads, row // queries // heads
     key = tl.arange(0, BLOCK)
@@ -43,7 +43,7 @@ def _softmax(
 
 @triton.jit
 def _gradient(gradient, probabilities, keys, scale, BLOCK: tl.constexpr):
-    """Overwrites a row of the gradient with that of the scores."""
+    """Overwrite one row of the probabilities' gradient with the gradient of the scores."""
     key = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * keys + key
     d = tl.load(gradient + at, mask=key < keys, other=0.0).to(tl.float32)
@@ -72,6 +72,6 @@ def masked_softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bo
 
 
 def masked_softmax_backward_(gradient: Tensor, probabilities: Tensor, scale: float) -> None:
-    """Makes of the gradient of the probabilities [..., keys] that of the scores; both are contiguous."""
+    """Overwrite the probabilities' gradient [..., keys], contiguous, with the gradient of the scores."""
     keys = gradient.shape[-1]
     _gradient[(gradient.numel() // keys,)](gradient, probabilities, keys, scale, **_settings(keys))

@@ -2,10 +2,10 @@
 
     S_t = exp(g_t) S_(t-1) + b_t k_t^T v_t        o_t = q_t S_t
 
-q is the paper's C, k its B, v its X, b its step size and g that times A. The operators are mamba_ssm's
-kernels (ops/triton/ssd_combined.py) and make room for what these make room for: the products q k^T of each
-block and group of heads, and the states of blocks, first alone in float32, then passed on in the inputs'
-dtype. Backward makes all of that again; nothing but the inputs and the initial state is kept. Shapes are
+q is the paper's C, k its B, v its X, b its step size and g the step size times A. The operators correspond to
+mamba_ssm's kernels (ops/triton/ssd_combined.py) and allocate the same tensors: the scores q k^T of each block
+and group of heads, the state that each block adds in float32, and the state before each block in the inputs'
+dtype. Forward keeps only the inputs and the initial state, and backward makes these tensors again. Shapes are
 those of :mod:`spbench.impls.kernels.recurrence`, with C blocks.
 """
 
@@ -36,7 +36,7 @@ class _Forward(Forward):
 
 
 class _Backward(Backward):
-    #: of the card (:func:`on_processors`)
+    #: multiprocessors of the card (:func:`on_processors`); 0: no card
     processors = 0
 
     def __init__(
@@ -51,7 +51,7 @@ class _Backward(Backward):
         d_o: Tensor,
     ):
         self.q, self.k, self.v, self.b, self.d_o, self.starts = q, k, v, b, d_o, starts
-        # of the gradients, which mamba_ssm makes first
+        # room for the gradients of q, k and v, which mamba_ssm allocates first
         self.room = [torch.empty_like(x) for x in (q, k, v)]
         self.sums, self.scores = operators.summed(g), operators.scores(q, k)
         own = operators.block_states(k, v, self.sums, b, starts)
@@ -96,24 +96,24 @@ class _Backward(Backward):
 
     @property
     def _blocks(self) -> int:
-        """How many blocks all sequences have."""
+        """The number of blocks in all sequences of the batch."""
         return len(self.v) * self.before.shape[2]
 
 
 class StateSpace(Rule):
-    """M is the decay alone, a number a head."""
+    """The rule whose M is only the decay, a number for each head."""
 
     forward, backward, scalar = _Forward, _Backward, True
 
     @staticmethod
     def step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
-        """S_t [B, Z, D, A] of S_(t-1), with k [B, Z, D], v [B, Z, A], and g and b [B, Z] of position t."""
+        """S_t [B, Z, D, A] from the state S_(t-1) and position t's k [B, Z, D], v [B, Z, A], g, b [B, Z]."""
         written = k.unsqueeze(-1) * (b.unsqueeze(-1) * v).unsqueeze(-2)
         return g.exp()[..., None, None] * state + written
 
 
 def on_processors(rule: type[Rule], count: int) -> type[Rule]:
-    """The rule on a card of that many multiprocessors, over which backward of this one spreads heads."""
+    """The rule for a card with ``count`` multiprocessors, over which Mamba-2's backward spreads heads."""
     if not issubclass(rule, StateSpace):
         return rule
     backward = type("_BackwardOnProcessors", (_Backward,), {"processors": count})

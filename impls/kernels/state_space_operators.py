@@ -1,5 +1,5 @@
-"""The operators of the state space duality's forward and backward passes; see
-:mod:`spbench.impls.kernels.state_space`."""
+"""The operators of the state space duality's forward and backward passes. Shapes and letters are those of
+:mod:`spbench.impls.kernels.state_space`; ``sums`` are a block's sums of g up to each position."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _split(heads: int, *tensors: Tensor) -> list[Tensor]:
 
 
 def _together(x: Tensor, like: Tensor) -> Tensor:
-    """What :func:`_split` makes, back to the shape and dtype of ``like``."""
+    """Returns x [B, Z, C, block, ...], in the form of :func:`_split`, in the shape and dtype of ``like``."""
     return Blocks(like.shape[1], _block(like)).back(x, like)
 
 
@@ -40,7 +40,7 @@ def _decay(sums: Tensor, starts: Sequence[int]) -> BlockDecay:
 
 
 def summed(g: Tensor, from_end: bool = False) -> Tensor:
-    """Blocks go on over documents, whose first position's decay no pair uses."""
+    """Sums of g [B, L, Z] over blocks; these go on over documents, as no pair uses a first decay."""
     return block_sums(g, _block(g), from_end, [])
 
 
@@ -50,7 +50,7 @@ def _for_heads(scores: Tensor, heads: int) -> Tensor:
 
 @operator("spbench::state_space_scores")
 def scores(q: Tensor, k: Tensor) -> Tensor:
-    """q k^T of each block [B, G, C, block, block], all pairs."""
+    """The scores q k^T of all pairs of positions of each block [B, G, C, block, block]."""
     queries, keys = _split(q.shape[2], q, k)
     return queries @ keys.mT
 
@@ -59,7 +59,7 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
     "spbench::state_space_block_states", fake=lambda k, v, sums, *_: sums.new_empty(_states_shape(k, v))
 )
 def block_states(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, starts: Sequence[int]) -> Tensor:
-    """What each block alone writes to the state after it [B, Z, C, D, A]."""
+    """The state that each block's own positions add to the state after the block [B, Z, C, D, A]."""
     keys, values, strength = _split(v.shape[2], k, v, b)
     return (keys * strength.unsqueeze(-1) * _decay(sums, starts).to_end).mT @ values
 
@@ -69,8 +69,8 @@ def block_states(k: Tensor, v: Tensor, sums: Tensor, b: Tensor, starts: Sequence
     fake=lambda states, *_: states.new_empty(*states.shape[:2], states.shape[-2] * states.shape[-1] + 1),
 )
 def carry(states: Tensor, sums: Tensor, backward: bool, starts: Sequence[int]) -> Tensor:
-    """The map of all blocks [B, Z, D A + 1], given what each of them adds to the state after it, or on the
-    way back to the one before it."""
+    """The map of all blocks [B, Z, D A + 1], from the ``states`` [B, Z, C, D, A] that each block adds to the
+    state after it (``backward``: to the gradient of the state before it)."""
     across, state, blocks = (
         _decay(sums, starts).across,
         torch.zeros_like(states[:, :, 0]),
@@ -88,8 +88,8 @@ def carry(states: Tensor, sums: Tensor, backward: bool, starts: Sequence[int]) -
 def passed(
     states: Tensor, sums: Tensor, first: Tensor | None, like: Tensor, backward: bool, starts: Sequence[int]
 ) -> Tensor:
-    """The state before each block, or the gradient of the one after it [B, Z, C, D, A], in the dtype of
-    ``like``, from what :func:`carry` is given and the first of them."""
+    """The state before each block (``backward``: the gradient of the state after each) [B, Z, C, D, A] in the
+    dtype of ``like``; ``states`` are as in :func:`carry`, ``first`` is the first state (None: 0)."""
     across, state = _decay(sums, starts).across, torch.zeros_like(states[:, :, 0]) if first is None else first
     passed, blocks = [state] * states.shape[2], range(states.shape[2])
     for c in reversed(blocks) if backward else blocks:
@@ -102,7 +102,7 @@ def passed(
 def output(
     scores: Tensor, q: Tensor, v: Tensor, sums: Tensor, b: Tensor, states: Tensor, starts: Sequence[int]
 ) -> Tensor:
-    """o [B, L, Z, A] of the scores of queries and keys in blocks and the state before each block."""
+    """o [B, L, Z, A] from the scores of each block and the state before each block."""
     (queries, values, strength), decay = _split(v.shape[2], q, v, b), _decay(sums, starts)
     pairs = _for_heads(scores, v.shape[2]) * decay.between() * strength.unsqueeze(-2)
     return _together(decay.from_start * queries @ states.to(pairs.dtype) + pairs @ values, v)
@@ -113,22 +113,22 @@ def output(
     fake=lambda q, d_o, sums, *_: sums.new_empty(_states_shape(q, d_o)),
 )
 def output_state_gradients(q: Tensor, d_o: Tensor, sums: Tensor, starts: Sequence[int]) -> Tensor:
-    """What reaches the state before each block from the outputs of that block alone [B, Z, C, D, A]."""
+    """The part of the gradient of the state before each block from this block's outputs [B, Z, C, D, A]."""
     queries, d_outputs = _split(d_o.shape[2], q, d_o)
     return (_decay(sums, starts).from_start * queries).mT @ d_outputs
 
 
 def shares(heads: int, groups: int, blocks: int, processors: int) -> int:
-    """The shares into which backward's kernels divide a group's heads, so that each of a card's
-    multiprocessors has some (nsplits of mamba_ssm's ssd_chunk_state.py and ssd_chunk_scan.py); ``blocks``: of
-    all sequences. Without a card, one."""
+    """The number of shares into which backward's kernels divide a group's heads, so that each multiprocessor
+    of a card has work (nsplits of mamba_ssm's ssd_chunk_state.py and ssd_chunk_scan.py). ``blocks`` counts
+    the blocks of all sequences; 0 ``processors``, no card, gives one share."""
     of_group = heads // groups
     together = max(min(math.ceil(blocks * heads / processors), of_group), 1) if processors else of_group
     return math.ceil(of_group / together)
 
 
 def _shared_out(x: Tensor, groups: int, count: int) -> Tensor:
-    """Sums [B, shares, G, ...] of each share of a group's heads, of [B, Z, ...]."""
+    """The sums of x [B, Z, ...] over each share of a group's heads [B, shares, G, ...]."""
     x = x.unflatten(1, (groups, -1))
     together = math.ceil(x.shape[2] / count)
     x = F.pad(x, (*(0, 0) * (x.ndim - 3), 0, count * together - x.shape[2]))
@@ -139,7 +139,7 @@ def _shared_out(x: Tensor, groups: int, count: int) -> Tensor:
 def score_gradients(
     v: Tensor, d_o: Tensor, sums: Tensor, b: Tensor, groups: int, count: int, starts: Sequence[int]
 ) -> Tensor:
-    """The gradient of the products by shares of heads [B, shares, G, C, block, block]."""
+    """The gradient of the scores, summed over each share of heads [B, shares, G, C, block, block]."""
     values, d_outputs, strength = _split(v.shape[2], v, d_o, b)
     d_pairs = d_outputs @ values.mT * _decay(sums, starts).between() * strength.unsqueeze(-2)
     return _shared_out(d_pairs, groups, count)
@@ -152,8 +152,8 @@ def score_gradients(
 def key_gradients(
     k: Tensor, v: Tensor, sums: Tensor, b: Tensor, d_states: Tensor, count: int, starts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Keys' gradients by that of the state after a block, by shares of heads and in the states' dtype [B,
-    shares, G, C, block, D], and each position's share in it, without b [B, Z, C, block]."""
+    """The parts of two gradients that come through the state after a block: of keys, summed over each share
+    of heads, in the states' dtype [B, shares, G, C, block, D], and of b [B, Z, C, block]."""
     keys, values, strength = _split(v.shape[2], k, v, b)
     d_written = _decay(sums, starts).to_end * (values @ d_states.to(values.dtype).mT)
     of_keys = _shared_out(strength.unsqueeze(-1) * d_written, k.shape[2], count)
@@ -167,7 +167,7 @@ def key_gradients(
 def query_gradients(
     q: Tensor, sums: Tensor, d_o: Tensor, states: Tensor, count: int, starts: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """The same for queries, by the states before blocks."""
+    """As :func:`key_gradients`, but through the state before a block, of queries and the sums."""
     queries, d_outputs = _split(d_o.shape[2], q, d_o)
     d_read = _decay(sums, starts).from_start * (d_outputs @ states.to(d_outputs.dtype).mT)
     return _shared_out(d_read, q.shape[2], count), (queries * d_read).sum(-1)
@@ -191,21 +191,21 @@ def input_gradients(
     of_states: Sequence[Tensor],
     starts: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, of the sums of g, and of b; ``of_states``: what :func:`query_gradients` and then
-    :func:`key_gradients` make, summed over shares."""
+    """The gradients of q, k, v, the sums and b. ``of_states`` has the results of :func:`query_gradients` and
+    then :func:`key_gradients`, summed over shares."""
     heads = v.shape[2]
     keys, values, strength, d_outputs = _split(heads, k, v, b, d_o)
     d_read, of_reading, d_written, of_writing = of_states
     decay, products = _decay(sums, starts), _for_heads(scores, heads)
     between, before, d_after = decay.between(), states.to(products.dtype), d_states.to(products.dtype)
-    # without b: what a block's pairs do, and what a position's key does by way of the state after it
+    # gradients without the factor b: through pairs of a block, and through the state after the block
     pairs = d_outputs @ values.mT * products * between
     d_b = pairs.sum(-2) + of_writing
     d_sums = of_reading + (pairs @ strength.unsqueeze(-1)).squeeze(-1) - strength * d_b
     of_ends = (strength * of_writing).sum(-1) + (decay.across * before * d_after).sum((-1, -2))
     decay.add_at_ends(d_sums, of_ends)
     d_v = (products * between).mT @ d_outputs + decay.to_end * keys @ d_after
-    # products are of a group of heads, so their gradients come once
+    # a group of heads shares the scores, so q and k of a group get the scores' gradient once
     q_once, k_once = _split(q.shape[2], q, k)
     return (
         _together(d_read + d_scores @ k_once, q),
@@ -281,7 +281,7 @@ def _score_gradient_flops(v: Shape, *_: Any, **__: Any) -> int:
 def _input_gradient_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
     batch, length, heads, a = v
     block, d = min(BLOCK, length), q[-1]
-    # of heads: d_v within the block and by way of the state, d_o v^T once more for the decay
-    # (_chunk_scan_bwd_ddAcs_stable); of groups: d_q and d_k from the products
+    # for each head: d_v within the block and through the state, d_o v^T once more for the decay
+    # (_chunk_scan_bwd_ddAcs_stable); for each group: d_q and d_k from the scores
     of_heads = heads * (a * (block // 2 + d) + a * block // 2)
     return 2 * batch * length * (of_heads + 2 * q[2] * block * d)

@@ -1,9 +1,9 @@
-"""Head and cross entropy in tiles of the vocabulary, as FusedOutputLinear of prime-rl has them
+"""Head and cross entropy in tiles of the vocabulary, as FusedOutputLinear of prime-rl computes them
 (src/prime_rl/trainer/models/layers/lm_head.py of PrimeIntellect-ai/prime-rl, January 2026).
 
-Each tile multiplies all tokens with some rows of the head's weight. Forward keeps the logsumexp of each token
-alone, and takes the entropy along, which has no gradient; backward makes each tile's logits again. The
-operators are those of the program, one by one, but for the label's logit: the program picks it by a mask that
+Each tile multiplies all tokens with some rows of the head's weight. Forward keeps only the logsumexp of each
+token, and also computes the entropy, which has no gradient; backward makes each tile's logits again. The
+operators are those of prime-rl, one by one, except for the label's logit, which prime-rl picks by a mask that
 the host reads.
 
 Shape letters: N tokens, H hidden, V rows of the vocabulary, C rows of a tile.
@@ -23,19 +23,19 @@ def _precise(x: Tensor) -> torch.dtype:
 
 
 def _tiles(weight: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
-    """The first row of each tile, and its part [C, H] of the weight."""
+    """Yields the first row of each tile and the tile's part [C, H] of the weight."""
     for start in range(0, len(weight), rows):
         yield start, weight[start : start + rows]
 
 
 def _places(labels: Tensor, start: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Where tokens' labels are in a tile [N, 1], and for which tokens they are [N]."""
+    """The row of each token's label in a tile [N, 1], and whether the label lies in the tile [N]."""
     return (labels - start).clamp(0, rows - 1).unsqueeze(-1), (labels >= start) & (labels < start + rows)
 
 
 def _updated(m: Tensor, s: Tensor, t: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest logit of each token [N], its sum of exponentials, and that of exponentials times logits,
-    with those of a tile [N, C]."""
+    """Returns m, s and t after a tile's logits [N, C]: each token's largest logit, sum of exponentials, and
+    sum of exponentials times logits, each [N]."""
     top = torch.maximum(m, torch.amax(logits, dim=-1))
     before = torch.exp(m - top)
     exponentials = torch.exp(logits - top.unsqueeze(-1))
@@ -66,7 +66,7 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, labels, log_sum = ctx.saved_tensors
         d_x, d_weight = torch.zeros_like(x), torch.zeros_like(weight)
-        g = -d_loss.to(log_sum.dtype)  # of the logarithm of a label's probability
+        g = -d_loss.to(log_sum.dtype)  # gradient of the logarithm of a label's probability
         for start, part in _tiles(weight, ctx.rows):
             logits = x @ part.t()
             precise = logits.to(log_sum.dtype).mul_(1.0)
@@ -81,7 +81,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def token_losses(x: Tensor, weight: Tensor, labels: Tensor, rows: int) -> Tensor:
-    """The cross entropy [B, L] of labels [B, L], in at least float32, by x [B, L, H] and the head's weight
-    [V, H], in tiles of ``rows`` rows."""
+    """The cross entropy [B, L] of labels [B, L], in at least float32, from x [B, L, H] and the head's weight
+    [V, H], in tiles of ``rows`` rows of the vocabulary."""
     loss, _ = _TokenLosses.apply(x.reshape(-1, x.shape[-1]), weight, labels.reshape(-1), rows)
     return loss.view(labels.shape)

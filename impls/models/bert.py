@@ -217,7 +217,7 @@ class MaskedLanguageHead(nn.Module):
 
 
 class Bert(nn.Module):
-    """A pipeline stage of the model, or all of it.
+    """The module of a pipeline stage, or of the whole model.
 
     ``forward(inputs, hidden)`` takes ``hidden`` [B, L, H] of the stage before (None on the first stage). It
     returns ``hidden`` [B, L, H]; on the last stage also this rank's share of ``mlm_loss``, of ``order_loss``

@@ -80,7 +80,7 @@ class GridTransformerModel(GridModel):
 
 class AxialBlock(nn.Module):
     """A layer of the grid [B, n1, .., nK, H]: attention along each dim, then an MLP. It returns the grid in
-    the layout of the last attention; backward recomputes it with ``checkpointing``."""
+    the layout of the last attention. With ``checkpointing`` backward recomputes the layer."""
 
     def __init__(self, model: GridTransformerModel, strategy: Strategy, planned: list[int | None]):
         super().__init__()

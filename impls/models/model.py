@@ -58,7 +58,7 @@ class Model(ABC):
 
     @property
     def of_one_head_size(self) -> Mapping[str, Any]:
-        """The changes of options that give keys and values one head size, for kernels that need this."""
+        """The changes of options for attention kernels that support only one head size of keys and values."""
         return {}
 
     @property
@@ -79,7 +79,7 @@ class Model(ABC):
         return {name: value for name, value in values.items() if value != self.plain_options[name]}
 
     def variants(self) -> list[Mapping[str, Any]]:
-        """The changes of options that verification tries too, because they ask other things of a strategy."""
+        """The changes of options that verification tries too, because each leads to other sites."""
         return []
 
     def savings(self, stages: int = 1) -> Iterator[Saving]:

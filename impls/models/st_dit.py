@@ -163,7 +163,7 @@ class CrossAttention(nn.Module):
 
 class StDitBlock(nn.Module):
     """A block of the grid [B, T, S, H], with text [B, W, H] and modulation [B, 6, H]. It returns the grid in
-    the layout of the attention along frames; backward recomputes it with ``checkpointing``."""
+    the layout of the attention along frames. With ``checkpointing`` backward recomputes the block."""
 
     def __init__(self, model: StDitModel, strategy: Strategy, planned: list[int | None]):
         super().__init__()

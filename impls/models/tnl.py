@@ -1,4 +1,4 @@
-"""TransNormerLLM (Qin et al., arXiv 2307.14995), the model that LASP's paper trains, as it was released.
+"""TransNormerLLM (Qin et al., arXiv 2307.14995) by its released code, the model that LASP's paper trains.
 
 One matmul projects a layer's input to queries, keys, values and a gate. Queries and keys go through SiLU, and
 in the first layer through LRPE. Linear attention has a decay for each head; a norm over all features follows,
@@ -35,7 +35,7 @@ def decay_rates(heads: int, layer: int, layers: int) -> list[float]:
 
 @dataclass(frozen=True)
 class TransNormerModel(DecoderModel):
-    """The options of a TransNormerLLM."""
+    """The options of a TransNormerLLM, which are a decoder's with another ``attention_norm``."""
 
     attention_norm: str = "hidden"
 

@@ -1,8 +1,8 @@
 """The forms in which the outputs of commands are printed.
 
-A form is a function ``show(output, out, err)``: it writes an :class:`Output` to ``out`` and what does not
-belong there to ``err``. The form called NAME is such a function in a module ``as_NAME`` of this package. Only
-the form that is chosen is imported, as every command needs the names for its help.
+A form is a function ``show(output, out, err)``, which writes an :class:`Output` to ``out``, and text for
+people that would disturb programs to ``err``. The form called NAME is the function in the module ``as_NAME``
+of this package. Only the module of the chosen form is imported; help needs only the names.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from spbench.bench.command_line.output import Output, Table, Verbatim
 
-#: files of a folder, and sections that are not shown, which a terminal names
+#: the most files of a folder, and the most hidden sections, that a terminal names
 _NAMED = 3
 
 
@@ -48,14 +48,14 @@ def _on_a_terminal(output: Output, out: TextIO) -> Iterator[str]:
     yield screen.paragraph("\n".join(_files_by_folder(output.files)))
     if output.details and not output.view.details:
         titles = [each.title if isinstance(each, Table) else each.split("\n")[0] for each in output.details]
-        # up to a colon or a bracket
+        # a title up to its first colon or bracket
         names = [*dict.fromkeys(title.split(": ")[0].split(" (")[0].rstrip(":") for title in titles)]
         yield screen.aside(f"--details shows: {_first(names, '; ')}")
     yield screen.paragraph("\n".join(output.notes))
 
 
 def _files_by_folder(files: Sequence[Path]) -> Iterator[str]:
-    """A line for each file, or of many in a folder one that counts them and names the first."""
+    """A line for each file; a folder with many files has one line, which counts them and names the first."""
     by_folder: dict[Path, list[Path]] = {}
     for path in files:
         by_folder.setdefault(path.parent, []).append(path)
@@ -67,6 +67,6 @@ def _files_by_folder(files: Sequence[Path]) -> Iterator[str]:
 
 
 def _first(texts: Sequence[str], between: str = ", ") -> str:
-    """A list cut to its first entries, with a count of the others."""
+    """The first three texts, joined by ``between``, and the number of other texts."""
     more = f" and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
     return f"{between.join(texts[:_NAMED])}{more}"

@@ -1,8 +1,9 @@
-"""Kernels of softmax attention on a card: which one programs run where nobody says it, and the rate of one.
+"""Kernels of softmax attention on a card: the kernel that programs run by default, and the rate of a kernel.
 
 Kernels keep their ratio from card to card better than their share of the peak. So where two kernels were
-measured on another card and one of them on this, the missing one counts here as that part of the other. It
-stays a substitute, and says so. Without other rates nothing can be timed (:func:`check_rates`).
+measured on another card and only one of them on this card, the other's rate here is the measured rate times
+the ratio on the other card. Such a rate is marked as a substitute. Without other rates there is no time
+(:func:`check_rates`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from spbench.bench.measure.clusters.cluster import Cluster, Device, cluster_name
 from spbench.bench.measure.clusters.figures import Sourced, named
 from spbench.bench.measure.clusters.rates import NO_TABLE, AttentionRate, Direction, Mask
 
-#: generations of cards by what is in their names, as NVIDIA numbers what they can do
+#: the generation of a card (the major number of NVIDIA's compute capability), by a part of the card's name
 _CAPABILITY = {"P100": 6, "V100": 7, "A100": 8, "A800": 8, "RTX 4090": 8, "L20": 8, "L40": 8} | {
     "H100": 9,
     "H200": 9,
@@ -22,22 +23,22 @@ _CAPABILITY = {"P100": 6, "V100": 7, "A100": 8, "A800": 8, "RTX 4090": 8, "L20":
     "B300": 10,
     "RTX PRO 6000": 12,
 }
-#: the generations that a kernel runs on: from, to. README.md of Dao-AILab/flash-attention says of
+#: the first and the last generation that a kernel runs on. README.md of Dao-AILab/flash-attention says of
 #: FlashAttention-2 Ampere, Ada and Hopper (and later), of 3 H100 and H800, of 4 Hopper and Blackwell
 _RUNS_ON = {"flash_attention_2": (8, 99), "flash_attention_3": (9, 9), "flash_attention_4": (9, 10)}
 
 
 def generation_of(device: Device) -> int:
-    """The generation of a card; 0 where it is not known."""
+    """The major number of a card's compute capability, 9 for an H100; 0 for an unknown card."""
     return next((number for part, number in _CAPABILITY.items() if part in device.name), 0)
 
 
 def engines_choice(generation: int, *, fused: bool = True, flash: bool = True) -> str:
-    """The kernel that TransformerEngine takes, which Megatron-LM leaves the choice to (get_attention_backend
-    of its pytorch/attention/dot_product_attention/utils.py): "cudnn", "flash" or "unfused".
+    """The kernel that TransformerEngine chooses, on which Megatron-LM relies (get_attention_backend of
+    TransformerEngine's pytorch/attention/dot_product_attention/utils.py): "cudnn", "flash" or "unfused".
 
     Args:
-        fused, flash: whether cuDNN's and FlashAttention's may be taken.
+        fused, flash: whether cuDNN's kernel, and FlashAttention's, may be chosen.
     """
     if fused and generation >= 9:
         return "cudnn"
@@ -45,9 +46,8 @@ def engines_choice(generation: int, *, fused: bool = True, flash: bool = True) -
 
 
 def usual_kernel(device: Device) -> str:
-    """The kernel that is taken on a card where nobody says one: TransformerEngine's choice, FlashAttention by
-    the version that the card's file has as its default. "flash" where the card is not known, or has neither:
-    what stands for it there."""
+    """The kernel that programs run on a card where nobody names one: "cudnn" if TransformerEngine chooses it
+    and the card has its rate, else the default of the card's file; "flash" for a card without rates."""
     choice = engines_choice(generation_of(device))
     attention = device.attention
     if choice == "cudnn" and attention is not None and "cudnn" in attention.kernels:
@@ -56,13 +56,13 @@ def usual_kernel(device: Device) -> str:
 
 
 def played_kernel(device: Device, said: str) -> str:
-    """The kernel of attention that a step plays on a card: what its model says, or the default of the card's
-    file for "flash"; "flash" where the file has none."""
+    """The kernel of attention that is timed for a step on a card: the kernel of the model's option, or for
+    "flash" the default of the card's file; "flash" where the file has none."""
     return said if said != "flash" or device.attention is None else device.attention.default
 
 
 def cannot_run(device: Device, kernel: str) -> tuple[str, str] | None:
-    """Why a card cannot run a kernel, and what to use instead; None: it can, or it is not known."""
+    """Why a card cannot run a kernel, and what to use instead; None if the card can, or if nobody knows."""
     generation = generation_of(device)
     first, last = _RUNS_ON.get(kernel, (0, 99))
     if not generation or first <= generation <= last:
@@ -75,9 +75,9 @@ def cannot_run(device: Device, kernel: str) -> tuple[str, str] | None:
 def rate_of_call(
     device: Device, kernel: str, head_size: int, direction: Direction, mask: Mask
 ) -> AttentionRate | None:
-    """The rate of an attention kernel's calls on a card: its own, or carried over from another card. None:
-    there is neither; the default kernel's is not carried over, as the card has a share for it. Arguments as
-    of :meth:`AttentionRates.rate_of`."""
+    """The rate of an attention kernel's calls on a card: its own, or one carried over from another card; None
+    where there is neither. The default kernel's rate is never carried over, because the card has a share of
+    the peak for it. The arguments are those of :meth:`AttentionRates.rate_of`."""
     if device.attention is None:
         return None
     own = device.attention.rate_of(kernel, head_size, direction, mask)
@@ -93,14 +93,15 @@ def rate_of_call(
 def _carried(
     device: Device, card: Cluster, kernel: str, other: str, head_size: int, direction: Direction, mask: Mask
 ) -> AttentionRate | None:
-    """The rate of ``other`` times the ratio of ``kernel`` to it on ``card``; None where a rate is missing."""
+    """This card's rate of the kernel ``other``, times the ratio of ``kernel`` to ``other`` on ``card``; None
+    where a rate is missing."""
     assert device.attention is not None
     assert card.device.attention is not None
     there = card.device.attention.rate_of(kernel, head_size, direction, mask)
     here = device.attention.rate_of(other, head_size, direction, mask)
     if there is None or here is None:
         return None
-    # the ratio is of alike calls: by the head size, direction and mask that the kernel was measured with
+    # both rates of the ratio are of the head size, direction and mask that the kernel was measured with
     beside = card.device.attention.rate_of(
         other, there.counts_as(direction), there.direction or direction, there.mask
     )
@@ -138,11 +139,11 @@ def _cards_with(kernel: str, generation: int) -> list[Cluster]:
 
 
 class RatesUnknown(ValueError):
-    """The cluster profile lacks a figure without which a time cannot be known."""
+    """A cluster's file lacks a figure without which a step cannot be timed."""
 
 
 def check_rates(cluster: Cluster, precision: str, world: int) -> None:
-    """Raise :class:`RatesUnknown` unless the cluster has all figures to time this many ranks."""
+    """Raise :class:`RatesUnknown` unless the cluster has all figures to time ``world`` ranks."""
     device = cluster.device
     rate = named(device.peak_flops_per_s, precision)
     if rate is None or rate.value is None:

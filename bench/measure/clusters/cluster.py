@@ -1,7 +1,7 @@
 """Clusters: devices and links, each rate and limit with its source.
 
-One that is not known is null: nothing is timed or limited by it. A file may say ``extends: NAME`` and
-only what differs from that packaged cluster.
+A figure that is not known is null, and then nothing is timed or limited by it. A file that says ``extends:
+NAME`` need only have the figures in which it differs from that packaged cluster.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ PACKAGE = "spbench.scenarios.clusters"
 #: precisions that devices have rates of
 Precision = Literal["fp16", "bf16", "fp32", "fp64", "fp8"]
 Library = Literal["cublas", "transformer_engine"]
-#: how wrong a rate may be that stands for another; see :mod:`measure.simulator.substitutes`
+#: how far a rate is from the one that is missing, from the best grade to the worst; see
+#: :mod:`measure.simulator.substitutes`
 Grade = Literal["extrapolated", "transferred", "substituted"]
 Rates = Literal["datasheet", "sourced", "fitted", "fitted elsewhere"] | Grade
 NOT_MEASURED: Any = Sourced(value=None, source="not measured")
-#: a model with more freedom than this explains nothing
+#: how many scalars a calibration may have: one with more would explain nothing
 MAX_SCALARS = 3
 
 
@@ -56,39 +57,38 @@ class Device(StrictModel):
     """One accelerator.
 
     Attributes:
-        memory_total_bytes: what the card has.
-        memory_context_bytes: what the CUDA context and its libraries take before the first tensor.
-        memory_peer_bytes: what NCCL takes beside that for each other device of the node that is in a group of
+        memory_total_bytes: the bytes of the card's memory.
+        memory_context_bytes: bytes that the CUDA context and its libraries take before the first tensor.
+        memory_peer_bytes: bytes that NCCL takes in addition for each other device of the node in a group of
             all-to-alls; null counts as none.
-        memory_bandwidth_bytes_per_s: of the card's own memory.
-        peak_flops_per_s: by precision (fp16, bf16, fp32, fp64, and fp8, in which matmuls are by a recipe).
+        memory_bandwidth_bytes_per_s: the bandwidth of the card's own memory.
+        peak_flops_per_s: the peak rate by precision (fp16, bf16, fp32, fp64, and fp8 for recipes of matmuls).
         compute_efficiency: share of the peak rate that matmuls reach; null counts as all of it.
-        matmul: by precision, in place of ``compute_efficiency``.
-        grouped_matmul: by precision, of the matmuls of several experts in one call; a precision that is left
-            out has the rates of other matmuls.
-        attention: what attention kernels reach, by kernel, direction, mask, head size and length.
+        matmul: rates of matmuls by precision, in place of ``compute_efficiency``.
+        grouped_matmul: rates by precision of calls that do the matmuls of several experts; a precision
+            without an entry has the rates of other matmuls.
+        attention: rates of attention kernels, by kernel, direction, mask, head size and length.
         memory_efficiency: share of the memory bandwidth that kernels reach; null counts as all of it.
-        attention_efficiency: share of the peak rate that attention reaches in calls that ``attention`` has no
-            rate of, where of a causal mask only what it leaves is counted; null: they reach what matmuls do.
-            It is that of the default kernel, and stands for others where none can be carried over.
-        attention_floor_s: the least time of an attention kernel, which small ones take whatever their size;
-            null counts as none.
-        overlap_loss: seconds of computing lost for each second that a collective or a message runs beside it,
-            since it takes multiprocessors and memory bandwidth; null counts as none.
-        operators: of operators that move memory, by name, what calls of some sizes take (see
+        attention_efficiency: share of the peak rate that attention reaches in calls without a rate in
+            ``attention``, counting the FLOPs that the mask leaves; null: the share of matmuls. It was
+            measured with the default kernel, and is used for other kernels whose rate cannot be carried over.
+        attention_floor_s: the least time of an attention kernel, however small the call; null counts as none.
+        overlap_loss: seconds of computing lost for each second in which a collective or a message runs,
+            because communication takes multiprocessors and memory bandwidth; null counts as none.
+        operators: measured calls of operators that move memory, by the operator's name (see
             :func:`operator_seconds`), in place of the memory bandwidth.
-        launch_overhead_s: from the end of one kernel to the start of the next; null counts as none.
+        launch_overhead_s: seconds from the end of a kernel to the start of the next; null counts as none.
         kernel_floor_s: the least time from the start of a kernel to the start of the next, where the host
             launches them no faster; null counts as none. It takes the place of ``launch_overhead_s``.
         multiprocessors: streaming multiprocessors, on which a kernel's thread blocks run; null: kernels of
             few blocks are not slowed down.
-        l2_cache_bytes: of the cache that all multiprocessors share.
-        same_processor: the card of the extended file, where this one differs from it in memory or links
-            alone, so that its rates are this card's too; null: another name is another card
+        l2_cache_bytes: the size of the cache that all multiprocessors share.
+        same_processor: the name of the extended file's card, if this card differs from that one only in
+            memory or links, so that both have the same rates; null: another name is another card
             (:func:`inherited`).
-        workspaces: bytes that a library takes of torch's allocator and keeps: ``cublas`` at the first matmul
-            of torch's own in each thread, that of the forward pass and autograd's; ``transformer_engine`` at
-            its first matmul. One that is left out, or null, takes none.
+        workspaces: bytes that a library takes from torch's allocator and keeps: ``cublas`` at torch's first
+            matmul in each of two threads, the forward pass's and autograd's; ``transformer_engine`` at its
+            first matmul. A library without an entry, or with null, takes none.
     """
 
     name: str
@@ -131,19 +131,18 @@ class Device(StrictModel):
 
 
 class Calibration(StrictModel):
-    """What datasheets do not say about one precision on a cluster; the defaults are the datasheet's promise.
+    """Corrections of one precision's datasheet rates on a cluster; the defaults correct nothing.
 
     Attributes:
-        efficiency: of all that a device does, beside the three below and the device's own: every kernel and
-            message takes 1 / efficiency times as long.
-        compute_efficiency: of matmuls, beside the device's; of attention kernels too where the device
-            has none for them.
-        memory_efficiency: of kernels, beside the device's.
+        efficiency: every kernel and message takes 1 / efficiency times as long, in addition to the three
+            factors below and to the device's own efficiencies.
+        compute_efficiency: a factor to the rate of matmuls, and of attention if the device has no rates.
+        memory_efficiency: a factor to the memory bandwidth of kernels, in addition to the device's.
         link_efficiency: share of every link's bandwidth that communication reaches.
-        step_overhead_s: added to each step.
-        parameter_overhead_s: added to each step for each parameter of the model, whole.
-        strided_element_s: for each element of a matmul's operands and result that lies in a block
-            of a wider matrix (block-wise attention scores).
+        step_overhead_s: seconds added to each step.
+        parameter_overhead_s: seconds added to each step for each parameter of the whole model.
+        strided_element_s: seconds for each element of a matmul's operands and result that lies in a block of
+            a wider matrix (block-wise attention scores).
         fitted_on: the cells that the values were fitted on.
     """
 
@@ -158,12 +157,12 @@ class Calibration(StrictModel):
 
     @property
     def scalars(self) -> dict[str, float]:
-        """The values that differ from their defaults."""
+        """The values that differ from their defaults, by name."""
         return {k: v for k, v in self.model_dump(exclude_defaults=True).items() if k != "fitted_on"}
 
     @property
     def label(self) -> str:
-        """ "calibrated" or "uncalibrated"."""
+        """ "calibrated" if any value differs from its default, else "uncalibrated"."""
         return "calibrated" if self.scalars else "uncalibrated"
 
     @model_validator(mode="after")
@@ -174,10 +173,10 @@ class Calibration(StrictModel):
 
 
 class MeasuredRate(StrictModel):
-    """What one operation of one size took on a machine; see :class:`RatePoint`.
+    """What one operation of one size took on a machine, and the rates that follow; see :class:`RatePoint`.
 
     Attributes:
-        bytes_per_s: of a rank's own memory, or the algorithm bandwidth of a collective.
+        bytes_per_s: the bandwidth of a rank's own memory, or the algorithm bandwidth of a collective.
         bus_bytes_per_s: the bus bandwidth of a collective.
     """
 
@@ -192,10 +191,10 @@ class MeasuredRate(StrictModel):
 
 
 class Cluster(StrictModel):
-    """A kind of machine that cells run on, or are taken to run on.
+    """A kind of machine that cells run on, or are simulated on.
 
     Attributes:
-        name: its file's, without the suffix.
+        name: the name of its file, without the suffix.
         collective_model: how collectives are timed: "ring" by latency and bandwidth of each hop,
             "measured" by the links' ``collectives``, "nccl" by NCCL's own model of its algorithms, which
             needs ``nccl``.
@@ -206,12 +205,12 @@ class Cluster(StrictModel):
     about: str
     device: Device
     devices_per_node: unit.Many = 1
-    #: between the devices of a node, a device; unknown or missing: they talk through the network
+    #: a device's link to the other devices of its node; null: they communicate through the network
     node_link: Link | None = None
     network: Network
     collective_model: CollectiveModel = "ring"
     nccl: NcclSettings | None = None
-    #: the process that launches each device's kernels; unknown: launching takes it no time
+    #: the process that launches each device's kernels; null: launching takes no time
     host: Host | None = None
     host_memory: HostMemory = HostMemory()
     calibration: dict[Precision, Calibration] = {}
@@ -232,18 +231,18 @@ class Cluster(StrictModel):
 
     @property
     def usable_memory_bytes(self) -> int | None:
-        """Bytes of a device that tensors, the allocator's own waste and NCCL's buffers of all-to-alls can
-        have; None: no limit."""
+        """The bytes of a device's memory that are left for tensors, for fragmentation of the allocator and
+        for NCCL's buffers of all-to-alls; None: no limit."""
         total = self.device.memory_total_bytes.value
         return None if total is None else total - (self.device.memory_context_bytes.value or 0)
 
     def calibration_of(self, precision: str) -> Calibration:
-        """The calibration of a precision; without one, that of datasheets, in which nothing is corrected."""
+        """The calibration of a precision; one that corrects nothing where the file has none."""
         return named(self.calibration, precision) or Calibration()
 
     def rates_of(self, precision: str) -> Rates:
         """The class of a precision's rates. "fitted": a scalar or rate was fitted to published step times;
-        "sourced": benchmarks of kernels tell which share of the datasheet they reach; "datasheet": there is
+        "sourced": benchmarks tell which share of the datasheet's rate kernels reach; "datasheet": there is
         nothing but the datasheet."""
         fitted = any(each.fitted_on for _, each in self.sourced)
         if fitted or self.calibration_of(precision).scalars:
@@ -254,24 +253,26 @@ class Cluster(StrictModel):
 
     @property
     def content(self) -> dict[str, Any]:
-        """The content of a file of this cluster, without ``extends``; whole numbers stay keys, unlike in
-        JSON."""
+        """The content of a file of this cluster, without ``extends``. Keys that are whole numbers stay
+        numbers, unlike in JSON."""
         return self.model_dump(exclude={"name"})
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """As pydantic's; the copy has rates of its own."""
+        """A copy as pydantic makes it, whose :attr:`sourced` is computed again from the copy's own rates."""
         copied = super().model_copy(update=update, deep=deep)
         copied.__dict__.pop("sourced", None)
         return copied
 
     @cached_property
     def sourced(self) -> Sequence[tuple[str, Sourced[Any]]]:
-        """Every rate and limit under its key path, as device.memory_total_bytes; kept, as roles ask."""
+        """Every rate and limit with its key path, such as device.memory_total_bytes. Kept, because the roles
+        of cells ask for it often."""
         return tuple((at, each) for at, each, _ in figures(self) if isinstance(each, Sourced))
 
     @property
     def tables(self) -> list[str]:
-        """The names of the tables of measured rates that count, see :mod:`measure.clusters.rate_tables`."""
+        """The names of the tables of measured rates that this cluster uses, see
+        :mod:`measure.clusters.rate_tables`."""
         return sorted({str(each.value) for at, each in self.sourced if at.endswith(".table") and each.value})
 
     @property
@@ -281,20 +282,20 @@ class Cluster(StrictModel):
 
 
 def cluster_names() -> list[str]:
-    """The clusters that come with the package."""
+    """The names of the packaged clusters."""
     return list(packaged(PACKAGE))
 
 
 def load_cluster(name: str) -> Cluster:
-    """The packaged cluster of that name, or the one in the YAML file at that path, as the file is now;
-    UserError if there is none, or its file is wrong."""
+    """The packaged cluster of that name, or the cluster in the YAML file at that path, read anew at each
+    call. UserError if there is no such cluster, or its file is wrong."""
     path = find_file(name, PACKAGE, "cluster")
     return cluster_of_content(path, read_file(path))
 
 
 @cache
 def cluster_of_content(path: Path, content: bytes) -> Cluster:
-    """The cluster of a file at that path with that content; errors as of :func:`load_cluster`."""
+    """The cluster of a file with that path and content; raises the errors of :func:`load_cluster`."""
     declared = _resolved(path, content)
     if "name" in declared:
         raise UserError(f"{path}: name: leave it out; a cluster has the name of its file, {path.stem!r}")
@@ -325,8 +326,8 @@ def _resolved(path: Path, content: bytes) -> dict[str, Any]:
 
 
 def _packaged_below(path: Path, base: Any, where: str) -> dict[str, Any]:
-    """The content of the packaged cluster that a file extends; UserError, with ``where`` the file names it,
-    if there is none of that name but the file's own."""
+    """The content of the packaged cluster ``base`` that a file extends at its key ``where``; UserError if no
+    other packaged cluster has that name."""
     names = packaged(PACKAGE)
     others = [name for name, file in names.items() if file != path]
     if base not in others:

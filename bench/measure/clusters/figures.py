@@ -1,5 +1,5 @@
-"""Figures of cluster files: a number with its source, the range of its unit, and whose it is where a file
-extends another one.
+"""Figures of cluster files: a number with its source, the range of its unit, and the card or link that a
+number belongs to where a file extends another one.
 
 A number outside the range of its unit is refused by naming the slip that it most likely is: a peak of 989 is
 meant in TFLOP/s. A file that extends another and has another card keeps the rates that it does not give as
@@ -26,10 +26,10 @@ class Unit:
     """A unit of figures, and the range outside of which a number is taken for a slip.
 
     Attributes:
-        name: of the unit; "" for a share.
-        low, high: the least and the most that is plausible; 0 always is, if a key takes it.
-        typical: if several slips could be meant, the one that comes nearest to this value is named.
-        slips: the factor to this unit, by the name of a unit that a number may be meant in.
+        name: the unit's name; "" for a share.
+        low, high: the least and the greatest plausible number; 0 is always plausible where a key allows it.
+        typical: a usual value; of several possible slips, the one that comes nearest to this value is named.
+        slips: the factor to this unit, by the name of another unit that an author may have meant.
     """
 
     name: str
@@ -39,7 +39,8 @@ class Unit:
     slips: Mapping[str, float] = field(default_factory=dict)
 
     def problem(self, value: float) -> str:
-        """Why a number is not plausible in this unit, and what it may have been meant as; "" if it is."""
+        """Why a number is implausible in this unit, and which unit may have been meant; "" if it is
+        plausible."""
         if value == 0 or self.low <= value <= self.high:
             return ""
         side = f"below {self.low:g}" if value < self.low else f"above {self.high:g}"
@@ -56,7 +57,7 @@ class Unit:
 
 
 def _written(value: float, factor: float) -> str:
-    """A number times a factor, as a file has it: 989e12, 0.74, 85899345920."""
+    """A number times a factor, in the form that a file would have: 989e12, 0.74, 85899345920."""
     meant = value * factor
     if factor in _BINARY.values():
         return f"{meant:.0f}"
@@ -70,7 +71,7 @@ _SHORT = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3}
 FLOPS = Unit("FLOP/s", 1e9, 1e17, 3e14, {"GFLOP/s": 1e9, "TFLOP/s": 1e12, "PFLOP/s": 1e15})
 _PERCENT = {"a percentage": 0.01}
 FlopsPerS = Annotated[PositiveFloat, FLOPS]
-#: of a card's memory and of what matmuls read; of a link; of a network card, which datasheets have in bits
+#: bytes a second of a card's memory; of a link; of a network card, whose datasheets say bits
 MemoryRate = Annotated[PositiveFloat, Unit("bytes/s", 1e8, 1e14, 2e12, _RATES)]
 LinkRate = Annotated[PositiveFloat, Unit("bytes/s", 1e5, 1e13, 1e11, _RATES)]
 CardRate = Annotated[
@@ -83,24 +84,24 @@ MemoryBytes = Annotated[PositiveInt, Unit("bytes", 1e6, 1e14, 1e11, _BINARY)]
 BufferBytes = Annotated[NonNegativeInt, Unit("bytes", 4096, 1e12, 1e8, _BINARY)]
 Share = Annotated[PositiveFloat, Unit("", 0.02, 1, 0.5, _PERCENT)]
 Loss = Annotated[NonNegativeFloat, Unit("", 1e-6, 1, 0.5, _PERCENT)]
-#: beside what datasheets or other figures say, which it may exceed
+#: a factor to a figure of a datasheet, which may also be above 1
 Factor = Annotated[PositiveFloat, Unit("", 1e-4, 10, 0.5, _PERCENT)]
 HostScale = Annotated[PositiveFloat, Unit("", 1e-2, 100, 1)]
 Tokens = Annotated[NonNegativeFloat, Unit("tokens", 1e-3, 1e7, 1e3)]
 Many = Annotated[PositiveInt, Field(le=100_000)]
 
-#: the end of the note of a figure that a user asked for, which may be as implausible as the question
+#: the end of the note of a figure that a user set in a question; such a figure may be implausible
 ASKED = "as it was asked for"
 
 
 class Sourced(StrictModel, Generic[Number]):
-    """A number, where it comes from, and, where it is not simply read there, how it follows from that.
+    """A number, its source, and, where the source does not print the number itself, how the number follows.
 
     Attributes:
-        substitute: what was measured in place of the thing itself, as "an RTX 4090's"; "": the thing itself.
-            Times that rest on a substitute say so (:mod:`measure.simulator.substitutes`).
+        substitute: whose number was measured instead, as "an RTX 4090's"; "" for this cluster's own. Times
+            that rest on a substitute say so (:mod:`measure.simulator.substitutes`).
         fitted_on: for a calibrated number, the published cells that it was fitted on.
-        inferred_from: the published numbers that decided a number which was chosen by looking at them.
+        inferred_from: published numbers that this number was chosen to agree with.
     """
 
     value: Number | None
@@ -112,7 +113,7 @@ class Sourced(StrictModel, Generic[Number]):
 
 
 def named(entries: Mapping[Any, Entry] | None, name: str) -> Entry | None:
-    """The entry of a mapping under any name, though its keys are a cluster's words; None: it has none."""
+    """The entry of a mapping under any name, which the type of its keys may not allow; None: no entry."""
     return None if entries is None else entries.get(name)
 
 
@@ -121,11 +122,12 @@ _BOOST = 1.05
 
 
 def figures(part: Any, at: str = "", units: Sequence[Any] = ()) -> Iterator[tuple[str, Any, Sequence[Any]]]:
-    """The rates and limits of a cluster, or of a part of it, and every number, those of a rate after it
-    unless a user asked for it; each under its key path, entries of a list under their number.
+    """The rates and limits of a cluster, or of a part of it, and the numbers in them, each as (key path,
+    figure or number, units). The numbers of a rate follow it, unless a user asked for that rate; a list's
+    entries have their index in the path.
 
     Args:
-        units: of a number's annotation, which comes with it.
+        units: the metadata of the annotation of ``part``, which are passed on to its numbers.
     """
     if isinstance(part, Sourced):
         yield at, part, ()
@@ -143,14 +145,14 @@ def figures(part: Any, at: str = "", units: Sequence[Any] = ()) -> Iterator[tupl
 
 
 def implausible(cluster: Any) -> Iterator[str]:
-    """The figures of a cluster that cannot be, each with its key path and what is wrong: numbers out of the
+    """The figures of a cluster that are impossible, each as its key path and the problem: numbers out of the
     range of their unit, and rates of attention above the card's peak in half precision."""
     halves = cluster.device.peak_flops_per_s.items()
     peak = max((of.value or 0.0 for name, of in halves if name in ("bf16", "fp16")), default=0.0)
     for at, part, units in figures(cluster):
         if isinstance(part, Sourced):
             continue
-        if at.startswith("device.operators.") and at.endswith(".1"):  # of [bytes, seconds]
+        if at.startswith("device.operators.") and at.endswith(".1"):  # the seconds of [bytes, seconds]
             units = get_args(Latency)[1:]
         problem = next((unit.problem(part) for unit in units if isinstance(unit, Unit)), "")
         if not problem and at.endswith(".limit_flops_per_s") and 0 < _BOOST * peak < part:
@@ -159,29 +161,29 @@ def implausible(cluster: Any) -> Iterator[str]:
             yield f"{at}: {problem}"
 
 
-# -- of a file that extends another --------------------------------------------------------------------------
+# -- files that extend another -----------------------------------------------------------------------------
 
-#: what a figure's file says of its value, which a file that gives another value does not take over
+#: texts on a figure's value, which a file that gives another value does not inherit
 _OF_THE_VALUE = ("note", "substitute", "fitted_on", "inferred_from")
-#: what a processor has whatever memory lies beside it, and what the memory makes
+#: figures that depend on a card's memory, not on its processor
 _OF_MEMORY = ("memory_efficiency", "operators")
-#: what was measured over a link, and so goes with its bandwidth
+#: figures that were measured over a link, and so depend on its bandwidth
 _REACHED = ("table", "collectives", "crossings")
 Part = Mapping[str, Any]
 
 
 def inherited(below: Part, own: Part, base: str) -> dict[str, Any]:
-    """What a file takes over of the cluster that it extends, marked where it is another card's or link's.
+    """The figures that a file inherits from the cluster that it extends, marked if of another card or link.
 
-    Figures of a card that the file calls otherwise are that other card's, unless the file says that the
-    processor is the same: its rates by shape are left out, and those of attention count as no larger part of
-    the peak. A link that the file calls otherwise, or gives another bandwidth, has its other figures from
-    ``base``.
+    If the file names another card, inherited figures are marked as the old card's, unless the file says that
+    the processor is the same. Then tables of rates by shape are left out, and rates of attention are scaled
+    to be no larger a part of the peak. If the file names another link, or gives a link another bandwidth, the
+    inherited figures of that link are marked as those of ``base``.
 
     Args:
         below: the content of the cluster that is extended.
-        own: that of the file.
-        base: the name of that cluster.
+        own: the content of the file.
+        base: the name of the cluster that is extended.
     """
     device, taken = _part(own, "device"), dict(below)
     below_it = _part(below, "device")
@@ -216,21 +218,21 @@ def _changes(own: Part, below: Part, name: str) -> bool:
 
 
 def _slower(own: Part, below: Part) -> float:
-    """The factor to rates of attention taken over from another card, by the ratio of the peaks: at most 1."""
+    """The factor to inherited rates of attention on another card: the ratio of the peaks, at most 1."""
     peaks = [_part(card, "peak_flops_per_s") for card in (own, below)]
     both = ([_part(of, name).get("value") for of in peaks] for name in ("bf16", "fp16"))
     return min([1.0, *(given / was for given, was in both if isinstance(given, int | float) and was)])
 
 
 def _taken(part: Any, own: Any, at: str, whose: Mapping[str, str], slower: float | None) -> Any:
-    """A part of a cluster as a file takes it over: without what it says of values that the file gives
-    otherwise, and figures of other things marked.
+    """A part of a cluster as a file inherits it: without texts on values that the file replaces, and with
+    figures of another card or link marked.
 
     Args:
-        own: the file's.
+        own: the same part in the file.
         at: the key path, with a dot after it.
-        whose: by the beginning of the key path of figures, what they are of.
-        slower: of another card; its tables, which are no shares of its peak either, are left out.
+        whose: the card or link that figures are of, by the beginning of their key path.
+        slower: for another card, the factor to rates of attention (:func:`_slower`); else None.
     """
     if isinstance(part, list):
         return [_taken(each, None, at, whose, slower) for each in part]

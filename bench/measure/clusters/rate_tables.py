@@ -1,8 +1,8 @@
 """Tables of measured times by shape: matmuls, attention and collectives, as a cluster's file names them.
 
-A table is a CSV file of scenarios/clusters/tables, where its source and licence stand. A call is on straight
-lines between the nearest measured calls, in the logarithms of sizes and of rates. Beyond a table its nearest
-edge counts, with what a model of the caller makes of the rest; :meth:`RateTable.covers` says where.
+A table is a CSV file of scenarios/clusters/tables, which also has its source and licence. The rate of a call
+is interpolated between the nearest measured calls, linearly in the logarithms of sizes and rates. Beyond a
+table's sizes its nearest edge counts, and the caller models the rest (:meth:`RateTable.covers`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.measure.clusters.figures import FLOPS, Sourced
 
 PACKAGE = "spbench.scenarios.clusters"
-#: of the heads of all tables of attention
+#: the head size of all tables of attention
 HEAD_SIZE = 128
 
 
 @cache
 def table_names() -> Sequence[str]:
-    """The tables that come with the package."""
+    """The names of the packaged tables, sorted."""
     return sorted(path.stem for path in _folder().glob("*.csv"))
 
 
 def wrong_tables(figures: Iterable[tuple[str, Sourced[Any]]]) -> Iterator[str]:
-    """The tables that a cluster names but that do not exist, or that are of other calls than the key is for;
-    each with its key path and what is wrong. UserError for a table whose file is wrong."""
+    """The tables that a cluster names but that do not exist, or that have other calls than the key needs,
+    each as the key path and the problem. UserError for a table whose own file is wrong."""
     for at, figure in figures:
         if not at.endswith(".table") or figure.value is None:
             continue
@@ -54,7 +54,7 @@ def wrong_tables(figures: Iterable[tuple[str, Sourced[Any]]]) -> Iterator[str]:
             _calls(figure.value)
 
 
-#: the kind of calls that a table is of, by the part of a key path or of its name
+#: the kind of calls that a key's table must have, by a part of the key path
 _OF_KEYS = {".matmul.": "matmuls", ".attention.": "calls of attention"}
 
 
@@ -70,7 +70,8 @@ def table_text(name: str) -> str:
 
 
 def table_in_words(name: str) -> str:
-    """A table as "1,932 matmuls, m 2048 to 16384, n 32 to 65536, k 32 to 65536 (h200_sxm-matmul)"."""
+    """The calls and sizes, as "1,932 matmuls, m 2048 to 16384, n 32 to 65536, k 32 to 65536
+    (h200_sxm-matmul)"."""
     kind, (_, sizes, _) = _kind(name), _calls(name)
     along = zip(_KINDS[kind].sizes, sizes.T, strict=True)
     ranges = (f"{size} {values.min():.0f} to {values.max():.0f}" for size, values in along)
@@ -78,7 +79,7 @@ def table_in_words(name: str) -> str:
 
 
 def table_digest(name: str) -> str:
-    """A digest of a table's content."""
+    """The SHA-256 digest of a table's text, in hexadecimal digits."""
     return hashlib.sha256(table_text(name).encode()).hexdigest()
 
 
@@ -87,16 +88,16 @@ def _folder() -> Path:
 
 
 class RateTable:
-    """Calls of one kind by their sizes, and what each took.
+    """The measured calls of one kind by their sizes, with the seconds of each call.
 
     Args:
-        sizes: [calls, sizes] of a call.
-        seconds: [calls].
-        work: [calls]: what the calls do, as FLOPs; the rates of this are interpolated.
+        sizes: [calls, number of sizes]: the sizes of each call, as m, n and k.
+        seconds: [calls]: the time of each call.
+        work: [calls]: the work of each call, as FLOPs; work / seconds is interpolated.
 
     Attributes:
-        sizes, seconds, work: as they are given.
-        smallest, largest: [sizes] that were measured.
+        sizes, seconds, work: the arguments.
+        smallest, largest: [number of sizes]: the least and greatest measured value of each size.
     """
 
     def __init__(self, sizes: np.ndarray, seconds: np.ndarray, work: np.ndarray):
@@ -110,11 +111,11 @@ class RateTable:
         self._axes, self._grid = axes, _filled(axes, grid)
 
     def cut(self, sizes: np.ndarray) -> np.ndarray:
-        """Sizes of calls, clipped to the range of sizes that were measured."""
+        """[calls, number of sizes]: the sizes of calls, clipped to the measured range."""
         return np.clip(sizes, self.smallest, self.largest)
 
     def rates(self, sizes: np.ndarray) -> np.ndarray:
-        """[calls]: work a second of calls of these sizes, each of them cut to those that were measured."""
+        """[calls]: the work a second of calls of these sizes, each size clipped to the measured range."""
         below, shares = [], []
         for axis, along in zip(self._axes, np.log2(self.cut(sizes)).T, strict=True):
             place = np.clip(np.searchsorted(axis, along, side="right") - 1, 0, max(len(axis) - 2, 0))
@@ -130,12 +131,12 @@ class RateTable:
         return np.asarray(np.exp(logarithms))
 
     def covers(self, sizes: np.ndarray) -> np.ndarray:
-        """[calls]: whether each call lies between measured ones."""
+        """[calls]: whether each size of a call lies within the measured range."""
         return np.asarray(((sizes >= self.smallest) & (sizes <= self.largest)).all(axis=1))
 
 
 def _filled(axes: Sequence[np.ndarray], grid: np.ndarray) -> np.ndarray:
-    """The grid; places without a measurement (NaN) get the value of the nearest place with one."""
+    """The grid of rates, in which each place without a measurement (NaN) gets the nearest measured value."""
     holes = np.isnan(grid)
     places = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
     for hole in np.argwhere(holes):
@@ -146,16 +147,16 @@ def _filled(axes: Sequence[np.ndarray], grid: np.ndarray) -> np.ndarray:
 
 @cache
 def rate_table(name: str) -> RateTable:
-    """A table in half precision of matmuls, by [m, n, k], whose work is their FLOPs; or of forward attention
-    with a causal mask and heads of :data:`HEAD_SIZE` features, by [length, heads, groups]: heads share as
-    many keys and values as there are groups. Its work is the FLOPs that the mask leaves."""
+    """A table in half precision. Of matmuls, the sizes are [m, n, k], and the work is their FLOPs. Of forward
+    attention with a causal mask and heads of :data:`HEAD_SIZE` features, the sizes are [length, heads,
+    groups] (groups of heads share keys and values), and the work is the FLOPs that the mask leaves."""
     _, sizes, seconds = _calls(name)
     return RateTable(sizes, seconds, _KINDS[_kind(name)].work(sizes))
 
 
 def rates_along(name: str, heads: int, groups: int) -> dict[int, float]:
-    """FLOP/s by n of a table's matmuls of [n, n] and [n, n]; or, of a table of attention, by the length of
-    calls with that many heads and groups."""
+    """FLOP/s of a table's calls: of its square matmuls [n, n] x [n, n] by n; or, of a table of attention, by
+    the length of calls with that many heads and groups."""
     table = rate_table(name)
     others = table.sizes[:, :1] if _kind(name) == "matmuls" else [heads, groups]
     alike = (table.sizes[:, 1:] == others).all(axis=1)
@@ -165,8 +166,8 @@ def rates_along(name: str, heads: int, groups: int) -> dict[int, float]:
 
 @cache
 def collective_tables(name: str) -> Mapping[str, RateTable]:
-    """Tables of collectives within a node: by collective, by [ranks, bytes of the payload as
-    :data:`WIRE_SHARE` defines it]. Their work is one call."""
+    """A table of collectives within a node for each collective; sizes are [ranks, bytes of the payload as
+    :data:`WIRE_SHARE` defines it], and the work is one call."""
     kinds, sizes, seconds = _calls(name)
     of_kind = {kind: np.array([each == kind for each in kinds]) for kind in kinds}
     return {kind: RateTable(sizes[at], seconds[at], np.ones(sum(at))) for kind, at in of_kind.items()}
@@ -174,11 +175,11 @@ def collective_tables(name: str) -> Mapping[str, RateTable]:
 
 @cache
 def _calls(name: str) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """The calls of a table: the collective of each ("" for others); [calls, sizes]; and [calls]: seconds.
+    """A table's calls: the collective of each ("" for other kinds), sizes [calls, sizes] and seconds [calls].
 
     Raises:
-        UserError: there are none, a number is missing or none, or a call contradicts another of the same
-            sizes or is faster than anything can be; with the file and its line.
+        UserError: there are no calls, a number is missing or not above 0, or a call contradicts another of
+            the same sizes or is impossibly fast; names the file and the line.
     """
     path, kind = _folder() / f"{name}.csv", _KINDS[_kind(name)]
     columns, reader = (*kind.sizes, "us"), csv.DictReader(StringIO(table_text(name)))
@@ -205,14 +206,14 @@ def _calls(name: str) -> tuple[list[str], np.ndarray, np.ndarray]:
 
 
 class _Kind(NamedTuple):
-    """A kind of calls: the columns that are sizes, the work of calls of these sizes, and its unit."""
+    """A kind of calls: the columns of sizes, a function from sizes to work, and the unit of work."""
 
     sizes: Sequence[str]
     work: Callable[[np.ndarray], Any]
     unit: str = "FLOPs"
 
 
-#: of attention the FLOPs that a causal mask leaves
+#: the kinds of calls by name; the work of attention is the FLOPs that a causal mask leaves
 _KINDS = {
     "matmuls": _Kind(("m", "n", "k"), lambda sizes: 2.0 * sizes.prod(axis=-1)),
     "calls of attention": _Kind(

@@ -1,5 +1,5 @@
-"""Rates and limits in cluster files, each with its source: of a card by the kind of work, of a host's cores
-and memory, and of links, with what collectives were measured to reach on them.
+"""Rates and limits in cluster files, each with its source: a card's by the kind of work, a host's cores and
+memory, and links with the measured rates of collectives.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from spbench.bench.yaml_files import InferredSetting, StrictModel
 
 
 class Host(StrictModel):
-    """A process that launches what its device does, one thread, in eager mode. CUDA graphs and code of
-    ``torch.compile`` launch otherwise and are not modelled.
+    """The process that launches a device's kernels: one thread, in eager mode. CUDA graphs and code of
+    ``torch.compile`` launch kernels in another way and are not modelled.
 
     Attributes:
-        operator_s: of an operator that launches a kernel, from Python or autograd's engine to the driver.
-        view_s: of an operator that launches nothing, as a view.
-        node_s: of a node of autograd run, beside its operators.
-        module_s: of a call of a module, beside what it calls.
-        collective_s: of a collective, a send or a receive posted.
-        step_s: of a step, beside all these.
-        launch_latency_s: from a launch to the start of its kernel, on a device that waits for it.
-        launches_ahead: how many launches of kernels the driver takes before it makes the host wait.
+        operator_s: seconds for an operator that launches a kernel, from Python or autograd to the driver.
+        view_s: seconds for an operator that launches nothing, such as a view.
+        node_s: seconds to run a node of autograd, without its operators.
+        module_s: seconds to call a module, without the operators in it.
+        collective_s: seconds to post a collective, a send or a receive.
+        step_s: seconds added to each step.
+        launch_latency_s: seconds from a launch to the start of its kernel on an idle device.
+        launches_ahead: how many kernels may be queued before the driver makes the host wait.
         synchronous: kernels run on the host's own thread, as on a CPU: it waits for each of them.
-        scale: what this host takes for each of these, beside the one that they were measured on.
+        scale: this host's seconds divided by those of the host on which the figures were measured.
     """
 
     operator_s: Sourced[unit.Latency]
@@ -46,7 +46,7 @@ class Host(StrictModel):
     scale: Sourced[unit.HostScale] = Sourced(value=1.0, source="the host that the figures were measured on")
 
     def seconds(self, figure: str) -> float:
-        """What one of the figures is on this host; 0 where it is not known."""
+        """Seconds of the figure with that name on this host; 0 where the figure is not known."""
         sourced: Sourced[float] = getattr(self, figure)
         return (sourced.value or 0.0) * (self.scale.value or 1.0)
 
@@ -55,13 +55,14 @@ class HostMemory(StrictModel):
     """The host's memory.
 
     Attributes:
-        total_bytes: of a node; null: no limit.
-        link_bandwidth_bytes_per_s: of copies to or from pinned memory, one way; null: they have no time.
-        pageable_to_host_bytes_per_s: of a copy of one device to memory of the host that is not pinned and was
-            just allocated, whose pages the kernel makes while it is written; null: that of pinned memory.
-        pageable_to_device_bytes_per_s: of a copy from such memory; null: that of pinned memory.
-        update_bytes_per_s: of AdamW on all cores of a node, 28 bytes a float32 parameter; null: not timed.
-        devices_per_link: how many devices share a link, all of which copy at once.
+        total_bytes: the bytes of a node's memory; null: no limit.
+        link_bandwidth_bytes_per_s: the rate of copies to or from pinned memory, one way; null: not timed.
+        pageable_to_host_bytes_per_s: the rate of a device's copies to newly allocated pageable memory of the
+            host, whose pages Linux maps during the copy; null: the rate of pinned memory.
+        pageable_to_device_bytes_per_s: the rate of copies from pageable memory; null: that of pinned memory.
+        update_bytes_per_s: AdamW's rate on all cores of a node, 28 bytes a float32 parameter; null: not
+            timed.
+        devices_per_link: how many devices share a link, where all are taken to copy at once.
     """
 
     total_bytes: Sourced[unit.MemoryBytes] = Sourced(value=None, source="not known")
@@ -73,32 +74,32 @@ class HostMemory(StrictModel):
 
     @property
     def bytes_per_s(self) -> float | None:
-        """A device's share of its link; None: not known."""
+        """A device's share of the bandwidth of its link to the host, in bytes a second; None: not known."""
         bandwidth = self.link_bandwidth_bytes_per_s.value
         return None if bandwidth is None else bandwidth / self.devices_per_link
 
 
-#: kernels of softmax attention that hold no scores; a model's option ``attention`` names one of them, or
-#: "flash" for that which the card's file has as its default
+#: kernels of softmax attention that keep no matrix of scores; a model's option ``attention`` names one of
+#: these, or "flash" for the default of the card's file
 AttentionKernel = Literal[
     "flash_attention_1", "flash_attention_2", "flash_attention_3", "flash_attention_4", "triton", "cudnn"
 ]
-#: of a call of attention: its pass, and the pairs of positions that it has scores of
+#: the pass of a call of attention, and the pairs of positions that have scores
 Direction = Literal["forward", "backward"]
 Mask = Literal["causal", "whole"]
-#: pairs: bytes that a call of an operator reads and writes, and its seconds; by ascending bytes
+#: pairs of the bytes that a call of an operator reads and writes and its seconds, by ascending bytes
 OperatorTimes = list[list[PositiveFloat]]
 
 
 def operator_seconds(times: Sequence[Sequence[float]], nbytes: np.ndarray) -> np.ndarray:
-    """Seconds of calls that move so many bytes: on straight lines between those measured, as long as the
-    smallest below, in proportion to bytes above the largest."""
+    """Seconds of calls that move ``nbytes`` bytes each: interpolated between the measured calls, the smallest
+    call's time below them, in proportion to the bytes above them."""
     measured, taken = np.array(times).T
     seconds: np.ndarray = np.interp(nbytes, measured, taken) * np.maximum(1.0, nbytes / measured[-1])
     return seconds
 
 
-#: in place of the name of a table of rates (:mod:`measure.clusters.rate_tables`)
+#: the value of ``table`` where no table of rates was measured (:mod:`measure.clusters.rate_tables`)
 NO_TABLE: Any = Sourced(value=None, source="none was measured")
 
 
@@ -106,14 +107,13 @@ class MatmulRate(StrictModel):
     """Matmuls of one precision: seconds = FLOPs / (peak x share) + bytes / bandwidth.
 
     Attributes:
-        table: of measured matmuls, in place of that model for those that lie within it.
-        sustained: the part of the rates of table or grouped matmuls that the card keeps through a step, whose
-            power limit lowers its clock; null: not known, and counted as all, as calls alone are too short.
-        unaligned: the part that matmuls reach whose rows are a multiple of 8, 4 or 2 bytes only; else all.
-        share: of the peak rate.
-        bandwidth_bytes_per_s: of the operands and the result, which large matmuls pay least for; null: the
-            share holds for all shapes.
-        measured: FLOP/s of square matmuls by n, where a source has several; for figures alone.
+        table: the name of a table of matmuls, which replaces the formula within the table's sizes.
+        sustained: the part of the rates in tables and of grouped matmuls that the card keeps in a step, when
+            its power limit lowers the clock, unlike in short benchmarks; null: not known, and counted as all.
+        unaligned: the part of the rate for matmuls whose rows are only a multiple of 8, 4 or 2 bytes.
+        share: the share of the peak rate.
+        bandwidth_bytes_per_s: the rate of moving operands and result; null: only the share counts.
+        measured: FLOP/s of square matmuls by n, where a source has several; used only in figures.
     """
 
     table: Sourced[str] = NO_TABLE
@@ -124,7 +124,7 @@ class MatmulRate(StrictModel):
     measured: Annotated[dict[PositiveInt, PositiveFloat], unit.FLOPS] = {}
 
     def seconds(self, peak: float, flops: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
-        """Seconds of matmuls by that model, at a peak rate."""
+        """Seconds of matmuls by the formula of this class, at a peak rate in FLOP/s."""
         reached = peak * (self.share.value or 1.0)
         return flops / reached + nbytes / (self.bandwidth_bytes_per_s.value or float("inf"))
 
@@ -132,19 +132,20 @@ class MatmulRate(StrictModel):
 class AttentionRate(StrictModel):
     """An attention kernel: FLOPs a second = limit / (1 + half_length / length).
 
-    FLOPs are those that the mask leaves: of a causal one, half. Length is the lesser of queries and keys.
+    Only the FLOPs that the mask leaves count, half of them under a causal mask. The length is that of queries
+    or keys, whichever is less.
 
     Attributes:
-        head_size: that it was measured at.
-        value_head_size: that of the values, where it is another one, as in latent attention: the rate is of
-            such calls alone; null: the same.
-        direction: null: of a forward and a backward together, which holds for each of them.
+        head_size: the head size of the measured calls.
+        value_head_size: the head size of the values, if it differs as in latent attention, and then the rate
+            is only for such calls; null: the same.
+        direction: the pass; null: forward and backward were measured together, and the rate holds for each.
         mask: "causal" or "whole".
-        table: of measured calls with this head size, forward and causal, with as many queries as keys.
-        limit_flops_per_s: that very long sequences come near to.
-        half_length: the length that reaches half of it; null: one rate for all lengths.
-        sustained: as of matmuls.
-        measured: FLOPs a second by the lengths that were measured; the rate of others is extrapolated.
+        table: the name of a table of forward causal calls with this head size and as many queries as keys.
+        limit_flops_per_s: the rate that very long sequences approach.
+        half_length: the length at half of that rate; null: one rate for all lengths.
+        sustained: as in :class:`MatmulRate`.
+        measured: FLOPs a second by measured length; the rates of other lengths are extrapolated.
     """
 
     head_size: unit.Many
@@ -158,13 +159,13 @@ class AttentionRate(StrictModel):
     measured: Annotated[dict[PositiveInt, PositiveFloat], unit.FLOPS] = {}
 
     def at(self, length: int) -> float:
-        """FLOPs a second of sequences of that length; nan: not known."""
+        """FLOPs a second at that sequence length; nan: not known."""
         limit = self.limit_flops_per_s.value or float("nan")
         return limit / (1 + (self.half_length.value or 0.0) / length)
 
     def counts_as(self, direction: Direction) -> int:
-        """The head size, rounded down, at which all matmuls of a call would have its FLOPs: forward has a
-        matmul of each size, backward three of queries and keys and two of values. Shapes of calls have it."""
+        """The head size, rounded down, at which all matmuls of a call would have the call's FLOPs: forward
+        has one matmul of each head size, backward has three of the queries' and two of the values'."""
         values = self.value_head_size or self.head_size
         if direction == "backward":
             return (3 * self.head_size + 2 * values) // 5
@@ -172,7 +173,7 @@ class AttentionRate(StrictModel):
 
 
 class AttentionRates(StrictModel):
-    """What a card's kernels of softmax attention reach in half precisions.
+    """The rates of a card's kernels of softmax attention in half precision.
 
     Attributes:
         default: the kernel that programs on this card run where a model does not say which.
@@ -190,9 +191,9 @@ class AttentionRates(StrictModel):
         return self
 
     def rate_of(self, kernel: str, head_size: int, direction: Direction, mask: Mask) -> AttentionRate | None:
-        """The measured rate of the most similar calls of a kernel ("flash": the default kernel): the same
-        direction or else both directions, then the same mask, then the nearest head size, which is as
-        :meth:`AttentionRate.counts_as` has it. None: the kernel has no rate."""
+        """The measured rate of a kernel's most similar calls: the same direction or else both directions,
+        then the same mask, then the nearest head size (:meth:`AttentionRate.counts_as`). The kernel "flash"
+        is the default kernel. None: the kernel has no rate."""
         of_kernel = named(self.kernels, self.default if kernel == "flash" else kernel) or []
         rates = [r for r in of_kernel if r.value_head_size is None or r.counts_as(direction) == head_size]
 
@@ -203,7 +204,7 @@ class AttentionRates(StrictModel):
         return min(rates, key=unlike, default=None)
 
 
-#: collectives whose rates can be given; "any" stands for those that are not
+#: collectives that can have rates; the rates of "any" are for collectives without an entry
 RatedCollective = Literal[
     "any", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"
 ]
@@ -219,9 +220,9 @@ class BusRate(StrictModel):
     """The rate of a collective: seconds = latency + wire bytes / bus bandwidth, as nccl-tests reports it.
 
     Attributes:
-        ranks: the group's size that it was measured at; None: it holds for all sizes.
-        latency_s: of the smallest message.
-        latency_per_rank_s: added for each rank of the group beyond the first.
+        ranks: the size of the measured group; None: the rate holds for all sizes.
+        latency_s: seconds of the smallest message.
+        latency_per_rank_s: seconds added for each rank of the group beyond the first.
         bandwidth_bytes_per_s: the bus bandwidth of large messages, one way.
     """
 
@@ -236,13 +237,12 @@ class BusRate(StrictModel):
 
 
 class Crossing(StrictModel):
-    """The way out of a part of a node, which all that leave the part share, as neighbouring devices below a
-    PCIe switch or on a socket do.
+    """The shared way out of a part of a node, such as the devices below a PCIe switch or on a socket.
 
     Attributes:
-        devices: of such a part, neighbours.
+        devices: how many neighbouring devices a part has.
         path: what ``nvidia-smi topo -m`` prints for two devices of different parts: PXB, PHB, NODE or SYS.
-        bandwidth_bytes_per_s: of all that leaves a part together, one way.
+        bandwidth_bytes_per_s: the bandwidth of all messages together that leave a part, one way.
     """
 
     devices: unit.Many
@@ -251,17 +251,17 @@ class Crossing(StrictModel):
 
 
 class Link(StrictModel):
-    """A link, one way.
+    """A link between devices; its rates are one way.
 
     Attributes:
-        latency_s: of the smallest message.
-        bandwidth_bytes_per_s: of large messages.
-        name: of its kind, as "EFA"; one that the extended file has not makes it another link.
-        table: of measured collectives of one node, in place of ``collectives`` for the kinds that it has.
-        collectives: what collectives reach on it, one entry a size of the group, in ascending order. Where a
-            kind is missing, the entries of ``any`` stand for it. null takes away those of an extended file.
-        crossings: what devices of a node share, from the smallest parts to the largest; none: each has its
-            own way to each other, as with NVSwitch; null: not known, and priced as none.
+        latency_s: seconds of the smallest message.
+        bandwidth_bytes_per_s: the rate of large messages.
+        name: the kind of link, as "EFA"; with another name than in the extended file it is another link.
+        table: the name of a table of collectives measured in one node, used instead of ``collectives``.
+        collectives: rates by collective, one entry for each size of the group, in ascending order. A
+            collective without entries has those of ``any``. null removes the rates of an extended file.
+        crossings: shared ways out of parts of a node, from the smallest parts to the largest; empty: all
+            pairs of devices have their own way, as with NVSwitch; null: not known, and priced as empty.
     """
 
     name: str = ""
@@ -288,8 +288,8 @@ class Link(StrictModel):
         return self
 
     def check_crossings(self, devices: int, name: str) -> None:
-        """Raise ValueError, with the link's name, unless each part of a node of so many devices holds several
-        of the one below."""
+        """Raise ValueError, with the link's name, unless each part of a node of ``devices`` devices holds
+        several parts of the size below."""
         sizes = [*(each.devices for each in self.crossings or ()), devices]
         if any(b % a or a == b for a, b in pairwise(sizes)):
             parts = " and ".join(map(str, sizes[:-1]))
@@ -300,7 +300,7 @@ class Link(StrictModel):
 
     @property
     def known(self) -> bool:
-        """Whether messages on the link can be timed: latency and bandwidth are known."""
+        """Whether messages on the link can be timed: its latency and bandwidth are known."""
         return self.latency_s.value is not None and self.bandwidth_bytes_per_s.value is not None
 
     def rates_of(self, kind: str) -> list[BusRate]:
@@ -308,8 +308,8 @@ class Link(StrictModel):
         return named(self.collectives, kind) or self.collectives.get("any", [])
 
     def rate_of(self, kind: str, ranks: int) -> BusRate | None:
-        """The rate of a collective in a group of that many ranks: that of the largest size measured which is
-        not larger, else of the smallest; None: none is known."""
+        """The rate of a collective in a group of ``ranks`` ranks: that of the largest measured group which is
+        not larger, else of the smallest group; None: no rate is known."""
         rates = self.rates_of(kind)
         fitting = [rate for rate in rates if rate.ranks is None or rate.ranks <= ranks]
         return next(iter([*reversed(fitting), *rates]), None)
@@ -319,12 +319,12 @@ class Network(Link):
     """The links of a node to the others.
 
     Attributes:
-        latency_s, bandwidth_bytes_per_s: of one network card.
-        nics_per_node: how many cards the devices of a node share.
-        one_card_a_part: a group on several nodes that has only some of a node's devices leaves it by one
-            card, however many devices it has there; without it, by a card a device as far as there are any.
-            A hypothesis: no measurement of such a group was found.
-        inferred_from: the published numbers by which one of these was chosen, if it was.
+        latency_s, bandwidth_bytes_per_s: the figures of one network card.
+        nics_per_node: how many network cards the devices of a node share.
+        one_card_a_part: whether a group with only some of a node's devices sends to other nodes through one
+            network card; else through a card for each of its devices, as far as there are cards. A
+            hypothesis: no measurement of such a group was found.
+        inferred_from: the published numbers by which one of these figures was chosen.
     """
 
     bandwidth_bytes_per_s: Sourced[unit.CardRate]
@@ -334,13 +334,13 @@ class Network(Link):
 
 
 class NcclSettings(StrictModel):
-    """What NCCL's tuning model needs to know beside the links; see :mod:`measure.simulator.collective_costs`.
+    """What NCCL's tuning model needs besides the links; see :mod:`measure.simulator.collective_costs`.
 
     Attributes:
-        generation: of the devices, which chooses the constants.
-        cpu: maker of the nodes' processors, on which the rate of LL between nodes depends.
-        channels: of NCCL's rings and trees; null: no limit by channels.
-        algorithms, protocols: those that NCCL may choose from (NCCL_ALGO and NCCL_PROTO).
+        generation: the devices' generation, which chooses the constants.
+        cpu: the maker of the nodes' processors, on which the rate of LL between nodes depends.
+        channels: the number of NCCL's rings and trees; null: channels limit nothing.
+        algorithms, protocols: NCCL's choices (NCCL_ALGO and NCCL_PROTO).
     """
 
     generation: Generation

@@ -1,4 +1,4 @@
-"""What cells may name, and what each of these takes; and what is wrong with other names and values."""
+"""The names and option values that a cell may have, and messages on wrong ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from spbench.impls import (
     wrong_values,
 )
 
-#: by kind: the function that returns what there is by name
+#: for each kind of name, the function that returns the classes or objects of that kind by name
 OF_CLASSES: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     "strategy": all_strategies,
     "peer": all_peers,
@@ -57,7 +57,7 @@ def names(kind: str) -> list[str]:
     return list(every) if kind in ("engine", "meter", "quantity") else sorted(every)
 
 
-#: by kind: names that others have for what has an unlike one here
+#: names that other programs use, by kind, and spbench's name for the same
 ELSEWHERE = {
     "strategy": {"usp": "ulysses+ring_attention", "rsa": "ring_self_attention", "tp": "tensor_parallel"},
     "backend": {
@@ -67,9 +67,9 @@ ELSEWHERE = {
 }
 
 
-#: by kind of name, the files of a user's that may stand in its place
+#: by kind of name, the user's files whose path may replace a name
 FILES = {"strategy": ".py file", "model": "config.json or .py file"}
-#: by kind of name, what spbench list calls it
+#: by kind of name, the word for it in spbench list
 LISTED = {
     **{
         kind: f"{kind}s"
@@ -82,7 +82,7 @@ LISTED = {
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
-    """The message on a name that nothing of this ``kind`` has, and on what to write instead."""
+    """The message on a name of this ``kind`` that does not exist, and on what to write instead."""
     if kind == "model":
         allowed = [*allowed, *(each.name for each in published_models())]
     here = ELSEWHERE.get(kind, {}).get(name.lower())
@@ -94,14 +94,15 @@ def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
 
 
 def check_known(kind: str, given: Iterable[str], allowed: Sequence[str] | None = None) -> None:
-    """UserError for the first of ``given`` that is not ``allowed`` (by default: any name of the kind)."""
+    """Raise UserError for the first name in ``given`` that is not ``allowed`` (None: any name of the
+    kind)."""
     listed = names(kind) if allowed is None else allowed
     for name in given:
         if name not in listed:
             raise UserError(unknown(kind, name, listed))
 
 
-#: by kind, what a file has that may be given for its name
+#: by kind, what a user's file must define
 _IN_FILES = {
     "model": "mapping PRESETS of models",
     "strategy": "class derived from spbench.Strategy with a name",
@@ -109,8 +110,8 @@ _IN_FILES = {
 
 
 def _may_have(kind: str, path: Path) -> bool:
-    """Whether a file's text has the word PRESETS as a name, or a class with a base and a name; a file that is
-    no Python may, as its import says what is wrong."""
+    """Whether a Python file's text has the name PRESETS, or a class with a base and a ``name``. True for a
+    file with wrong syntax, because importing it says what is wrong."""
     try:
         nodes = [*ast.walk(ast.parse(read_file(path)))]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -124,15 +125,14 @@ def _may_have(kind: str, path: Path) -> bool:
 
 
 def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Path()) -> list[str]:
-    """The names by which cells call what a user calls ``text``: it itself, unless it is FILE.py, which stands
-    for all strategies or models in that file, or FILE.py:NAME, which stands for one of them. A file whose
-    text has none of that kind, as a script that trains, is not run.
-
-    UserError if there is no such file, it cannot be imported, or has nothing of that kind or name.
+    """The names in cells for a user's ``text``: FILE.py gives all strategies or models in that file,
+    FILE.py:NAME gives one of them, and any other text is a name itself. A file without a definition of that
+    kind, such as a training script, is not run. UserError for such a file, for a missing file, for one that
+    cannot be imported, and for an unknown NAME.
 
     Args:
-        text: of strategies also several around each other, with plus signs between.
-        folder: what a relative path starts from.
+        text: a name or a file; for strategies also several nested ones, joined by plus signs.
+        folder: the folder from which a relative path starts.
     """
     if SUFFIX not in text:
         return [text]
@@ -169,8 +169,8 @@ def cell_names(kind: Literal["strategy", "model"], text: str, folder: Path = Pat
 
 
 def strategy_problem(name: str) -> str:
-    """The message on a wrong name of a strategy, or of several joined by "+"; "" if the name is right. It is
-    wrong, too, where the package of a peer is not installed."""
+    """The message on a wrong name of a strategy, or of several joined by "+", or on a peer whose package is
+    not installed; "" if the name is right."""
     listed = [*names("strategy"), *names("peer")]
     for part in name.split(PLUS):
         if part not in listed and part not in names("as-published"):
@@ -184,7 +184,7 @@ def strategy_problem(name: str) -> str:
 
 
 def refusal(cell: Cell) -> str:
-    """Why a cell cannot run, as far as its sizes and closed forms tell; "" if they do not. A search is
+    """Why a cell cannot run, by its sizes and closed forms alone; "" if these do not refuse it. A search is
     refused if neither the smallest nor the largest value that it may try can run."""
     reason = ""
     try:
@@ -205,11 +205,11 @@ def refusal(cell: Cell) -> str:
 def option_mistakes(
     section: str, name: str, given: Mapping[str, Any], config: Mapping[str, Any] | None = None
 ) -> list[tuple[list[str], str]]:
-    """Mistakes in options, as (path below ``section``, message).
+    """Mistakes in options, each as (path below ``section``, message).
 
     Args:
-        section: the key under which they stand in a cell: model_options, strategy_options or training.
-        name: of the model, strategy or backend whose options they are.
+        section: the key of the options in a cell: model_options, strategy_options or training.
+        name: the name of the model, strategy or backend that has the options.
         config: the config.json from which a model is made.
     """
     others: list[str] = []

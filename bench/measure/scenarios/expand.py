@@ -1,10 +1,7 @@
-"""From the settings of a scenario file to cells, and what a cell cannot be.
+"""Make cells from the settings of a scenario file, and check them.
 
-Settings that not every cell heeds: on which device its tensors are, which rank is played where an engine
-plays one alone, and those that do nothing as its engine does not heed them or they belong to another step.
-
-A setting is refused where none of the cells heeds it that it is given to: those of a group, or of all groups.
-Others, of a group with several engines or sizes, may leave it unheeded.
+Some settings have an effect only in some cells: the device, the rank, and settings for certain engines or
+steps. Such a setting is refused where it has an effect in no cell of its group, or of all groups.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from spbench.impls import unused_axes
 Path_ = tuple[str, ...]
 
 
-#: settings that not every cell heeds; of these those of pipelines, and those that training runs give no use
+#: settings without effect in some cells; of these, those of pipelines, and those without effect in training
 _PARTLY_HEEDED = (
     *("rank", "timing", "meters", "training.schedule", "training.stage_layers", "training.moments"),
     *("training.steps", "training.batch_on_device", "training.alloc_retries"),
@@ -48,7 +45,7 @@ _DEFAULTS = Cell(model="", strategy="", batch=1, seq_len=1)
 
 
 def _unheeded(cell: Cell, name: str) -> str:
-    """Why a cell does not heed a setting; "" if it does."""
+    """Why a setting has no effect in a cell; "" if it has one."""
     if name in _OF_PIPELINES:
         return "" if cell.sizes.pp > 1 else "there are no pipeline stages to schedule"
     if name not in engine_class(cell.engine).heeds:
@@ -60,7 +57,7 @@ def _unheeded(cell: Cell, name: str) -> str:
 
 
 def ignored(cells: Sequence[Cell]) -> Iterator[tuple[Path_, str]]:
-    """The settings that some of the cells have and no cell heeds, each with the reason and what to do."""
+    """The settings of some cells that have an effect in no cell, each with the reason and the remedy."""
     for name in _PARTLY_HEEDED:
         of = attrgetter(name)
         reasons = [_unheeded(cell, name) for cell in cells if of(cell) != of(_DEFAULTS)]
@@ -77,8 +74,8 @@ Asked = Literal["cpu", "cuda", "available"]
 
 
 def on_device(cells: Sequence[Cell], asked: Asked) -> list[Cell]:
-    """The cells on the device that is asked for; cells of engines that use no device of this machine stay on
-    the CPU. UserError if CUDA is asked for, and there is none, or no cell could use it."""
+    """The cells with the device ``asked`` for; cells of engines that use no device stay on the CPU. UserError
+    if CUDA is asked for and this machine has none, or no cell could use it."""
     real = [engine_class(cell.engine).on_devices for cell in cells]
     if asked == "cuda" and cells and not any(real):
         engines = ", ".join(dict.fromkeys(cell.engine for cell in cells))
@@ -91,7 +88,7 @@ def on_device(cells: Sequence[Cell], asked: Asked) -> list[Cell]:
 
 
 def chosen_device(asked: Asked) -> Literal["cpu", "cuda"]:
-    """The device that is asked for; UserError if CUDA is asked for, and there is none."""
+    """The device for ``asked``, "cpu" or "cuda"; UserError if CUDA is asked for and this machine has none."""
     if asked != "cpu" and torch.cuda.is_available():
         return "cuda"
     if asked != "cuda":
@@ -101,8 +98,8 @@ def chosen_device(asked: Asked) -> Literal["cpu", "cuda"]:
 
 
 def playing_rank(cells: Sequence[Cell], rank: int | None) -> list[Cell]:
-    """The cells with the rank that is asked for, which each of them must have; UserError if a cell's engine
-    plays all of its ranks, or there is no such rank."""
+    """The cells with their ``rank`` set, unless it is None; UserError if a cell's engine runs all ranks, or
+    the cell has no such rank."""
     if rank is None:
         return list(cells)
     for cell in cells:
@@ -116,10 +113,10 @@ def playing_rank(cells: Sequence[Cell], rank: int | None) -> list[Cell]:
     return [cell.model_copy(update={"rank": rank}) for cell in cells]
 
 
-#: keys of a group that may be lists; so may each axis of sizes, and mesh, itself a list, a list of lists
+#: keys of a group whose value may be a list; each axis of sizes may be one too, and mesh a list of lists
 MULTIPLYING = ("model", "strategy", "batch", "seq_len", "precision", "cluster", "engine")
 
-#: cells of a scenario at most, of all variants: more run for weeks, and a list of them takes all memory
+#: the most cells of a scenario with all variants: more would run for weeks and fill the memory
 MOST_CELLS = 100_000
 #: fields of a cell that no group sets
 _GIVEN_OTHERWISE = {
@@ -130,7 +127,7 @@ _GIVEN_OTHERWISE = {
 
 
 class Problem(ValueError):
-    """What is wrong in a scenario file, at a key path."""
+    """An error in a scenario file, with its key path."""
 
     def __init__(self, path: Sequence[str | int], message: str):
         super().__init__(f"{dotted(path)}: {message}")
@@ -146,13 +143,13 @@ def expand(
     variant: str,
     folder: Path,
 ) -> list[Cell]:
-    """The cells of a scenario's groups under one of its variants ("": there are none). ``folder`` is that
-    of the scenario's file, where paths of models start. Raises the first Problem, at its key path."""
+    """The cells of a scenario's groups under one of its variants ("" if it has none). Paths of models start
+    in ``folder``, the folder of the scenario's file. Raises Problem for the first mistake."""
     group_of: dict[str, int] = {}
     cells: list[Cell] = []
     counted = 0
     for number, group in enumerate(groups):
-        # the last word first, as a reader looks for where a setting comes from
+        # the layer that wins comes first
         layers: _Layers = [(("groups", number), group), (("defaults",), defaults)]
         if variant:
             layers.insert(0, (("variants", variant), variants[variant]))
@@ -184,7 +181,7 @@ def expand(
 
 
 def _lists(merged: Mapping[str, Any], layers: _Layers) -> dict[tuple[str, ...], list[Any]]:
-    """The settings of a group that multiply cells: by path, the list of each one's values."""
+    """The settings of a group that multiply cells: the list of values of each setting, by its path."""
     given: dict[tuple[str, ...], Any] = {(key,): merged[key] for key in MULTIPLYING if key in merged}
     if isinstance(sizes := merged.get("sizes"), dict):
         given |= {("sizes", axis): value for axis, value in sizes.items()}
@@ -200,7 +197,7 @@ def _lists(merged: Mapping[str, Any], layers: _Layers) -> dict[tuple[str, ...], 
 def _content(
     merged: Mapping[str, Any], chosen: Mapping[tuple[str, ...], Any], variant: str
 ) -> dict[str, Any]:
-    """The settings of a cell: its group's, in which the ``chosen`` value replaces each list."""
+    """The settings of a cell: the group's settings, in which the ``chosen`` value replaces each list."""
     content = {**merged, "variant": variant}
     for path, value in chosen.items():
         if len(path) == 1:
@@ -211,7 +208,8 @@ def _content(
 
 
 def _origin(path: Sequence[str | int], layers: _Layers) -> list[str | int]:
-    """The path in the file of a cell's setting: in the topmost of the layers that have it."""
+    """The path of a cell's setting in the file: in the first layer that has the setting, else in the
+    group."""
     said = (place for place, layer in layers if _at(layer, path) is not _NOTHING)
     return [*next(said, next(place for place, _ in layers if place[0] == "groups")), *path]
 
@@ -242,7 +240,7 @@ def _cell(content: Mapping[str, Any], layers: _Layers, folder: Path) -> Cell:
 
 
 def checked(content: Mapping[str, Any], problem: Callable[[Sequence[str | int], str], Exception]) -> Cell:
-    """The cell with these settings. At the first mistake, raises ``problem(path, message)``."""
+    """The cell with these settings; at the first mistake, raises ``problem(path, message)``."""
     try:
         cell = Cell.model_validate(content, strict=True)
     except ValidationError as error:
@@ -262,8 +260,8 @@ def _sweep(content: Mapping[str, Any], path: Sequence[str | int]) -> str:
 def _with_file(
     content: Mapping[str, Any], key: Literal["strategy", "model"], folder: Path
 ) -> Mapping[str, Any]:
-    """The settings; if the strategy or model is the path of a Python file, with the name of what the file
-    defines, if it is the path of a config.json, with the fields that count."""
+    """The settings, in which a path of a Python file is replaced by the name of the strategy or model that
+    the file defines, and a path of a config.json gets the fields of that file that count."""
     value = content.get(key)
     if not isinstance(value, str):
         return content
@@ -276,7 +274,7 @@ def _with_file(
 
 
 def impossible(cell: Cell) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What is wrong with a cell, as (path in the cell, message); not what only a strategy can tell."""
+    """The mistakes in a cell that need no strategy to find, each as (path in the cell, message)."""
     searched_for = [cell.search.quantity] if cell.search is not None else []
     named: list[tuple[tuple[str, ...], str, list[str]]] = [
         (("model",), "model", [cell.model] if cell.model_config_json is None else []),

@@ -1,11 +1,11 @@
-"""Scenarios: YAML files that declare cells. :mod:`tools.papers.answer` reads and checks what else a file has:
-sections of published numbers, to which the cells answer.
+"""Scenarios: YAML files that declare cells. :mod:`tools.papers.answer` reads and checks the other sections of
+a file: published numbers, with which the cells are compared.
 
 Each group is a cell whose model, strategy, batch, seq_len, precision, cluster, engine and sizes may be lists,
 and whose mesh, a list of axes, may be a list of such lists; lists multiply. Nested settings merge deeply:
 defaults, then the group, then the variant.
 
-Cells with some of their settings changed by name, as the command line's --set says them.
+The command line's --set changes settings of cells by name (:func:`changed`).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from spbench.plots import FIGURES
 
 T = TypeVar("T")
 
-#: the flag, for messages
+#: the flag that sets settings, for messages
 FLAG = "--set"
-#: settings that are lists of words
+#: settings whose value is a list of words
 _LISTS = ("mesh", "model_options.recompute_modules")
-#: what a cell has that is not set
+#: fields of a cell that --set cannot set
 _NOT_SET = ("variant", "model_config_json", "meters", "learning", "search", "timing", "device")
 
 
 def given(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """Settings by dotted name, such as ``training.backend``, their values read as YAML; lengths and batches
-    may end in K, M or G, and lists have spaces between their words. UserError for a setting given twice."""
+    """Settings by dotted name, such as ``training.backend``, from pairs of name and YAML text; lengths and
+    batches may end in K, M or G, and lists have spaces between words. UserError for a setting given twice."""
     texts = given_once(FLAG, pairs)
     return {
         name: text.split() if name in _LISTS else with_suffix(_value(f"{FLAG} {name}", text))
@@ -48,7 +48,7 @@ def given(pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
 
 
 def option_values(flag: str, pairs: Iterable[tuple[str, str]]) -> dict[str, Any]:
-    """Values by name that a flag gives, read as YAML; UserError for a name given twice, or no value."""
+    """The values that a flag gives, by name, read as YAML; UserError for a name given twice, or no YAML."""
     return {name: _value(f"{flag} {name}", text) for name, text in given_once(flag, pairs).items()}
 
 
@@ -70,8 +70,8 @@ def _value(where: str, text: str) -> Any:
 
 
 def changed(cell: Cell, settings: Mapping[str, Any]) -> Cell:
-    """The cell with other values of some settings, by dotted name; a search for one of them is left out.
-    UserError, with the name, for a setting or a value that cannot be."""
+    """The cell with other values of some settings, by dotted name; a search for one of these settings is left
+    out. UserError, with the name, for an unknown setting or an impossible value."""
     content = cell.model_dump(exclude_defaults=True)
     content["timeout_s"] = cell.timeout_s
     settable = [name for name in Cell.model_fields if name not in _NOT_SET]
@@ -93,7 +93,7 @@ def changed(cell: Cell, settings: Mapping[str, Any]) -> Cell:
 
 
 def written(settings: Mapping[str, Any]) -> str:
-    """The settings as the command line takes them: ``name=value,name=value``."""
+    """The settings in the form of the command line: ``name=value,name=value``."""
     return ",".join(f"{name}={_text(value)}" for name, value in settings.items())
 
 
@@ -108,18 +108,18 @@ PACKAGE = "spbench.scenarios"
 
 
 class Document(BaseModel):
-    """A scenario file as it is written, without its sections of answers.
+    """The content of a scenario file, without its sections of published numbers.
 
     Attributes:
-        paper: what it reproduces, by its name or source in results/papers/papers.csv, or "measured": what
-            real machines measured, or "field": step times that others published.
-        published_in: the paper that the numbers are from, if it is not ``paper``; it stands on the pages of
-            ``paper`` and is judged by itself there; such as "LASP-2, arXiv 2502.07563".
+        paper: the paper that the scenario reproduces, by name or source in results/papers/papers.csv; or
+            "measured" (numbers measured on real machines), or "field" (step times published by others).
+        published_in: the paper that the numbers are from, if not ``paper``, such as "LASP-2, arXiv
+            2502.07563"; it is judged by itself on the pages of ``paper``.
         inferred_from: settings chosen by looking at published numbers, each with the numbers.
         not_reproduced: at most 25 words for REPRODUCE.md: which published numbers are not met, and why.
         unsaid_attention: the kernel of cells that name none: "usual", which programs run on the card
             (:func:`with_usual_attention`), or "file", the default of the cluster's file.
-        figure: the name of a figure of plots/, as `spbench list figures` tells it.
+        figure: the name of a figure, as in `spbench list figures`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -139,11 +139,11 @@ class Document(BaseModel):
 
 @dataclass(frozen=True)
 class Scenario:
-    """A scenario file, checked but for its sections of answers.
+    """A scenario file, checked except for its sections of published numbers.
 
     Attributes:
         cells: the declared cells of each variant; a scenario without variants has one, named "".
-        content: all that the file has, as it is written.
+        content: the whole content of the file, unchecked.
     """
 
     name: str
@@ -154,7 +154,7 @@ class Scenario:
 
     @property
     def has_answers(self) -> bool:
-        """Whether the file has sections of published numbers, which are checked where they are asked for."""
+        """Whether the file has sections of published numbers, which :mod:`tools.papers.answer` checks."""
         return not self.content.keys() <= Document.model_fields.keys()
 
 
@@ -162,7 +162,7 @@ def load_scenario(name: str | PathLike[str]) -> Scenario:
     """The packaged scenario of that name, or the scenario in the YAML file at that path.
 
     Raises:
-        UserError: there is none, or something in it cannot be; names file, key and mend.
+        UserError: the scenario does not exist or has a mistake; names the file, the key and the remedy.
     """
     path = find_file(name, PACKAGE, "scenario")
     content = read_yaml(path)

@@ -1,8 +1,8 @@
-"""Narrowing: which of a scenario's cells a user wants, and on what they are to run.
+"""Narrowing: which of a scenario's cells a user wants, and on which clusters, engines and ranks they run.
 
 ``strategies``, ``models``, ``world_sizes`` and ``where`` choose among the declared cells. ``clusters`` and
-``engines`` replace what the scenario names; so does a strategy or a model in a Python file of the user's. A
-world size that no chosen cell has is made of each, along the last of its strategy's axes.
+``engines`` replace the scenario's; so does a strategy or a model in a user's Python file. If no chosen cell
+has a world size, each cell gets that size along the last axis of its strategy.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from spbench.bench.setting_values import names_a_file, read_model_file, size
 from spbench.bench.yaml_files import dotted
 from spbench.impls import model_preset, published_model
 
-#: in place of a variant's name: all variants
+#: the name for all variants
 ALL = "all"
 
-#: the value of a setting that a cell leaves out
+#: the value that stands for a setting without one
 UNSET = "unset"
 
-#: the setting of the kernel of attention, and its value where none is named
+#: the setting of the attention kernel, and its default value
 ATTENTION, NO_KERNEL = "model_options.attention", "flash"
 
-#: cells that are named where more than one is left
+#: how many cells a message names where more than one is left
 _NAMED = 3
 
 
 @dataclass(frozen=True)
 class Narrowing:
-    """What the command line asks for; empty: whatever the scenario declares.
+    """The choices of the command line; an empty field leaves what the scenario declares.
 
     Attributes:
         variant: a variant's name, "all", or None for the first.
-        device: of this machine, where engines that use its devices put tensors.
-        rank: the rank that is played where an engine plays one alone.
-        where: pairs of a setting's name and a value, as in :func:`settings_of`; a cell must have, for each
-            name, one of the values that stand with it.
+        device: the device of this machine on which engines with real tensors put them.
+        rank: the rank that an engine runs which runs only one.
+        where: pairs of a setting's name and a value, as in :func:`settings_of`; for each name, a cell must
+            have one of the values paired with that name.
         changes: pairs of the same form, which replace settings of the chosen cells; see :func:`changed`.
     """
 
@@ -62,7 +62,7 @@ class Narrowing:
     changes: Sequence[tuple[str, str]] = ()
 
     def declared(self, scenario: Scenario) -> list[Cell]:
-        """The scenario's own cells, in the variants and on the clusters and engines that are asked for.
+        """The scenario's own cells of the chosen variants, on the chosen clusters, engines and device.
 
         Raises:
             UserError: there is no such variant, cluster or engine, or a device cannot be used.
@@ -91,10 +91,10 @@ class Narrowing:
         return _distinct(cells if self.changes else _named_kernels(scenario, cells))
 
     def cells(self, scenario: Scenario, declared: Sequence[Cell] | None = None) -> list[Cell]:
-        """The cells to run. ``declared``: what :meth:`declared` returns, where that is at hand already.
+        """The cells to run; ``declared`` is the result of :meth:`declared`, if it was computed before.
 
         Raises:
-            UserError: a name is unknown, a rank or device cannot be, or nothing is left; with what there is.
+            UserError: an unknown name, an impossible rank or device, or no cell left; names the choices.
         """
         cells = [*(self.declared(scenario) if declared is None else declared)]
         strategies = [name for text in self.strategies for name in cell_names("strategy", text)]
@@ -130,13 +130,13 @@ class Narrowing:
         return _distinct(playing_rank([*_named_kernels(scenario, cells)], self.rank))
 
     def only_cell(self, what: str, scenario: Scenario, shape: Mapping[str, int | None]) -> Cell:
-        """The one cell to run, with the shape that is asked for where the scenario searches.
+        """The one cell to run, with ``shape`` (batch, seq_len) where the scenario searches.
 
         Args:
-            what: is made of the cell, for messages.
+            what: the result that the cell is needed for, for messages.
 
         Raises:
-            UserError: none is left, more than one is, or it searches for something that is not given.
+            UserError: no cell or more than one is left, or it searches for a quantity not in ``shape``.
         """
         cells = self.cells(scenario)
         for field, value in shape.items():
@@ -167,8 +167,8 @@ class Narrowing:
 
 
 def _named_kernels(scenario: Scenario, cells: Iterable[Cell]) -> Iterator[Cell]:
-    """The cells, with the usual kernel of attention where they name none and a simulation would take another
-    one, unless the scenario has the default of the cluster's file."""
+    """The cells; those that name no kernel of attention get their card's usual kernel if a simulation would
+    take another one, unless the scenario chooses the default of the cluster's file."""
     for cell in cells:
         device = load_cluster(cell.cluster).device
         same = usual_kernel(device) == played_kernel(device, NO_KERNEL)
@@ -177,8 +177,8 @@ def _named_kernels(scenario: Scenario, cells: Iterable[Cell]) -> Iterator[Cell]:
 
 
 def with_usual_attention(cell: Cell) -> tuple[Cell, str]:
-    """The cell with its card's usual attention kernel, and a remark on that, if neither model nor options
-    choose one. Else, and where the model or the card has no such kernel, the cell as it is, and ""."""
+    """The cell with its card's usual attention kernel, and a remark on that kernel, if neither model nor
+    options choose one. Otherwise, or if the model or the card has no such kernel, the same cell, and ""."""
     model, device = model_preset(*cell.model_arguments), load_cluster(cell.cluster).device
     has_kernel = is_dataclass(model) and "attention" in {each.name for each in fields(model)}
     kernel, half = usual_kernel(device), cell.precision in ("fp16", "bf16")
@@ -192,12 +192,12 @@ def with_usual_attention(cell: Cell) -> tuple[Cell, str]:
 
 
 def _has_sizes(name: str) -> bool:
-    """Whether a name is the path of a file, or names a model on Hugging Face whose sizes are known."""
+    """Whether a name is the path of a file, or of a model on Hugging Face whose sizes are known."""
     return published_model(name) is not None or (names_a_file(name) and lexists(Path(name).expanduser()))
 
 
 def _with_other(cells: Sequence[Cell], field: str, name: str) -> Iterator[Cell]:
-    """The cells with another model, or with another strategy where it spreads a sample over the same axes."""
+    """The cells with the model ``name``; or with the strategy ``name``, where it uses the same axes."""
     for cell in cells:
         if field == "model":
             config = read_model_file(name) if names_a_file(name) else None
@@ -207,7 +207,7 @@ def _with_other(cells: Sequence[Cell], field: str, name: str) -> Iterator[Cell]:
 
 
 def settings_of(cell: Cell) -> dict[str, str]:
-    """The settings that define a cell, as text by dotted name (``batch``, ``sizes.tp``, ``training.backend``,
+    """The settings that define a cell, as text by dotted name (``batch``, ``sizes.tp``,
     ``model_options.layers``, ``mesh`` as "sp dp"), without settings that are None or an empty list."""
     return dict(_flattened(cell.model_dump(), ""))
 
@@ -221,7 +221,7 @@ def _flattened(content: Mapping[str, Any], above: str) -> Iterator[tuple[str, st
 
 
 def differing_settings(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """The settings that are not the same in all cells, each with the values it has, UNSET among them."""
+    """The settings that differ between cells, each with all of its values, which may include UNSET."""
     settings = [settings_of(cell) for cell in cells]
     names = dict.fromkeys(name for has in settings for name in has)
     values = {name: list(dict.fromkeys(has.get(name, UNSET) for has in settings)) for name in names}

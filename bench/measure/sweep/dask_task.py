@@ -1,7 +1,7 @@
 """A cell as a task of a Dask worker: what this machine has installed, and the process that runs the cell.
 
-Dask runs tasks in threads, which cannot be ended. So a task has a :class:`Worker` below its process run the
-cell, which has the memory, the time limit and the end that it has in a sweep on one machine.
+Dask runs tasks in threads, which cannot be ended. So a task starts a :class:`Worker`, a child process that
+runs the cell with the same time limit and memory of its own as in a sweep on one machine.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from spbench.bench.measured_code import code_digest
 from spbench.bench.measurement import Outcome
 from spbench.impls import installed_version, loose_paths, plugin_entries
 
-#: seconds without a cell after which the processes of a sweep end, as the sweep may have vanished
+#: seconds without a cell after which a sweep's workers end, because the sweep may have vanished
 IDLE_LIMIT_S = 60.0
 
-#: seconds between two looks whether a cell is still wanted
+#: seconds between two checks whether Dask still wants the result of a cell
 _LOOK_S = 0.5
 
 
@@ -34,7 +34,7 @@ class Installation:
     Attributes:
         spbench, torch: their versions, as the package metadata has them.
         plugins: the entry points of plug-ins, each as GROUP:NAME, and files in no package, as file:NAME.py.
-        code: :func:`code_digest`.
+        code: the digest of spbench's code (:func:`code_digest`).
     """
 
     spbench: str
@@ -83,13 +83,13 @@ def _listed(names: frozenset[str]) -> str:
 
 @dataclass(frozen=True)
 class SweepOnDask:
-    """What the tasks of a sweep share.
+    """The part of a sweep that is the same for all of its tasks on Dask.
 
     Attributes:
         identity: unique to the sweep.
         run: the function that measures cells, pickled.
         environment: variables for the processes that run cells.
-        installation: of the machine that sends the cells.
+        installation: the installation of the machine that sends the cells.
     """
 
     identity: str
@@ -112,7 +112,7 @@ class _Idle:
     limit: threading.Timer | None = None
 
     def keep(self, worker: Worker) -> None:
-        """Add a worker. All end unless one of them gets a cell before the limit."""
+        """Add a worker that has no cell. All such workers end unless one gets a cell before the limit."""
         self.workers.append(worker)
         if self.limit is not None:
             self.limit.cancel()
@@ -129,7 +129,7 @@ def run_cell_here(sweep: SweepOnDask, cell: Cell, cluster: str, content: str) ->
 
     Args:
         cluster: the name of the cell's cluster, whose file may be missing here, or differ.
-        content: of a cluster file with all rates and limits, without ``extends``.
+        content: the text of a cluster file with all rates and limits, without ``extends``.
 
     Raises:
         OtherInstallation: this machine, which came after the sweep began, has another installation.
@@ -160,7 +160,7 @@ def run_cell_here(sweep: SweepOnDask, cell: Cell, cluster: str, content: str) ->
 
 
 def _worker_for(sweep: SweepOnDask) -> Worker:
-    """A worker without a cell, started if there is none."""
+    """A worker of the sweep without a cell, or a new one. OtherInstallation if this machine's differs."""
     with _idle.lock:
         if _idle.sweep != sweep.identity:
             if difference := sweep.installation.difference(Installation.here()):
@@ -182,7 +182,7 @@ def _end_idle() -> None:
 
 
 def end_idle_workers(identity: str) -> None:
-    """End the workers of a sweep that have no cell; the others end once their cells are cancelled."""
+    """End the workers of a sweep that have no cell; the other workers end once their cells are cancelled."""
     if _idle.sweep == identity:
         _idle.sweep = ""
         _end_idle()

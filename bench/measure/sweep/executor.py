@@ -2,7 +2,7 @@
 
 Dask decides which of its workers takes a cell, and gives the cell to another when that worker is gone, at
 most ``distributed.scheduler.allowed-failures`` times. Its workers need no files of the machine that sends
-cells: a cell travels with its cluster. What they do is in :mod:`measure.sweep.dask_task`.
+cells, because a cell is sent with its cluster. A worker runs :mod:`measure.sweep.dask_task`.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from spbench.bench.yaml_text import dump
 if TYPE_CHECKING:
     from distributed import Client, Future
 
-#: seconds for the scheduler to answer at first
+#: seconds that the scheduler has to answer the first time
 CONNECT_LIMIT_S = 10.0
 
-#: seconds for the first worker to be there
+#: seconds that the first worker has to appear
 WORKERS_LIMIT_S = 30.0
 
 #: seconds between two looks at how many workers there are
 _LOOK_S = 1.0
 
-#: seconds for the scheduler to take note, on leaving
+#: seconds that closing the connection to the scheduler may take
 _FAREWELL_S = 10.0
 
-#: addresses of executors, for messages
+#: the scheme and the form of an executor's address
 _SCHEME, _FORM = "dask", "dask://HOST:PORT"
 
 _log = logging.getLogger(__name__)
@@ -69,13 +69,13 @@ def opened(address: str) -> Executor:
 
 
 def executor_at(address: str | None) -> AbstractContextManager[Executor | None]:
-    """Inside, the executor of an address, as :func:`opened` has it; None for no address."""
+    """A context manager of the executor at an address (:func:`opened`), or of None for no address."""
     return nullcontext() if address is None else opened(address)
 
 
 class Executor:
-    """Runs cells on the workers of the Dask scheduler at HOST:PORT, for one sweep or for several in turn; on
-    each worker as many cells at a time as it has threads.
+    """Runs cells on the workers of the Dask scheduler at HOST:PORT, for one sweep or several in turn; each
+    worker runs as many cells at a time as it has threads.
 
     Leaving the context cancels the cells that have not ended, and leaves nothing behind on the machines.
 
@@ -99,7 +99,7 @@ class Executor:
             raise
 
     def _check_workers(self) -> None:
-        """UserError if there is no worker, or one that has another installation."""
+        """Raise UserError if there is no worker, or if one has another installation than this machine."""
         try:
             self.client.wait_for_workers(1, timeout=WORKERS_LIMIT_S)
         except TimeoutError:
@@ -132,10 +132,10 @@ class Executor:
     def outcomes(
         self, cells: Sequence[Cell], run: Run, on_start: Callable[[Cell], None]
     ) -> Iterator[tuple[Cell, Outcome]]:
-        """Start cells in this order; yield each with its outcome as soon as it has one.
+        """Start cells in this order; yield each cell with its outcome as soon as it ends.
 
         Args:
-            run: measures a cell; a function of a module that the other machines have too.
+            run: the function that measures a cell, of a module that the other machines have too.
             on_start: called as a cell is sent off.
 
         Raises:
@@ -145,7 +145,7 @@ class Executor:
         waiting = deque(cells)
         ended: queue.SimpleQueue[Future] = queue.SimpleQueue()
         while waiting or self.running:
-            # no more than can run at a time: Dask counts the death of a worker against every task it has
+            # send no more cells than can run: Dask counts the death of a worker against all its tasks
             room = self.at_once
             while waiting and len(self.running) < room:
                 cell = waiting.popleft()
@@ -216,13 +216,13 @@ def _connected(address: str) -> Client:
 
 
 def _first_cause(error: BaseException) -> str:
-    """Why a connection failed, without the layers around it."""
+    """The text of the first error in a chain of causes."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     return str(error) or type(error).__name__
 
 
 def _environment() -> dict[str, str]:
-    """The settings of spbench, but for those that name a folder or process of this machine."""
+    """The variables SPBENCH_* of this process, except those that name a folder or process of this machine."""
     local = (CACHE_FOLDER, STACKS_FOLDER, AGENTS)
     return {k: v for k, v in os.environ.items() if k.startswith("SPBENCH_") and k not in local}

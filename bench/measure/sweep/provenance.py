@@ -54,7 +54,7 @@ def memory_bytes() -> int | None:
 
 
 def _gpus() -> tuple[list[str], str | None]:
-    """The names of NVIDIA's GPUs and the version of their driver; none where that cannot be used."""
+    """The names of NVIDIA's GPUs and the version of their driver; [] and None where NVML cannot be used."""
     try:
         with Nvml() as library:
             driver = library.read("nvmlSystemGetDriverVersion")
@@ -64,18 +64,18 @@ def _gpus() -> tuple[list[str], str | None]:
         return [], None
 
 
-#: what is written from rows and by verification, so that no row depends on it
+#: files that are written from rows or by verification, so that no row depends on them
 MADE_FROM_ROWS = ("results/reproduction", "results/baseline", "results/verification", "*.md")
 
-#: the commit of spbench's own code, and that of the project in whose folder it was run
+#: the keys of the commit of spbench's own code, and of the commit of the project around the working folder
 COMMITS = ("commit", "project_commit")
 
 
 @cache
 def provenance() -> dict[str, Any]:
-    """What is the same for all rows of a process: versions, host, the ``machine`` (:func:`machine_facts`),
-    the ``tree`` that is measured (the folder of spbench's code) and its ``commit`` (None where that is not in
-    a checkout), as it was at the first call."""
+    """The facts that are the same for all rows of a process, as they were at the first call: versions, host,
+    the ``machine`` (:func:`machine_facts`), the ``tree`` (the folder of spbench's code) and its ``commit``
+    (None where the tree is in no checkout)."""
     own = own_checkout()
     return {
         "spbench": installed_version("spbench"),
@@ -89,8 +89,8 @@ def provenance() -> dict[str, Any]:
 
 
 def project_commit(folder: Path) -> str | None:
-    """The commit that the repository around a folder has now; None where there is none, or it is that of
-    spbench's own code, or the folder lies in a checkout of spbench that is not what is measured."""
+    """The present commit of the repository around a folder; None where there is no repository, or it is that
+    of spbench's own code, or the folder lies in a checkout of spbench that is not the measured one."""
     root = checkout_around(folder)
     if root is None or root == own_checkout() or unmeasured_checkout(folder):
         return None
@@ -98,8 +98,8 @@ def project_commit(folder: Path) -> str | None:
 
 
 def commit_of(row: Mapping[str, Any]) -> str:
-    """The commit that a row stands for: of the project that it was made in, else of spbench's code; empty
-    where neither is in a repository."""
+    """The commit of a row: the project's in which spbench ran, else spbench's own; "" without a
+    repository."""
     made_by = row.get("provenance") or {}
     return made_by.get("project_commit") or made_by.get("commit") or ""
 
@@ -109,10 +109,10 @@ def check_same_code(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     the code that made them all.
 
     Args:
-        rows: by scenario.
+        rows: the rows by scenario.
 
     Raises:
-        UserError: names the scenario and the mend.
+        UserError: names the scenario and the remedy.
     """
     first: dict[str, tuple[str, str]] = {}
     for scenario, of_scenario in rows.items():

@@ -1,10 +1,9 @@
 """Result rows: one a cell, appended to a JSONL file the moment the cell ends.
 
-A row is written whole or not at all: one write to a file opened for appending, then fsync; what a full
-disk lets through of a row is cut off again. A file that was cut short by a crash or spoilt by hand loses
-the spoilt lines and no others.
+A row is written whole or not at all, by one write to a file opened for appending, then fsync; a part of a row
+on a full disk is cut off again. A file that a crash or a person has spoilt loses only the spoilt lines.
 
-Rows as tables: one line each, as people read them, and as a pandas frame.
+This module also turns rows into tables: flat rows for people, and a pandas frame.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from spbench.impls import MESH_AXES, spelled, union, whole_mesh
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-#: words of a measurement on its step time
+#: fields of a measurement that describe its step time in words
 _WORDS = ("bound", "calibration", "rates", "band", "lacks", "routing")
 
 
 def flat(row: Row) -> dict[str, Any]:
-    """A row as one level of plain values: the cell, then what was measured, with the interval of a simulated
-    step time (:func:`with_band`), units in the names; ``mesh`` is :attr:`Cell.mesh_text`."""
+    """A row as one level of plain values, with units in names: the cell's settings, then the measurement with
+    the interval of a simulated time (:func:`with_band`); ``mesh`` is :attr:`Cell.mesh_text`."""
     cell, measured = row["cell"], with_band(row)["measurement"]
     sizes = cell.get("sizes", {})
     searched = (cell.get("search") or {}).get("quantity", "")
     losses, errors = measured.get("losses"), measured.get("errors") or {}
-    unmetered = losses or errors  # of a training run, or of ranks in turn
+    unmetered = losses or errors  # of a training run, or of lockstep ranks
     return {
         **{name: cell.get(name) for name in ("model", "strategy")},
         "world_size": math.prod(whole_mesh(sizes).values()),
@@ -66,7 +65,7 @@ def flat(row: Row) -> dict[str, Any]:
 
 
 def _metered(meters: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What further meters found that is one number or word, as METER.NAME."""
+    """The results of further meters that are one number or word, by METER.NAME."""
     return {
         f"{meter}.{name}": value
         for meter, values in meters.items()
@@ -80,12 +79,12 @@ def _sent(entries: list[dict[str, Any]] | None) -> float | None:
 
 
 def flat_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows as :func:`flat`, and ``tie``: whether a simulated time is one with the fastest (:func:`tied`)."""
+    """Rows as by :func:`flat`, and ``tie``: whether a simulated time ties with the fastest."""
     return [{**flat(row), "tie": tie} for row, tie in zip(rows, tied(rows), strict=True)]
 
 
 def as_frame(rows: Iterable[Row]) -> DataFrame:
-    """Rows as a wide table, one of :func:`flat_rows` each."""
+    """A pandas frame with a line for each row, whose columns are the fields of :func:`flat_rows`."""
     from pandas import DataFrame
 
     return DataFrame(flat_rows([*rows]))
@@ -94,15 +93,15 @@ def as_frame(rows: Iterable[Row]) -> DataFrame:
 #: the file of rows in the output folder of a run
 RESULTS_FILE = "cells.jsonl"
 
-#: how a row begins as it is written, also one that was cut short
+#: the first bytes of a written row, even of one that was cut short
 _BEGINNING = b'{"key":"'
 
 
 def read_rows(path: Path) -> tuple[list[Row], list[str]]:
-    """The rows of a results file, or of its folder, the last of each key, in the order of first appearance.
+    """The rows of a results file, or of the one in a folder: each key's last row, in order of appearance.
 
-    Returns the rows, and a line for each line of the file that is not a row, with the field that is wrong. No
-    file: no rows.
+    Returns the rows, none without a file, and a message for each line that is not a row, with the wrong
+    field.
 
     Raises:
         UserError: the file cannot be read.
@@ -132,7 +131,8 @@ def read_all_rows(path: Path) -> list[Row]:
 
 
 def read_new_rows(path: Path) -> tuple[dict[str, Row], dict[str, list[str]]]:
-    """The rows of a file by key, with NaN for numbers that are not finite; and the names of these fields.
+    """The rows of a file by key, with NaN in place of numbers that are not finite; and the names of the
+    fields that had such numbers, by key.
 
     Raises:
         UserError: the file cannot be read, or a line is not a row for another reason.
@@ -149,7 +149,7 @@ def read_new_rows(path: Path) -> tuple[dict[str, Row], dict[str, list[str]]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The lines of a file that are not blank, each with its place; none of a file that is not there."""
+    """The lines of a file that are not blank, each as ("FILE:NUMBER", line); none without a file."""
     try:
         lines = read_file(path).split(b"\n")
     except UserError as error:
@@ -165,11 +165,11 @@ class ResultsFile:
     """The results file of an output folder, held open for appending by one sweep at a time.
 
     Args:
-        folder: made if need be.
+        folder: the output folder, made if need be.
         fresh: move earlier results aside (to cells.1.jsonl and so on) instead of going on with them.
 
     Attributes:
-        rows: the rows in the file, the last of each key; grows as rows are appended.
+        rows: the last row of each key in the file; grows as rows are appended.
         problems: a line for each line of the file that was skipped.
 
     Raises:
@@ -220,10 +220,10 @@ class ResultsFile:
             self._fd = -1
 
     def append(self, row: Row) -> None:
-        """Write a row to the disk.
+        """Write a row to the disk, and add it to ``rows``.
 
         Raises:
-            UserError: it cannot be written; the rows before it are as they were.
+            UserError: the row cannot be written; earlier rows are unchanged.
         """
         line = json_line(row).encode()
         if self._unfinished and not self._cut_torn_row():
@@ -267,8 +267,8 @@ class ResultsFile:
         return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def _cut_torn_row(self) -> bool:
-        """Take a row off that a crash cut short at the file's end, so that every line is whole again; whether
-        there was one."""
+        """Remove a row at the file's end that a crash has cut short, so that every line is whole again;
+        returns whether there was such a row."""
         content = read_file(self.path)
         begins = content.rfind(b"\n") + 1
         try:

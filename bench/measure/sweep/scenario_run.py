@@ -1,4 +1,4 @@
-"""Run a scenario's cells into a folder: keep rows that are current, and remark what times rest on."""
+"""Run a scenario's cells, keep their rows in a folder, and say which rates the times rest on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Watch(Protocol):
 
 
 class Reporter(Protocol):
-    """Shows a person how a run goes, as the module :mod:`command_line.progress` does.
+    """Shows a person the progress of a run, as the module :mod:`command_line.progress` does.
 
     Attributes:
         message: shows what a person must know.
@@ -53,14 +53,14 @@ class Reporter(Protocol):
 
 @dataclass(frozen=True)
 class RanScenario:
-    """What became of a scenario's cells.
+    """The rows of a scenario's cells after a run.
 
     Attributes:
-        rows: of the cells that were asked for.
+        rows: the rows of the cells that were run or kept.
         declared: the scenario's own cells.
-        known: the rows, by key, of these cells and of all that were asked for, which this run or an earlier,
-            differently narrowed one has measured and which are not out of date.
-        path: of the results file.
+        known: the current rows of the results file, by key, of the declared cells and of those that were run,
+            even if an earlier run with another choice of cells has measured them.
+        path: the path of the results file.
     """
 
     rows: list[Row]
@@ -69,8 +69,8 @@ class RanScenario:
     path: Path
 
     def failed(self, reporter: Reporter, must_fit: bool = False) -> bool:
-        """Whether cells have no result or a wrong one, or do not fit where they must; if so, a message says
-        how many, by status."""
+        """Whether any cells failed or are wrong, or do not fit though they must (``must_fit``); if so, a
+        message says how many cells, by status."""
         counts = Counter(row["status"] for row in self.rows if row["status"] in FAULTS)
         if counts:
             detail = "" if counts.keys() == {"failed"} else f" ({_counted(counts)})"
@@ -105,12 +105,12 @@ def run_cells(
     Args:
         reporter: shows what runs, how many cells have ended, and which times rest on substitutes.
         fresh: move earlier results aside instead of keeping them.
-        jobs, crew, executor, unverified: as of :func:`sweep`.
-        timeout_s: seconds that a cell may take; None: what the scenario says.
-        watch: of several scenarios, all of whose cells it expects; None: these cells have their own.
+        jobs, crew, executor, unverified: passed to :func:`sweep`.
+        timeout_s: seconds that a cell may take; None: the scenario's.
+        watch: of several scenarios together, which expects the cells of all; None: a watch of its own.
 
     Raises:
-        UserError: nothing is left to run, the folder cannot be written, or :func:`_check_measured_tree`.
+        UserError: no cell is chosen, the folder cannot be written, or :func:`_check_measured_tree` raises.
         Interrupted: a person ended the run; the error says how many cells are kept.
     """
     _check_measured_tree(scenario.name, reporter)
@@ -150,7 +150,7 @@ def run_cells(
 
 
 def _announce(results: ResultsFile, stale: str, scenario: Scenario, reporter: Reporter) -> None:
-    """Show which earlier results the folder has, and which of them are out of date."""
+    """Show the problems of earlier results in the folder, and how many of them are out of date."""
     for problem in results.problems:
         reporter.message(f"spbench: warning: {problem}")
     if results.moved:
@@ -163,7 +163,7 @@ def _check_measured_tree(scenario: str, reporter: Reporter) -> None:
     """Warn once if the checkout of spbench around the working folder is not the code that is measured.
 
     Raises:
-        UserError: it has a baseline of the scenario, with which rows of other code have nothing to do.
+        UserError: that checkout has a baseline of the scenario, which is not for rows of other code.
     """
     here = Path.cwd()
     if has_baseline(scenario, here):
@@ -178,8 +178,9 @@ def _tell_once(message: Callable[[str], None], text: str) -> None:
 
 
 def _remarks(rows: Sequence[Row], scenario: Scenario) -> Iterator[str]:
-    """Remarks on the times of rows: operators whose cost is not known, each with its most calls in one cell;
-    times without a rate; and the attention kernel, if the scenario does not say it."""
+    """Remarks on the simulated times of rows: operators of unknown cost, each with the largest number of
+    calls in one cell; times without a rate; softmax attention by matmuls; and the chosen attention kernel, if
+    the scenario names none."""
     unsaid = any("attention" not in c.model_options for each in scenario.cells.values() for c in each)
     calls: dict[str, int] = {}
     for row in rows:
@@ -201,7 +202,7 @@ def _remarks(rows: Sequence[Row], scenario: Scenario) -> Iterator[str]:
 
 
 def _attending_by_matmuls(rows: Sequence[Row]) -> list[str]:
-    """Users' strategies whose models have causal softmax attention, but whose steps run no kernel of it."""
+    """The names of users' strategies whose models have causal softmax attention but run no kernel of it."""
     names = dict[str, None]()
     for row in rows:
         cell, parts = row["cell"], row["measurement"].get("parts") or {}
@@ -214,8 +215,8 @@ def _attending_by_matmuls(rows: Sequence[Row]) -> list[str]:
 
 
 def default_attention(rows: Sequence[Row]) -> list[str]:
-    """The attention kernel of each cluster that simulated times take, where that is the usual one of its
-    programs and not the default of its file, or that default although programs usually run another one."""
+    """A phrase for each cluster on the attention kernel of its simulated times, where the programs' usual
+    kernel is not the default of the cluster's file."""
     kernels: dict[str, str] = {}
     for row in rows:
         cell, attention_s = row["cell"], (row["measurement"].get("parts") or {}).get("attention_s")

@@ -1,13 +1,12 @@
-"""Sweeps: run cells on several processes, and keep each result the moment it is there.
+"""Sweeps: run cells on several processes, and write each result the moment its cell ends.
 
-What made a row, as a digest: a kept row stands for its cell only while all of that is the same.
-
-The digest has five parts, which are kept apart so that a message can say which one has changed:
+A row is kept with a digest of its causes, and is current only while the digest stays the same. The digest has
+five parts, so that a message can say which part has changed:
 
 - ``cluster``: the figures of the resolved cluster file (``extends`` followed), without sources and notes;
-- ``model``, ``strategy``: class and options, the defaults included; ``model`` also has the cell's other
-  settings with their defaults, and ``strategy`` the versions of the packages that a peer calls;
-- ``code``: what the Python files mean that can change a measurement (:mod:`spbench.bench.measured_code`);
+- ``model``, ``strategy``: class and options with defaults; ``model`` also has the cell's other settings, and
+``strategy`` the versions of the packages that a peer calls;
+- ``code``: the code that can change a measurement (:mod:`spbench.bench.measured_code`);
 - ``torch``: its version.
 """
 
@@ -41,7 +40,7 @@ from spbench.impls import installed_version, model_preset, nesting, versions
 
 PARTS = ("cluster", "model", "strategy", "code", "torch")
 
-#: gives the digest of a cell
+#: a function that returns the digest of a cell
 Digesting = Callable[[Cell], Mapping[str, str]]
 
 #: keys of a cluster file that say where a figure comes from
@@ -49,7 +48,7 @@ _ABOUT_FIGURES = ("name", "about", "source", "note", "fitted_on", "inferred_from
 
 
 def digest(cell: Cell) -> dict[str, str]:
-    """The digest of a cell as it would be measured now: a text for each of :data:`PARTS`.
+    """The digest of a cell if it were measured now: a text for each of :data:`PARTS`.
 
     Raises:
         UserError: the cell's cluster file cannot be read.
@@ -69,7 +68,7 @@ def digest(cell: Cell) -> dict[str, str]:
 
 
 def digests_of_a_run() -> Digesting:
-    """Gives the :func:`digest` that each cell had when it was first asked for, by the cell's key."""
+    """A function that returns a cell's :func:`digest` as it was when the function was first called for it."""
     digests: dict[str, Mapping[str, str]] = {}
 
     def of(cell: Cell) -> Mapping[str, str]:
@@ -81,15 +80,14 @@ def digests_of_a_run() -> Digesting:
 
 
 def _model(name: str, options: Mapping[str, Any], config: Mapping[str, Any] | None) -> list[Any]:
-    """The class of a model, and all of its options with some changed."""
+    """The class of a model, and the values of all of its options."""
     model = model_preset(name, options, config)
     values = {field.name: getattr(model, field.name) for field in fields(model)}  # type: ignore[arg-type]
     return _plain([_path_of(type(model)), values])
 
 
 def _strategy(name: str, options: Mapping[str, Any]) -> list[Any]:
-    """The classes of a strategy, all of its options with some changed, and the versions of the packages that
-    a peer calls."""
+    """The classes of a strategy, the values of all options, and the versions of a peer's packages."""
     strategies = nesting(name)
     classes = [_path_of(cls) for cls in strategies.classes]
     packages = versions(strategies.requires)
@@ -106,22 +104,22 @@ def changed_parts(cell: Cell, row: Row, digest_of: Digesting = digest) -> list[s
 
 
 def is_current(cell: Cell, row: Row | None, digest_of: Digesting = digest) -> bool:
-    """Whether there is a row, and what made it is the same as now."""
+    """Whether there is a row whose digest is the cell's digest now."""
     return row is not None and not changed_parts(cell, row, digest_of)
 
 
 def is_final(cell: Cell, row: Row | None, digest_of: Digesting = digest) -> bool:
-    """Whether the row answers the cell, so that a sweep leaves it as it is."""
+    """Whether the row answers the cell, so that a sweep does not run the cell again."""
     is_a_result = row is not None and row.status in FINAL and row.final
     return is_a_result and is_current(cell, row, digest_of)
 
 
 def outdated(cells: Iterable[Cell], rows: Mapping[str, Row], digest_of: Digesting = digest) -> str:
-    """A line on the earlier results that must be run again because what made them has changed: how many of
-    all that are final, and how often each part of the digest has changed; "" if there are none.
+    """A line on earlier final results whose digest has changed, so that they must be run again: how many of
+    all final ones, and how often each part of the digest has changed; "" if there are none.
 
     Args:
-        rows: by key; those of other cells are left out.
+        rows: rows by key; rows of other cells are left out.
     """
     final = [(cell, row) for cell in cells if (row := rows.get(cell.key)) and row.status in FINAL]
     changed = (changed_parts(cell, row, digest_of) for cell, row in final)
@@ -147,7 +145,7 @@ def _path_of(cls: type) -> str:
 
 
 def _plain(content: Any) -> Any:
-    """The content after a round trip through JSON, so that it has the same digest as when read back."""
+    """The content after a round trip through JSON, so that a file gives the same digest."""
     return json.loads(json.dumps(content, default=repr))
 
 
@@ -157,12 +155,12 @@ def _sha256(content: Any) -> str:
 
 
 def unfinished(cells: Sequence[Cell], results: ResultsFile, digest_of: Digesting = digest) -> list[Cell]:
-    """The cells without a final row: never run, failed, or run when their digest was another."""
+    """The cells without a final row: never run, failed, or run with another digest."""
     return [cell for cell in cells if not is_final(cell, results.rows.get(cell.key), digest_of)]
 
 
 def at_once(cells: Sequence[Cell], jobs: int | None, executor: Executor | None = None) -> int:
-    """How many of these cells run at a time, at most."""
+    """The largest number of these cells that run at a time."""
     spread, together, _ = _by_place(cells, executor)
     most = executor.at_once if executor else 1
     return max(1, min(jobs or usable_cores(), len(together)), min(most, len(spread)))
@@ -182,7 +180,7 @@ def sweep(
     on_start: Callable[[Cell], None] = lambda cell: None,
     on_end: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Run the cells that are unfinished, and return the rows of all, in the order of ``cells``.
+    """Run the unfinished cells, and return the rows of all cells, in the order of ``cells``.
 
     A cell that raises, or whose process dies, is a row with status failed; one that reaches its limit
     (:attr:`Cell.timeout_s`) is a row with status timeout; one that is :func:`unproven` is not run; the sweep
@@ -190,21 +188,21 @@ def sweep(
     were running are lost.
 
     Args:
-        run: measures a cell; a function of a module, since other processes import it.
-        crew: workers to use, which are there afterwards, unless the sweep is ended; None: of its own.
+        run: the function that measures a cell, of a module that other processes can import.
+        crew: workers to use, which stay unless the sweep is interrupted; None: the sweep's own.
         executor: runs the cells that need nothing of this machine (:attr:`Engine.is_exact`), before the
             others; None: the crew runs all.
-        jobs: processes of the crew; None: one a usable core; 0: none, cells run here in turn, without limits.
-        digest_of: gives the digests of the cells; None: :func:`digests_of_a_run`.
+        jobs: processes of the crew; None: one a usable core; 0: this process runs the cells, without limits.
+        digest_of: returns a cell's digest; None: :func:`digests_of_a_run`.
         unverified: run cells that are not proven right too; their rows are a mismatch (:func:`marked`).
-        say, on_start, on_end: told what is verified, and of cells as they begin and end.
+        say, on_start, on_end: called with a line on verification, a cell that begins, a row that ended.
 
     Raises:
         UserError: a row cannot be written, or the executor's machines cannot go on.
     """
     digest_of = digest_of or digests_of_a_run()
     todo = sorted(unfinished(cells, results, digest_of), key=_relative_cost, reverse=True)
-    # before cells run: of a cluster file that is edited meanwhile it is unknown what a cell has seen
+    # before cells run, because a cluster file may be edited meanwhile
     made_by = {cell.key: digest_of(cell) for cell in todo}
     project = project_commit(Path.cwd()) if todo else None  # before rows are written, which it may track
     refused = unproven(todo, say=say)
@@ -230,19 +228,20 @@ def sweep(
     return [results.rows[cell.key] for cell in cells]
 
 
-#: :func:`sweep` at the door, where a room has that name
+#: the name of :func:`sweep` in the package :mod:`measure`, which has a package named sweep
 run_sweep = sweep
 
 
 def marked(outcome: Outcome, refused: Outcome | None) -> Outcome:
-    """The outcome of a cell that ran; a "mismatch", with the reason, if it is ``refused`` as not verified."""
+    """The outcome of a cell; with the status "mismatch" and a reason if the cell is ``refused`` as
+    unverified."""
     if refused is None or outcome is refused or outcome.status not in ("ok", "oom"):
         return outcome
     return replace(outcome, status="mismatch", reason=f"unverified: {refused.reason}")
 
 
 def _by_place(cells: Sequence[Cell], executor: Executor | None) -> tuple[list[Cell], list[Cell], list[Cell]]:
-    """The cells that run on other machines, those that share this one, and those that run alone on it."""
+    """The cells for other machines, those that share this machine, and those that must run alone on it."""
     spread = [cell for cell in cells if executor is not None and _runs_anywhere(cell)]
     here = [cell for cell in cells if executor is None or not _runs_anywhere(cell)]
     together = [cell for cell in here if not _runs_alone(cell)]
@@ -261,7 +260,7 @@ def _refusals(
 def _outcomes(
     cells: list[Cell], jobs: int, crew: Crew, on_start: Callable[[Cell], None]
 ) -> Iterator[tuple[Cell, Outcome]]:
-    """Run cells on a crew, so many at a time; each with its outcome, as soon as it has one."""
+    """Run cells on a crew, at most ``jobs`` at a time; yield each with its outcome as it ends."""
     waiting = list(reversed(cells))
     while waiting or crew.busy:
         while waiting and (worker := crew.idle(jobs)) is not None:
@@ -276,8 +275,8 @@ def as_row(
     """The result row of a cell.
 
     Args:
-        made_by: the cell's digest when it began; None: as it is now.
-        project: the commit of the project that it was run in (:func:`project_commit`).
+        made_by: the cell's digest when the cell began; None: its digest now.
+        project: the commit of the project in which the cell ran (:func:`project_commit`).
     """
     of_project = {"project_commit": project} if project else {}
     further = {name: text for name in ("traceback", "log") if (text := getattr(outcome, name))}
@@ -297,7 +296,7 @@ def as_row(
     )
 
 
-#: groups of micro-batches after which those of an interleaved pipeline repeat, about
+#: about how many groups of micro-batches an interleaved pipeline runs before its schedule repeats
 _GROUPS_TRACED = 3
 
 
@@ -310,11 +309,11 @@ def _relative_cost(cell: Cell) -> int:
 
 
 def _runs_alone(cell: Cell) -> bool:
-    """Whether nothing may run beside the cell. Losses are the same at any speed, and ranks that wait for one
-    another leave cores idle, so training runs share the cores."""
+    """Whether nothing else may run at the same time as the cell. Training runs share the cores, because
+    losses do not depend on speed, and ranks that wait for one another leave cores idle."""
     return cell.learning is None and engine_class(cell.engine).runs_alone
 
 
 def _runs_anywhere(cell: Cell) -> bool:
-    """Whether the row is the same whichever machine runs the cell."""
+    """Whether the cell's row is the same on every machine."""
     return cell.learning is None and engine_class(cell.engine).is_exact

@@ -1,10 +1,10 @@
 """Worker processes for cells: started once, given one cell at a time, replaced when they die or hang.
 
-Own code, since the pools of libraries do not serve: that of concurrent.futures breaks as a whole when one of
-its processes is killed, and that of pebble kills a process without asking it and its ranks for their stacks.
+Pools of libraries do not serve: concurrent.futures's breaks as a whole when one of its processes is killed,
+and pebble's kills a process without asking the process and its ranks for their stacks.
 
-A worker leads a process group that its ranks belong to, so that one signal reaches all of them. What they
-print goes to a file, whose end becomes part of the row of a cell that failed.
+A worker leads a process group that its ranks belong to, so that one signal reaches all of them. Their output
+goes to a file, whose end becomes part of the row of a failed cell.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from spbench.bench.measurement import Outcome, shortened
 #: seconds that a worker has to end its own processes before it is killed
 GRACE_S = 10.0
 
-#: seconds that a worker has to import what it runs and take a cell; the cell's own limit begins after them
+#: seconds that a worker has to import its code and take a cell; the cell's own limit begins afterwards
 START_LIMIT_S = 300.0
 
-#: a worker whose engine ends a cell at its limit is ended so many seconds later if the engine does not
+#: seconds after a cell's limit at which a worker is ended if its engine has not ended the cell itself
 LATER_S = 60.0
 
 #: characters of what a worker printed that are kept in a row, from the end
 LOG_LENGTH = 8000
 
-#: in a worker's folder: what it printed, and a folder of stacks
+#: the names of the file of output and of the folder of stacks, in a worker's folder
 _PRINTED, _STACKS = "printed", "stacks"
 
 
@@ -57,7 +57,7 @@ class Worker(Child):
         environment: variables of the process; None: those of this process.
 
     Attributes:
-        cell: what it runs; None: it is idle.
+        cell: the cell that it runs; None: the worker is idle.
         deadline: when its cell runs out of time, by time.monotonic; None: never.
         begun: whether it has taken its cell.
         hung: whether a cell has run out of time.
@@ -77,18 +77,18 @@ class Worker(Child):
         self.begun = self.hung = False
 
     def give(self, cell: Cell, run: Run | bytes) -> None:
-        """Start a cell. The connection becomes ready when the cell begins, and again when it ends.
+        """Start a cell. The connection becomes ready when the cell begins, and again when the cell ends.
 
         Args:
-            run: measures the cell; a function of a module, or pickled where only the worker is to import it.
+            run: the function that measures the cell; pickled if only the worker is to import its module.
         """
         self.cell, self.begun = cell, False
         self.deadline = time.monotonic() + START_LIMIT_S if cell.timeout_s else None
         self.send((cell, run if isinstance(run, bytes) else pickle.dumps(run)))
 
     def outcome(self, seconds: float = 0.0) -> Outcome | None:
-        """The outcome of its cell; None: there is none within so many seconds. The status is failed if the
-        process has died, and timeout, with the stacks of its processes, if the cell has run out of time."""
+        """The outcome of the worker's cell; None: the cell does not end within ``seconds``. The status is
+        "failed" if the process has died, "timeout", with stacks, if the cell's time is over."""
         outcome = self._received() if self.connection.poll(seconds) else None
         if outcome is None and self.deadline is not None and time.monotonic() >= self.deadline:
             outcome, self.hung = self._timed_out(), True
@@ -102,7 +102,7 @@ class Worker(Child):
         return self.alive and not self.hung
 
     def _received(self) -> Outcome | None:
-        """What it has sent: an outcome, or that the cell has begun."""
+        """The outcome that the worker has sent; None if it says that the cell has begun."""
         assert self.cell is not None
         try:
             outcome: Outcome | None = self.receive()
@@ -128,13 +128,13 @@ class Worker(Child):
         return replace(outcome, log=outcome.log + written_stacks(self.folder / _STACKS))
 
     def end(self, grace_s: float = GRACE_S) -> None:
-        """Wait for the end of the process; kill it if it is slow, and what is left of its children."""
+        """Wait ``grace_s`` seconds for the end, then kill the process and its children; remove its folder."""
         super().end(grace_s)
         self._pass_on_output()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _with_log(self, outcome: Outcome) -> Outcome:
-        """The outcome; if the cell failed or ran out of time, with the end of what it printed."""
+        """The outcome; for a cell that failed or ran out of time, with the end of its output as the log."""
         printed = self._pass_on_output()
         if outcome.status not in ("failed", "timeout") and not outcome.log:
             return outcome
@@ -145,7 +145,7 @@ class Worker(Child):
         return replace(outcome, reason=reason, log=printed[-LOG_LENGTH:] + outcome.log)
 
     def _pass_on_output(self) -> str:
-        """Write to standard error what the process has printed since the last call; returns it."""
+        """Write the process's output since the last call to standard error; returns that output."""
         try:
             with (self.folder / _PRINTED).open("rb") as file:
                 file.seek(self._printed)
@@ -159,7 +159,7 @@ class Worker(Child):
 
 
 def end_workers(workers: Sequence[Worker]) -> None:
-    """End workers: all are told before the first is waited for."""
+    """End workers: all are told to end before the first is waited for."""
     for worker in workers:
         worker.stop()
     for worker in workers:
@@ -167,7 +167,7 @@ def end_workers(workers: Sequence[Worker]) -> None:
 
 
 def _serve_cells(connection: Connection, folder: Path) -> None:
-    """Run cells in the worker's process: sends None when a cell begins, then its outcome."""
+    """Run cells in the worker's process; sends None when a cell begins, then its outcome."""
     printed = os.open(folder / _PRINTED, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(printed, 1)
     os.dup2(printed, 2)
@@ -193,8 +193,8 @@ def _serve_cells(connection: Connection, folder: Path) -> None:
 
 
 def _end_all(folder: Path) -> None:
-    """End this process and its children, as its parent is gone; by SIGTERM first, so that an engine can end
-    the processes that it has started."""
+    """End this process and its children because its parent is gone; by SIGTERM first, so that an engine can
+    end the processes that it has started."""
     shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
@@ -205,9 +205,9 @@ class Crew:
     """Workers that stay from sweep to sweep, so that each imports torch and fills its caches once.
 
     Args:
-        run: measures the cells of sweeps; a function of a module.
+        run: the function, of a module, that measures the cells of sweeps.
 
-    Leaving the context ends them all, whatever they do.
+    Leaving the context ends all workers, even busy ones.
     """
 
     def __init__(self, run: Run = run_cell):
@@ -215,7 +215,7 @@ class Crew:
         self.workers: list[Worker] = []
 
     def idle(self, at_most: int) -> Worker | None:
-        """A worker without a cell, started if there is none; None: so many are busy already."""
+        """A worker without a cell, started if there is none; None if ``at_most`` workers are busy."""
         if len(self._busy()) >= at_most:
             return None
         for worker in [worker for worker in self.workers if worker.cell is None]:

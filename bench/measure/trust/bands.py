@@ -1,9 +1,8 @@
-"""How far to trust what was simulated: the interval of a step time, which times are ties, what prices a time
-that has no rate of its own, and how far predicted memory was from measured.
+"""How far to trust what was simulated: the interval (band) of a step time, which times are ties, which
+substitute prices work without a rate, and how far predicted memory was from measured memory.
 
-They rest on the errors in bands.json and memory_errors.json, which ``spbench reproduce bands --write`` writes
-from the committed results of ``spbench reproduce``. Rows on disk are without bands: bands are those of this
-version, and are added when rows are read.
+All rest on the errors in bands.json and memory_errors.json, which ``spbench reproduce bands --write`` writes
+from the committed results of ``spbench reproduce``. Rows on disk have no bands: reading a row adds them.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from spbench.plots.series import grouped
 
 #: the files of errors that come with the package
 BANDS_FILE, MEMORY_ERRORS_FILE = "bands.json", "memory_errors.json"
-#: grades of prices other than a rate of their own (:mod:`measure.simulator.substitutes`), the worst first
+#: grades of prices without a rate of the work (:mod:`measure.simulator.substitutes`), the worst first
 GRADES = {
     STAND_IN: "Another program",
     "substituted": "No rate of its own",
     "transferred": "The rate of another",
     "extrapolated": "Extrapolated",
 }
-#: so many of a grade are named, those with the largest shares
+#: how many prices of a grade are named, those with the largest shares
 MOST = 3
 
-#: the quantities of the errors of memory
+#: the quantities of memory whose errors are kept
 PEAK, RESERVED = "peak", "reserved"
 
 Row = Mapping[str, Any]
@@ -43,20 +42,20 @@ Errors = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 def packaged(file: str) -> Any:
-    """The content of a JSON file of this folder."""
+    """The content of a JSON file in the folder of this module."""
     return json.loads(files(__package__).joinpath(file).read_text(encoding="utf-8"))
 
 
 @cache
 def packaged_model() -> ErrorModel:
-    """The errors that this version comes with."""
+    """The error model of step times that this version comes with."""
     return ErrorModel.from_dict(packaged(BANDS_FILE))
 
 
 def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
-    """A row whose measurement, if it has a simulated step time, also has ``step_time_low_s``,
+    """A row; if its step time is simulated, its measurement also has ``step_time_low_s``,
     ``step_time_high_s``, ``band`` (what the interval rests on, in words) and ``lacks`` (the work without a
-    rate that makes the class of the time). Measured times get none of these.
+    rate that decides the class of the time).
 
     Args:
         model: the error model; None: the package's.
@@ -68,7 +67,7 @@ def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
     strategy = row["cell"].get("strategy") or ""
     priced_by = measured.get("priced_by") or ()
     stood_in = [str(StandIn(each["work"], each["by"])) for each in priced_by if each["grade"] == STAND_IN]
-    if rates in stood_in:  # the rates then are of the worst grade, whatever its share
+    if rates in stood_in:  # then the rates count as the worst grade, whatever the share of its work
         grades = {each["grade"] for each in priced_by}
         rates = next((grade for grade in EVER_WORSE[:0:-1] if grade in grades), EVER_WORSE[0])
     unknown = unknown_share(measured)
@@ -87,22 +86,22 @@ def with_band(row: Row, model: ErrorModel | None = None) -> dict[str, Any]:
 
 
 def unknown_share(measured: Mapping[str, Any]) -> float:
-    """The share of a simulated step that has no rate of its own."""
+    """The share (0 to 1) of a simulated step's time in work that has no rate of its own."""
     priced_by = measured.get("priced_by") or ()
     return min(1.0, sum(each["share"] for each in priced_by if each["grade"] in NO_RATE))
 
 
 def _lacking(rates: str, priced_by: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The price that makes the class of a time without rates of its own: the price of that grade with the
-    largest share of the step; None for other times."""
+    """The price that decides the class of a time without rates of its own: of the prices with that grade, the
+    one with the largest share of the step; None for times with rates."""
     return next((each for each in priced_by if each["grade"] == rates), None) if rates in NO_RATE else None
 
 
 def tied(rows: Sequence[Row], model: ErrorModel | None = None) -> list[bool | None]:
-    """Whether each row's time of a sample ties with the shortest of its run (:func:`run_of`), and whether
-    another one ties with the shortest. None for a row without a simulated time, or alone in its run.
+    """Whether each row's time of a sample ties with the shortest time of the row's run (:func:`run_of`), and
+    whether another time ties with the shortest. None for a row without a simulated time, or alone in its run.
 
-    Times of one run err together, so this is judged by how far they err differently, not by their intervals.
+    Times of one run err together, so ties are judged by differences of errors, not by intervals.
     """
     ties: list[bool | None] = [None] * len(rows)
     timed = [
@@ -125,7 +124,7 @@ def tied(rows: Sequence[Row], model: ErrorModel | None = None) -> list[bool | No
 
 
 def run_of(cell: Mapping[str, Any]) -> tuple[str, ...]:
-    """A key of cells whose times are compared: all settings but the batch, the layout and recomputation."""
+    """A key of the cells whose times are compared: all settings but batch, layout and recomputation."""
     options = {
         k: v
         for k, v in (cell.get("model_options") or {}).items()
@@ -141,9 +140,9 @@ def run_of(cell: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def priced_by_in_words(measurements: Iterable[Mapping[str, Any]]) -> str:
-    """What the times of some measurements are priced by instead of a rate of its own, each with its share of
-    a step, by grade: "no rate of its own: attention by triton (68%): matmuls"; "up to 68%" where steps differ
-    in it, as the largest shares may be of several steps; "" where there is no such price."""
+    """The prices that replace missing rates in some measurements, by grade, each with its share of a step:
+    "no rate of its own: attention by triton (68%): matmuls". It says "up to 68%" where steps have different
+    shares; "" where no rate is missing."""
     steps = [priced for measured in measurements if (priced := measured.get("priced_by"))]
     shares: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
     prices: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
@@ -171,14 +170,14 @@ def priced_by_in_words(measurements: Iterable[Mapping[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class PastErrors:
-    """Errors of predictions of one quantity.
+    """The relative errors of predictions of one quantity of memory.
 
     Attributes:
         of: whose predictions they are: those of a backend, or of "all backends".
         rows: how many measured numbers there are; the numbers of one run's ranks count once.
-        median, worst: of the absolute values of the errors.
-        under: how many predictions were below what was measured, by more than rounding (0.01%).
-        furthest_under: by how much a prediction was below at the most.
+        median, worst: the median and the largest of the errors' absolute values.
+        under: how many predictions were more than 0.01% below the measured number.
+        furthest_under: by which part of the measured number a prediction was below it at the most.
     """
 
     of: str
@@ -199,13 +198,14 @@ class PastErrors:
 
 @cache
 def packaged_errors() -> Errors:
-    """The errors of memory that this version comes with."""
+    """The errors of predicted memory that this version comes with, by backend and quantity."""
     content: Errors = packaged(MEMORY_ERRORS_FILE)
     return content
 
 
 def past_errors(backend: str, quantity: str, errors: Errors | None = None) -> PastErrors | None:
-    """The errors of a backend; of all backends if it was never measured; None: nothing was measured.
+    """The errors of a backend's predictions of a quantity; those of all backends if this one was never
+    measured; None: nothing was measured.
 
     Args:
         errors: by backend and quantity; None: the package's.

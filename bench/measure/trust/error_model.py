@@ -1,10 +1,10 @@
 """How far simulated step times are from measured ones: an interval for each kind of time.
 
-The error of a row is ``log(simulated / measured)``. Times are put into classes by what they rest on
-(``rates``), and within a class by what bounds the step. What nobody measured has a wider interval: a class
-without a row has the widest of all, a bound without one in its class that of the next worse class, and a
-strategy without a row adds what strategies err differently. :mod:`tools.papers.error_fits` makes the model of
-measured steps.
+The error of a row is ``log(simulated / measured)``. Times have a class by the rates that they rest on
+(``rates``), and within a class a bound, which is what limits the step. Unmeasured kinds have wider intervals:
+a class without a row has the widest of all, a bound without a row has that of the next worse class, and a
+strategy without a row adds the difference between strategies' errors. :mod:`tools.papers.error_fits` makes
+the model from measured steps.
 """
 
 from __future__ import annotations
@@ -19,29 +19,28 @@ from pydantic import TypeAdapter
 
 from spbench.bench.setting_values import STOOD_IN
 
-#: pairs of times are counted by the part of the shorter one by which the longer one is more: from each of
-#: these up to the next
+#: the limits between classes of pairs of times, by longer / shorter - 1
 EDGES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, math.inf)
-#: the class of the part of a step that has rates, beside another that has none
+#: the class of the part of a step that has rates, where another part has none
 KNOWN = "extrapolated"
-#: classes of rates, each worse than the one before: rates of their own, and the grades of what stands for one
+#: classes of rates, each worse than the one before: measured rates, then the grades of substitutes
 #: (:mod:`measure.simulator.substitutes`)
 EVER_WORSE = ("sourced", "extrapolated", "transferred", "substituted")
-#: of these, those of what stands for a rate that nobody measured
+#: the classes of :data:`EVER_WORSE` in which a rate is missing
 NO_RATE = EVER_WORSE[2:]
-#: the same of rates with a fitted scalar: by steps of the same model and strategy, by those of others
+#: the classes of rates with a scalar fitted to steps of the same model and strategy, or of others
 FITTED = ("fitted", "fitted elsewhere")
-#: in place of a class or of a bound: all of them
+#: the name for all classes, or for all bounds
 ANY = "any"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval of measured times, for a simulated one.
+    """The interval in which the measured time of a simulated step is expected.
 
     Attributes:
-        centre, half_width: of log(simulated / measured).
-        sources, rows: how many it rests on; 0: the interval is that of a larger class.
+        centre, half_width: the middle and half the width of the interval of log(simulated / measured).
+        sources, rows: how many sources and rows it rests on; 0: the interval is a larger class's.
     """
 
     centre: float
@@ -56,8 +55,8 @@ class Interval:
         return f"{sources}, {self.rows} row{'s' if self.rows > 1 else ''}"
 
     def factors(self, more: float = 0.0) -> tuple[float, float]:
-        """By what the simulated time is multiplied for the two ends of the interval, which always holds the
-        simulated time itself.
+        """The factors by which the simulated time is multiplied for the low and the high end of the interval,
+        which always contains the simulated time.
 
         Args:
             more: a further half width, of an error that is independent of the others.
@@ -68,11 +67,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of layouts of a run that were simulated about as far apart, and measured.
+    """Measured pairs of layouts of a run whose simulated times were about equally far apart.
 
     Attributes:
         right: how many pairs have the same order by simulated and by measured times.
-        pairs, sources: how many pairs there are, of how many groups of people.
+        pairs, sources: how many pairs, and how many groups of people measured them.
     """
 
     right: int
@@ -81,24 +80,22 @@ class Pairs:
 
     @staticmethod
     def distance(apart: float) -> int:
-        """The class of two times' ratio minus 1: its place among :data:`EDGES`."""
+        """The index in :data:`EDGES` of a pair whose longer time is 1 + ``apart`` times the shorter."""
         return sum(apart >= edge for edge in EDGES[1:])
 
 
 @dataclass(frozen=True)
 class ErrorModel:
-    """Intervals by class and bound.
+    """The intervals of step times by class of rates and bound, and how errors differ within them.
 
     Attributes:
-        intervals: by rates, and by bound; ANY: of all bounds, and of all rates.
-        strategies: the strategies of which a step was measured, alone or around each other.
-        of_strategies: half width by which errors differ between strategies of a source.
-        of_ties: by rates, and ANY: half width by which errors differ of two rows alike but for their layout.
-        of_unknown: by rates of :data:`NO_RATE`, half width of the price of work that has no rate.
-        of_orders: by rates, and ANY: how many pairs of such rows were in the simulated order, by how far
-            their times are apart.
-        of_stand_ins: by class of :data:`STOOD_IN`, the interval of its steps, on which no other interval
-            rests.
+        intervals: the intervals by rates, then by bound; ANY is all rates, or all bounds.
+        strategies: the strategies with a measured step, alone or nested.
+        of_strategies: the half width of differences of errors between strategies of a source.
+        of_ties: the half width of differences of errors between layouts of a run, by rates or ANY.
+        of_unknown: the half width of the price of work without a rate, by the classes of :data:`NO_RATE`.
+        of_orders: pairs of such rows in the simulated order, by rates or ANY, then as in :data:`EDGES`.
+        of_stand_ins: the interval by the classes of :data:`STOOD_IN`, whose steps count in no other.
     """
 
     intervals: Mapping[str, Mapping[str, Interval]]
@@ -110,7 +107,7 @@ class ErrorModel:
     of_stand_ins: Mapping[str, Interval] = field(default_factory=dict)
 
     def interval(self, rates: str, bound: str) -> tuple[Interval, str]:
-        """The interval of times with these rates and this bound, and in words what it rests on."""
+        """The interval of times with these rates and this bound, and in words the measurements behind it."""
         of_class = self.intervals.get(rates)
         if of_class is None:
             every = [each for bounds in self.intervals.values() for each in bounds.values()]
@@ -125,11 +122,11 @@ class ErrorModel:
     def band(
         self, rates: str, bound: str, strategy: str, unknown: float = 0.0, stood_in: Sequence[str] = ()
     ) -> tuple[float, float, str]:
-        """The lowest and highest factor of a time's interval, and in words what they rest on; wider for a
-        strategy without a measured step, and narrower if only a small part of the step is ``unknown``.
+        """The lowest and highest factor of a time's interval, and in words what they rest on. It is wider for
+        a strategy without a measured step, narrower if only a small part is ``unknown``.
 
         Args:
-            stood_in: further names of :data:`STOOD_IN`: the interval is at least as wide as each of theirs.
+            stood_in: further names of :data:`STOOD_IN`; the interval contains the interval of each.
         """
         if rates in STOOD_IN:
             rates, stood_in = "sourced", (rates, *stood_in)
@@ -157,12 +154,12 @@ class ErrorModel:
         return *factors, f"{words}{none}"
 
     def tie(self, rates: str) -> float:
-        """The ratio up to which the times of two layouts of the same run are a tie."""
+        """The ratio of the longer to the shorter time up to which two layouts of the same run are a tie."""
         return math.exp(self.of_ties.get(rates, self.of_ties.get(ANY, 0.0)))
 
     def order(self, rates: str, ratio: float) -> str:
         """How often measured pairs of layouts as far apart as ``ratio`` were in the simulated order, as "of
-        91 measured pairs 10 to 20% apart, 87% were in the simulated order"; "" if there are none."""
+        91 measured pairs 10 to 20% apart, 87% were in the simulated order"; "" if there are no such pairs."""
         by_distance = self.of_orders.get(rates, self.of_orders.get(ANY, ()))
         at = Pairs.distance(max(ratio, 1 / ratio) - 1)
         if not by_distance or not by_distance[at].pairs:
@@ -173,7 +170,7 @@ class ErrorModel:
         return f"of {pairs.pairs} measured pairs {apart} apart, {share}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, of six digits."""
+        """The model as plain data, its numbers rounded to six digits."""
         content: dict[str, Any] = json.loads(
             json.dumps(asdict(self)), parse_float=lambda number: float(f"{float(number):.6g}")
         )
@@ -181,14 +178,14 @@ class ErrorModel:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:
-        """The model that :meth:`as_dict` gave."""
+        """The model from the data that :meth:`as_dict` returned."""
         return TypeAdapter(cls).validate_python(content)
 
 
 def of_missing_bound(by_rates: Mapping[str, Mapping[str, Interval]], rates: str, bound: str) -> Interval:
-    """The interval of a class in which no step with that bound was measured: the bound's interval in the next
-    worse class, or in the nearest better one, at least as wide as each of the class's own; without such a
-    class, the widest of all."""
+    """The interval of a bound that was not measured in its class: the bound's interval in the next worse
+    class, or in the nearest better one, at least as wide as each interval of the class; if no class has the
+    bound, the widest of all."""
     order = next((order for order in (EVER_WORSE, FITTED) if rates in order), ())
     at = order.index(rates) if order else 0
     for other in (*order[at + 1 :], *reversed(order[:at])):
@@ -198,14 +195,14 @@ def of_missing_bound(by_rates: Mapping[str, Mapping[str, Interval]], rates: str,
 
 
 def widest(intervals: Iterable[Interval]) -> Interval:
-    """The interval with the largest factor, which is used in both directions, because nobody knows to which
-    side another kind of time errs."""
+    """The interval with the largest error, made symmetric about 0, because nobody knows in which direction
+    another kind of time errs."""
     most = max(intervals, key=lambda each: abs(each.centre) + each.half_width)
     return replace(most, centre=0.0, half_width=abs(most.centre) + most.half_width)
 
 
 def mixed(known: tuple[float, float], share: float, half_width: float) -> tuple[float, float]:
-    """The factors of a step with a ``share`` of work without rates; the rest has the factors ``known``."""
+    """The low and high factors of a step; a ``share`` has no rates, the rest has the factors ``known``."""
     ends = math.exp(-half_width), math.exp(half_width)
     low, high = ((1 - share) * rest + share * part for rest, part in zip(known, ends, strict=True))
     return low, high

@@ -1,9 +1,9 @@
 """Whether a program fits its cards, and how sure that is: *fits*, *tight* or *no*.
 
-What is simulated fits, and is *tight* where that rests on more than it can know: PyTorch's allocator has to
-give memory back to the card; what it reserves is beyond the border, the least part of a card that a run has
-here which was published as out of memory, or within the errors of such programs; or it reserves more than a
-tenth, and no memory of such a program was ever measured. `spbench reproduce bands --write` writes the
+A program that fits in simulation is *tight* in three cases: PyTorch's allocator has to give memory back to
+the card; or the reserved part of the card is above the border, which is the least part in simulation of a run
+published as out of memory, or above the like limit of the backend's errors; or a program of a kind whose
+memory was never measured reserves more than a tenth of the card. `spbench reproduce bands --write` writes the
 evidence into fit_certainty.json.
 """
 
@@ -24,17 +24,16 @@ from spbench.impls import MEETINGS, PLUS, model_preset
 FITS, TIGHT, NO = "fits", "tight", "no"
 #: the file of measured runs that the verdicts rest on
 CERTAINTY_FILE = "fit_certainty.json"
-#: so many measured numbers of a backend say how far its programs may be above what is simulated: by more than
-#: this share of them were
+#: how many measured numbers a backend needs for a border, and the share of them that may lie beyond it
 _ENOUGH, _BEYOND = 5, 0.1
-#: the part of a card that a kind which was never measured may reserve: such runs took up to four times more
+#: the part of a card that an unmeasured kind of program may reserve: such runs took up to four times more
 _ROOM = 0.1
-#: of a cell that searches for its length: what layers ask for does not depend on it
+#: the length for cells that search for one, on which the kinds of attention do not depend
 _ANY_LENGTH = 2**16
 
 
 class Certainty(NamedTuple):
-    """A verdict on whether a cell fits; ``reason``: why it is tight, else ""."""
+    """A verdict on whether a cell fits: ``word``, and ``reason``, which says why it is tight, else ""."""
 
     word: str
     reason: str = ""
@@ -46,8 +45,8 @@ class Certainty(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A published run here: the part of its card that it reserves, its :func:`kinds_of`, its backend, who
-    published it, and whether it ran out of memory there and here."""
+    """A published run and its simulation: the simulated part of the card that is reserved, :func:`kinds_of`,
+    the backend, who published it, and whether it was out of memory as published and as simulated."""
 
     part: float | None
     kinds: Collection[str]
@@ -61,9 +60,9 @@ class Evidence(NamedTuple):
     """The evidence of published runs on whether cells fit.
 
     Attributes:
-        border: the smallest share of its card that a run reserves here though it was published as out of
-            memory, among kinds that were measured; 1 if there is none.
-        kinds: of programs whose memory was measured, as :func:`kinds_of` names them.
+        border: the smallest simulated share of a card that a run published as out of memory reserves, among
+            runs of measured kinds; 1 if there is none.
+        kinds: the kinds of programs whose memory was measured, as :func:`kinds_of` names them.
     """
 
     border: float
@@ -71,7 +70,7 @@ class Evidence(NamedTuple):
 
     @classmethod
     def of(cls, runs: Iterable[Filled], kinds: Collection[str]) -> Evidence:
-        """The evidence of some runs."""
+        """The evidence of published runs; ``kinds`` are the measured ones."""
         parts = (run.part for run in runs if run.published_oom and run.part and {*run.kinds} <= {*kinds})
         return cls(float(f"{min([1.0, *parts]):.4f}"), sorted(kinds))
 
@@ -94,14 +93,14 @@ class Evidence(NamedTuple):
 
 @cache
 def packaged_evidence() -> Evidence:
-    """The evidence that this version comes with."""
+    """The evidence of published runs that this version comes with."""
     return Evidence(**packaged(CERTAINTY_FILE))
 
 
 @cache
 def _border_of(backend: str) -> float:
-    """The part of a card beyond which a tenth of a backend's measured runs would have needed more than all;
-    1 where too few were measured."""
+    """The part of a card beyond which a tenth of a backend's measured runs would have needed more than the
+    whole card; 1 where too few runs were measured."""
     errors = packaged_errors().get(backend, {})
     known = (errors[quantity] for quantity in (RESERVED, PEAK) if len(errors.get(quantity, ())) >= _ENOUGH)
     ascending: Sequence[float] = sorted(next(known, [0.0]))
@@ -109,17 +108,17 @@ def _border_of(backend: str) -> float:
 
 
 def certainty(cell: Cell, measured: Mapping[str, Any]) -> Certainty | None:
-    """The verdict on a cell that was measured on virtual ranks; None: it has no memory, or its card no limit.
+    """The verdict on a cell that ran on virtual ranks; None: the cell has no memory, or its card no limit.
 
     Args:
-        measured: its measurement as rows have it: ``status``, ``usable_memory_bytes``, and ``by_class`` or
+        measured: the cell's measurement in a row: ``status``, ``usable_memory_bytes``, and ``by_class`` or
             ``reserved_memory_bytes``.
     """
     part = filled(measured)
     if part is None or cell.engine != "virtual" or measured.get("status") not in ("ok", "oom", "mismatch"):
         return None
     oom, returned = measured["status"] == "oom", returned_bytes(measured)
-    # where segments are given back, what is reserved is all that there is
+    # where segments are given back, the whole card is reserved
     part = 0.0 if returned else part
     run = Filled(part, kinds_of(cell), cell.training.backend, "", published_oom=False, oom=oom)
     word, reason = packaged_evidence().judged(run)
@@ -130,8 +129,8 @@ def certainty(cell: Cell, measured: Mapping[str, Any]) -> Certainty | None:
 
 
 def kinds_of(cell: Cell) -> frozenset[str]:
-    """The kinds of program whose memory a cell stands for: each strategy with each way in which positions
-    meet, and experts that are spread over ranks, with the backend."""
+    """The kinds of program that a cell's memory is evidence for, such as a strategy with the kind of
+    attention, or experts spread over ranks with the backend."""
     model: Any = model_preset(*cell.model_arguments)
     meetings = {site.kind for site in model.sites(1, cell.seq_len or _ANY_LENGTH)} & {*MEETINGS}
     parts = [part for part in cell.strategy.split(PLUS) if part != "single"]

@@ -1,6 +1,5 @@
-"""Predictions on a cluster that was just measured, beside the same cells on real ranks of the same machine.
-
-No cell's own time is used in its prediction.
+"""Predictions of cells on a cluster that was just measured, compared with the cells' measured times on real
+ranks of the same machine. No prediction uses the cell's own measured time.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ from spbench.bench.tools.papers.answer import load_scenario
 
 
 def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Output:
-    """Write a cluster file for each number of ranks that the cells have, ``output`` with the number in its
-    name, and set the cells' measured steps beside those that the files predict.
+    """Measure this machine and a scenario's cells, and compare the cells' measured steps with the steps that
+    are predicted on the measured cluster. Each number of ranks gets a cluster file, ``output`` with the
+    number in its name.
 
     Raises:
-        UserError: there is no such scenario, it has no two cells of the number of ranks asked for, or as
-            :func:`measured_machine`.
+        UserError: there is no such scenario, the scenario has fewer than two cells on the number of ranks, or
+            :func:`measured_machine` raises one.
     """
     declared = Narrowing(engines=("distributed",), device="cpu").declared(load_scenario(scenario))
     cells = [cell for cell in declared if asked.world_size in (None, cell.sizes.world)]
@@ -64,7 +64,7 @@ def checked_machine(asked: MachineRequest, scenario: str, output: Path) -> Outpu
     )
 
 
-#: the compared cells for people; times in seconds
+#: the columns of the compared cells; times are in seconds
 _COLUMNS = (
     Column("strategy", "strategy"),
     Column("ranks", "ranks"),
@@ -80,7 +80,7 @@ _COLUMNS = (
 
 
 def figures(cluster: Cluster) -> dict[str, Any]:
-    """A cluster's figures that do not depend on size, by name."""
+    """The rates and latencies of a cluster that do not depend on a size, by name."""
     device, network = cluster.device, cluster.network
     return {
         "flops_per_s": device.peak_flops_per_s["fp32"].value,
@@ -91,15 +91,13 @@ def figures(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-#: times that each cell is measured, with all the others in between
+#: how often each cell is measured, with all other cells in between
 ROUNDS = 2
 
 
 def measured_samples(cells: Sequence[Cell]) -> list[list[float]]:
-    """Samples of each cell's step in seconds, on real ranks, in rounds: a busy minute falls on all cells.
-
-    Errors are those of :func:`run_cell`.
-    """
+    """Samples of each cell's step in seconds, measured on real ranks; the cells take turns, so that a busy
+    minute slows all of them. Raises the errors of :func:`run_cell`."""
     rounds = [[run_cell(cell).step_time_samples_s for cell in cells] for _ in range(ROUNDS)]
     return [[*chain.from_iterable(of_cell)] for of_cell in zip(*rounds, strict=True)]
 
@@ -110,9 +108,9 @@ def predicted(cell: Cell, cluster: Cluster) -> dict[str, float]:
     return {"step_time_s": timeline.step_time_s, **timeline.breakdown}
 
 
-def compared(cell: Cell, samples: Sequence[float], found: Mapping[str, float]) -> dict[str, Any]:
-    """A line that compares a cell's predicted step with its measured samples, in seconds; ``relative_error``
-    is predicted / measured - 1."""
+def compared(cell: Cell, samples: Sequence[float], prediction: Mapping[str, float]) -> dict[str, Any]:
+    """A row that compares a step's predicted seconds, and their parts (``prediction``), with the ``samples``
+    of its measured seconds; ``relative_error`` is predicted / measured - 1."""
     batch, seq_len = cell.shape
     measured = median(samples)
     return {
@@ -124,23 +122,23 @@ def compared(cell: Cell, samples: Sequence[float], found: Mapping[str, float]) -
         "measured_s": measured,
         "measured_least_s": min(samples),
         "measured_most_s": max(samples),
-        "predicted_s": found["step_time_s"],
-        "relative_error": found["step_time_s"] / measured - 1,
-        "compute_s": found["compute_s"],
-        "host_s": found.get("host_s", 0.0) + found["overhead_s"],
-        "communication_s": found["exposed_communication_s"] + found["bubble_s"],
+        "predicted_s": prediction["step_time_s"],
+        "relative_error": prediction["step_time_s"] / measured - 1,
+        "compute_s": prediction["compute_s"],
+        "host_s": prediction.get("host_s", 0.0) + prediction["overhead_s"],
+        "communication_s": prediction["exposed_communication_s"] + prediction["bubble_s"],
     }
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well the predicted times, and their order, agree with the measured ones.
+    """The agreement of the predicted times, and of their order, with the measured times.
 
     Attributes:
-        tau: Kendall's, over all cells.
-        clear_pairs: pairs of cells of one shape whose measured samples do not overlap; clear_pairs_alike: how
-            many of these pairs have the same order in both.
-        median_error, worst_error: of the times, without sign.
+        tau: Kendall's tau over all cells.
+        clear_pairs: the number of pairs of cells of one shape whose measured samples do not overlap;
+            clear_pairs_alike: the number of these pairs that are predicted in the measured order.
+        median_error, worst_error: of |predicted / measured - 1| over all cells.
     """
 
     tau: float
@@ -158,7 +156,7 @@ class Agreement:
 
 
 def agreement(rows: Sequence[Mapping[str, Any]]) -> Agreement:
-    """Compare the order and the times of two cells or more, as of :func:`compared`."""
+    """The agreement of two or more cells' rows, which :func:`compared` makes."""
     shape = itemgetter("model", "batch", "seq_len")
     clear = [
         (a["measured_s"] < b["measured_s"]) == (a["predicted_s"] < b["predicted_s"])

@@ -1,4 +1,4 @@
-"""A cluster's file from logs of benchmarks and profilers, on top of a packaged cluster or alone."""
+"""A cluster's file from logs of benchmarks and profilers, which may extend a packaged cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spbench.bench.tools.calibrate.rate_fits import (
 )
 from spbench.bench.yaml_files import merge, read_yaml
 
-#: digits of a figure
+#: the digits to which a figure is rounded
 _DIGITS = 4
 _NOWHERE = "in none of the logs"
 _TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
@@ -29,12 +29,12 @@ _TABLES = read_yaml(Path(__file__).with_suffix(".yaml"))
 
 @dataclass
 class LogCluster:
-    """The content of a cluster's file that is to be written.
+    """The content of a cluster's file, while figures of logs are added.
 
     Attributes:
-        content: of the file.
-        fitted: a line for each figure of a log: its key, its value, how it was fitted, its source.
-        remarks: what was left out and why.
+        content: the content of the file.
+        fitted: for each figure of a log, a line with its key, its value, words on its fit, and its source.
+        remarks: figures that were left out, with the reason, one line each.
     """
 
     content: dict[str, Any]
@@ -43,7 +43,7 @@ class LogCluster:
 
     @property
     def missing(self) -> list[str]:
-        """The kinds of figures that logs can have, and these logs lack."""
+        """The kinds of figures that logs can have but these logs lack."""
         figures = [line["figure"] for line in self.fitted]
         wanted = {what: tuple(where) for what, where in _TABLES["wanted"].items()}
         return [what for what, where in wanted.items() if not any(f.startswith(where) for f in figures)]
@@ -53,19 +53,19 @@ class LogCluster:
         self.content = merge(self.content, part)
 
     def figure(self, where: str, value: float, how: str, source: str) -> dict[str, Any]:
-        """A figure for the file; notes a line on its value, fit and source."""
+        """A figure as the file has it; adds a line on its value, fit and source to ``fitted``."""
         rounded = float(f"{value:.{_DIGITS}g}")
         self.fitted.append({"figure": where, "value": f"{rounded:g}", "how": how, "source": source})
         return {"value": rounded, "source": source, "note": how}
 
 
 def unknown() -> dict[str, Any]:
-    """A figure that no log has, for the file: null, with the source that says so."""
+    """The null that the file has for a figure of no log, with a source that says so."""
     return {"value": None, "source": _NOWHERE}
 
 
 def without_scalar(base: Cluster | None, scalar: str, precision: str | None = None) -> dict[str, Any]:
-    """The part of a file that sets a scalar of the base's calibration back to 1; {} if the base has none."""
+    """The part of a file that sets a scalar of the base's calibration to 1; {} if the base has none."""
     back = {
         str(name): {scalar: 1.0, **({} if len(each.scalars) > 1 else {"fitted_on": []})}
         for name, each in (base.calibration.items() if base else ())
@@ -116,7 +116,7 @@ def put_collectives(cluster: LogCluster, findings: Mapping[str, Findings], base:
     if SEND in between:
         _put_rates(cluster, "network", SEND, {nodes: rate for nodes, (_, rate) in between.pop(SEND).items()})
     of_base = base.node_link.model_dump(mode="json") if base and base.node_link else {}
-    # the link within a node, with what the logs said of it
+    # the link within a node, with the figures of the logs
     link = merge(of_base, cluster.content.get("node_link", {}))
     inside = Link.model_validate(link) if link else None
     cards: int = base.network.nics_per_node if base else cluster.content["network"]["nics_per_node"]
@@ -135,14 +135,16 @@ def put_collectives(cluster: LogCluster, findings: Mapping[str, Findings], base:
 
 
 def _of_a_card(rate: Rate, cards: int, latency_within: float) -> Rate:
-    """The rate of one network card: its part of the rate of a node with ``cards`` of them."""
+    """The rate of one network card: a part of the rate of a node that has ``cards`` of them; the latency
+    within the node, in seconds, is subtracted."""
     latency = None if rate.other is None else max(0.0, rate.other - latency_within)
     how = f"{rate.how}; the part of one of {cards} cards" if cards > 1 else rate.how
     return Rate(rate.best / cards, rate.limit / cards, latency, how, rate.source)
 
 
 def _put_rates(cluster: LogCluster, link: str, kind: str, by_size: Mapping[int, Rate]) -> None:
-    """Put a collective's rates, by ranks of a node or by nodes; of a send, only the largest size's rate."""
+    """Put a collective's rates by the number of ranks in a node, or of nodes, into the file; for a send only
+    the rate of the largest number."""
     if kind == SEND:
         cluster.put({link: _figures(cluster, link, by_size[max(by_size)])})
         return
@@ -165,7 +167,7 @@ def _figures(cluster: LogCluster, where: str, rate: Rate) -> dict[str, Any]:
 
 
 def _latency(link: Link | None, kind: str, ranks: int) -> float:
-    """Seconds of a collective's latency within a node, which a rate between nodes must not count again."""
+    """The seconds of a collective's latency within a node, which a latency between nodes must not include."""
     if link is None or ranks == 1:
         return 0.0
     rate = link.rate_of(kind, ranks)
@@ -173,13 +175,13 @@ def _latency(link: Link | None, kind: str, ranks: int) -> float:
 
 
 def cluster_of_logs(findings: Mapping[str, Findings], base: Cluster | None) -> LogCluster:
-    """The cluster that logs, by the names of their files, make.
+    """The cluster with the figures of logs; ``findings`` are the logs' figures by the names of their files.
 
     Args:
-        base: the packaged cluster from which all else is taken; None: all else is unknown.
+        base: the packaged cluster from which all other figures come; None: other figures are unknown.
 
     Raises:
-        UserError: nothing in the logs is of use, or they cannot be (:func:`check_plausible`).
+        UserError: the logs have no figure of a cluster, or :func:`check_plausible` refuses the logs.
     """
     check_plausible(findings, base)
     card = one_card(findings)

@@ -1,9 +1,10 @@
 """Rates of collectives over message sizes, with algorithm and bus bandwidth as nccl-tests defines them.
 
 S is the size of the whole buffer in bytes: the input of all_reduce, reduce_scatter and all_to_all, the output
-of all_gather, what each rank sends in send_recv. Algorithm bandwidth is S / t; bus bandwidth is that times
-2 (n - 1) / n for all_reduce, (n - 1) / n for all_gather, reduce_scatter and all_to_all, and 1 for send_recv,
-which is what a rank sends over t (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
+of all_gather, the message of each rank in send_recv. In t seconds on n ranks, the algorithm bandwidth is S/t.
+The bus bandwidth, the bytes that a rank sends over t, is S/t times 2 (n - 1) / n for all_reduce,
+(n - 1) / n for all_gather, reduce_scatter and all_to_all, and 1 for send_recv
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from torch import Tensor
 from spbench.bench.tools.calibrate.compute_rates import RatePoint, RateSweep, timed
 from spbench.impls import WIRE_SHARE, all_gather_flat, all_reduce, exchange, reduce_scatter_flat
 
-#: a message to the next rank; of a machine of several nodes also those that stay in a node, and those that
-#: leave it
+#: a message to the next rank; on several nodes also messages to the next rank of the same node, and messages
+#: to a rank of the next node
 SEND, SEND_WITHIN, SEND_BETWEEN = "send_recv", "send_recv intra-node", "send_recv inter-node"
 _ITEM_BYTES = 4
 
@@ -37,8 +38,8 @@ class _Call:
     expected: Tensor
 
     def wrong(self) -> int:
-        """Run the call once; returns how many elements of the result are wrong. Then sets the buffers to
-        zero, as a sum in place would grow from run to run."""
+        """Run the call once, and set its buffers to zero, because a sum in place would grow from run to run.
+        Returns the number of wrong elements in the result."""
         returned = self.run()
         result = self.buffers[-1] if returned is None else returned
         count = int((result != self.expected).sum())
@@ -47,12 +48,12 @@ class _Call:
         return count
 
 
-#: makes a call of a group, for so many elements S, on a device
+#: a function that makes the call of a group, for a number of elements, on a device
 _Maker = Callable[[dist.ProcessGroup, int, str], _Call]
 
 
 def _parts(numbers: Tensor, count: int) -> Tensor:
-    """``count`` elements: each of the numbers equally often, one after another."""
+    """``count`` elements, in which each number is repeated equally often: numbers [N] to [count]."""
     return numbers.repeat_interleave(count // len(numbers))
 
 
@@ -89,7 +90,7 @@ def _all_to_all(group: dist.ProcessGroup, count: int, device: str) -> _Call:
 
 
 def _message(peers: tuple[int, int], group: dist.ProcessGroup, count: int, device: str) -> _Call:
-    """A message to the first of two ranks, and one from the second."""
+    """The call that sends a message to the first of two ranks and receives one from the second."""
     to, origin = peers
     sent = torch.full((count,), group.rank() + 1.0, device=device)
     received = torch.zeros(count, device=device)
@@ -106,13 +107,13 @@ _COLLECTIVES: dict[str, _Maker] = {
 
 
 def bus_factor(operation: str, n: int) -> float:
-    """Bus bandwidth over algorithm bandwidth, for n ranks: the share of S that a rank sends."""
+    """The bus bandwidth over the algorithm bandwidth on n ranks: the share of S that a rank sends."""
     collective = "send" if operation.startswith(SEND) else operation
     return float(WIRE_SHARE[collective](n))
 
 
 def collective_rates(device: str, sweep: RateSweep) -> Iterator[RatePoint]:
-    """The points of each collective over all ranks; the same on all ranks. None for a rank alone."""
+    """The points of each collective over all ranks, the same on all ranks; no points on a single rank."""
     group = dist.group.WORLD
     assert group is not None
     n = group.size()
@@ -134,8 +135,8 @@ def collective_rates(device: str, sweep: RateSweep) -> Iterator[RatePoint]:
 
 
 def _messages(group: dist.ProcessGroup) -> dict[str, _Maker]:
-    """Messages round the ring of all ranks and, where there are nodes of as many ranks each, within and
-    between nodes: each rank sends to the next of its node, and to the one in its place on the next node."""
+    """The makers of messages round the ring of all ranks and, on several nodes with equally many ranks, of
+    messages to the next rank of the same node, and to the rank in the same place on the next node."""
     n, rank, local = group.size(), group.rank(), ranks_per_node(group)
     peers = {SEND: ((rank + 1) % n, (rank - 1) % n)}
     if local < n:
@@ -147,7 +148,7 @@ def _messages(group: dist.ProcessGroup) -> dict[str, _Maker]:
 
 
 def ranks_per_node(group: dist.ProcessGroup) -> int:
-    """How many ranks each host has; all ranks of the group if hosts have different numbers."""
+    """The number of ranks on each host; the size of the group if hosts have different numbers of ranks."""
     hosts: list[str] = [""] * group.size()
     dist.all_gather_object(hosts, platform.node(), group=group)
     counts = set(Counter(hosts).values())

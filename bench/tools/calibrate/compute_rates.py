@@ -1,6 +1,6 @@
-"""Rates of one device: matmuls, attention, memory, and what a call costs.
+"""Rates of one device: of matmuls, attention and memory, and the seconds of a call.
 
-All ranks measure at once, so what they share (cores, caches, memory) is in the rates.
+All ranks measure at once, so that the rates include the effect of shared cores, caches and memory.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from spbench.bench.measure import SEED, seconds, set_up
 from spbench.impls import PRECISIONS, initialize
 
 _KIB, _MIB = 2**10, 2**20
-#: calls of a burst at most
+#: the most calls of a burst
 _LONGEST_BURST = 1000
 
 
 @dataclass(frozen=True)
 class RateSweep:
-    """The sizes at which rates are measured; larger ones of a kind are left out once one call takes longer
-    than ``longest_call_s``.
+    """The sizes at which rates are measured. Once a call takes longer than ``longest_call_s``, larger sizes
+    of the same operation are left out.
 
     Attributes:
-        precisions: of matmuls and attention.
-        sides: s of the matmuls [s, s] x [s, s] and [4s, s] x [s, 4s], ascending.
-        lengths: of sequences, for attention, ascending.
-        summed_bytes: of each of two tensors that are added, ascending.
-        message_bytes: S of the collectives, ascending.
-        steps: of training, whose operators are timed; on CPUs.
-        samples: of each point, the median of which counts.
-        sample_s: that a sample takes about; calls that are shorter are repeated in it.
+        precisions: the precisions of matmuls and attention.
+        sides: the sides s of the matmuls [s, s] x [s, s] and [4s, s] x [s, 4s], ascending.
+        lengths: the sequence lengths of attention in tokens, ascending.
+        summed_bytes: the bytes of each of two tensors that are added, ascending.
+        message_bytes: the sizes S of the collectives, ascending.
+        steps: the training steps whose operators are timed, on CPUs.
+        samples: the number of samples of a point, whose median is the point's time.
+        sample_s: the seconds that a sample should take; shorter calls are repeated within a sample.
     """
 
     precisions: tuple[str, ...] = ("fp32",)
     sides: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
-    # more than a core's caches hold; larger ones are new pages of the system each time
+    # more than a core's caches hold; still larger tensors would get new pages of the system in each call
     summed_bytes: tuple[int, ...] = tuple(4**n * _MIB for n in range(3))
     message_bytes: tuple[int, ...] = tuple(4**n * _KIB for n in range(9))
     steps: tuple[Cell, ...] = ()
@@ -57,7 +57,7 @@ class RateSweep:
 
     @classmethod
     def of_gpus(cls, **sizes: Any) -> RateSweep:
-        """The sizes for GPUs; ``sizes`` are fields that differ."""
+        """The default sizes for GPUs, in which the fields ``sizes`` replace the defaults."""
         return cls(
             **{
                 "precisions": ("bf16", "fp16", "fp32"),
@@ -73,20 +73,20 @@ class RateSweep:
 
 @dataclass(frozen=True)
 class RatePoint:
-    """One operation at one size, done by all ranks at once.
+    """The times of one operation at one size, which all ranks run at once.
 
     Attributes:
-        operation: "matmul", "attention forward", "sum", "training step", a collective, or one of
+        operation: "matmul", "attention forward", "sum", "training step", a collective, or an operation of
             :mod:`tools.calibrate.operator_times`.
-        size: in words, as "[512, 512] x [512, 512]" or "1048576 B".
-        extent: what the size is plotted over: the side, the length, or bytes.
-        precision: of the operands.
-        ranks: how many took part.
-        flops: of one call on one rank.
-        nbytes: what one call reads and writes on one rank; of a collective its message, S.
-        bus_factor: of a collective: bus bandwidth over algorithm bandwidth.
-        wrong: of a collective: how many elements of the results of all ranks were wrong.
-        samples_s: seconds of one call on the slowest rank.
+        size: the size in words, as "[512, 512] x [512, 512]" or "1048576 B".
+        extent: the size as a number for plots: a side, a length, or bytes.
+        precision: the precision of the operands.
+        ranks: the number of ranks.
+        flops: the FLOPs of one call on one rank.
+        nbytes: the bytes that one call reads and writes on one rank; for a collective the message's size S.
+        bus_factor: for a collective, bus bandwidth over algorithm bandwidth.
+        wrong: for a collective, the number of wrong elements in the results of all ranks.
+        samples_s: samples of one call's seconds on the slowest rank.
     """
 
     operation: str
@@ -102,35 +102,35 @@ class RatePoint:
 
     @property
     def seconds(self) -> float:
-        """The median of the samples."""
+        """The seconds of one call on the slowest rank: the median of the samples."""
         return median(self.samples_s)
 
     @property
     def is_steady(self) -> bool:
-        """Whether no sample took half as long again as another."""
+        """Whether every sample took less than 1.5 times as long as the shortest."""
         return max(self.samples_s) < 1.5 * min(self.samples_s)
 
     @property
     def flops_per_s(self) -> float | None:
-        """FLOPs per second of one rank; None where nothing is computed."""
+        """The FLOPs per second of one rank; None for an operation whose FLOPs are not counted."""
         return self.flops / self.seconds if self.flops else None
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Bandwidth of a rank's own memory, or the algorithm bandwidth of a collective; None for other
-        operations."""
+        """The bandwidth of a rank's own memory, or the algorithm bandwidth of a collective, in bytes per
+        second; None for other operations."""
         return self.nbytes / self.seconds if self.nbytes else None
 
     @property
     def bus_bytes_per_s(self) -> float | None:
-        """The bus bandwidth of a collective; None for other operations."""
+        """The bus bandwidth of a collective in bytes per second; None for other operations."""
         return self.nbytes * self.bus_factor / self.seconds if self.bus_factor else None
 
 
 def timed(work: Callable[[], Any], device_type: str, sweep: RateSweep) -> list[float]:
-    """Samples of one call in seconds, of the slowest rank; the same on all ranks, which call this together.
+    """Samples of one call's seconds on the slowest rank; all ranks call this together and get the same.
 
-    The first call warms up and the second says how many are in a burst.
+    A first call of ``work`` warms up, and a second one shows how many calls make a burst.
     """
     work()
     (once,) = seconds(work, device_type, repeats=1)
@@ -138,21 +138,21 @@ def timed(work: Callable[[], Any], device_type: str, sweep: RateSweep) -> list[f
     return seconds(work, device_type, sweep.samples, burst=burst)
 
 
-#: of attention: heads and the size of a head, as in many models of a billion parameters
+#: the heads and the head size of attention, as in many models of a billion parameters
 HEADS, HEAD_SIZE = 16, 64
-#: FLOPs of attention's backward over those of its forward: five matmuls, of which one is the forward's
-#: scores again, beside two (Dao 2023, arXiv 2307.08691, section 4.1)
+#: FLOPs of attention's backward over FLOPs of its forward: five matmuls, of which one computes the scores
+#: again, over two (Dao 2023, arXiv 2307.08691, section 4.1)
 _BACKWARD = 2.5
 #: a training step whose tensors are so small that only calls cost time
 SMALL = Cell(model="bert-tiny", strategy="single", batch=1, seq_len=8)
 
 
-#: a point without samples, and what makes the call to time
+#: a point without samples, and a function that makes the call to time
 _Trial = tuple[RatePoint, Callable[[], Callable[[], Any]]]
 
 
 def compute_rates(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[RatePoint]:
-    """The points of this rank's device; the same on all ranks."""
+    """The points of matmuls, attention, sums and a small training step; the same on all ranks."""
     device, ranks = mesh.device_type, dist.get_world_size()
     points: list[RatePoint] = []
     for precision in sweep.precisions:
@@ -165,8 +165,8 @@ def compute_rates(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[RatePo
 
 
 def _series(trials: Iterable[_Trial], device: str, sweep: RateSweep) -> Iterator[RatePoint]:
-    """Time trials of one operation, by size, until a trial would take too long or some rank has no memory for
-    it."""
+    """The points of one operation's trials, in ascending size, until a trial would take too long or a rank
+    has no memory for the trial."""
     expected_s = 0.0  # for a FLOP or a byte
     for point, make in trials:
         work = point.flops or point.nbytes
@@ -181,7 +181,7 @@ def _series(trials: Iterable[_Trial], device: str, sweep: RateSweep) -> Iterator
 
 
 def _made_on_all_ranks(make: Callable[[], Callable[[], Any]], device: str) -> Callable[[], Any] | None:
-    """Make a call and run it once; returns the call, or on all ranks None if one has no memory for it."""
+    """Make a call and run it once. Returns the call; None on all ranks if any rank has too little memory."""
     call = None
     with suppress(torch.OutOfMemoryError):
         built = make()
@@ -206,7 +206,7 @@ def _matmuls(precision: str, widening: int, device: str, ranks: int, sweep: Rate
 
 
 def _attention(precision: str, backward: bool, device: str, ranks: int, sweep: RateSweep) -> Iterator[_Trial]:
-    """Trials of attention without a mask: forward alone, or forward with backward."""
+    """Trials of attention without a mask: forward, or forward and then backward."""
     operation = "attention forward and backward" if backward else "attention forward"
     dtype = PRECISIONS[precision].parameters
     for length in sweep.lengths:
@@ -227,7 +227,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _sums(device: str, ranks: int, sweep: RateSweep) -> Iterator[_Trial]:
-    """Trials that add two tensors into new memory, as an activation is; all three tensors count as bytes."""
+    """Trials that add two tensors into new memory, like an activation; all three tensors' bytes count."""
     for nbytes in sweep.summed_bytes:
 
         def make(count: int = nbytes // 4) -> Callable[[], Any]:

@@ -1,7 +1,7 @@
-"""Calibration: fit a cluster's few scalars to named published cells, and show what the others say of it.
+"""Calibration: fit a cluster's few scalars to some published cells, and check the scalars on the other cells.
 
-Each scalar is fitted alone on rows of its own, so that the mean of log(simulated / published step time) over
-them is zero; step time is monotonic in it. The fits are repeated until no scalar moves.
+Each scalar is fitted on rows of its own, so that the mean of log(simulated / published step time) over these
+rows is zero; the step time is monotonic in each scalar. The fits are repeated until no scalar moves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spbench.bench.tools.papers.answers.tables import PublishedTable
 from spbench.bench.tools.papers.selector import PublishedRow, QuantityColumn
 from spbench.impls import model_preset
 
-#: scalar -> the bounds of what it can reasonably be; efficiencies are shares, costs are seconds
+#: the least and the largest reasonable value of each scalar; efficiencies are shares, costs are seconds
 BOUNDS = {
     "efficiency": (1e-3, 1.0),
     "compute_efficiency": (1e-3, 1.0),
@@ -36,22 +36,22 @@ BOUNDS = {
     "parameter_overhead_s": (1e-14, 1e-6),
     "strided_element_s": (1e-14, 1e-6),
 }
-#: rounds of all fits, and how near one comes to the logarithm of its scalar
+#: the most rounds of all fits, and the tolerance of a fit in the logarithm of its scalar
 _ROUNDS, _ARRIVED = 30, 1e-10
-#: relative change of every scalar below which a round was the last
+#: the rounds end once each scalar's relative change is below this
 _SETTLED = 1e-4
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A scalar, and the columns that choose the rows it is fitted on."""
+    """A scalar, and the values of columns that choose the rows of a table on which the scalar is fitted."""
 
     scalar: str
     rows: Mapping[str, str]
 
     @classmethod
     def parse(cls, text: str) -> Fit:
-        """From ``scalar:column=value,column=value``; UserError for another form or scalar."""
+        """The fit in a text ``scalar:column=value,column=value``; UserError for another form or scalar."""
         scalar, _, conditions = text.partition(":")
         if scalar not in BOUNDS:
             raise UserError(f"--fit {text}: unknown scalar {scalar!r}{suggestion(scalar, BOUNDS)}")
@@ -63,7 +63,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Known:
-    """A cell whose published throughput is known, ready to be timed under any calibration."""
+    """A traced cell with its published step time in seconds, which can be simulated under any calibration."""
 
     row: PublishedRow
     cell: Cell
@@ -71,13 +71,13 @@ class Known:
     simulator: Simulator
 
     def log_error(self, calibration: Calibration) -> float:
-        """log(simulated / published step time)."""
+        """log(simulated / published step time) of the cell under a calibration."""
         return math.log(self.simulator(calibration).step_time_s / self.published_s)
 
 
 def known_cells(scenario: Scenario, table: PublishedTable, quantity: str) -> list[Known]:
-    """The cells of a published table that have a step time, or a throughput in tokens or in samples per
-    second, traced on virtual ranks."""
+    """The cells of a published table that have a number in the column ``quantity`` (a step time, or tokens or
+    samples per second), traced on virtual ranks."""
     cells = Narrowing().declared(scenario)
     known = []
     for row, matched in table.matched(table.rows(scenario.path.parent), cells):
@@ -93,7 +93,7 @@ def known_cells(scenario: Scenario, table: PublishedTable, quantity: str) -> lis
 
 
 def _published_seconds(cell: Cell, quantity: QuantityColumn, published: float) -> float:
-    """A cell's step time in seconds, from the number that was published of it."""
+    """A cell's step time in seconds, from the published number."""
     if quantity.field == "step_time_s":
         return published * (quantity.published_unit or quantity.unit)
     if quantity.field == "samples_per_s":
@@ -102,7 +102,7 @@ def _published_seconds(cell: Cell, quantity: QuantityColumn, published: float) -
 
 
 def chosen(fit: Fit, known: Sequence[Known]) -> list[Known]:
-    """The cells of a fit's rows; UserError if there are none, or the rows name an unknown column."""
+    """The known cells in a fit's rows; UserError if there are none, or the fit names an unknown column."""
     for column in fit.rows:
         if known and column not in known[0].row.text:
             hint = suggestion(column, known[0].row.text)
@@ -115,8 +115,8 @@ def chosen(fit: Fit, known: Sequence[Known]) -> list[Known]:
 
 
 def fitted(fits: Sequence[Fit], known: Sequence[Known], without: Known | None = None) -> Calibration:
-    """The calibration that the fits give, one after the other, beside the scalars of the cells' cluster that
-    no fit names; ``without``: as if that cell were not known. UserError if a fit has no rows."""
+    """The calibration by all fits, done one after the other; scalars that no fit names keep the values of the
+    cells' cluster. ``without``: a cell on which nothing is fitted. UserError if a fit has no rows."""
     chosen(fits[0], known)
     cell = known[0].cell
     before_fits = load_cluster(cell.cluster).calibration_of(cell.precision)
@@ -139,7 +139,7 @@ def fitted(fits: Sequence[Fit], known: Sequence[Known], without: Known | None = 
 
 
 def _root(scalar: str, cells: Sequence[Known], values: Mapping[str, Any]) -> float:
-    """The value of the scalar at which the mean error is zero; else the nearer bound."""
+    """The value of the scalar at which the cells' mean error is zero; if there is none, the nearer bound."""
 
     def error(at: float) -> float:
         calibration = Calibration(**{**values, scalar: math.exp(at)})
@@ -154,11 +154,11 @@ def _root(scalar: str, cells: Sequence[Known], values: Mapping[str, Any]) -> flo
 
 @dataclass(frozen=True)
 class Residual:
-    """A cell under a calibration; relative errors are of step time, simulated / published - 1.
+    """A cell's step times in seconds, published and simulated; errors are simulated / published - 1.
 
     Attributes:
-        role: calibrated or held out, as the fit did or did not use the cell.
-        left_out: the error when the fit did not know the cell, of a cell that it was fitted on with others.
+        role: "calibrated" if a scalar was fitted on the cell, else "held out".
+        left_out: the error under fits without the cell; None for a cell of no fit that has several cells.
     """
 
     label: str
@@ -172,7 +172,7 @@ class Residual:
 def residuals(
     fits: Sequence[Fit], cells: Sequence[Known], table: PublishedTable, quantity: str
 ) -> list[Residual]:
-    """Every known cell under the fitted calibration; UserError if a fit has no rows."""
+    """The residual of every known cell under the calibration by all fits; UserError if a fit has no rows."""
     calibration = fitted(fits, cells)
     shared = [k for fit in fits if len(chosen(fit, cells)) > 1 for k in chosen(fit, cells)]
     lines = []
@@ -186,7 +186,7 @@ def residuals(
 
 
 def summary(lines: Sequence[Residual]) -> str:
-    """The errors of the cells that nothing was fitted on, in one line."""
+    """The median and the largest error of the cells on which nothing was fitted, in one line."""
     errors = [abs(line.relative_error) for line in lines if line.role == "held out"]
     if not errors:
         return "no cell is held out: all were fitted on"
@@ -194,10 +194,10 @@ def summary(lines: Sequence[Residual]) -> str:
 
 
 def fitted_to_published(scenario: str, table: str, quantity: str, fits: Sequence[str]) -> Output:
-    """The outcome of `spbench calibrate --scenario`: the scalars of ``fits`` and the errors of all rows.
+    """The output of `spbench calibrate --scenario`: the scalars of ``fits`` and the errors of all rows.
 
     Raises:
-        UserError: the scenario has no such table, or this no such quantity; or a fit has no rows.
+        UserError: the scenario has no such table, the table has no such quantity, or a fit has no rows.
     """
     loaded = load_scenario(scenario)
     parsed = [Fit.parse(text) for text in fits]
@@ -230,7 +230,7 @@ _COLUMNS = (
 
 
 def profile(calibration: Calibration, precision: str) -> Verbatim:
-    """The lines to copy into the cluster's file."""
+    """The lines of a calibration, for the user to copy into the cluster's file."""
     lines = [
         "# for the cluster's file",
         f"calibration:\n  {precision}:",

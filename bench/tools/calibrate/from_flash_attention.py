@@ -1,7 +1,7 @@
 """What flash-attention's benchmarks/benchmark_flash_attention.py prints: the speeds of attention kernels.
 
-Its FLOPs are counted as a cluster's file counts them: half of them under a causal mask, and in the backward
-pass 2.5 times those of the forward pass.
+The benchmark counts FLOPs as a cluster's file does: half of the FLOPs under a causal mask, and 2.5 times the
+FLOPs of the forward pass in the backward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _UNIT = "TFLOPs/s"
 
 
 def read(log: LogFile) -> Findings | None:
-    """The speed of each kernel, mask, direction, head size and length."""
+    """The speed of each kernel by mask, direction, head size and length; None for a log of another kind."""
     if not _LOG.sizes.search(log.text):
         return None
     speeds = list(_speeds(log))
@@ -40,7 +40,7 @@ def _speeds(log: LogFile) -> Iterator[AttentionSpeed]:
             if not _LOG.number.fullmatch(tflops) or unit != _UNIT:
                 said = f"{direction}: {tflops} {unit}".strip()
                 raise log.damaged(f"line {number}: {said!r} is no speed in {_UNIT}")
-            if 0 < float(tflops) < float("inf"):  # 0 and nan: it did not run
+            if 0 < float(tflops) < float("inf"):  # 0 and nan: the kernel did not run
                 yield AttentionSpeed(
                     kernel,
                     int(sizes[2]),

@@ -1,6 +1,6 @@
 """What the finder of achievable matmul FLOPS prints: mamf-finder.py of ml-engineering.
 
-The speed of each shape where the log has it (the median of its iterations), else that of the best shape.
+A log gives the speed of each shape (the median of its iterations), or only the speed of the best shape.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LOG = log_table(__file__)
 
 
 def read(log: LogFile) -> Findings | None:
-    """The timed matmuls of a log of mamf-finder, all of one precision; None: it is another log."""
+    """The timed matmuls of a log of mamf-finder, all of one precision; None if the log is of another kind."""
     if not _LOG.known.search(log.text):
         return None
     text = re.sub(r"\r|\x1b\[K", "\n", log.text)

@@ -1,7 +1,7 @@
 """Logs of nccl-tests: what all_reduce_perf and its like print.
 
-A log names its collective (in the line of newer releases, or as the command that was run) or its file does; a
-file may have several logs.
+The collective is named in the log, by a line of newer releases or by the command that was run, or in the name
+of the file. A file may have several logs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from spbench.bench.tools.calibrate.log_findings import Findings, LogFile, TimedC
 from spbench.impls import WIRE_SHARE
 
 _LOG = log_table(__file__)
-#: bandwidths are printed in GB/s with two digits after the point: of those below, little is left
+#: bandwidths are printed in GB/s with two digits after the point, which is too coarse below 1 GB/s
 _PRECISE_GB, _ROUNDING = 1.0, 0.01
 
 
 @dataclass
 class _Table:
-    """One run's log while it is read."""
+    """The lines of one run's log that were read so far."""
 
     program: str = ""
     hosts: dict[int, str] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class _Table:
 
 
 def read(log: LogFile) -> Findings | None:
-    """The times out of place of each collective and size."""
+    """The out-of-place times of each collective and size; None for a log of another kind."""
     if not (_LOG.begin.search(log.text) or _LOG.header.search(log.text)):
         return None
     named = _LOG.program.search(log.path.name)
@@ -58,7 +58,7 @@ def read(log: LogFile) -> Findings | None:
 
 
 def _tables(log: LogFile, program: str) -> Iterator[_Table]:
-    """The tables of a log file, one a run; ``program`` is the program of a run that names none."""
+    """The tables of a log file, one for each run; ``program``: the program of a run whose log names none."""
     table, named = _Table(program), program
     for number, line in enumerate(log.text.splitlines(), 1):
         if match := _LOG.program.search(line):
@@ -85,11 +85,7 @@ def _tables(log: LogFile, program: str) -> Iterator[_Table]:
 
 
 def _same_card(log: LogFile, before: str, card: str) -> str:
-    """The card of a run's ranks.
-
-    Raises:
-        UserError: they have different ones.
-    """
+    """The card of a run's ranks; UserError if the ranks have different cards."""
     if before and card and card != before:
         raise log.damaged(f"ranks on several cards, {before} and {card}: the slowest has set the pace")
     return card or before
@@ -119,5 +115,5 @@ def _timed(log: LogFile, table: _Table) -> Iterator[TimedCollective]:
                     f"{where}: busbw over algbw is {busbw / algbw:.3g}, but of {ranks} ranks, as listed, "
                     f"{factor:.3g}"
                 )
-        if size and us:  # what is faster than the clock is printed as 0
+        if size and us:  # a time below the clock's resolution is printed as 0
             yield TimedCollective(collective, ranks, len(on_hosts), size, us / 1e6)

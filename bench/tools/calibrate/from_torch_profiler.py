@@ -1,8 +1,8 @@
 """Chrome traces of torch.profiler (export_chrome_trace), packed or not.
 
-A kernel belongs to the operator that launched it, by "External id". With the shapes of inputs
-(record_shapes=True) there are times of matmuls and of element-wise operators, and speeds of
-attention; without, only the gaps between kernels.
+The "External id" of a kernel names the operator that launched the kernel. A trace with the shapes of inputs
+(record_shapes=True) gives times of matmuls and element-wise operators, and speeds of attention; a trace
+without shapes gives only the gaps between kernels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class AttentionOperator(NamedTuple):
-    """The places of an attention operator's inputs, from the YAML file beside this module."""
+    """The indices of an attention operator's inputs, from the YAML file of this module."""
 
     kernel: AttentionKernel
     direction: Direction
@@ -44,7 +44,7 @@ ATTENTION = {name: AttentionOperator(**where) for name, where in _OPERATORS["att
 
 
 class _Launched(NamedTuple):
-    """An operator with the seconds of the kernels that it launched, and their names."""
+    """An operator, with the seconds and the names of the kernels that the operator launched."""
 
     name: str
     inputs: Mapping[str, Any]
@@ -52,7 +52,7 @@ class _Launched(NamedTuple):
     kernels: tuple[str, ...]
 
     def shape(self, place: int) -> list[int]:
-        """The shape of an input, if it is a tensor, else []. ValueError: the shape is no tensor's."""
+        """The shape of an input, [] if the input is no tensor. ValueError if no tensor has such a shape."""
         shapes = self.inputs["Input Dims"]
         shape: list[int] = shapes[place] if place < len(shapes) else []
         if not all(0 <= size < 2**63 for size in shape):
@@ -65,13 +65,13 @@ class _Launched(NamedTuple):
         return kinds[place] if place < len(kinds) else ""
 
     def value(self, place: int) -> str:
-        """An input that is no tensor, as text; "" if there is none."""
+        """The text of an input that is no tensor; "" if the trace has no value of the input."""
         values = self.inputs.get("Concrete Inputs") or []
         return values[place] if place < len(values) else ""
 
 
 def read(log: LogFile) -> Findings | None:
-    """Times of the kernels of the card that is busiest."""
+    """The times of the kernels in a trace; None for a log of another kind."""
     if not log.text.lstrip().startswith("{") or '"traceEvents"' not in log.text:
         return None
     try:
@@ -146,8 +146,8 @@ def _matmul(each: _Launched) -> TimedMatmul | None:
 
 
 def _attention(each: _Launched) -> AttentionSpeed | None:
-    """The speed of a call of attention. None for other calls, and where shapes do not tell the work: packed
-    sequences of several lengths, a window, or a causal mask that is not square."""
+    """The speed of a call of attention. None for other calls, and for calls whose shapes do not tell the
+    FLOPs: packed sequences of several lengths, a window, or a causal mask that is not square."""
     operator = ATTENTION.get(each.name)
     if operator is None:
         return None
@@ -177,7 +177,7 @@ def _attention(each: _Launched) -> AttentionSpeed | None:
 
 
 def _pass(each: _Launched) -> TimedPass | None:
-    """The pass of an element-wise call; None for others, or if an input is only spread (a stride of 0)."""
+    """The pass over memory of an element-wise call; None for other calls, or if an input is broadcast."""
     if each.name.removesuffix("_") not in _OPERATORS["element_wise"]:
         return None
     places = range(len(each.inputs["Input Dims"]))
@@ -196,14 +196,14 @@ def _pass(each: _Launched) -> TimedPass | None:
 
 
 def _same_rank(shapes: list[list[int]]) -> list[list[int]]:
-    """The shapes, each with ones put before it, so that all have the same number of axes."""
+    """The shapes, filled up with leading ones so that all shapes have the same number of axes."""
     axes = max(map(len, shapes))
     return [[1] * (axes - len(shape)) + shape for shape in shapes]
 
 
 def _gaps(on_card: list[dict[str, Any]]) -> list[float]:
-    """Seconds from the end of each event of a stream to the start of its next; for the stream with most
-    kernels."""
+    """The seconds between the end of each event and the start of the next event, in the stream that has the
+    most events."""
     streams = grouped(on_card, lambda e: (e.get("pid"), (e.get("args") or {}).get("stream", e.get("tid"))))
     busiest = max(streams.values(), key=len)
     busiest.sort(key=lambda event: event["ts"])

@@ -1,7 +1,7 @@
-"""What the log of a benchmark or of a profiler says, whatever wrote it: operations with their times.
+"""The findings of a log: operations with their times, in one form for the logs of all programs.
 
-Whether what logs say can be: they are of one card, that of the cluster they are put into, and nothing in
-them is faster than its datasheet. All kinds of logs are held to this, those of plug-ins too.
+:func:`check_plausible` refuses logs of different cards, of another card than the cluster's, or with a speed
+above the card's datasheet. The check covers all kinds of logs, also those of plug-ins.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GZIP = b"\x1f\x8b"
 
 @dataclass(frozen=True)
 class LogFile:
-    """A log file to be read, with its content unpacked."""
+    """A log file with its unpacked content."""
 
     path: Path
     content: bytes
@@ -48,13 +48,14 @@ class LogFile:
         return self.content.decode(errors="replace")
 
     def damaged(self, problem: str) -> UserError:
-        """The error that says what is wrong with the file."""
+        """A UserError that names the file and the ``problem`` with it."""
         return UserError(f"{self.path}: {problem}")
 
 
 def log_table(module: str) -> Any:
-    """The YAML file beside a reader, on its kind of log, as attributes: names, and under ``patterns`` regular
-    expressions, in which <NAME> stands for that entry of ``parts``. ``module``: the reader's file."""
+    """The YAML file of a kind of log, as an object with an attribute for each key and for each regular
+    expression under ``patterns``, in which the entry NAME of ``parts`` replaces <NAME>. ``module``: the path
+    of the reader's Python file, with the same name."""
     table = read_yaml(Path(module).with_suffix(".yaml"))
     patterns = table.pop("patterns")
     for name, part in table.pop("parts", {}).items():
@@ -65,12 +66,7 @@ def log_table(module: str) -> Any:
 
 @dataclass(frozen=True)
 class TimedMatmul:
-    """A matmul.
-
-    Attributes:
-        nbytes: of both operands and the result.
-        seconds: that it took.
-    """
+    """A matmul with its time; ``nbytes``: the bytes of both operands and of the result."""
 
     precision: Precision
     flops: float
@@ -81,15 +77,15 @@ class TimedMatmul:
     def of_shape(
         cls, precision: Precision, m: int, n: int, k: int, seconds: float, batch: int = 1
     ) -> TimedMatmul:
-        """The matmul of [M, K] and [K, N], ``batch`` times."""
+        """The matmul [M, K] x [K, N] that is done ``batch`` times in ``seconds``."""
         size = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}[precision]
         return cls(precision, 2.0 * batch * m * n * k, size * batch * (m * k + k * n + m * n), seconds)
 
 
 @dataclass(frozen=True)
 class AttentionSpeed:
-    """The FLOP/s of an attention kernel at one length; fields as of :class:`AttentionRate`, which counts only
-    FLOPs that the mask leaves."""
+    """The FLOPs per second of an attention kernel at one length, where only FLOPs that the mask leaves count;
+    :class:`AttentionRate` describes the other fields."""
 
     kernel: AttentionKernel
     head_size: int
@@ -101,7 +97,7 @@ class AttentionSpeed:
 
 @dataclass(frozen=True)
 class TimedPass:
-    """A kernel that does little but read and write memory."""
+    """The bytes that a kernel reads and writes, if it does little else, and the seconds of the kernel."""
 
     nbytes: float
     seconds: float
@@ -109,12 +105,12 @@ class TimedPass:
 
 @dataclass(frozen=True)
 class TimedCollective:
-    """A collective over the ranks of a group.
+    """A collective over the ranks of a group, with its time.
 
     Attributes:
-        collective: as :data:`RatedCollective` calls it, or "send" for a message round the ring of all ranks.
-        nodes: how many nodes the ranks are on, each with equally many.
-        nbytes: the payload, as ``WIRE_SHARE`` counts it.
+        collective: a name in :data:`RatedCollective`, or "send" for a message round the ring of all ranks.
+        nodes: the number of nodes, each with equally many of the ranks.
+        nbytes: the bytes of the payload, as ``WIRE_SHARE`` counts them.
     """
 
     collective: str
@@ -129,11 +125,11 @@ class Findings:
     """The figures that a log has.
 
     Attributes:
-        about: the program that wrote it, for the sources of the figures: "all_reduce_perf of nccl-tests".
-        card: the device as the log calls it; "" if the log names none.
-        memory_total_bytes: of the card.
-        launch_gaps_s: from the end of a kernel to the start of the next of its stream.
-        remarks: what was passed over and why, one a line.
+        about: the program that wrote the log, for the sources of figures: "all_reduce_perf of nccl-tests".
+        card: the log's name of the device; "" if the log names none.
+        memory_total_bytes: the bytes of the card's memory.
+        launch_gaps_s: seconds from the end of a kernel to the start of the next kernel of a stream.
+        remarks: parts of the log that were passed over, with the reason, one line each.
     """
 
     about: str
@@ -151,7 +147,7 @@ def findings_of(path: Path) -> Findings:
     """The figures of a log, read by the kind of log that recognizes the file's content.
 
     Raises:
-        UserError: the file cannot be read, is empty or damaged, or is of no kind or several.
+        UserError: the file cannot be read, is empty or damaged, or is of no kind or of several kinds.
     """
     content = read_file(path)
     if content.startswith(_GZIP):
@@ -170,11 +166,11 @@ def findings_of(path: Path) -> Findings:
     return findings
 
 
-#: a speed above the datasheet's by more than rounding is another card's, or was written by hand
+#: the largest speed over the datasheet's that rounding explains; a larger one is of another card
 ROUNDING = 1.02
-#: a switch that adds what passes it (NVLink SHARP) saves ranks half of the bytes that a ring sends
+#: a switch that adds the messages that pass it (NVLink SHARP) halves the bytes that a rank sends
 _IN_SWITCH = 2.0
-#: attention kernels run on these
+#: the precisions of attention kernels
 _HALF = ("fp16", "bf16")
 
 _WORD = re.compile(r"[A-Z0-9]+")
@@ -188,9 +184,9 @@ class _Datasheet:
     """The rates on a card's datasheet, which measured rates cannot exceed; None: not known.
 
     Attributes:
-        name: of the cluster that has the card.
-        flops_per_s: the peak, by precision.
-        node_link: bytes a second that a card sends within a node.
+        name: the name of the cluster or of the card.
+        flops_per_s: the peak FLOPs per second, by precision.
+        node_link: the bytes per second that a card sends within a node.
     """
 
     name: str
@@ -203,11 +199,11 @@ def check_plausible(findings: Mapping[str, Findings], base: Cluster | None) -> N
     """Refuse logs, by the names of their files, that cannot be of one card, or of the base's card.
 
     Args:
-        base: the cluster into which they are put; None: where the logs name a card that a packaged cluster
-            has, its datasheet is taken.
+        base: the cluster that the figures of the logs extend; None: if a packaged cluster has the card that
+            the logs name, the datasheet of this card counts.
 
     Raises:
-        UserError: names the file, the figure in it, and the limit.
+        UserError: the error names the file, the figure in the file, and the limit.
     """
     card = one_card(findings)
     if base and card and not is_same_card(card, base.device.name):
@@ -230,11 +226,7 @@ def check_plausible(findings: Mapping[str, Findings], base: Cluster | None) -> N
 
 
 def one_card(findings: Mapping[str, Findings]) -> str:
-    """The card that the logs name; "" where none does.
-
-    Raises:
-        UserError: they name several.
-    """
+    """The card that the logs name; "" if no log names a card. UserError if the logs name several cards."""
     cards = {each.card: path for path, each in findings.items() if each.card}
     if len(cards) > 1:
         raise UserError(f"logs of several cards: {', '.join(f'{c} ({path})' for c, path in cards.items())}")
@@ -242,14 +234,14 @@ def one_card(findings: Mapping[str, Findings]) -> str:
 
 
 def is_same_card(a: str, b: str) -> bool:
-    """Whether two names can be of one card, as drivers ("NVIDIA A100-SXM4-80GB") and cluster files ("NVIDIA
-    A100 SXM4 80 GB") write them: model, memory and form are the same where both say them."""
+    """Whether two names can be of one card, because model, memory and form are equal if both names have them.
+    Drivers write "NVIDIA A100-SXM4-80GB", cluster files "NVIDIA A100 SXM4 80 GB"."""
     one, other = _described(a), _described(b)
     return all(x == y for x, y in zip(one, other, strict=True) if x and y)
 
 
 def _described(name: str) -> tuple[str, str, str]:
-    """Model, gigabytes and form (PCIE or SXM); "" for what the name does not say."""
+    """The model, the gigabytes and the form (PCIE or SXM) in a card's name, each "" if the name lacks it."""
     upper = name.upper()
     words = _WORD.findall(upper)
     sizes = _GIGABYTES.findall(upper)
@@ -267,8 +259,8 @@ def _of_cluster(cluster: Cluster) -> _Datasheet:
 
 @cache
 def _of_card(card: str) -> _Datasheet:
-    """The datasheet of the first packaged cluster with a card, without links, which belong to the cluster;
-    without figures if no cluster has the card."""
+    """The datasheet of a card, from the first packaged cluster that has it, without the cluster's links; a
+    datasheet without figures if no cluster has the card."""
     for cluster in map(load_cluster, cluster_names() if _described(card)[0] else ()):
         if _described(cluster.device.name)[0] and is_same_card(card, cluster.device.name):
             return replace(_of_cluster(cluster), name=cluster.device.name, node_link=None)
@@ -284,8 +276,8 @@ def _times(findings: Findings) -> Iterator[float]:
 def _speeds(
     findings: Findings, datasheet: _Datasheet
 ) -> Iterator[tuple[float, float | None, Literal["TFLOP/s", "GB/s"], str]]:
-    """The speeds of a log: each speed, the card's limit (both without prefix), the unit in which people read
-    it, and what was measured. Passes over memory are left out, as caches can be faster than the memory."""
+    """The speeds of a log, each as (speed, the card's limit, unit for messages, words on the operation); the
+    speed and limit are in FLOPs or bytes per second. Passes over memory are left out: caches are faster."""
     for product in findings.matmuls:
         limit = datasheet.flops_per_s.get(product.precision)
         yield product.flops / product.seconds, limit, "TFLOP/s", product.precision

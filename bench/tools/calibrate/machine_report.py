@@ -25,7 +25,7 @@ from spbench.plots.rates import draw_machine_rates
 
 
 class _Dumper(Dumper):
-    """Writes a list of numbers, or of lists of numbers, in one line."""
+    """A YAML dumper that writes a list of numbers, or of lists of numbers, in one line."""
 
     def represent_numbers(self, items: list[Any]) -> yaml.Node:
         flow = not any(isinstance(item, Mapping | str) for item in items)
@@ -36,8 +36,8 @@ _Dumper.add_representer(list, _Dumper.represent_numbers)
 
 
 def cluster_yaml(cluster: Cluster, heading: str) -> str:
-    """The text of a cluster's file, under a comment; :func:`load_cluster` gives the same cluster, by the
-    file's name. Each measured rate is a line."""
+    """The text of a cluster's file, with a comment at the top and a line for each measured rate;
+    :func:`load_cluster` reads the same cluster from the file."""
     plain = cluster.model_dump(mode="json", exclude_unset=True, exclude={"name", "measured"})
     comment = "".join(f"# {line}\n" for line in heading.splitlines())
     text = comment + dump(plain, dumper=_Dumper, width=110)
@@ -47,7 +47,7 @@ def cluster_yaml(cluster: Cluster, heading: str) -> str:
 
 
 def _about(point: RatePoint) -> dict[str, Any]:
-    """The fields of a point, without its samples."""
+    """The fields of a point by name, without the samples."""
     return {key: value for key, value in asdict(point).items() if key != "samples_s"}
 
 
@@ -62,11 +62,11 @@ def sample_rows(points: Sequence[RatePoint]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class MachineRequest:
-    """What a user asks to be measured; ``sizes`` and ``precisions`` that are empty are the default ones.
+    """A user's request to measure this machine; empty ``sizes`` and ``precisions`` mean the defaults.
 
     Attributes:
-        device: None: "cuda" where torch sees a GPU, else "cpu".
-        sizes: fields of :class:`RateSweep`, by name.
+        device: "cpu" or "cuda"; None: "cuda" if torch sees a GPU, else "cpu".
+        sizes: values of fields of :class:`RateSweep`, by the field's name.
     """
 
     engine: str
@@ -77,12 +77,12 @@ class MachineRequest:
 
     @property
     def given(self) -> dict[str, tuple[int, ...]]:
-        """The sizes that the user gives, in ascending order."""
+        """The user's sizes by field, in ascending order, without empty ones."""
         return {name: tuple(sorted(values)) for name, values in self.sizes.items() if values}
 
     @property
     def command(self) -> str:
-        """The command line that measures the same."""
+        """The command line that repeats the measurement."""
         words = [f"spbench calibrate --engine {self.engine} --device {self.device}"]
         words += [f"--world-size {self.world_size}"] * (self.world_size is not None)
         words += [f"--precision {','.join(self.precisions)}"] * bool(self.precisions)
@@ -92,10 +92,10 @@ class MachineRequest:
 
 
 def measured_machine(asked: MachineRequest, output: Path) -> Output:
-    """Measure, and write the cluster file ``output`` with samples (.csv) and plots beside it.
+    """Measure this machine, and write the cluster file ``output``, a file of samples (.csv), and plots.
 
     Raises:
-        UserError: a precision is unknown, there is no such device, or a file cannot be written.
+        UserError: a precision is unknown, torch sees no such device, or a file cannot be written.
     """
     if output.suffix not in (".yaml", ".yml"):
         output = output.with_name(f"{output.name}.yaml")
@@ -115,7 +115,7 @@ def measured_machine(asked: MachineRequest, output: Path) -> Output:
     samples = sample_rows(machine.points)
     files = [write_whole(output, cluster_yaml(cluster, heading))]
     files.append(write_whole(output.with_suffix(".csv"), csv_text(list(samples[0]), samples)))
-    # of what was timed inside steps, the cluster file has the figures, and the samples all points
+    # rates inside steps have no plots: the cluster file has their figures, and the samples have their points
     machine = replace(machine, points=[p for p in machine.points if not p.operation.startswith(INSIDE_STEPS)])
     rates = [_rate(point) for point in machine.points]
     title = f"{machine.device_name} ({about['host']}, {day})"
@@ -166,7 +166,7 @@ def _shown(value: Any) -> str:
 
 
 def _giga(name: str, field: str) -> Column:
-    """A column of a rate in thousands of millions."""
+    """A column that shows a rate in units of 1e9 per second."""
     return Column(name, field, lambda value: f"{value / 1e9:.3g}")
 
 
@@ -192,7 +192,7 @@ _COLLECTIVES = (
 
 
 def _tables(cluster: Cluster, machine: Machine) -> Iterator[Table]:
-    """The cluster's figures, the rates of its ranks and, of several ranks, of their collectives."""
+    """The tables of the cluster's figures, of each rank's rates and, for several ranks, of collectives."""
     collectives = [point for point in machine.points if point.bus_factor]
     others = [point for point in machine.points if not point.bus_factor]
     yield Table.of(f"The cluster {cluster.name}: {cluster.device.name}", _FIGURES, cluster.sourced)

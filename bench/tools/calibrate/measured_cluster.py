@@ -1,4 +1,4 @@
-"""A cluster whose rates are measured on the machine at hand, and the file that says so."""
+"""A cluster whose rates are measured on this machine."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ from spbench.bench.tools.calibrate.operator_times import (
 )
 from spbench.bench.tools.calibrate.rate_fits import LeastSquares, least_squares
 
-#: digits of a measured rate
+#: the digits to which a measured rate is rounded
 _DIGITS = 4
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The measurements of a machine, and the machine.
+    """The measurements of a machine, and facts about the machine.
 
     Attributes:
-        points: of all operations, in the order in which they were measured.
-        device_type: "cpu" or "cuda"; ``device_name`` is what the system calls it.
-        memory_bytes: of a device, and taken by its context before the first tensor; None for a CPU.
-        per_node: ranks on each host.
-        kernels: how many kernels the small training step has, each of which costs a call.
-        host_work: for each training step whose operators were timed, how many operators, views, nodes of
-            autograd and calls of modules it has.
+        points: the points of all operations, in the order of measurement.
+        device_type: "cpu" or "cuda"; ``device_name`` is the system's name of the device.
+        memory_bytes: a GPU's memory, and the part that its context takes; None for a CPU.
+        per_node: the number of ranks on each host.
+        kernels: the number of kernels of the small training step.
+        host_work: for each training step whose operators were timed, the numbers of its operators, views,
+            nodes of autograd and calls of modules.
     """
 
     points: Sequence[RatePoint]
@@ -73,16 +73,14 @@ class Machine:
     host_work: Sequence[Sequence[int]] = ()
 
     def of(self, operation: str, precision: str | None = None) -> list[RatePoint]:
-        """The points of an operation by size; only those of a precision, if it is given."""
+        """The points of an operation, in one ``precision`` or in all, sorted by size."""
         points = [p for p in self.points if p.operation == operation and precision in (None, p.precision)]
         return sorted(points, key=lambda point: point.extent)
 
 
 def measure_machine(world: int, sweep: RateSweep, device: str = "cpu") -> Machine:
-    """Measure this machine on that many real ranks at once; one rank measures no collectives.
-
-    Errors are those of :func:`launch`.
-    """
+    """Measure this machine on ``world`` real ranks at once; a single rank measures no collectives. Raises the
+    errors of :func:`launch`."""
     cell = SMALL.model_copy(
         update={"sizes": Sizes(sp=world), "engine": "distributed", "device": device, "precision": "fp32"}
     )
@@ -93,7 +91,7 @@ def measure_machine(world: int, sweep: RateSweep, device: str = "cpu") -> Machin
 
 
 def _counts(cell: Cell) -> list[int]:
-    """Operators that launch kernels, views, nodes of autograd and modules' calls of a step."""
+    """A step's numbers of operators that launch kernels, of views, nodes of autograd, and module calls."""
     program = trace_rank(cell, events=True).program
     assert program is not None
     views, nodes, modules, _ = program.host.sum(0).tolist()
@@ -122,14 +120,13 @@ def _on_rank(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> dict[str, Any]:
 
 
 def cluster_of(machine: Machine, name: str, source: str) -> Cluster:
-    """The cluster that the measured rates make.
+    """The cluster with the measured rates of a machine; ``source`` is the source of every rate and limit.
 
-    The peak of matmuls is the best rate of all shapes, memory's that of the largest tensors. A link's
-    latency is the time of the smallest message, its bandwidth that of the largest one in the time that it
-    takes longer. Products and operators inside training steps, where there were any, have rates of their own;
-    so have collectives, where all ranks were on one machine. Ranks on one machine's CPUs count as nodes, with
-    the loopback between them, as in the cluster ``local``.
-    ``source`` is that of every rate and limit."""
+    The peak of matmuls is the best rate of all shapes; the bandwidth of memory is the rate of the largest
+    tensors. A link's latency is the time of the smallest message; its bandwidth is the largest message's
+    bytes over the difference of both times. Matmuls and operators inside timed training steps have rates of
+    their own, and so have collectives if all ranks were on one machine. Ranks on one machine's CPUs count as
+    nodes, with the loopback between them, as in the cluster ``local``."""
     devices_per_node, node_link, network = _links(machine, source)
     return Cluster(
         name=name,
@@ -140,7 +137,7 @@ def cluster_of(machine: Machine, name: str, source: str) -> Cluster:
         network=network,
         host=_host(machine, source) if machine.host_work else None,
         collective_model="measured" if (node_link or network).collectives else "ring",
-        # what was timed inside steps stands with the device and the host
+        # rates of operators inside steps are part of the device and of the host
         measured=[_measured(p) for p in machine.points if not p.operation.startswith(INSIDE_STEPS)],
     )
 
@@ -154,9 +151,9 @@ def _sourced(value: float | None, source: str, note: str) -> Any:
 
 
 def _links(machine: Machine, source: str) -> tuple[int, Link | None, Network]:
-    """Devices of a node, the link between them, and the network between nodes."""
+    """The number of a node's devices, the link between these devices, and the network between nodes."""
     if machine.per_node < machine.ranks:
-        # all of a node's ranks send at once, so each has a card as far as it can tell
+        # all ranks of a node send at once, so that the measured rate is that of a card for each rank
         network = Network(**_link(machine, SEND_BETWEEN, source), nics_per_node=machine.per_node)
         within = Link(**_link(machine, SEND_WITHIN, source)) if machine.per_node > 1 else None
         return machine.per_node, within, network
@@ -171,7 +168,7 @@ def _links(machine: Machine, source: str) -> tuple[int, Link | None, Network]:
 
 
 def _rated(machine: Machine, source: str) -> dict[Any, list[BusRate]]:
-    """Latency and bus bandwidth of each collective that was measured at several sizes."""
+    """The latency and the bus bandwidth of each collective that was measured at several sizes."""
     rates = {}
     for kind in get_args(RatedCollective):
         points = machine.of(kind)
@@ -194,7 +191,7 @@ def _off(fit: LeastSquares) -> str:
 
 def _link(machine: Machine, operation: str, source: str) -> dict[str, Any]:
     small, large = machine.of(operation)[0], machine.of(operation)[-1]
-    # when noise puts the large message first, or there is only one, it has all the time
+    # if noise makes the large message faster, or there is only one message, no latency is subtracted
     moving_s = large.seconds - small.seconds
     bandwidth = large.nbytes / (moving_s if moving_s > 0 else large.seconds)
     what = f"{large.operation} on {large.ranks} ranks"
@@ -237,17 +234,17 @@ def _device(machine: Machine, source: str) -> Device:
 
 
 def _host(machine: Machine, source: str) -> Host:
-    """What training steps take beside their operators; on a CPU, which runs these itself."""
+    """The host's seconds in training steps outside of operators, on a CPU, which also runs the operators."""
     note = "by calls of each alone; step_s is what is left of training steps"
-    found = host_figures(machine.points, machine.host_work)
-    figures = {name: _sourced(value, source, note) for name, value in found.items()}
+    seconds = host_figures(machine.points, machine.host_work)
+    figures = {name: _sourced(value, source, note) for name, value in seconds.items()}
     none = _sourced(0.0, source, "in what operators and collectives take")
     ahead: Any = Sourced(value=1, source=source, note="kernels run where they are launched")
     return Host(**figures, collective_s=none, launch_latency_s=none, launches_ahead=ahead, synchronous=True)
 
 
 def _in_steps(machine: Machine, peaks: Mapping[str, Any], source: str) -> dict[str, MatmulRate] | None:
-    """Rates of matmuls inside training steps, by precision; None where there were none."""
+    """The rates of matmuls inside training steps, by precision; None if no such matmuls were timed."""
     rates = {}
     for precision, peak in peaks.items():
         fit = matmul_fit(machine.points, precision)

@@ -1,13 +1,11 @@
-"""What each operator takes inside training steps, on all ranks at once.
+"""The seconds of each operator inside training steps, on all ranks at once, and the rates that follow.
 
-An operator alone in a loop finds its operands in the caches and its result's pages mapped; inside a step it
-does not, and on a CPU some take several times as long. So small models of other sizes than anybody asks for
-take steps, each rank one of its own, and a clock stands around each operator that they dispatch. The means
-over calls of one name and size are points like those of the other rates. To a call belongs too what it takes
-to give its result's pages back to the system later, as the C library does with large ones: that is measured
-by size and added. The same steps without the clock say what the host takes beside its operators.
-
-Figures of a cluster that follow from the points of training steps: operators, matmuls, calls.
+An operator in a loop of its own has its operands in the caches and its result's pages mapped; inside a step
+it has neither, so that some operators take several times as long on a CPU. Therefore small models, of sizes
+that nobody simulates, run steps on every rank by itself, and a clock times each operator that a step
+dispatches. The means over calls of one operator and size are points, like those of the other rates. A call's
+seconds include giving its result's pages back to the system later, as the C library does with large tensors:
+this is measured by size and added. Steps without the clock show the host's seconds outside of operators.
 """
 
 from __future__ import annotations
@@ -43,17 +41,17 @@ from spbench.bench.tools.calibrate.rate_fits import LeastSquares, least_squares
 from spbench.impls import initialize, model_preset
 from spbench.plots.series import grouped
 
-#: how the points begin
+#: the prefix of the names of points of host work
 HOST = "host: "
-#: an operator's call with its node made for backward, and without Python's and autograd's part of it
+#: a call of an operator that also makes a node for backward; and a call without Python's and autograd's part
 WITH_NODE, BARE = HOST + "operator with its node", HOST + "operator alone"
 VIEW, BACKWARD, MODULE = HOST + "view", HOST + "operator in backward", HOST + "module"
-#: operators in a row, of which one's part in backward is taken
+#: operators in a row, over which the seconds of their backward pass are averaged
 _IN_A_ROW = 50
 
 
 def host_points(sweep: RateSweep) -> Iterator[RatePoint]:
-    """A point for each kind of host work, on all ranks at once; ``extent``: how often a call does it."""
+    """A point for each kind of host work, on all ranks at once; ``extent``: its repetitions in a call."""
     x = torch.ones(1, requires_grad=True)
     bare, bare_x, identity = torch.ops.aten.neg.default, x.detach(), nn.Identity()
     row = reduce(lambda y, _: torch.neg(y), range(_IN_A_ROW), x)
@@ -69,24 +67,24 @@ def host_points(sweep: RateSweep) -> Iterator[RatePoint]:
         yield RatePoint(operation, f"{count} in a call", count, "fp32", dist.get_world_size(), samples)
 
 
-#: an operator's point is called this and its name
+#: the prefix of the names of operators' points
 OPERATOR = "operator "
 MATMUL_IN_STEP = "matmul in a step"
 STEP = "step beside its operators"
-#: how the points of steps, and of what the host does in them, begin
+#: the prefixes of the names of points from training steps and from host work
 INSIDE_STEPS = (OPERATOR, MATMUL_IN_STEP, STEP, HOST)
 _WARMUP = 2
-#: of tensors whose freeing is timed: from what no C library gives back at once to what all do
+#: bytes of tensors whose freeing is timed: from sizes that C libraries keep to sizes that they give back
 _FREED_BYTES = tuple(2**n for n in range(20, 29))
 
 
 def _step(model: str, hidden: int, heads: int, batch: int, seq_len: int) -> Cell:
-    """A step of a model of plain operators, since a fused one is no single kernel on a CPU."""
+    """A cell whose model has only plain operators, because a fused operator is many kernels on a CPU."""
     options = {"hidden": hidden, "heads": heads, **type(model_preset(model)).plain_options}
     return Cell(model=model, strategy="single", batch=batch, seq_len=seq_len, model_options=options)
 
 
-#: the steps whose operators are timed, from small ones to some whose activations no cache holds
+#: the steps whose operators are timed, from small activations to some that are larger than all caches
 LADDER = (
     _step("bert-mini", 128, 4, 2, 64),
     _step("bert-mini", 128, 4, 4, 192),
@@ -101,14 +99,14 @@ LADDER = (
 )
 
 
-#: of one kind of call: the operator, its category, bytes, FLOPs, precision, shape, and bytes of new results
+#: a kind of call: the operator, its category, bytes, FLOPs, precision, shape, and bytes of each new result
 _Kind = tuple[str, int, int, int, int, tuple[int, ...], tuple[int, ...]]
 #: (bytes of a tensor, seconds to free it), by ascending bytes
 _Freeing = list[tuple[float, float]]
 
 
 class _Clock(TorchDispatchMode):
-    """Seconds of each kind of call of the operators that are dispatched while it is entered."""
+    """Times the operators that are dispatched inside this mode: seconds of each call, by kind of call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,14 +128,14 @@ class _Clock(TorchDispatchMode):
 
 
 def _made(args: Sequence[Any], result: Any) -> tuple[int, ...]:
-    """Bytes of each tensor in a result, but for arguments that were written in place."""
+    """The bytes of each tensor in a result, without tensors that share the memory of an argument."""
     taken = {x.data_ptr() for x in args if isinstance(x, Tensor)}
     results = result if isinstance(result, (tuple, list)) else [result]
     return tuple(x.nbytes for x in results if isinstance(x, Tensor) and x.data_ptr() not in taken)
 
 
 def _freeing(sweep: RateSweep) -> _Freeing:
-    """Seconds to free a tensor whose pages were written, by bytes of the tensor, in the mean of all ranks."""
+    """The seconds to free a tensor whose pages were written, by the tensor's bytes; means over all ranks."""
     times = []
     for nbytes in _FREED_BYTES:
         samples = []
@@ -158,11 +156,11 @@ def _mean_over_ranks(seconds: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def operator_points(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[RatePoint]:
-    """The points of the sweep's steps; the same on all ranks of CPUs, which call this together.
+    """The points of :func:`host_points` and of the sweep's steps; all ranks call this together, on CPUs, and
+    get the same points.
 
-    Each step gives a point :data:`STEP`, its time without the clock and without its operators, whose
-    ``extent`` is the number of operators; and one point a kind of call, of matmuls and of others. Before
-    them, the points of :func:`host_points`.
+    A step gives a point :data:`STEP` with its seconds outside of operators, measured without the clock, and
+    with its number of operators as ``extent``; and a point for each kind of call of its operators.
     """
     if not sweep.steps:
         return []
@@ -174,13 +172,13 @@ def operator_points(mesh: DeviceMesh, cell: Cell, sweep: RateSweep) -> list[Rate
 
 
 def _of_step(mesh: DeviceMesh, cell: Cell, sweep: RateSweep, freeing: _Freeing) -> Iterator[RatePoint]:
-    """The points of one training step: its operators and the rest of it."""
+    """The points of one training step: the seconds outside of operators, and each kind of call."""
     training, inputs = set_up(cell, mesh, torch.Generator().manual_seed(SEED))
     initialize(training.module, SEED)
     for _ in range(_WARMUP):
         training.step(inputs)
     steps_s, clocks = [], []
-    for _ in range(sweep.samples):  # in turns, so that a busy moment falls on both
+    for _ in range(sweep.samples):  # in turns, so that a busy moment slows steps with and without the clock
         steps_s += seconds(lambda: training.step(inputs), mesh.device_type, 1)
         clock = _Clock()
         with clock:
@@ -199,13 +197,13 @@ def points_of(
     samples: Mapping[_Kind, Sequence[float]],
     freeing: _Freeing,
 ) -> Iterator[RatePoint]:
-    """The points of a step: the time that is not in operators, then each kind of operator.
+    """The points of a step: the seconds outside of operators, and then each kind of call.
 
     Args:
-        steps_s: samples of the step, without a clock.
-        calls: how many calls of each kind a step has.
-        samples: seconds of one call of each kind, from the same steps.
-        freeing: seconds to free a tensor, by its bytes.
+        steps_s: samples of the step's seconds, without a clock.
+        calls: the number of calls of each kind in a step.
+        samples: samples of the seconds of one call, by kind of call.
+        freeing: the seconds to free a tensor, by its bytes.
     """
     ranks = cell.sizes.world
     whole = {
@@ -226,7 +224,7 @@ def points_of(
             yield RatePoint(OPERATOR + name, size, nbytes, cell.precision, ranks, taken, nbytes=nbytes)
 
 
-#: bytes below which calls of an operator take as long whatever their size
+#: bytes below which the seconds of a call do not depend on the size
 _SMALLEST = 4096
 #: matmuls of fewer FLOPs take little longer than their calls
 _LEAST_FLOPS = 1e7
@@ -245,7 +243,7 @@ def operator_times(points: Sequence[RatePoint]) -> dict[str, OperatorTimes]:
 
 
 def matmul_fit(points: Sequence[RatePoint], precision: str) -> LeastSquares | None:
-    """Seconds a FLOP and a byte of the matmuls inside steps; None where no point is of a large one."""
+    """The seconds per FLOP and per byte of the matmuls inside steps; None if no large matmul was timed."""
     of_precision = [p for p in points if p.operation == MATMUL_IN_STEP and p.precision == precision]
     chosen = [point for point in of_precision if point.flops >= _LEAST_FLOPS]
     if not chosen:
@@ -254,11 +252,11 @@ def matmul_fit(points: Sequence[RatePoint], precision: str) -> LeastSquares | No
 
 
 def host_figures(points: Sequence[RatePoint], counts: Sequence[Sequence[int]]) -> dict[str, float]:
-    """Seconds of an operator, a view, a node of autograd and a module's call on the host, from calls that do
-    only these; and of a step, the median of what remains of the timed steps.
+    """The host's seconds for an operator, a view, a node of autograd and a module call, from calls of each by
+    itself; and for a step, the median of the timed steps' seconds without all of these.
 
     Args:
-        counts: for each timed step, how many operators, views, nodes and modules it has.
+        counts: for each timed step, its numbers of operators, views, nodes of autograd and module calls.
     """
     alone = {p.operation: p.seconds / p.extent for p in points if p.operation in _ALONE}
     bare = alone[BARE]

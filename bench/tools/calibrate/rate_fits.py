@@ -1,4 +1,4 @@
-"""Figures of a cluster that are fitted to what logs say: forms of two coefficients, by least squares."""
+"""Rates of a cluster, fitted by least squares to the times in logs: forms of one or two coefficients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from spbench.plots.series import grouped
 
 
 class LeastSquares(NamedTuple):
-    """A sum of columns, each by its coefficient, that comes near to values.
+    """The fit of values by a sum of columns, each times its coefficient.
 
     Attributes:
-        coefficients: of the columns, in their order.
-        mean_error, largest_error: of |fitted / given - 1| over the values.
+        coefficients: a coefficient for each column, in the order of the columns.
+        mean_error, largest_error: the mean and the maximum of |fitted / value - 1|.
     """
 
     coefficients: tuple[float, ...]
@@ -29,20 +29,20 @@ class LeastSquares(NamedTuple):
 
 
 def least_squares(values: Sequence[float], *columns: Sequence[float]) -> LeastSquares:
-    """The coefficients for which the squares of the relative errors have the least sum. Relative, since times
-    of messages of bytes and of gigabytes count alike."""
+    """The fit, with coefficients of at least 0, whose squared relative errors have the least sum. Errors are
+    relative so that the times of small and of large messages count alike."""
     matrix = np.column_stack(columns) / np.asarray(values, float)[:, None]
-    scale = np.linalg.norm(matrix, axis=0)  # seconds stand beside bytes and FLOPs
+    scale = np.linalg.norm(matrix, axis=0)  # columns of ones, bytes and FLOPs differ by orders of magnitude
     coefficients = scipy.optimize.nnls(matrix / scale, np.ones(len(values)))[0] / scale
     errors = np.abs(matrix @ coefficients - 1)
     return LeastSquares(tuple(map(float, coefficients)), float(errors.mean()), float(errors.max()))
 
 
-#: sizes of which two make no curve
+#: the fewest sizes to which a curve is fitted
 _FEWEST = 3
-#: bytes of a pass over memory of which caches hold little
+#: the least bytes of a pass over memory whose time the caches do not shorten
 LARGE_PASS_BYTES = 2**27
-#: gaps between kernels whose median says something
+#: the fewest gaps between kernels of which a median is taken
 _FEWEST_GAPS = 10
 
 T = TypeVar("T")
@@ -53,12 +53,12 @@ class Rate:
     """A rate by size, as a cluster's file has it.
 
     Attributes:
-        best: operations or bytes a second at the size that reaches most, or of the largest one.
-        limit: that the form comes near to at large sizes.
-        other: the form's second figure: a latency in seconds, a half length, or a bandwidth of operands; None
-            where the points make no curve.
-        how: of how many points, and how far the form is from them.
-        source: the logs.
+        best: the measured FLOPs or bytes per second of the fastest size, or of the largest.
+        limit: the FLOPs or bytes per second that the form approaches at large sizes.
+        other: the form's second figure: a latency in seconds, a half length in tokens, or a bandwidth of
+            operands in bytes per second; None if there are too few points for a curve.
+        how: words on the form, the number of points, and the errors of the fit.
+        source: the names of the logs.
     """
 
     best: float
@@ -71,7 +71,7 @@ class Rate:
 def _by(
     findings: Mapping[str, Findings], points: Callable[[Findings], Sequence[T]], key: Callable[[T], Hashable]
 ) -> Iterator[tuple[Any, list[T], str]]:
-    """The points of all logs, grouped by their key in its order: (key, points, the logs that have some)."""
+    """The points of all logs, grouped by key and sorted: (key, points, the names of the points' logs)."""
     said = [(p, f"{path} ({each.about})") for path, each in findings.items() for p in points(each)]
     for name, some in sorted(grouped(said, lambda each: key(each[0])).items()):
         yield name, [point for point, _ in some], ", ".join(dict.fromkeys(source for _, source in some))
@@ -80,8 +80,8 @@ def _by(
 def _curve(
     form: str, values: Sequence[float], *columns: Sequence[float], fewest: int = _FEWEST
 ) -> tuple[tuple[float, ...], str] | None:
-    """The coefficients of a form by least squares, and how they were fitted; None where the points have fewer
-    than ``fewest`` sizes."""
+    """The coefficients of a form by least squares, and a text on the form, the number of points and the
+    errors; None if the points have fewer than ``fewest`` sizes."""
     if len({*zip(*columns, strict=True)}) < fewest:
         return None
     fit = least_squares(values, *columns)
@@ -104,7 +104,7 @@ def product_rates(findings: Mapping[str, Findings]) -> dict[str, Rate]:
 
 
 def attention_rates(findings: Mapping[str, Findings]) -> dict[tuple[str, int, str, str], Rate]:
-    """By kernel, head size, mask and direction: FLOPs a second = limit / (1 + other / length)."""
+    """By kernel, head size, mask and direction, the rate: FLOPs per second = limit / (1 + other / length)."""
     rates = {}
 
     def key(point: AttentionSpeed) -> Hashable:
@@ -123,7 +123,7 @@ def attention_rates(findings: Mapping[str, Findings]) -> dict[tuple[str, int, st
 
 
 def memory_rate(findings: Mapping[str, Findings]) -> Rate | None:
-    """The rate in seconds = bytes / rate, fitted to passes too large for caches; None: there are none."""
+    """The bytes per second of memory, fitted to passes too large for caches; None if there are none."""
 
     def large(each: Findings) -> list[TimedPass]:
         return [one for one in each.passes if one.nbytes >= LARGE_PASS_BYTES]
@@ -137,7 +137,7 @@ def memory_rate(findings: Mapping[str, Findings]) -> Rate | None:
 
 
 def launch_gap(findings: Mapping[str, Findings]) -> tuple[float, str, str] | None:
-    """The median of the seconds between kernels, how it was found, and its source; None: too few."""
+    """The median of the seconds between kernels, a text on the gaps, the logs; None for too few gaps."""
     for _, gaps, source in _by(findings, lambda each: each.launch_gaps_s, lambda each: 0):
         if len(gaps) >= _FEWEST_GAPS:
             return median(gaps), f"median of {len(gaps)} gaps of a stream, with a profiler at work", source
@@ -145,8 +145,8 @@ def launch_gap(findings: Mapping[str, Findings]) -> tuple[float, str, str] | Non
 
 
 def collective_rates(findings: Mapping[str, Findings]) -> dict[tuple[str, int, int], Rate]:
-    """By collective, nodes and ranks: seconds = other + wire bytes / limit. Those whose time does not grow
-    with their bytes are left out."""
+    """By collective, nodes and ranks, the rate: seconds = other + wire bytes / limit. A collective whose time
+    does not grow with its bytes is left out."""
     rates = {}
 
     def key(point: TimedCollective) -> Hashable:

@@ -1,4 +1,4 @@
-"""The ways of making rates of a cluster, of which `spbench calibrate` takes the one that is asked for."""
+"""`spbench calibrate`'s three ways to a cluster's rates: fit them, measure a machine, or read logs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spbench.bench.tools.calibrate.log_findings import findings_of
 from spbench.bench.tools.calibrate.machine_report import MachineRequest, measured_machine
 from spbench.bench.yaml_text import comment, dump
 
-#: the parameters that go with one way of making a cluster's figures alone
+#: by option that chooses a way, the parameters that only this way takes
 _OF_WAYS = {
     "--scenario": ("quantity",),
     "--engine": (
@@ -44,10 +44,10 @@ def calibrated(
     extends: str | None,
     **sizes: tuple[int, ...],
 ) -> Output:
-    """The outcome of `spbench calibrate`, whose options the arguments are.
+    """The output of `spbench calibrate`; the arguments are the options of the command.
 
     Raises:
-        UserError: options do not go together, or as the way that they ask for.
+        UserError: the options do not go together, or the way that the options choose raises one.
     """
     ways = {"--scenario": bool(scenario or table or fits), "--engine": bool(engine), "--from": bool(logs)}
     if sum(ways.values()) != 1:
@@ -77,7 +77,7 @@ def cluster_from_logs(logs: Sequence[Path], extends: str | None, output: Path) -
     """Read the logs and write the cluster's file ``output``; nothing is written if a log is wrong.
 
     Raises:
-        UserError: a log is of no known kind, damaged, or not of the card; there is no cluster ``extends``.
+        UserError: a log is of no known kind, damaged, or of another card; there is no cluster ``extends``.
     """
     if output.suffix not in (".yaml", ".yml"):
         output = output.with_name(f"{output.name}.yaml")

@@ -1,8 +1,8 @@
 """Exports: results as the files that dashboards and CI systems read.
 
-An export is a function ``export(request)`` that makes an :class:`Exported` of an :class:`ExportRequest`. The
-export called NAME is such a function in a module ``to_NAME`` of this package (with ``_`` for each ``-``).
-Only the one that is chosen is imported.
+An export is a function ``export(request)`` that returns an :class:`Exported` for an :class:`ExportRequest`.
+The export called NAME is the function in the module ``to_NAME`` of this package (with ``_`` for each ``-``).
+Only the module of the chosen export is imported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Baselines: our own results, committed, for `spbench compare` to set new ones beside.
+"""Baselines: our own committed results, with which `spbench compare` compares new results.
 
-A baseline is a folder with cells.jsonl and comparison.csv as a run leaves them, of virtual ranks alone, in
-the order of their keys, and without what differs from run to run (elapsed time, time stamp, provenance):
-the same code writes the same bytes on any machine, and a diff shows what has changed.
+A baseline is a folder with the cells.jsonl and comparison.csv of a run on virtual ranks. Its rows are sorted
+by key and lack the fields that differ from run to run (elapsed time, time stamp, provenance). So the same
+code writes the same bytes on any machine, and a diff shows what has changed.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ def command(
 
 
 def canonical(row: Row) -> dict[str, Any]:
-    """A row without what differs from run to run."""
+    """A row without the fields that differ from run to run: elapsed time, time stamp, provenance, samples."""
     kept = {key: row[key] for key in ("key", "cell", "status", "reason")}
     return {**kept, "measurement": {k: v for k, v in row["measurement"].items() if "samples" not in k}}
 
 
 def write_baseline(rows: Sequence[Row], comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
-    """Write cells.jsonl, and comparison.csv if there is anything to compare; returns their paths.
+    """Write cells.jsonl, and comparison.csv if there are comparisons; return the paths of these files.
 
     Raises:
-        UserError: they cannot be written; earlier ones are as they were.
+        UserError: the files cannot be written; earlier files stay as they were.
     """
     in_order = sorted(rows, key=lambda row: row["key"])
     lines = (json_line(canonical(row), sort_keys=True) for row in in_order)

@@ -1,23 +1,23 @@
-"""Whether a number of a cell has changed, by a statistical test on samples with a least effect; and why, as
-far as the two rows say: which part of the step, which setting, which code.
+"""Whether a number of a cell has changed (a statistical test on samples, and a least effect), and why, as far
+as the two rows tell: the parts of the step, of the memory or of the messages that changed most.
 
-**The unit is the process.** Samples of one process differ less than those of two, so a test that took each
-sample for an observation would find a change in every rerun. Where a row is of several rounds
+**The unit is the process.** Samples of one process differ less than samples of two processes, so a test that
+took each sample for an observation would find a change in every rerun. Where a row has several rounds
 (:func:`~spbench.bench.tools.changes.metrics.merged_rounds`), each round counts once, by its median.
 
-**The test** is Student's t on logarithms of times, since a change multiplies a time. Where the rounds of both
-sides took turns, it is of pairs (one round of each, next to each other in time), so that what slows the
-machine for a while slows both of a pair. If nothing has changed, the two of a pair could be exchanged: the
-logarithm of their ratio is symmetric about zero however skewed the times are, which is what the test needs
-with few rounds. Rank tests need no such thing, but with n pairs their p-value is never below 2 / 2^n, too
-much to survive the correction for many metrics with fewer than 15 rounds. Rounds that did not take turns are
-compared by Welch's test, without pairs.
+**The test** is Student's t on logarithms of times, because a change multiplies a time. Where the rounds of
+both sides took turns, the test is paired: a pair is one round of each side, next to each other in time, so
+whatever slows the machine for a while slows both rounds. If nothing has changed, the rounds of a pair could
+be exchanged: the logarithm of their ratio is symmetric about zero however skewed the times are, and with few
+rounds the test needs this symmetry. Rank tests do not need symmetry, but with n pairs their p-value is never
+below 2 / 2^n, too much to survive the correction for many metrics with fewer than 15 rounds. Rounds that did
+not take turns are compared by Welch's test, without pairs.
 
-**Many comparisons**: p-values are corrected together (Benjamini and Hochberg 1995), so that of all changes
-that are reported the expected part that is none is :data:`ALPHA`; where nothing at all has changed, that is
+**Many comparisons**: p-values are corrected together (Benjamini and Hochberg 1995), so that :data:`ALPHA` is
+the expected share of false reports among all reported changes; where nothing at all has changed, ALPHA is
 the probability of any report.
 
-**The least effect**: a change is reported only if it is also larger than what anyone would act on.
+**The least effect**: a change is reported only if it is also larger than a size that anyone would act on.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ from spbench.bench.tools.changes.metrics import Difference, Reading, readings, v
 from spbench.bench.tools.changes.result_files import origin_of
 from spbench.bench.units import shown_bytes, shown_time
 
-#: limit of corrected p-values; intervals hold the change with the probability 1 - ALPHA
+#: limit of corrected p-values; an interval contains the change with the probability 1 - ALPHA
 ALPHA = 0.01
-#: relative, of times measured in rounds; well below 5%, so that changes of 5% are not lost to it
+#: least relative change of times measured in rounds; well below 5%, so that changes of 5% are reported
 LEAST_EFFECT = 0.03
-#: relative, of memory, which no sample stands for: Megatron-LM's own regression tests allow as much
+#: least relative change of memory, which has no samples: Megatron-LM's own regression tests allow as much
 LEAST_MEMORY_EFFECT = 0.05
-#: relative, of times of one process a side, whose difference from other processes is unknown: it must be seen
-#: in the median and in the smallest sample, which a busy machine disturbs least
+#: least relative change of times of one process a side, because processes differ by an unknown amount; both
+#: the median and the smallest sample must change so, as a busy machine disturbs the smallest sample least
 LEAST_EFFECT_OF_ONE_PROCESS = 1.0
-#: rounds, or samples of one process, that a side needs
+#: the number of rounds, or of samples where there is one process a side, that each side needs at least
 FEWEST = 5
 
 
 @dataclass(frozen=True)
 class _Tested:
-    """A metric before the correction; ``effect`` and ``interval`` are logarithms of ratios, new to base."""
+    """The test of one metric, with the uncorrected ``p``; ``effect`` and ``interval`` are logarithms of the
+    ratio of new to base; ``least`` is the least relative change that is reported."""
 
     key: str
     base: Reading
@@ -64,7 +65,7 @@ class _Tested:
     least: float
 
     def difference(self, p: float) -> Difference:
-        """The difference of the key's values, with its interval and the corrected p-value ``p``."""
+        """The :class:`Difference` of the cell's values, with its interval and the corrected p-value ``p``."""
         sign = 1 if self.base.metric.better == "smaller" else -1
         low, high = sorted(sign * math.expm1(bound) for bound in self.interval)
         effect = sign * math.expm1(self.effect)
@@ -78,8 +79,8 @@ def _difference(key: str, base: Reading, new: Reading, change: float) -> Differe
 def measured_changes(
     base: Mapping[str, Row], new: Mapping[str, Row]
 ) -> tuple[dict[str, list[Difference]], set[str], list[str]]:
-    """The measured metrics that differ, by cell, of cells that both sides have with the same status; the
-    cells of which a metric could not be judged; and why, a line each."""
+    """Test the measured metrics of the cells that both sides have with the same status. Returns: the
+    differences by cell key; the keys of cells with a metric that could not be judged; notes, a line each."""
     tested: list[_Tested] = []
     changes: dict[str, list[Difference]] = defaultdict(list)
     unjudged: set[str] = set()
@@ -109,7 +110,7 @@ def _measured_on_both(base: Row, new: Row) -> Iterable[tuple[Reading, Reading]]:
     now = readings(new)
     for name, before in readings(base).items():
         is_measured = before.metric.judged and not before.exact and name in now and not now[name].exact
-        if is_measured and now[name].is_finite:  # of others the judgement has a line
+        if is_measured and now[name].is_finite:  # the judgement itself reports numbers that are not finite
             yield before, now[name]
 
 
@@ -138,7 +139,7 @@ def _is_one_process(base: Reading, new: Reading) -> bool:
 
 
 def _units(reading: Reading, what: str) -> Sequence[float]:
-    """The observations that a test counts: samples, or the medians of rounds."""
+    """The observations that a test counts: samples if ``what`` is "samples", else the medians of rounds."""
     return reading.samples if what == "samples" else [statistics.median(round_) for round_ in reading.rounds]
 
 
@@ -155,7 +156,7 @@ def _test(key: str, base: Reading, new: Reading, *, in_turns: bool) -> _Tested:
     alone = _is_one_process(base, new)
     before, now = (np.log(_units(reading, "samples" if alone else "rounds")) for reading in (base, new))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of observations that are all alike
+        warnings.simplefilter("ignore", RuntimeWarning)  # scipy warns if all observations are equal
         if in_turns and len(before) == len(now) and not alone:
             result, effect = scipy.stats.ttest_1samp(now - before, 0), np.mean(now - before)
         else:
@@ -171,7 +172,7 @@ def _test(key: str, base: Reading, new: Reading, *, in_turns: bool) -> _Tested:
 
 
 def _precision(tested: Sequence[_Tested]) -> Iterable[str]:
-    """How small a change could be seen: a line for metrics in rounds, and for those of one process a side."""
+    """How small a change could be seen: a line on metrics in rounds, one on metrics of one process a side."""
     by_rounds = [judged for judged in tested if not _is_one_process(judged.base, judged.new)]
     if by_rounds:
         rounds = min(len(reading.rounds) for judged in by_rounds for reading in (judged.base, judged.new))
@@ -203,9 +204,9 @@ STEP_PARTS = {
     "host_s": "waits for the host's launches",
 }
 
-#: share of all that moved; a part that moved by less is rounding, or beside the point
+#: a part is named only if its change exceeds this share of the sum of all parts' absolute changes
 _LEAST_SHARE = 0.05
-#: parts that are named, those that moved most
+#: the number of parts that are named, those that changed most
 _NAMED = 3
 
 
@@ -213,8 +214,9 @@ class Why(NamedTuple):
     """Why a number changed.
 
     Attributes:
-        moved: the names of what moved, most first; equal for cells that changed in the same way.
-        text: the names with amounts; "" if the rows do not tell.
+        moved: the names of the parts that changed, the largest change first; cells with equal names changed
+            in the same way.
+        text: the names with amounts in bytes or seconds; "" if the rows do not tell.
     """
 
     moved: tuple[str, ...] = ()
@@ -222,7 +224,7 @@ class Why(NamedTuple):
 
 
 def why(quantity: str, base: Row, new: Row) -> Why:
-    """Why a metric, or the status, of a cell differs between two rows of it."""
+    """Why a metric (or "status") of a cell differs between the cell's two rows."""
     was, now = base["measurement"], new["measurement"]
     match quantity:
         case "status":
@@ -244,7 +246,7 @@ def why(quantity: str, base: Row, new: Row) -> Why:
 
 
 def _status(base: Row, new: Row) -> Why:
-    """The reason of the status that is not ok, with the bytes where that is a mismatch."""
+    """The reason of the new status, or else of the old one; for a mismatch, the bytes that differ."""
     reasons = [_beside_the_form(row["measurement"]) or str(row.get("reason") or "") for row in (new, base)]
     moved = f"{base['status']} -> {new['status']}"
     if reasons[0] or not reasons[1]:
@@ -253,7 +255,8 @@ def _status(base: Row, new: Row) -> Why:
 
 
 def _beside_the_form(measured: Mapping[str, Any]) -> str:
-    """The first message whose bytes differ from the closed form, and how many more do; "" if none does."""
+    """The first message whose bytes differ from the closed form, and how many other messages differ; "" if
+    no message differs."""
     wrong = measured.get("formula_difference") or []
     if not wrong or not {"phase", "collective", "metered_bytes", "formula_bytes"} <= wrong[0].keys():
         return ""
@@ -266,7 +269,7 @@ def _beside_the_form(measured: Mapping[str, Any]) -> str:
 
 
 def _sent(measured: Mapping[str, Any]) -> dict[str, float]:
-    """Bytes sent by collective, phase and axis, in words."""
+    """The bytes sent, by a text that names collective, phase and axis; entries without bytes are left out."""
     sent: dict[str, float] = {}
     for entry in measured.get("communication") or ():
         over = f" over {entry['axis']}" if entry.get("axis") else ""
@@ -292,7 +295,7 @@ def _peak(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
 
 
 def _reserved(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
-    """Why reserved memory changed: more is allocated at the peak, or more is reserved on top of that."""
+    """Why reserved memory changed: the bytes allocated at the peak, or the bytes reserved on top of these."""
     parts = [
         {"allocated at the peak": peak, "reserved beside it": reserved - peak}
         for measured in (was, now)
@@ -303,8 +306,8 @@ def _reserved(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
 
 
 def _answer(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
-    """The smallest value that was probed on both sides and now has another status; else the first that does
-    not fit now."""
+    """Why a search's answer changed: the smallest value that both rows probed with different statuses; else
+    the first value that does not fit now."""
     before, after = ({p.get("value"): p for p in measured.get("proof") or ()} for measured in (was, now))
     for value in sorted(value for value in before.keys() & after.keys() if value is not None):
         a, b = before[value], after[value]
@@ -321,11 +324,7 @@ def _answer(was: Mapping[str, Any], now: Mapping[str, Any]) -> Why:
 
 
 def _moved(before: Mapping[str, float], after: Mapping[str, float], shown: Any) -> Why:
-    """The parts whose values differ most between ``before`` and ``after``.
-
-    Args:
-        shown: an amount as text.
-    """
+    """The parts whose values changed most between ``before`` and ``after``; ``shown`` formats an amount."""
     changes = {name: after.get(name, 0) - before.get(name, 0) for name in {**before, **after}}
     total = math.fsum(map(abs, changes.values()))
     most = sorted(changes, key=lambda name: -abs(changes[name]))

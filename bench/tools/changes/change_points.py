@@ -2,11 +2,10 @@
 
 Candidates come from ruptures: the segmentation with the least sum of squares within segments plus a penalty
 for each change, found exactly by PELT (Killick, Fearnhead and Eckley 2012). The noise is estimated from
-differences of neighbours, of which few span a change of level. Outliers are clipped by a Hampel filter, so
-that a single one makes no segment. A candidate counts only if its effect is large enough and Student's t-test
-between the segments on its sides, corrected for the number of places it was chosen from, finds it
-significant. Its place comes with a confidence set by likelihood ratio (Hansen 2000), wider the more noise
-there is.
+differences of neighbours, because few of these differences span a change of level. A Hampel filter clips
+outliers, so that a single outlier makes no segment. A candidate counts only if its effect is large enough and
+Student's t-test between the segments on its sides, corrected for the number of places it was chosen from, is
+significant. The change's place has a confidence set by likelihood ratio (Hansen 2000), wider with more noise.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 import scipy  # whose parts, a second of imports, are imported as they are first used
 from numpy.typing import NDArray
 
-#: relative; a smaller change of a measured level is not reported
+#: the least relative change of a measured level that is reported
 MINIMUM_EFFECT = 0.02
 
 #: the fewest values that make a level, so that two bad nights in a row make none
@@ -29,21 +28,21 @@ MINIMUM_LENGTH = 3
 #: a change costs this times the logarithm of the number of values, in variances of the noise
 PENALTY = 3.0
 
-#: the probability, under normal noise, with which a candidate may come from a sequence without changes;
-#: small, as hundreds of series are searched every night
+#: the largest probability, under normal noise, that a sequence without changes gives such a candidate; small,
+#: because hundreds of series are searched every night
 SIGNIFICANCE = 1e-4
 
 #: the 95% quantile of the likelihood-ratio statistic of a change's place, -2 ln(1 - sqrt(0.95)); Hansen 2000,
 #: "Sample splitting and threshold estimation", table I
 CONFIDENCE = 7.35
 
-#: the least noise that is assumed, relative: on a quiet machine neighbours can be equal
+#: the least relative noise that is assumed, because on a quiet machine neighbours can be equal
 _LEAST_NOISE = 1e-3
 
-#: of the Hampel filter: how many values a neighbourhood has, and how many standard deviations it leaves alone
+#: the Hampel filter's window, in values, and the number of standard deviations beyond which it clips a value
 _WINDOW, _OUTLYING = 5, 3.0
 
-#: standard deviation of normal noise over its median absolute deviation
+#: the ratio of normal noise's standard deviation to its median absolute deviation
 _NORMAL = 1.4826
 
 
@@ -52,10 +51,10 @@ class ChangePoint:
     """A change of level.
 
     Attributes:
-        last_before, first_after: places in the sequence: the change happened between these two, with 95%
+        last_before, first_after: indices of values: the change happened between these two with 95%
             confidence; neighbours if the noise leaves no doubt. For a drift: its first and last value.
-        before, after: the levels, as geometric means.
-        drift: the values went from one level to the other little by little.
+        before, after: the levels, as geometric means of values; for a drift, the ends of the fitted line.
+        drift: whether the values went from one level to the other little by little.
     """
 
     last_before: int
@@ -66,12 +65,12 @@ class ChangePoint:
 
 
 def change_points(values: Sequence[float]) -> list[ChangePoint]:
-    """The changes of level among positive values, in order. Fewer than two times :data:`MINIMUM_LENGTH`
-    values have none; nor has a sequence with a value that is not positive."""
+    """The changes of level in a sequence, in order; none if it has fewer than two times
+    :data:`MINIMUM_LENGTH` values, or a value that is not positive."""
     if len(values) < 2 * MINIMUM_LENGTH or min(values) <= 0:
         return []
     logs = np.log(np.asarray(values, dtype=float))  # so that noise and effects are relative
-    differences = np.diff(logs)  # of neighbours, whose deviation is that of independent noise times sqrt(2)
+    differences = np.diff(logs)  # the deviation of differences is that of independent noise times sqrt(2)
     deviation = np.median(np.abs(differences - np.median(differences)))
     noise = max(float(_NORMAL * deviation / math.sqrt(2)), _LEAST_NOISE)
     logs = _without_outliers(logs, noise)
@@ -82,8 +81,8 @@ def change_points(values: Sequence[float]) -> list[ChangePoint]:
 
 
 def _without_outliers(logs: NDArray[Any], noise: float) -> NDArray[Any]:
-    """Each value clipped to some standard deviations around the median of its window; at both ends the window
-    is moved inwards, so that it is as wide as elsewhere."""
+    """The values, each clipped to 3 standard deviations around the median of the 5 values around it; at both
+    ends the window of 5 is moved inwards."""
     starts = np.clip(np.arange(len(logs)) - _WINDOW // 2, 0, len(logs) - _WINDOW)
     medians = np.median(logs[starts[:, None] + np.arange(_WINDOW)], axis=1)
     return np.clip(logs, medians - _OUTLYING * noise, medians + _OUTLYING * noise)
@@ -99,7 +98,7 @@ def _candidates(standardized: NDArray[Any]) -> list[int]:
 
 def _confirmed(logs: NDArray[Any], bounds: list[int]) -> list[int]:
     """The bounds whose changes are significant and large enough: the least significant bound is left out, and
-    the others are judged again, until all are."""
+    the other bounds are judged again, until every change is significant."""
     while len(bounds) > 2:
         pairs = zip(bounds, bounds[1:], bounds[2:], strict=False)
         doubts = [_doubt(logs[start:place], logs[place:end]) for start, place, end in pairs]
@@ -111,8 +110,8 @@ def _confirmed(logs: NDArray[Any], bounds: list[int]) -> list[int]:
 
 
 def _doubt(left: NDArray[Any], right: NDArray[Any]) -> float:
-    """The probability that noise alone makes so large a difference of means at the best place of a stretch; 1
-    if the difference is too small to count."""
+    """The probability that noise without a change makes so large a difference between the means of ``left``
+    and ``right``, for the best of all places; 1 if the difference is below :data:`MINIMUM_EFFECT`."""
     effect = abs(right.mean() - left.mean())
     if effect < math.log1p(MINIMUM_EFFECT):
         return 1.0
@@ -126,8 +125,8 @@ def _doubt(left: NDArray[Any], right: NDArray[Any]) -> float:
 
 
 def _merged(logs: NDArray[Any], bounds: list[int], noise: float) -> list[ChangePoint]:
-    """A change point for each bound. It is a drift where a line fits clearly better than two levels; drifts
-    that follow each other are one."""
+    """A change point for each bound. The change is a drift where a line fits clearly better than two levels;
+    drifts that follow each other are merged into one."""
     changes: list[ChangePoint] = []
     for start, place, end in zip(bounds, bounds[1:], bounds[2:], strict=False):
         if not _is_drift(logs[start:end], place - start, noise):
@@ -140,7 +139,7 @@ def _merged(logs: NDArray[Any], bounds: list[int], noise: float) -> list[ChangeP
 
 
 def _is_drift(logs: NDArray[Any], place: int, noise: float) -> bool:
-    """Whether a line fits clearly better than a change of level at that place."""
+    """Whether a line fits clearly better than a change of level at the index ``place``."""
     x = np.arange(len(logs))
     line = np.polyval(np.polyfit(x, logs, 1), x)
     gain = _squares(logs[:place]) + _squares(logs[place:]) - ((logs - line) ** 2).sum()

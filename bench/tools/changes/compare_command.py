@@ -1,10 +1,10 @@
 """`spbench compare`: the gate. Are new results as good as the old ones?
 
-Two versions of a project measured in turns on this machine: base, new, new, base, base, new, ...
+With `--run`, two versions of a project are measured in turns on this machine: base, new, new, base, ...
 
-Each turn is a process of its own, which runs the scenario as `spbench run` does, in the folder of its version
-and with the modules that lie there. What slows the machine for a while then slows both sides alike, and
-neither always goes first.
+Each turn is a process of its own, which runs `spbench run` in the folder of its version and with the modules
+of that folder. Whatever slows the machine for a while then slows both sides alike, and neither side always
+goes first.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from spbench.bench.tools.changes.metrics import merged_rounds
 from spbench.bench.tools.changes.result_files import read_results
 from spbench.bench.tools.papers.comparison import COMPARISON_FILE
 
-#: seconds that a run which is interrupted has to end its own processes
+#: the seconds that an interrupted run has to end its own processes
 GRACE_S = 20.0
 
 
 def measured_repository() -> Path:
-    """The repository whose commits are compared: the one around the working folder, else spbench's own.
+    """The root of the repository whose commits are compared: around the working folder, else spbench's own.
 
     Raises:
-        UserError: there is neither.
+        UserError: neither repository exists.
     """
     if (root := checkout_around(Path.cwd()) or own_checkout()) is None:
         raise UserError(
@@ -64,19 +64,19 @@ def run_in_turns(
     on_turn: Callable[[int, str], None] = lambda number, side: None,
 ) -> dict[str, Path]:
     """Measure versions of a project in turns; the rows of each version go to its folder in ``output``. If all
-    measured metrics are exact, only one round is run, as it says everything.
+    measured metrics are exact, only one round is run, because more rounds would give the same numbers.
 
     Args:
-        versions: by the name of their folder.
-        scenario: a name, or the path of a file; if that is in the repository, each version takes its own.
-        arguments: further ones of `spbench run`, without ``--output``.
+        versions: the versions, by the names of their folders in ``output``.
+        scenario: a name, or the path of a file; for a file in the repository, each version runs its own copy.
+        arguments: further arguments of `spbench run`, without ``--output``.
         on_turn: called with the round, from 1, and the name of the version before each turn.
 
     Returns:
         The folder of each version, with cells.jsonl, and comparison.csv if the run made one.
 
     Raises:
-        UserError: a version cannot run the scenario; its message, in one line.
+        UserError: a version cannot run the scenario; the error has the version's last message.
         KeyboardInterrupt: passed on, when the processes have ended.
     """
     repository = measured_repository()
@@ -88,16 +88,16 @@ def run_in_turns(
                 folder, version = Path(scratch, f"{side}-{number}"), versions[side]
                 named = _of_version(scenario, repository, version)
                 words = ["--scenario", named, *arguments, "--output", str(folder)]
-                said = _run(version, _working_folder(repository, version), words)
-                rows[side].append(_rows(side, version, folder, said))
+                stderr = _run(version, _working_folder(repository, version), words)
+                rows[side].append(_rows(side, version, folder, stderr))
             if number == 0 and not any("rounds" in row for by in rows.values() for row in merged_rounds(by)):
                 break
         return {side: _write(merged_rounds(rows[side]), Path(scratch), output, side) for side in versions}
 
 
 def _counterpart(path: Path, repository: Path, version: CodeVersion) -> Path | None:
-    """The same file or folder of the repository in another version; None: it has none, or the path lies
-    outside the repository."""
+    """The path in a version's tree of a file or folder of the repository; None if the version lacks the file,
+    or ``path`` lies outside the repository."""
     path, repository = resolved(path), resolved(repository)
     if not path.is_relative_to(repository):
         return None
@@ -106,23 +106,24 @@ def _counterpart(path: Path, repository: Path, version: CodeVersion) -> Path | N
 
 
 def _of_version(scenario: str, repository: Path, version: CodeVersion) -> str:
-    """The scenario as a version is asked for it: its own file, else the same for both."""
+    """The scenario's name or path for a version: the path of the version's own file if it has one."""
     if not (file := Path(scenario)).is_file():
         return scenario
     return str(_counterpart(file, repository, version) or resolved(file))
 
 
 def _working_folder(repository: Path, version: CodeVersion) -> Path:
-    """Where a version is run: in what has the place of the working folder, or there if it lies elsewhere."""
-    here = Path.cwd()
-    if not here.is_relative_to(repository.resolve()):
-        return here
-    return _counterpart(here, repository, version) or version.root
+    """The folder in which a version is run: the version's counterpart of the working folder, or the working
+    folder itself if it lies outside the repository."""
+    folder = Path.cwd()
+    if not folder.is_relative_to(repository.resolve()):
+        return folder
+    return _counterpart(folder, repository, version) or version.root
 
 
 def _run(version: CodeVersion, folder: Path, arguments: Sequence[str]) -> str:
-    """Run `spbench run` of a version in a folder, and return what it wrote to standard error."""
-    # -P: modules are those of the version, wherever the folder is
+    """Run `spbench run` of a version in a folder, and return the text that it wrote to standard error."""
+    # -P: Python imports the version's modules, whatever folder it runs in
     command = [sys.executable, "-P", "-m", "spbench", "run", *arguments]
     places = [version.root, *filter(Path.is_dir, [version.root / "src"])]
     inherited = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -133,7 +134,7 @@ def _run(version: CodeVersion, folder: Path, arguments: Sequence[str]) -> str:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C is this process's to pass on, once
+        start_new_session=True,  # Ctrl-C reaches only this process, which passes it on once
     )
     try:
         return process.communicate()[1]
@@ -147,15 +148,15 @@ def _run(version: CodeVersion, folder: Path, arguments: Sequence[str]) -> str:
         raise
 
 
-def _rows(side: str, version: CodeVersion, folder: Path, said: str) -> list[Row]:
-    """The rows of a turn; ``said``: its standard error.
+def _rows(side: str, version: CodeVersion, folder: Path, stderr: str) -> list[Row]:
+    """The rows that a turn wrote to ``folder``; ``stderr`` is the text of the turn's standard error.
 
     Raises:
-        UserError: there are none, or they were made by another commit.
+        UserError: there are no rows, or the rows name another commit than the version's.
     """
     rows, _ = read_rows(folder)
     if not rows:
-        last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+        last = next((line for line in reversed(stderr.splitlines()) if line.strip()), "it said nothing")
         raise UserError(f"{side} ({version}) cannot run this: {last.removeprefix('spbench: ')}")
     for made_by in map(commit_of, rows):
         if not made_by or not version.commit.startswith(made_by.removesuffix(DIRTY)):
@@ -173,8 +174,8 @@ def _write(rows: Sequence[Row], scratch: Path, output: Path, side: str) -> Path:
 
 @contextmanager
 def termination_as_interrupt() -> Iterator[None]:
-    """Inside, SIGTERM, by which CI systems end a job, raises KeyboardInterrupt, so that what was made is
-    removed."""
+    """A context in which SIGTERM, by which CI systems end a job, raises KeyboardInterrupt, so that temporary
+    files and checkouts are removed."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -186,7 +187,7 @@ def termination_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-#: rounds of `--run`; docs/regressions.md says which changes they find
+#: the default number of rounds of `--run`; docs/regressions.md says how small a change so many rounds show
 ROUNDS = 12
 
 #: options of `spbench run` that choose what is measured; each side's own code reads their values
@@ -197,13 +198,13 @@ PASSED_ON = (
 
 
 def _passed_on(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options :data:`PASSED_ON`; the command gets those that are given, flags and values in one list,
-    as ``arguments``."""
+    """Add the options :data:`PASSED_ON` to a command, which gets the flags and values that the user typed as
+    one list, ``arguments``."""
 
     @functools.wraps(command)
     def collected(**values: Any) -> Any:
-        given = {flag: values.pop(flag.removeprefix("--").replace("-", "_")) for flag in PASSED_ON}
-        arguments = [word for flag, texts in given.items() for text in texts for word in (flag, text)]
+        options = {flag: values.pop(flag.removeprefix("--").replace("-", "_")) for flag in PASSED_ON}
+        arguments = [word for flag, texts in options.items() for text in texts for word in (flag, text)]
         return command(arguments=arguments, **values)
 
     for flag in reversed(PASSED_ON):
@@ -280,10 +281,10 @@ def _compared_in_turns(
     *,
     subset: bool,
 ) -> Output:
-    """Run a scenario at two commits in turns, and judge what that gave.
+    """Run a scenario at two commits in turns, and judge the two results.
 
     Raises:
-        UserError: a ref names no commit, or the scenario cannot be run there.
+        UserError: ``base`` or ``new`` names no commit, or the scenario cannot be run at that commit.
     """
 
     repository = measured_repository()

@@ -1,5 +1,5 @@
-"""`spbench export`: results as the files that dashboards and CI systems read; for the modules that write
-these, what an export is asked for, results as suites with their origins and bases, and what it makes."""
+"""`spbench export`: results as the files that dashboards and CI systems read. The modules that write these
+files get an :class:`ExportRequest` (suites of results, each with its base), and return :class:`Exported`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WITH_VALUES = ("ok", "oom")
 
 
 class ExportedValue(NamedTuple):
-    """A number to be exported, with its suite and row."""
+    """A metric's value in a cell, to be exported, with its suite and row."""
 
     suite: Suite
     row: Row
@@ -46,13 +46,13 @@ class ExportedValue(NamedTuple):
 
 
 def integral(value: float) -> float:
-    """The value, as an int where it is a whole number: JSON then has all digits and no exponent."""
+    """The value, as an int if it is a whole number, so that JSON has all its digits and no exponent."""
     return int(value) if float(value).is_integer() else value
 
 
 def numbers_of(suite: Suite, *metrics: str) -> Iterator[ExportedValue]:
-    """The numbers of these metrics (none named: of all), cell by cell in the order of the rows and of
-    :data:`METRICS`."""
+    """The numbers of the named metrics (without names, of all metrics), cell by cell in the order of the rows
+    and, within a cell, of :data:`METRICS`."""
     for row in suite.rows:
         if row["status"] in WITH_VALUES:
             for name, reading in readings(row).items():
@@ -62,14 +62,14 @@ def numbers_of(suite: Suite, *metrics: str) -> Iterator[ExportedValue]:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What is to be exported.
+    """The results that an export gets.
 
     Attributes:
-        suites: at least one; their names differ.
+        suites: at least one; the names of suites differ.
         output: the file or folder that will be written; None for standard output.
         targets: values that metrics have to meet.
         not_run: names of bases that have no results.
-        heeded: "targets", once an export has asked for one.
+        heeded: contains "targets" once an export has called :meth:`target`.
     """
 
     suites: Sequence[Suite]
@@ -79,10 +79,10 @@ class ExportRequest:
     heeded: set[str] = field(default_factory=set)
 
     def values(self, *metrics: str) -> list[ExportedValue]:
-        """The numbers of these metrics (none named: of all), by suite and row.
+        """The numbers of the named metrics (without names, of all metrics), by suite and row.
 
         Raises:
-            UserError: there are no such numbers; with what there is instead.
+            UserError: no cell has such a number; the message counts the cells by status.
         """
         values = [value for suite in self.suites for value in numbers_of(suite, *metrics)]
         if not values:
@@ -90,14 +90,14 @@ class ExportRequest:
         return values
 
     def target(self, value: ExportedValue) -> float | None:
-        """The target that the number has to meet: the first that names it; None if none does."""
+        """The value that the number has to meet, by the first target that names its metric; None without."""
         self.heeded.add("targets")
         machine = "" if value.reading.exact else value.origin.host
         place = (value.suite.name, value.row["key"], value.reading.metric.name, machine)
         return next((target.value for target in self.targets if target.names(*place)), None)
 
     def left_out(self, *metrics: str) -> list[str]:
-        """A line for each suite with cells that have none of these metrics, or no metric at all."""
+        """A line for each suite with cells that have none of the named metrics (without names: no metric)."""
         what = " or ".join(metrics) or "value"
         lines = []
         for suite in self.suites:
@@ -111,12 +111,12 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class Exported:
-    """An export as text.
+    """The text of an export's files.
 
     Attributes:
-        content: of the one file; or of several, by path within the output's folder, in the order in which
-            they are put in place.
-        notes: what was left out and why, one a line.
+        content: the text of the one file; or the texts of several, by path within the output's folder, in the
+            order in which the files are put in place.
+        notes: lines that say which cells were left out and why.
     """
 
     content: str | Mapping[str, str]
@@ -129,15 +129,16 @@ class Exported:
 def read_suites(
     paths: Sequence[Path], base: Path | None, previous_base: Path | None, commit: str = ""
 ) -> list[Suite]:
-    """The results at these paths (see :func:`read_results`).
+    """The results at these paths (see :func:`read_results`), each with its bases.
 
     Args:
         base: the base of the results; or a folder with a base for each, under the names of the results.
-        previous_base: the base before the change, in the same form; results that have none there are new.
+        previous_base: the base before the change, in the same form; results without a base there are new.
+        commit: the commit of all rows, whatever the rows say; "": each row says its own.
 
     Raises:
-        UserError: something cannot be read, results have no base, two results have one name, or the gate
-            does not judge them (:func:`check_gate`).
+        UserError: a file cannot be read, results have no base, two results have one name, or the gate
+            does not judge the results (:func:`check_gate`).
     """
     suites: dict[str, Suite] = {}
     alone = len(paths) == 1
@@ -162,7 +163,7 @@ def not_run(paths: Sequence[Path], base: Path | None) -> list[str]:
 
 
 def _base_of(name: str, base: Path, *, alone: bool) -> Path:
-    """Where the base of the results called ``name`` is: ``base``, or what has that name in it."""
+    """The path of the base of the results called ``name``: ``base``, or the folder of that name in it."""
     return base / name if _is_results(base / name) or not alone else base
 
 
@@ -170,7 +171,7 @@ def _is_results(path: Path) -> bool:
     return (path / RESULTS_FILE).is_file()
 
 
-def _known(ctx: click.Context, param: click.Parameter, name: str) -> str:
+def _check_export(ctx: click.Context, param: click.Parameter, name: str) -> str:
     if name not in EXPORTS:
         raise click.BadParameter(f"no export {name!r}{suggestion(name, EXPORTS.names())}", ctx, param)
     return name
@@ -182,7 +183,7 @@ def _known(ctx: click.Context, param: click.Parameter, name: str) -> str:
     "system",
     required=True,
     metavar=f"[{'|'.join(EXPORTS.names())}]",
-    callback=_known,
+    callback=_check_export,
     help="The system that is to read them.",
 )
 @click.argument("results", nargs=-1, required=True, type=click.Path(path_type=Path))

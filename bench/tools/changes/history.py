@@ -1,7 +1,6 @@
-"""A history: the records in a folder, the series of their metrics, and what is wrong with these now.
-
-People write two YAML files into it: ``targets.yaml`` has values that metrics must meet, ``meant.yaml`` the
-steps that were meant::
+"""A history: the records of runs in a folder, the series of their metrics over commits, and which series have
+regressed or miss a target. People write two YAML files into the folder: ``targets.yaml`` has values that
+metrics must meet, ``meant.yaml`` the steps (changes of a series' level) that were intended::
 
     targets:
       - {suite: gate, cell: tnl-1b/lasp/sp64, metric: peak_memory_bytes, value: 12e9}
@@ -33,11 +32,7 @@ Entry = TypeVar("Entry", "Target", "Acceptance")
 
 
 class _SeriesSelector(StrictModel):
-    """Selects series of metrics; a field that is left out allows any value.
-
-    Attributes:
-        cell: a part of the cell's key.
-    """
+    """A selector of series; a field that is left out allows any value, and ``cell`` is a part of the key."""
 
     suite: str | None = None
     cell: str = ""
@@ -49,18 +44,14 @@ class _SeriesSelector(StrictModel):
         return self.names(series.suite, series.cell, series.metric.name, series.machine)
 
     def names(self, suite: str, cell: str, metric: str, machine: str) -> bool:
-        """Whether this selects a metric of a cell in a suite.
-
-        Args:
-            cell: its key.
-            machine: empty for an exact metric.
-        """
+        """Whether this selects a metric of a cell in a suite; ``cell`` is the cell's key, and ``machine`` is
+        empty for an exact metric."""
         wanted, has = (self.suite, self.metric, self.machine), (suite, metric, machine)
         return self.cell in cell and all(w in (None, h) for w, h in zip(wanted, has, strict=True))
 
 
 class Target(_SeriesSelector):
-    """A value that a metric must reach: at most this where smaller is better, else at least."""
+    """A ``value`` that a metric must not exceed where smaller is better, and must reach where bigger is."""
 
     metric: str
     value: Number
@@ -71,7 +62,7 @@ class Target(_SeriesSelector):
 
 
 class Acceptance(_SeriesSelector):
-    """Steps that were meant: those of the named series whose commits include this one.
+    """Steps that were meant: the steps of the selected series whose range of commits includes ``commit``.
 
     Attributes:
         commit: at least 7 digits of the hash of a recorded commit, such as the end of the step's range.
@@ -88,7 +79,7 @@ class Acceptance(_SeriesSelector):
         return reason
 
     def accepts(self, step: Step, series: Series) -> bool:
-        """Whether this accepts the step of a series."""
+        """Whether this selects the series and names a commit in the range of its step."""
         if not self.selects(series):
             return False
         hashes = [point.commit.hash for point in series.points]
@@ -97,7 +88,7 @@ class Acceptance(_SeriesSelector):
 
 
 def read_entries(path: Path, kind: type[Entry]) -> tuple[Entry, ...]:
-    """The entries of a file, targets or intended steps; its one key is the file's name. Without a file, none.
+    """The targets or acceptances in a file, whose one key is the file's name; empty if there is no file.
 
     Raises:
         UserError: the file cannot be read or is wrong.
@@ -114,8 +105,8 @@ class Assessment:
     """A series, with its steps and targets.
 
     Attributes:
-        steps: the earliest first; steps that were meant say why.
-        targets: that the series should meet.
+        steps: the earliest first; a step that was meant has the reason.
+        targets: the targets that the series should meet.
     """
 
     series: Series
@@ -125,8 +116,8 @@ class Assessment:
     @property
     def regressions(self) -> list[Step]:
         """The regressions that nobody has accepted and that were not undone: the last level is still worse
-        than the one before them, by more than the metric's tolerance, or of a measured one by
-        :data:`MINIMUM_EFFECT`."""
+        than the level before the regression, by more than the tolerance of an exact metric, or by more than
+        :data:`MINIMUM_EFFECT` of a measured one."""
         metric = self.series.metric
         least = metric.tolerance if self.series.exact else MINIMUM_EFFECT
         worse = [step for step in self.steps if step.verdict == "regression" and not step.meant]
@@ -144,7 +135,7 @@ class Assessment:
 
 
 def counts(assessments: Sequence[Assessment]) -> dict[str, int]:
-    """How many regressions stand, targets are missed, steps there are, and steps were meant."""
+    """The numbers of regressions that stand, of missed targets, of steps, and of steps that were meant."""
     steps = [step for each in assessments for step in each.steps]
     return {
         "standing": sum(len(each.regressions) for each in assessments),
@@ -156,11 +147,11 @@ def counts(assessments: Sequence[Assessment]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class History:
-    """The records in a folder.
+    """The records in a folder, its targets and its accepted steps.
 
     Attributes:
-        records: by the dates of their commits, then of their runs. Dates rather than the order of the
-            commits in git, as records are read where no git is, and made in shallow clones.
+        records: sorted by the dates of their commits, then of their runs. Dates replace the order of commits
+            in git, because records are read without git and made in shallow clones.
     """
 
     folder: Path
@@ -170,7 +161,7 @@ class History:
 
     @property
     def branches(self) -> list[str]:
-        """The names of the branches, that with the most records first."""
+        """The names of the branches, the branch with the most records first."""
         counts = Counter(record.commit.branch for record in self.records)
         return sorted(counts, key=lambda branch: (-counts[branch], branch))
 
@@ -183,13 +174,13 @@ class History:
         machine: str | None = None,
         branch: str | None = None,
     ) -> list[Series]:
-        """Series by suite and cell; a cell's first is its status.
+        """The series, sorted by suite and cell; the first series of each cell is the cell's status.
 
         Args:
-            suite, metric, machine: only those of this name; exact metrics are of every machine. Metrics that
-                say the same as another (:attr:`Metric.judged`) are chosen by their names alone.
+            suite, metric, machine: only series of this name; exact metrics belong to every machine. A metric
+                that repeats another (not :attr:`Metric.judged`) is included only if ``metric`` names it.
             cell: only cells whose key contains this text.
-            branch: whose records count; None: that with the most records.
+            branch: only records of this branch; None: of the branch with the most records.
 
         Raises:
             UserError: there is no such suite, metric, machine or branch, or no such cell.

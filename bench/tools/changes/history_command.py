@@ -17,10 +17,10 @@ from spbench.bench.tools.changes.history import Assessment, History, Target, cou
 from spbench.bench.tools.changes.series import Series, Step
 from spbench.plots.series import grouped
 
-#: series at most that are shown commit by commit, and of which an overview has the quiet ones too
+#: so many series or fewer are shown commit by commit; an overview of so many or fewer has quiet series too
 _IN_FULL, _AT_A_GLANCE = 3, 20
 
-#: the keys of cells have at least so many parts, of which the second is the strategy
+#: the key of a cell has at least so many parts between slashes; the second part is the strategy
 _PARTS_OF_A_KEY = 6
 
 
@@ -62,7 +62,7 @@ def command(folder: Path, branch: str | None, fail_on_regression: bool, **wanted
 
 
 def _asides(history: History, branch: str) -> Iterator[str]:
-    """Notes on records of the history that were passed over."""
+    """Notes: records of other branches that were left out, and accepted commits that have no record."""
     others = [name for name in history.branches if name != branch]
     left_out = sum(record.commit.branch != branch for record in history.records)
     if others:
@@ -74,7 +74,7 @@ def _asides(history: History, branch: str) -> Iterator[str]:
 
 
 def _hints(folder: Path, failing: Sequence[Assessment]) -> list[str]:
-    """Lines that tell how to mark the first regression as intended."""
+    """At most one hint, which shows how to mark the first regression as intended."""
     regressions = (
         (step.first_after.commit.short, a.series.metric) for a in failing for step in a.regressions
     )
@@ -104,8 +104,8 @@ _CHANGES = ("", "metric", "strategy", "cells", "change", "commits", "meant", "al
 
 
 def changes_table(assessments: Sequence[Assessment]) -> Iterator[Table]:
-    """A line for the steps of a metric that came with the same commits in the cells of a strategy, and one
-    for the cells of a strategy that miss a target; no table if there is neither."""
+    """A table with a line for each metric, strategy and target that cells miss, then a line for each metric,
+    strategy and range of commits with steps; no table if there are no lines."""
     if lines := [*_missed(assessments), *_steps(assessments)]:
         below = ("strategy", "meant", "also changed")
         yield Table("What changed, by strategy", lines, important=_CHANGES[:6], below=below)
@@ -121,7 +121,8 @@ def _missed(assessments: Sequence[Assessment]) -> Iterator[dict[str, Any]]:
 
 
 def _steps(assessments: Sequence[Assessment]) -> Iterator[dict[str, Any]]:
-    """The steps in words; a change goes from small to large."""
+    """A line for each verdict, metric, strategy and commit range of steps, with the smallest and the largest
+    change as texts."""
     ordered = sorted(assessments, key=lambda each: not each.regressions)
     alike = grouped(((a, step) for a in ordered for step in reversed(a.steps)), _about)
     for (*about, commits), some in alike.items():
@@ -133,7 +134,7 @@ def _steps(assessments: Sequence[Assessment]) -> Iterator[dict[str, Any]]:
 
 
 def _about(pair: tuple[Assessment, Step]) -> tuple[str, str, str, str]:
-    """What steps must have in common to stand in one line: verdict, metric, strategy and commits."""
+    """The verdict, metric, strategy and commit range of a step, by which steps are grouped into lines."""
     (assessment, step), series = pair, pair[0].series
     stands = step.meant or step.verdict != "regression" or step in assessment.regressions
     verdict = _verdict(step) + ("" if stands else " (undone)")
@@ -141,7 +142,7 @@ def _about(pair: tuple[Assessment, Step]) -> tuple[str, str, str, str]:
 
 
 def strategy_of(key: str) -> str:
-    """The strategy in a cell's key; the whole key if it is not a cell's, for example a benchmark's."""
+    """The strategy in a cell's key; the whole key if a benchmark of another program has that key."""
     parts = key.split("/")
     return parts[1] if len(parts) >= _PARTS_OF_A_KEY else key
 
@@ -155,7 +156,7 @@ def _also_changed(step: Step) -> str:
 
 
 def _target_text(target: Target, series: Series) -> str:
-    """A target, and whether it is missed."""
+    """A target as text, such as "at most 12", with ": MISSED" if the series misses the target."""
     limit = "at most" if series.metric.better == "smaller" else "at least"
     missed = ": MISSED" if target.is_missed(series) else ""
     return f"{limit} {series.spelled(target.value)}{missed}"
@@ -185,7 +186,7 @@ def _worst_first(assessments: Sequence[Assessment]) -> list[Assessment]:
 
 
 def series_ends(assessment: Assessment) -> dict[str, Any]:
-    """A series at a glance: its metric, ends and target."""
+    """A table line on a series: its metric, first and last value, number of commits and steps, targets."""
     series = assessment.series
     return {
         "metric": series.metric.name,
@@ -263,7 +264,7 @@ def _points(series: Series) -> list[dict[str, Any]]:
 
 
 def _point_records(assessment: Assessment) -> Iterator[dict[str, Any]]:
-    """A line for each point of a series; a point that begins a step also has the step's verdict."""
+    """A record for each point of a series; a point that begins a step also has the step's verdict."""
     by_commit = {step.first_after.commit.hash: step for step in assessment.steps}
     for line in _points(assessment.series):
         step = by_commit.get(line["commit"])
@@ -272,7 +273,7 @@ def _point_records(assessment: Assessment) -> Iterator[dict[str, Any]]:
 
 
 def _content(assessment: Assessment) -> dict[str, Any]:
-    """A series with its points, steps and targets."""
+    """A series with its points, steps and targets, as JSON content."""
     series, missed = assessment.series, assessment.missed
     return {
         **_names(series),

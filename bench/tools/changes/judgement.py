@@ -1,11 +1,12 @@
 """The gate: are new results as good as the old ones?
 
-Results are joined by cell key, published numbers by claim and cells. Worse is: a worse status, more sent
-bytes, a formula no longer met, more peak or reserved memory or a longer step on virtual ranks, a smaller
-answer of a search, a larger absolute error against what was published, a number that is not finite, and
-whatever is gone. Bytes and answers are compared exactly, simulated times and errors to a tolerance; times and
-memory of real ranks differ from run to run, so :mod:`tools.changes.change_evidence` judges them.
-Provenance, order, reasons and elapsed times are not judged.
+Rows are joined by cell key, claims (published numbers and ours) by name and cells. A result is worse if its
+status is worse, its ranks send more bytes, its bytes no longer equal the closed form, its peak or reserved
+memory or its step on virtual ranks grows, the answer of its search shrinks, its absolute error against the
+published number grows, a number is not finite, or a cell, claim or number is missing. Bytes and answers are
+compared exactly, simulated times and errors to a tolerance. Times and memory of real ranks differ from run to
+run, so :mod:`tools.changes.change_evidence` judges them. Provenance, order, reasons and elapsed times are not
+judged.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from spbench.bench.tools.papers.comparison import COMPARISON_FILE
 
 #: metrics of a search that are judged even if its answer has changed
 OF_ANY_ANSWER = ("formula_differences", "answer")
-#: absolute, of relative errors
+#: the absolute tolerance of relative errors against published numbers
 ERROR_TOLERANCE = 1e-6
 
 
@@ -45,9 +46,9 @@ class Judgement:
 
     Attributes:
         differences: the worst first.
-        equal: how many cells and claims are as they were, by kind.
-        unjudged: cells and claims without a difference of which a part could not be judged.
-        notes: what could not be judged, and why.
+        equal: the numbers of cells and of claims that did not change, by "cells" and "claims".
+        unjudged: cells and claims without a difference, but with a number that could not be judged.
+        notes: lines that say which numbers could not be judged, and why.
     """
 
     differences: list[Difference]
@@ -61,7 +62,7 @@ class Judgement:
 
     @property
     def judged_nothing(self) -> bool:
-        """Whether nothing could be compared, so that "not worse" would say nothing."""
+        """Whether no cell and no claim could be compared, so that "not worse" would be meaningless."""
         return not self.equal.total() and all(each.verdict == "new" for each in self.differences)
 
     @property
@@ -70,8 +71,8 @@ class Judgement:
         return "worse" if self.fails else "not judged" if self.judged_nothing else "not worse"
 
     def counted(self, equal: str) -> str:
-        """In words: how many differences there are by verdict, how many values are as before (called
-        ``equal``), and how many could not be judged."""
+        """A text that counts the differences by verdict, the unchanged cells and claims (followed by the word
+        ``equal``), and those that could not be judged in full: "1 worse, 12 cells equal"."""
         counts = Counter[str](difference.verdict for difference in self.differences)
         words = [f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict]]
         words += [f"{count} {kind} {equal}" for kind, count in self.equal.items()]
@@ -83,8 +84,8 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
     """Compare new results with old ones.
 
     Args:
-        new: read with ``judged``, where it comes from a file.
-        subset: the new results may lack cells, and the claims that stand on them.
+        new: the new results; if read from a file, then by ``read_results(path, judged=True)``.
+        subset: the new results may lack cells, and claims on these cells.
 
     Raises:
         UserError: a row of the base is ok and has no measurement.
@@ -110,10 +111,10 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
             unjudged |= {where}
             continue
         was, is_now = base.claims.get(name), (new.claims or {}).get(name)
-        # cells of both, as a claim that lost its cells does not name them any more
+        # the cells that either side names, because a claim that lost its cells does not name them any more
         keys = {row[side] for row in (was, is_now) if row for side in ("numerator", "denominator")}
         of_claim = list(_claim(where, was, is_now, subset and not keys - {""} <= new.cells.keys()))
-        # of a cell that has no number any more, the line on its status says all
+        # a claim on a cell that has no number any more needs no line, because the cell's status has one
         told = keys & lost
         differences += (
             _explained_claim(each, was, is_now)
@@ -131,7 +132,7 @@ def judge(base: Results, new: Results, *, subset: bool = False) -> Judgement:
 
 
 def _check_base(base: Results) -> None:
-    """Refuse a base with a row that is ok but has no numbers, because nothing is ever worse than that."""
+    """Refuse a base with a row that is ok but has no numbers, because no result is worse than such a row."""
     for key, row in base.cells.items():
         if row["status"] == "ok" and not row["measurement"]:
             raise UserError(
@@ -141,8 +142,8 @@ def _check_base(base: Results) -> None:
 
 
 def _lacking(base: Results, new: Results) -> Iterator[str]:
-    """A line on the metrics that only the new rows have, though a cell's status is the same; a metric that
-    the base lacks judges nothing."""
+    """At most one line, on the metrics that only the new rows have though the cell's status is the same: a
+    metric that the base lacks is not judged."""
     lacking: Counter[str] = Counter()
     for key in base.cells.keys() & new.cells.keys():
         before, now = base.cells[key], new.cells[key]
@@ -155,7 +156,7 @@ def _lacking(base: Results, new: Results) -> Iterator[str]:
 
 
 def _explained(difference: Difference, base: Row | None, new: Row | None) -> Difference:
-    """The difference with its cell's strategy added, and why the values differ."""
+    """The difference, with its cell's strategy and the reason why the values differ added."""
     either = new or base
     strategy = str(either["cell"].get("strategy", "")) if either else ""
     if base is None or new is None:
@@ -167,7 +168,7 @@ def _explained(difference: Difference, base: Row | None, new: Row | None) -> Dif
 def _explained_claim(
     difference: Difference, base: Mapping[str, Any] | None, new: Mapping[str, Any] | None
 ) -> Difference:
-    """The difference with its cell's strategy added, and the published and our numbers behind the errors."""
+    """The difference, with its cell's strategy and the published number and ours added."""
     strategy = str((new or base or {}).get("strategy") or "")
     if base is None or new is None or new["published"] is None:
         return replace(difference, strategy=strategy)
@@ -177,7 +178,7 @@ def _explained_claim(
 
 
 def _not_finite(key: str, base: Row | None, fields: Sequence[str]) -> Iterator[Difference]:
-    """New numbers that are not finite, by their places in a row's measurement."""
+    """A difference "worse" for each of ``fields``, which name numbers of a new row that are not finite."""
     before = base["measurement"] if base else {}
     for name in (field.removeprefix("measurement.") for field in fields):
         yield Difference("worse", key, name, before.get(name), math.nan)
@@ -200,7 +201,7 @@ def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator
         {name: read.value for name, read in readings(row).items() if read.exact and read.metric.judged}
         for row in (base, new)
     )
-    # numbers of another answer are those of another batch or length
+    # a search with another answer measured another batch or length, so that its other numbers differ
     same_answer = before.get("answer") == now.get("answer")
     for metric in METRICS if same_answer else [m for m in METRICS if m.name in OF_ANY_ANSWER]:
         was, is_now = before.get(metric.name), now.get(metric.name)
@@ -217,11 +218,7 @@ def _cell(key: str, base: Row | None, new: Row | None, subset: bool) -> Iterator
 def _claim(
     where: str, base: Mapping[str, Any] | None, new: Mapping[str, Any] | None, allowed: bool
 ) -> Iterator[Difference]:
-    """Judge one published number.
-
-    Args:
-        allowed: the new results need not have its cells.
-    """
+    """The differences of one claim, a published number and ours; ``allowed``: the new results may lack it."""
     before, now = (
         None if row is None or row["relative_error"] is None else abs(row["relative_error"])
         for row in (base, new)
@@ -251,10 +248,10 @@ def _claim(
 
 def check_gate(base: Results, new: Results) -> None:
     """Refuse to judge rows of other code, if the base is a committed baseline of the checkout of spbench
-    around the working folder. Rows that do not say which code made them are let pass.
+    around the working folder. Rows that do not name their code are accepted.
 
     Raises:
-        UserError: another tree than the checkout is imported, or rows name another code.
+        UserError: spbench is imported from another tree than this checkout, or rows name other code.
     """
     if not is_baseline(base.path, Path.cwd()):
         return
@@ -269,11 +266,11 @@ def check_gate(base: Results, new: Results) -> None:
 
 @dataclass(frozen=True)
 class Suite(Results):
-    """Results, and what they are compared with.
+    """Results, with the base that they are compared with.
 
     Attributes:
-        base: results to compare them with; None: there are none.
-        previous_base: the base before the change that made the results; None if it is not known.
+        base: older results to compare with; None: there are none.
+        previous_base: the base as it was before the change that made the results; None if not known.
     """
 
     base: Results | None = None
@@ -281,7 +278,7 @@ class Suite(Results):
 
     @cached_property
     def judgement(self) -> Judgement | None:
-        """What the gate says; None without a base."""
+        """The gate's judgement of these results against their base; None without a base."""
         return judge(self.base, self) if self.base else None
 
     @cached_property
@@ -291,13 +288,13 @@ class Suite(Results):
 
 
 def read_suite(path: Path, base: Path | None = None, commit: str = "") -> Suite:
-    """The results at a path, and those of their base, if one is named, as the gate reads them.
+    """Read the results at ``path``, and their base at ``base`` if there is one.
 
     Args:
-        commit: of all rows of the results, whatever they say.
+        commit: the commit of all rows of the results, whatever the rows say; "": each row says its own.
 
     Raises:
-        UserError: one of them cannot be read, or the gate does not judge them (:func:`check_gate`).
+        UserError: results or base cannot be read, or the gate does not judge them (:func:`check_gate`).
     """
     before = read_results(base) if base else None
     results = Suite(**vars(read_results(path, judged=base is not None, commit=commit)), base=before)

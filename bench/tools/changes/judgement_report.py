@@ -1,5 +1,5 @@
-"""What the gate says, for people: differences of a strategy's cells that changed in the same way are one
-line."""
+"""The gate's judgement as tables and notes: differences of a strategy's cells that changed in the same way
+share one line."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _WORDS = {metric.name: metric.words for metric in METRICS}
 
 @dataclass(frozen=True)
 class ChangeGroup:
-    """Differences of one verdict, strategy and quantity, in which the same moved; allowed differences of all
-    strategies are in one group.
+    """Differences of one verdict, strategy and quantity whose moved parts (:class:`Why`) have the same names;
+    allowed differences of all strategies are in one group.
 
     Attributes:
         differences: the worst first.
@@ -50,8 +50,8 @@ class ChangeGroup:
 
     @property
     def values(self) -> str:
-        """Base and new of the worst difference, in units for people; if it is missing or new, the one
-        value."""
+        """The base and the new value of the worst difference, as text with units; only one of these values if
+        the difference is "missing" or "new"."""
         worst, unit = self.worst, _UNITS.get(self.worst.quantity, "")
         if worst.verdict in ("missing", "new"):
             return shown_value(worst.new if worst.verdict == "new" else worst.base, unit)
@@ -59,7 +59,7 @@ class ChangeGroup:
 
     @property
     def certainty(self) -> str | None:
-        """The interval and the corrected p-value of a measured number; None for others."""
+        """The interval and the corrected p-value of the worst difference as text; None if it has no test."""
         if self.worst.interval is None or self.worst.p is None:
             return None
         low, high = self.worst.interval
@@ -67,19 +67,19 @@ class ChangeGroup:
 
     @property
     def where(self) -> str:
-        """The cell or claim of the worst difference, and how many more there are."""
+        """The cell or claim of the worst difference, and the number of the group's other differences."""
         more = len(self.differences) - 1
         return f"{self.worst.where}{f' and {more} more' if more else ''}"
 
 
 def grouped(differences: Iterable[Difference]) -> list[ChangeGroup]:
-    """The differences in groups, in the order of the first of each."""
+    """The differences in groups; groups keep the order in which their first differences stand."""
     groups = by_value(differences, lambda d: (d.verdict, d.allowed or d.strategy, d.quantity, d.moved))
     return [ChangeGroup(members) for members in groups.values()]
 
 
 class ShownDifference(NamedTuple):
-    """The values of a difference as texts; "" for one that does not exist."""
+    """The values of a difference as texts; a value that does not exist is ""."""
 
     base: str
     new: str
@@ -87,14 +87,14 @@ class ShownDifference(NamedTuple):
 
 
 def shown_difference(difference: Difference) -> ShownDifference:
-    """The values with all digits of whole numbers and six of others, and by how much they differ: in units,
-    where these are whole, and as a part of the base."""
+    """The texts of a difference: its two values (whole numbers with all digits, others with six), and the
+    change, as an amount if both values are whole numbers, and in percent of the base."""
     base, new = difference.base, difference.new
     return ShownDifference(shown_number(base), shown_number(new), _change(difference))
 
 
 def shown_number(value: Any) -> str:
-    """A number with thousands separated, or a word; "" for None."""
+    """The text of a value: a number with commas between thousands, a word as it is, "" for None."""
     if isinstance(value, (int, float)):
         return six_digits(value, ",")
     return "" if value is None else str(value)
@@ -129,13 +129,13 @@ _COLUMNS = (
 def judgement_report(
     judgement: Judgement, title: str, notes: Sequence[str] = (), about: Mapping[str, Any] | None = None
 ) -> Output:
-    """A table of what differs, by strategy and by what moved, the worst first, and a summary; the exit code
-    is 1 if the gate is closed, 2 if nothing could be judged.
+    """The output of `spbench compare`: a table of differences by strategy and moved parts, the worst first,
+    and a summary; the exit code is 1 if a result is worse, 2 if nothing could be judged.
 
     Args:
-        title: of the table.
-        notes: lines that come first.
-        about: further entries of the report's content.
+        title: the title of the table.
+        notes: lines that come before the judgement's notes.
+        about: further entries of the output's JSON content.
     """
     differences = judgement.differences
     tested = any(difference.p is not None for difference in differences)

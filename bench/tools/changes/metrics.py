@@ -1,9 +1,9 @@
-"""The metrics of a cell that gates, histories and dashboards compare with earlier ones.
+"""The metrics of a cell whose values gates, histories and dashboards compare with earlier values.
 
 A metric is exact where any machine gives the same value for the same code (bytes sent; memory, simulated
-times and answers of engines whose numbers are exact), else measured: its value differs from run to run, and
-from step to step within a run. A row of several rounds (:func:`merged_rounds`) has the samples of as many
-processes.
+times and answers of engines whose numbers are exact). Otherwise the metric is measured: its value differs
+from run to run, and from step to step within a run. A row of several rounds (:func:`merged_rounds`) has the
+samples of as many processes.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from spbench.bench.measurement import Status
 from spbench.bench.row import Row
 from spbench.plots.series import grouped
 
-#: the better, the earlier
+#: the statuses of cells from best to worst
 STATUSES: tuple[Status, ...] = ("ok", "oom", "unsupported", "numerics", "mismatch", "timeout", "failed")
 assert set(STATUSES) == set(get_args(Status))
 
-#: relative, of simulated times, whose last digits differ between machines
+#: the relative tolerance of simulated times, because their last digits differ between machines
 SIMULATED_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A quantity of cells.
+    """A quantity of cells that is compared with earlier values.
 
     Attributes:
-        name: with its unit, as in the columns of tables.
+        name: the name with its unit, such as "step_time_s", as in the columns of tables.
         unit: "bytes", "s", ...; empty: the searched quantity of the cell.
-        better: which values are.
-        tolerance: relative; an exact value that differs by no more is the same.
-        judged: False for one that says the same as another metric.
-        samples: the key of its samples in a measurement; empty: it has none.
+        better: whether smaller or bigger values are better.
+        tolerance: relative; exact values that differ by no more count as equal.
+        judged: False for a metric that repeats another metric.
+        samples: the key of the metric's samples in a measurement; empty: the metric has no samples.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Metric:
 
     @property
     def words(self) -> str:
-        """The name for people, beside values with their units."""
+        """The name without its unit and underscores, for text that shows units with values."""
         return self.name.removesuffix(f"_{self.unit}").replace("_", " ")
 
     def excess(self, base: float, new: float) -> float:
@@ -61,7 +61,7 @@ class Metric:
         return worse / abs(base) if base else math.copysign(math.inf, worse) if worse else 0.0
 
 
-#: in the order in which they are listed
+#: all metrics, in the order in which outputs list them
 METRICS = (
     Metric("sent_bytes", "bytes", "smaller"),
     Metric("formula_differences", "count", "smaller"),
@@ -71,7 +71,7 @@ METRICS = (
     Metric("peak_host_memory_bytes", "bytes", "smaller"),
     Metric("step_time_s", "s", "smaller", tolerance=SIMULATED_TOLERANCE, samples="step_time_samples_s"),
     Metric("tokens_per_s", "tokens/s", "bigger", tolerance=SIMULATED_TOLERANCE, judged=False),
-    # of the benchmarks of pytest-benchmark
+    # the time of a benchmark of pytest-benchmark
     Metric("time_s", "s", "smaller", samples="time_samples_s"),
 )
 
@@ -81,10 +81,10 @@ class Reading:
     """The value of a metric in a cell.
 
     Attributes:
-        unit: the metric's, or the searched quantity.
-        exact: whether any machine would read the same.
-        rounds: of a measured value, the samples of each process that took some, in the order in which they
-            were taken; empty if there is one value alone.
+        unit: the metric's unit, or the searched quantity.
+        exact: whether any machine would give the same value.
+        rounds: the samples of a measured value, a tuple for each process that took samples, in the order in
+            which they were taken; empty if only one value was recorded, or if it is exact.
     """
 
     metric: Metric
@@ -105,28 +105,30 @@ class Reading:
 
 
 Verdict = Literal["worse", "missing", "better", "new"]
-#: the worst first
+#: all verdicts, the worst first
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 def verdict_of_change(change: float) -> Verdict:
-    """The verdict on a change, which is positive where the new value is worse."""
+    """The verdict on a change: "worse" if ``change`` is positive, else "better"."""
     return "worse" if change > 0 else "better"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One number, status, cell or claim that is not what it was.
+    """A number, status, cell or claim that differs between the base and the new results.
 
     Attributes:
-        where: a cell's key, or a claim and its cells.
-        base, new: the value before and now; None if there is none.
-        change: how much worse it is, as a part of the base (negative: better); infinite if not a number.
-        allowed: whether it is worse only in what a subset need not have.
-        interval: of ``change``, for a measured number that was tested.
-        p: p-value of the test, corrected for the number of tests.
-        strategy: of the cell, or of the cell that a claim is about; "" where that is not known.
-        moved, why: see :class:`Why`.
+        where: a cell's key, or a claim's name and variant.
+        quantity: the metric's name, "status", "cell", "error" (of a claim), ...
+        base, new: the value in the base and in the new results; None if there is no value.
+        change: how much worse the new value is, as a share of the base (negative: better); infinite where no
+            share can be computed. For "error", the difference of the two errors.
+        allowed: whether the difference does not fail, because a subset may lack this cell or claim.
+        interval: the 99% interval of ``change``, for a measured number that was tested.
+        p: the p-value of the test, corrected for the number of tests.
+        strategy: the strategy of the cell, or of the claim's cell; "" if not known.
+        moved, why: ``moved`` and ``text`` of :class:`Why`.
     """
 
     verdict: Verdict
@@ -144,35 +146,34 @@ class Difference:
 
     @property
     def fails(self) -> bool:
-        """Whether the difference closes the gate."""
+        """Whether the difference makes the gate fail."""
         return self.verdict in ("worse", "missing") and not self.allowed
 
 
 def readings(row: Row) -> dict[str, Reading]:
-    """The metrics of a row that have a value, by name, in the order of :data:`METRICS`."""
+    """The readings of a row's metrics that have a value, by metric name, in the order of :data:`METRICS`."""
     cell, measured = row["cell"], row["measurement"]
     exact = has_exact_engine(row)
     searched = (cell.get("search") or {}).get("quantity", "")
-    counted = _counted(row)
+    counts = _message_metrics(row)
     read = {}
     for metric in METRICS:
-        value = counted.get(metric.name, measured.get(metric.name))
+        value = counts.get(metric.name, measured.get(metric.name))
         if value is not None:
-            is_exact = exact or metric.name in counted
+            is_exact = exact or metric.name in counts
             rounds = () if is_exact else _rounds(metric, row)
             read[metric.name] = Reading(metric, value, metric.unit or searched, is_exact, rounds)
     return read
 
 
 def has_exact_engine(row: Row) -> bool:
-    """Whether the engine of a cell gives the same numbers on any machine."""
+    """Whether the engine of the row's cell gives the same numbers on any machine."""
     engine = engine_classes().get(row["cell"].get("engine", Cell.model_fields["engine"].default))
     return engine is not None and engine.is_exact
 
 
 def _rounds(metric: Metric, row: Row) -> tuple[tuple[float, ...], ...]:
-    """The samples of each round in which a metric was measured; without rounds, the samples of the run, if
-    any."""
+    """The samples of each round in which the metric was measured; without rounds, those of the one run."""
     rounds = []
     for measured in row.get("rounds") or [row["measurement"]]:
         samples = measured.get(metric.samples) or ()
@@ -183,33 +184,33 @@ def _rounds(metric: Metric, row: Row) -> tuple[tuple[float, ...], ...]:
     return tuple(rounds)
 
 
-def _counted(row: Row) -> dict[str, float | None]:
-    """What is counted from messages, and so exact on every engine."""
+def _message_metrics(row: Row) -> dict[str, float | None]:
+    """The metrics that are counted from messages, so that their values are exact on every engine."""
     measured = row["measurement"]
     sent = measured.get("communication")
     return {
-        # exactly rounded, so that the order of the entries does not matter
+        # fsum rounds once, so that the order of the entries does not matter
         "sent_bytes": math.fsum(entry["sent_bytes"] for entry in sent) if sent is not None else None,
         "formula_differences": len(measured.get("formula_difference") or []) if sent is not None else None,
     }
 
 
 def merged_rounds(rounds: Sequence[Iterable[Row]]) -> list[Row]:
-    """One row for each cell, from those of its rounds: the same cells measured again by other processes.
+    """One row for each cell, merged from the cell's rows in all rounds; each round is another process.
 
-    The row is that of the first round with the worst status. Its entry ``rounds`` has, for every round with
-    measured metrics, these with their samples and the ``time``; in ``measurement`` stand their medians over
-    rounds. Rows whose metrics are all exact are as they were.
+    The merged row is the row of the first round with the worst status. Its entry ``rounds`` has, for every
+    round with measured metrics, the metrics with their samples and the ``time``; its ``measurement`` has the
+    metrics' medians over rounds. Rows whose metrics are all exact stay as they are.
 
     Args:
-        rounds: the rows of each, in the order in which they were run.
+        rounds: the rows of each round, in the order in which the rounds were run.
     """
-    return [_merged(rows) for rows in grouped(chain.from_iterable(rounds), lambda row: row["key"]).values()]
+    return [_merge(rows) for rows in grouped(chain.from_iterable(rounds), lambda row: row["key"]).values()]
 
 
-def _merged(rows: Sequence[Row]) -> Row:
+def _merge(rows: Sequence[Row]) -> Row:
     chosen = max(rows, key=lambda row: STATUSES.index(row["status"]))
-    by_round = [measured for row in rows if (measured := _measured(row))]
+    by_round = [measured for row in rows if (measured := _measured_metrics(row))]
     if not by_round:
         return chosen
     medians = {
@@ -220,8 +221,8 @@ def _merged(rows: Sequence[Row]) -> Row:
     return Row(**{**chosen, "measurement": {**chosen["measurement"], **medians}, "rounds": by_round})
 
 
-def _measured(row: Row) -> dict[str, Any]:
-    """The measured metrics of a row with their samples, and when they were measured; empty: it has none."""
+def _measured_metrics(row: Row) -> dict[str, Any]:
+    """The measured metrics of a row with their samples, and the row's ``time``; empty if it has none."""
     measured: dict[str, Any] = {}
     for name, reading in readings(row).items():
         if not reading.exact:

@@ -1,9 +1,9 @@
-"""`spbench record`: keep the results of a run in a history, as a record: the rows of one run of a suite
-beside the commit that they measured, in one immutable file.
+"""`spbench record`: keep the results of a run in a history, as a record. A record is one immutable file with
+the rows of one run of a suite, and the commit whose code the run measured.
 
-A file has JSON lines: the head (format, suite, date, commit, host, number of rows), then the rows as the run
-left them. Nothing is ever appended to it, and its name is made of suite, date, commit and machine, so that
-jobs and branches that write into one history never touch the same file.
+The file has JSON lines: the head (format, suite, date, commit, host, number of rows), then the rows as the
+run wrote them. Nothing is ever appended to a file, and its name is made of suite, date, commit and machine,
+so that jobs and branches that write into one history never touch the same file.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ SUFFIX = ".jsonl"
 
 @dataclass(frozen=True)
 class Commit:
-    """The state of the code.
+    """A commit whose code was measured.
 
     Attributes:
-        hash: in full.
-        date: of the committer, ISO 8601 in UTC, to the second: texts sort as dates.
-        branch: on which it was measured.
+        hash: the full hash.
+        date: the committer's date, ISO 8601 in UTC, to the second, so that texts sort as dates.
+        branch: the branch on which the commit was measured.
     """
 
     hash: Annotated[str, Field(pattern="^[0-9a-f]{7,64}$")]
@@ -61,8 +61,8 @@ class RunRecord:
     """One run of one suite.
 
     Attributes:
-        date: of the end of the run, as :attr:`Commit.date`.
-        rows: at least one.
+        date: when the run ended, in the form of :attr:`Commit.date`.
+        rows: at least one row.
         host: the name of the machine, in place of the host that the rows name; "": the rows' host counts.
     """
 
@@ -74,13 +74,13 @@ class RunRecord:
 
     @cached_property
     def origin(self) -> Origin:
-        """The origin of the first row that was timed; of the first row if none was."""
+        """The origin of the first row whose engine measures times; if there is none, of the first row."""
         return origin_of((_timed(self.rows) or self.rows)[0])
 
     @property
     def machine_name(self) -> str:
         """The host and a digest of its hardware (processor, cores, GiB of memory, GPUs): timings of two runs
-        are comparable only if it is the same."""
+        are comparable only if their machine names are equal."""
         host, facts = self.host or self.origin.host or "unknown", self.origin.machine
         hardware = [facts.get(name) for name in ("cpu", "cores", "gpus")]
         if hardware == [None, None, None]:
@@ -90,25 +90,25 @@ class RunRecord:
 
     @property
     def software(self) -> dict[str, str]:
-        """The versions of libraries, the system and the GPU's driver, which may change a number as the commit
-        may."""
+        """The versions of libraries, the system and the GPU's driver, by name: a new version may change a
+        number, as a commit may."""
         facts = self.origin.machine
         system = {name: str(facts[name]) for name in ("os", "gpu_driver") if facts.get(name) is not None}
         return {**origin_of(self.rows[0]).versions, **system}
 
     @property
     def file_name(self) -> str:
-        """The name of its file: suite, date of the run, commit and machine."""
+        """The name of the record's file: suite, date of the run, commit and machine."""
         date = re.sub(r"[-:]|\+00:00", "", self.date)
         words = (self.suite, f"{date}Z", self.commit.short, self.machine_name)
         return "_".join(re.sub(r"[^A-Za-z0-9.-]+", "-", word) for word in words) + SUFFIX
 
 
 def utc(date: str) -> str:
-    """A date in ISO 8601, as :attr:`Commit.date` has it, in UTC; a date without a zone is taken as UTC.
+    """A date in ISO 8601, converted to UTC, to the second; a date without a time zone is taken as UTC.
 
     Raises:
-        ValueError: the text is no such date.
+        ValueError: the text is no date in ISO 8601.
     """
     parsed = datetime.fromisoformat(date)
     zoned = parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
@@ -134,16 +134,16 @@ def record_of(
     """The record of the results in a file or folder (:func:`read_results`).
 
     Args:
-        suite: the name of the suite; else that of the results' folder.
-        machine: in the place of the host, where jobs run on hosts that come and go.
-        repository: a checkout that has the commit; else the first that does, of those around the working
-            folder and the results and that of spbench's own code.
-        branch: else the one that is checked out there.
-        commit: else the one that the rows name.
+        suite: the name of the suite; default: the name of the results' folder.
+        machine: a name that replaces the host's, where jobs run on hosts that come and go.
+        repository: a checkout that has the commit; default: the first checkout that has the commit, around
+            the working folder, around the results, or of spbench's own code.
+        branch: the branch that was measured; default: the branch that the repository has checked out.
+        commit: the commit that was measured; default: the commit that the rows name.
 
     Raises:
-        UserError: the results cannot be read, are of a changed checkout, of several commits or, where they
-            were timed, of several machines; or their commit or branch is not known.
+        UserError: the results cannot be read, come from a checkout with changes, from several commits or, for
+            measured times, from several machines; or their commit or branch is not known.
     """
     suite = suite_of(path) if suite is None else suite
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*(_[A-Za-z0-9.-]+)*", suite):
@@ -169,7 +169,7 @@ def _check_one_machine(suite: str, rows: Sequence[Row]) -> None:
 
 
 def _commit(name: str, branch: str | None, repository: Path | None, results: Path) -> Commit:
-    """The commit with that name, and its date.
+    """The :class:`Commit` called ``name``, with its full hash, date and branch.
 
     Raises:
         UserError: the name is empty, no repository has the commit, or its branch is not known.
@@ -198,7 +198,7 @@ def _commit(name: str, branch: str | None, repository: Path | None, results: Pat
 
 
 class _Head(BaseModel):
-    """The head of a record's file; keys from later versions, which it lacks, are left out."""
+    """The head of a record's file; keys that this class does not have, from later versions, are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -211,20 +211,20 @@ class _Head(BaseModel):
 
 
 def content_of(record: RunRecord) -> str:
-    """The content of a record's file."""
+    """The text of a record's file: JSON lines."""
     about = {name: getattr(record, name) for name in ("suite", "date", "commit", "host")}
     head = _Head(spbench_record=FORMAT, **about, cells=len(record.rows))
     return "".join(map(json_line, (head.model_dump(), *record.rows)))
 
 
 def add_record(record: RunRecord, folder: Path) -> tuple[Path, bool]:
-    """Write a record into a history; returns its path, and False where it was there already.
+    """Write a record into a history; return its path, and whether the file is new.
 
     Recording the same run again changes nothing. Another run of the same commit on the same machine has
-    another date, and so a file of its own.
+    another date, so that it gets a file of its own.
 
     Raises:
-        UserError: the file cannot be written, or there is one of that name with other content.
+        UserError: the file cannot be written, or a file of that name has other content.
     """
     path = folder / record.file_name
     if not path.exists():
@@ -235,10 +235,10 @@ def add_record(record: RunRecord, folder: Path) -> tuple[Path, bool]:
 
 
 def read_record(path: Path) -> RunRecord:
-    """Read a record.
+    """Read a record's file.
 
     Raises:
-        UserError: the file cannot be read, or is not a whole record; with the line and field.
+        UserError: the file cannot be read, or is not a whole record; the message has the line and field.
     """
     first, *lines = read_file(path).splitlines(keepends=True) or [b""]
     number = 1

@@ -1,7 +1,7 @@
-"""Results as they are read to be compared with others: our own rows, or what pytest-benchmark has written.
+"""Results as comparisons read them: rows of spbench, or benchmarks from JSON files of pytest-benchmark.
 
-Each benchmark of pytest-benchmark is a row: its full name is the key, its time the measured metric
-``time_s``, with the samples of all its rounds where the file has them.
+Each benchmark becomes a row: its full name is the key, its median time (in seconds) the metric ``time_s``,
+with the samples of all its rounds where the file has them.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from spbench.bench.tools.papers.comparison import COMPARISON_FILE, NUMBERS, read
 
 Claims = dict[tuple[str, ...], Mapping[str, Any]]
 
-#: keys of a row's provenance that are no versions of libraries
+#: the keys of a row's provenance that are not versions of libraries
 _NO_VERSIONS = (*COMMITS, "tree", "host", "cpu", "machine")
 
-#: the versions that come first
+#: the libraries whose versions come first
 _FIRST = ("python", "torch", "spbench")
 
-#: the engine of rows of pytest-benchmark; no engine of ours is called so
+#: the engine of rows from pytest-benchmark; no engine of spbench has this name
 PYTEST_BENCHMARK = "pytest-benchmark"
 
 
 @dataclass(frozen=True)
 class Results:
-    """One side of a comparison.
+    """Results of a run, as one side of a comparison.
 
     Attributes:
-        cells: rows by key.
+        path: the file or folder that the results were read from.
+        cells: rows by cell key.
         claims: the rows of comparison.csv by claim, variant, numerator and denominator; None: there is no
-            such file.
+            comparison.csv.
         notes: a line for each part that the files lack.
-        not_finite: the fields of rows whose numbers are not finite, by key; empty unless asked for.
-        commit: the commit of all rows, whatever they say; "": each row says its own.
+        not_finite: the fields of rows whose numbers are not finite, by cell key; only with ``judged``.
+        commit: the commit of all rows, whatever the rows say; "": each row says its own.
     """
 
     path: Path
@@ -57,7 +58,7 @@ class Results:
 
     @property
     def name(self) -> str:
-        """The name of the suite that they are of (:func:`suite_of`), the same from run to run."""
+        """The name of the results' suite (:func:`suite_of`), the same from run to run."""
         return suite_of(self.path)
 
     @property
@@ -67,24 +68,24 @@ class Results:
 
     @property
     def commits(self) -> list[str]:
-        """The commits that rows name, in the order in which they first appear; if none does, the commit that
-        changed the file last, as far as git knows it."""
+        """The commits that rows name, in the order in which they first appear; if no row names a commit, the
+        commit that changed the file last, if git knows it."""
         named = filter(None, dict.fromkeys(map(commit_of, self.cells.values())))
         return list(named) or list(filter(None, [last_change(self.path)[:SHORT_HASH]]))
 
     @property
     def machines(self) -> list[str]:
-        """The machines that made the rows, in the order in which they first appear."""
+        """The names of the machines that made the rows, in the order in which they first appear."""
         return list(dict.fromkeys(origin_of(row).machine_name for row in self.cells.values()))
 
     def origin(self, row: Row) -> Origin:
-        """Where a row of these comes from: machine, versions and commit."""
+        """The origin of one of the results' rows: machine, versions and commit."""
         return origin_of(row, self.path, self.commit)
 
     @property
     def shown_origin(self) -> str:
-        """The commits, machines and versions of torch of the rows, such as "0123456789ab, torch 2.13.0, any
-        machine": numbers of engines that are exact are the same on any machine."""
+        """The commits, versions of torch and machines of the rows as text, such as "0123456789ab, torch
+        2.13.0, any machine": exact engines give the same numbers on any machine."""
         origins = list(map(self.origin, self.rows))
         commits = dict.fromkeys(origin.shown_commit for origin in origins)
         torch = dict.fromkeys(f"torch {o.versions['torch']}" for o in origins if "torch" in o.versions)
@@ -97,14 +98,14 @@ class Results:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a row comes from; "" stands for what is not known.
+    """The code, machine and versions of libraries that made a row; a text that is not known is "".
 
     Attributes:
-        commit: that the row stands for, in full where git was asked and knows it.
-        dirty: files had changes that were not committed.
+        commit: the commit that was measured, with its full hash if git was asked and knows it.
+        dirty: whether files had changes that were not committed.
         host: the name of the machine.
-        machine: its facts, as :func:`machine_facts` has them; older rows and pytest-benchmark have few.
-        versions: of libraries, by name, as far as they are known.
+        machine: facts from :func:`machine_facts`; older rows and those of pytest-benchmark have few facts.
+        versions: the known versions of libraries, by library.
         time: when the cell ended, ISO 8601.
     """
 
@@ -117,14 +118,14 @@ class Origin:
 
     @property
     def shown_commit(self) -> str:
-        """The commit for people."""
+        """The short hash, with a suffix if files had changes; "unknown" without a commit."""
         return f"{self.commit[:SHORT_HASH]}{DIRTY if self.dirty else ''}" if self.commit else "unknown"
 
     @property
     def machine_name(self) -> str:
-        """The machine as far as rows name it: "vm (Intel Xeon Processor, NVIDIA H100)", or a part of that."""
+        """Host, processor and GPUs, such as "vm (Intel Xeon Processor, NVIDIA H100)", as far as known."""
         host, *hardware = self._machine
-        # without signs of trademarks and the clock
+        # signs of trademarks and the clock rate are left out
         parts = [
             re.sub(r"\((?:R|TM|C)\)| CPU(?= |$)| @.*", "", part, flags=re.IGNORECASE) for part in hardware
         ]
@@ -136,18 +137,18 @@ class Origin:
         return self.host, self.machine.get("cpu") or "", ", ".join(self.machine.get("gpus") or ())
 
     def is_same_machine(self, other: Origin) -> bool:
-        """Whether the host is the same, and whatever else both say of the machine."""
+        """Whether both origins have the same host, and the same processor and GPUs where both name them."""
         pairs = list(zip(self._machine, other._machine, strict=True))
         return all(pairs[0]) and all(one == another for one, another in pairs if one and another)
 
 
 def origin_of(row: Row, results: Path | None = None, commit: str = "") -> Origin:
-    """Where a row comes from.
+    """The origin of a row.
 
     Args:
-        results: the file or folder that it was read from; None: git is not asked. Rows of baselines do not
-            say their commit: it is the one in which their file last changed.
-        commit: replaces the commit in the row, if given.
+        results: the file or folder that the row was read from; None: git is not asked. A row of a baseline
+            names no commit, so its commit is the one in which the file last changed.
+        commit: replaces the commit in the row unless it is "".
     """
     provenance = row.get("provenance") or {}
     name = commit or commit_of(row)
@@ -158,7 +159,7 @@ def origin_of(row: Row, results: Path | None = None, commit: str = "") -> Origin
     facts = {**cpu, **(provenance.get("machine") or {})}
     names = [name for name in dict.fromkeys((*_FIRST, *provenance)) if name not in _NO_VERSIONS]
     devices = [rank.get("device") for rank in row["measurement"].get("ranks") or ()]
-    # without NVIDIA's management library, what torch calls the GPUs of the ranks
+    # without NVIDIA's management library, the GPUs have the names that torch gives to the ranks' devices
     if not facts.get("gpus") and (gpus := [device for device in devices if device not in (None, "cpu")]):
         facts["gpus"] = gpus
     return Origin(
@@ -184,8 +185,8 @@ def read_results(path: Path, *, judged: bool = False, commit: str = "") -> Resul
     pytest-benchmark, or a folder of such files of one commit, each of which is a round.
 
     Args:
-        judged: the results are to be judged: numbers that are not finite are kept as NaN, which the judgement
-            names, instead of being refused.
+        judged: keep numbers that are not finite, so that the gate can report them, instead of refusing.
+        commit: the commit of all rows, whatever the rows say; "": each row says its own.
 
     Raises:
         UserError: a file is missing, cannot be read or has a line that is not a row, or there is no row.
@@ -254,11 +255,11 @@ class _BenchmarksFile(BaseModel):
 
 
 def _benchmarks(path: Path) -> dict[Path, _BenchmarksFile]:
-    """The files of pytest-benchmark that a path names: itself, or all in a folder that has no rows of ours;
-    empty if it names none.
+    """The content of pytest-benchmark's files by path: of the file ``path``, or of all such files in a folder
+    without a cells.jsonl; empty if there are none.
 
     Raises:
-        UserError: a file has benchmarks, but is not as pytest-benchmark writes it.
+        UserError: a file has benchmarks, but not in the form that pytest-benchmark writes.
     """
     if path.is_dir():
         files = [] if (path / RESULTS_FILE).exists() else sorted(path.glob("*.json"))
@@ -280,8 +281,8 @@ def _benchmarks(path: Path) -> dict[Path, _BenchmarksFile]:
 
 
 def _rows_of_benchmarks(files: Mapping[Path, _BenchmarksFile]) -> tuple[list[Row], list[str]]:
-    """Rows of the benchmarks in files, and what the files lack, a line each. Several files are rounds of the
-    same benchmarks, in the order of their times.
+    """The rows of the benchmarks in files, and notes on samples that the files lack. Several files are rounds
+    of the same benchmarks, in the order of their times.
 
     Raises:
         UserError: the files are of several commits or machines.

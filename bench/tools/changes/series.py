@@ -1,8 +1,8 @@
-"""Series, the values of one metric of one cell over commits, and steps: where their level changed, between
-which commits, and whether for the better.
+"""Series, the values of one metric of one cell over commits, and steps, the changes of a series' level: each
+between two commits, for better or worse.
 
-An exact metric has a step at every change of its value, between two neighbouring commits; a measured one at
-the change points among its medians (:mod:`tools.changes.change_points`).
+An exact metric has a step at every change of its value, between two neighbouring commits. A measured metric
+has a step at each change point among its medians (:mod:`tools.changes.change_points`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from spbench.bench.tools.changes.record_command import Commit, RunRecord
 from spbench.bench.units import six_digits
 from spbench.plots.series import grouped
 
-#: the metric of a cell's status; its values are places in :data:`SHOWN_STATUSES`
+#: the metric of a cell's status; its values are indices into :data:`SHOWN_STATUSES`
 STATUS = Metric("status", "", "smaller")
 
 #: from best to worst; "missing": a machine that recorded the cell before has not recorded it this time
 SHOWN_STATUSES = (*STATUSES, "missing")
 
-#: the present value of a measured metric is the median of so many of the newest
+#: the present value of a measured metric is the median of so many newest values
 _NEWEST = 3
 
-#: smaller changes would be written as +0.00%
+#: the least relative change written in percent, because a smaller change would be written as +0.00%
 _LEAST_PERCENT = 1e-4
 
 _PLACES = {metric.name: place for place, metric in enumerate((STATUS, *METRICS))}
@@ -38,13 +38,13 @@ _PLACES = {metric.name: place for place, metric in enumerate((STATUS, *METRICS))
 
 @dataclass(frozen=True)
 class Point:
-    """A value at a commit.
+    """The value of a series at a commit.
 
     Attributes:
-        value: of a measured metric, the median over the records of this commit; of an exact metric, the value
-            in the newest record.
-        samples: of a measured metric, the samples in all these records; else empty.
-        software: versions of libraries, of the system and of the GPU's driver, by the newest record.
+        value: for a measured metric, the median over the records of this commit; for an exact metric, the
+            value in the newest record.
+        samples: for a measured metric, the samples in all records of this commit; else empty.
+        software: versions of libraries, the system and the GPU's driver, from the newest record.
     """
 
     commit: Commit
@@ -58,10 +58,10 @@ class Series:
     """A metric of a cell over the commits of a branch, in the order of their dates.
 
     Attributes:
-        machine: :attr:`RunRecord.machine_name`; empty if the metric is exact, as all machines have the same
-            values then.
-        unit: of the values; empty for a status, whose values are places in :data:`SHOWN_STATUSES`.
-        points: one for each commit that has a value; at least one.
+        machine: :attr:`RunRecord.machine_name`; empty if the metric is exact, because all machines then have
+            the same values.
+        unit: the unit of values; empty for a status, whose values are indices into :data:`SHOWN_STATUSES`.
+        points: one point for each commit that has a value; at least one.
     """
 
     suite: str
@@ -74,17 +74,17 @@ class Series:
 
     @property
     def current(self) -> float:
-        """The present value: the newest one, or of a measured metric the median of the newest three, so that
-        one bad night alone does not change it."""
+        """The present value: the newest value, or for a measured metric the median of the newest three, so
+        that one bad night does not change the present value."""
         return statistics.median(point.value for point in self.points[-1 if self.exact else -_NEWEST :])
 
     def spelled(self, value: float) -> str:
-        """A value of the series as people read it, without its unit."""
+        """A value as text without its unit: a status as its word, any other value with six digits."""
         return SHOWN_STATUSES[int(value)] if self.metric is STATUS else six_digits(value)
 
     def difference(self, before: float, after: float) -> str:
-        """A change in words: in percent, or in units where the percentage is next to nothing; for a status,
-        both statuses; "" where nothing changed."""
+        """A change as text: in percent, or in the series' unit where the change is below 0.01%; for a status,
+        both statuses; "" if the values are equal."""
         if before == after:
             return ""
         if self.metric is STATUS:
@@ -104,10 +104,10 @@ class _Key(NamedTuple):
 
 
 def series_of(records: Sequence[RunRecord]) -> list[Series]:
-    """All series of some records, by suite and cell; the first of each cell is its status.
+    """All series of some records, sorted by suite and cell; the first series of each cell is its status.
 
     Args:
-        records: of one branch, in the order of commits.
+        records: records of one branch, in the order of commits.
     """
     values: dict[_Key, list[tuple[RunRecord, Reading]]] = defaultdict(list)
     for suite, runs in grouped(records, lambda record: record.suite).items():
@@ -124,10 +124,10 @@ def series_of(records: Sequence[RunRecord]) -> list[Series]:
 
 
 def _statuses(records: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, str, str, str]]:
-    """For each commit of a suite and each cell: record, cell, machine ("": all of them) and status.
+    """For each commit of a suite and each cell: record, cell key, machine ("": all machines) and status.
 
     The status is "missing" where a machine that recorded the cell earlier has a record of this commit without
-    the cell, and no other machine has one with it."""
+    the cell, and no other machine's record of this commit has the cell."""
     earlier: dict[str, set[tuple[str, str]]] = defaultdict(set)
     for _, runs in groupby(records, key=lambda record: record.commit.hash):
         present: dict[tuple[str, str], tuple[RunRecord, str]] = {}
@@ -163,14 +163,14 @@ def _series(key: _Key, values: Sequence[tuple[RunRecord, Reading]]) -> Series:
 
 @dataclass(frozen=True)
 class Step:
-    """A change of level.
+    """A change of a series' level.
 
     Attributes:
-        last_before, first_after: it came with a commit after the first of these, up to and with the second;
-            for a measured metric with 95% confidence. For a drift: where the drift begins and ends.
+        last_before, first_after: the step came with a commit after ``last_before``, up to and including
+            ``first_after``; for a measured metric with 95% confidence. For a drift: its first and last point.
         before, after: the levels, in the unit of the series.
         verdict: whether the new level is worse or better.
-        drift: a measured metric went from one level to the other little by little.
+        drift: whether a measured metric went from one level to the other little by little.
         meant: the reason why the step is accepted (:class:`Acceptance`); empty if nobody has accepted it.
     """
 
@@ -184,19 +184,19 @@ class Step:
 
     @property
     def commit_range(self) -> str:
-        """The commits of which one made the step, as a range for ``git log``: ``A..B``."""
+        """The range of commits that contains the cause of the step, for ``git log``: ``A..B``."""
         return f"{self.last_before.commit.short}..{self.first_after.commit.short}"
 
     @property
     def change(self) -> float:
-        """The new level over the old one, minus one; infinite beside an old one of zero."""
+        """The difference of the levels as a share of the old level; infinite if the old level is zero."""
         difference = self.after - self.before
         return difference / abs(self.before) if self.before else math.copysign(math.inf, difference)
 
     @property
     def also_changed(self) -> dict[str, tuple[str | None, str | None]]:
-        """Which versions (of libraries, the system, the GPU's driver) changed with the step: (before, after)
-        by name; None: not there."""
+        """The versions (of libraries, the system, the GPU's driver) that changed with the step: (before,
+        after) by name; None for a name without a version."""
         before, after = self.last_before.software, self.first_after.software
         return {
             name: (before.get(name), after.get(name))
@@ -206,7 +206,7 @@ class Step:
 
 
 def steps(series: Series) -> list[Step]:
-    """The steps of a series, the earliest first; none is said to be meant."""
+    """The steps of a series, the earliest first, without reasons (``meant`` is empty)."""
     values, tolerance = [point.value for point in series.points], series.metric.tolerance
     return [
         Step(
@@ -224,7 +224,7 @@ def steps(series: Series) -> list[Step]:
 def _exact_changes(values: Sequence[float], tolerance: float) -> Iterator[ChangePoint]:
     level = values[0]
     for place, value in enumerate(values):
-        # beside the beginning of a level, so that changes below the tolerance do not add up unseen
+        # compared with the beginning of a level, so that changes below the tolerance do not add up unseen
         if abs(value - level) > tolerance * abs(level):
             yield ChangePoint(place - 1, place, level, value)
             level = value

@@ -1,9 +1,9 @@
 """airspeed velocity (asv): a results folder, version 2, for `asv publish`.
 
 A benchmark is SUITE.STRATEGY.METRIC with the cells as the values of its one parameter. Exact numbers belong
-to a machine called any, so that their lines do not break where another machine runs the same code; measured
-ones to their host. The folder is one to be added to: a commit is a file, and benchmarks.json grows by the
-cells that are new. asv has no directions: it takes every increase for a regression.
+to a machine called "any", so that their lines do not break where another machine runs the same code; measured
+numbers belong to their host. Each export adds to the folder: a commit is a file, and benchmarks.json grows by
+the cells that are new. asv has no directions: it takes every increase for a regression.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Benchmarks = dict[str, dict[str, Any]]
 
 
 class _Entry(NamedTuple):
-    """A metric of a cell; ``reading``: None where it has no value."""
+    """A metric of a cell; ``reading`` is None where the metric has no value."""
 
     row: Row
     metric: Metric
@@ -53,13 +53,13 @@ def export(request: ExportRequest) -> Exported:
     """machine.json of each machine, benchmarks.json and, last, the results of each commit.
 
     Raises:
-        UserError: no cell has a value, a commit is not one that git knows here, or the benchmarks.json in the
-            output folder cannot be read.
+        UserError: no cell has a value, git does not know a commit in the results' folder, or the
+            benchmarks.json in the output folder cannot be read.
     """
     request.values()
     files: dict[str, str] = {}
     results: dict[str, str] = {}
-    benchmarks = _earlier(request.output / BENCHMARKS_FILE) if request.output else {}
+    benchmarks = _read_benchmarks(request.output / BENCHMARKS_FILE) if request.output else {}
     for suite in request.suites:
         by_place = defaultdict(list)
         for row in suite.rows:
@@ -74,7 +74,7 @@ def export(request: ExportRequest) -> Exported:
                 {
                     "commit_hash": commit,
                     "env_name": suite.name,
-                    "date": 1000 * _known_time_s(commit, suite),
+                    "date": 1000 * _commit_time_s(commit, suite),
                     "params": {"machine": machine},
                     "python": ".".join(origin.versions.get("python", "").split(".")[:2]),
                     "requirements": {"torch": origin.versions.get("torch", "")},
@@ -89,7 +89,7 @@ def export(request: ExportRequest) -> Exported:
     return Exported({**files, **results}, request.left_out())
 
 
-def _known_time_s(commit: str, suite: Suite) -> int:
+def _commit_time_s(commit: str, suite: Suite) -> int:
     seconds = commit_time_s(commit, suite.path) if commit else None
     if seconds is None:
         raise UserError(
@@ -100,7 +100,7 @@ def _known_time_s(commit: str, suite: Suite) -> int:
 
 
 def _entries(row: Row) -> Iterator[_Entry]:
-    """The metrics of a cell; a cell without any has its peak memory without a value, to show that."""
+    """The metrics of a cell that have a value, and always peak memory, which shows cells without a value."""
     values = readings(row) if row["status"] in WITH_VALUES else {}
     for metric in METRICS:
         if metric.name in values or metric.name == "peak_memory_bytes":
@@ -108,7 +108,7 @@ def _entries(row: Row) -> Iterator[_Entry]:
 
 
 def _by_benchmark(suite: Suite, rows: Sequence[Row], benchmarks: Benchmarks) -> dict[str, list[_Entry]]:
-    """The metrics of cells by benchmark; benchmarks and cells that are new are added to ``benchmarks``."""
+    """The metrics of cells by benchmark name; new benchmarks and cells are added to ``benchmarks``."""
     by_name: dict[str, list[_Entry]] = defaultdict(list)
     for entry in (entry for row in rows for entry in _entries(row)):
         row, metric, reading = entry
@@ -134,7 +134,7 @@ def _by_benchmark(suite: Suite, rows: Sequence[Row], benchmarks: Benchmarks) -> 
 
 
 def _columns(cells: Sequence[_Entry]) -> list[Any]:
-    """The columns of one benchmark, each with a value a cell; blank ones at the end are left out."""
+    """The columns of one benchmark, each with a value for each cell; blank last columns are left out."""
     samples = [list(reading.samples) if reading else [] for _, _, reading in cells]
     quartiles = [statistics.quantiles(s, method="inclusive") if len(s) > 1 else None for s in samples]
     by_column = {
@@ -157,7 +157,7 @@ def _columns(cells: Sequence[_Entry]) -> list[Any]:
 
 
 def _value(entry: _Entry) -> float | None:
-    """The value as asv has it: None for a cell that failed, and not-a-number for one that cannot run."""
+    """The value in asv's form: None for a cell that failed, and NaN for a cell that cannot run."""
     if entry.reading is not None:
         return integral(entry.reading.value)
     return None if entry.row["status"] in FAULTS else math.nan
@@ -176,8 +176,8 @@ def _machine(name: str, origin: Origin) -> dict[str, str]:
     }
 
 
-def _earlier(path: Path) -> Benchmarks:
-    """The benchmarks of earlier exports into the same folder."""
+def _read_benchmarks(path: Path) -> Benchmarks:
+    """The benchmarks that earlier exports wrote to ``path``; empty if the file does not exist."""
     if not path.exists():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Numbers for what draws or keeps them: a line, an entry or a record for each cell and metric."""
+"""Exports for programs that draw or keep numbers: each has a line, an entry or a record a cell and metric."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from spbench.plots.series import grouped
 
 
 def _to_prometheus(request: ExportRequest) -> Exported:
-    """One file: a gauge for each metric, whose samples are together, as the format asks, with the suite, the
-    cell and what it is of as labels. UserError if no cell has a value."""
+    """One file with a gauge for each metric. The lines of a gauge are together, as the format asks; labels
+    are suite, cell, unit, model, strategy, cluster and engine. UserError if no cell has a value."""
     lines = []
     for name, values in grouped(request.values(), lambda v: f"spbench_{v.reading.metric.name}").items():
         lines += [f"# TYPE {name} gauge", *(f"{name}{{{_labels(v)}}} {v.number}" for v in values)]
@@ -45,15 +45,15 @@ def _labels(value: ExportedValue) -> str:
 
 # -- github-action-benchmark -----------------------------------------------------------------------------
 
-#: the file of each direction, called after the tool that reads it
+#: the file of metrics whose smaller or bigger values are better, named after the tool that reads the file
 _FILES = {"smaller": "customSmallerIsBetter.json", "bigger": "customBiggerIsBetter.json"}
 
 
 def _to_github_action(request: ExportRequest) -> Exported:
-    """A file a tool, an array of ``{name, value, unit, range, extra}`` as its README shows under "Examples";
-    one without entries is left out, as the action refuses it. Its charts are lines of one name over commits:
-    SUITE/CELL/METRIC, where the cell is a key with a digest of all settings. Values keep all their digits, so
-    that an alert threshold of 100% finds a single byte. UserError if no cell has a value."""
+    """A file for each tool, an array of ``{name, value, unit, range, extra}``, as the action's README shows
+    under "Examples"; an empty file is left out, because the action refuses it. The action charts each name
+    over commits: SUITE/CELL/METRIC, where the cell is a key with a digest of all settings. Values keep all
+    digits, so that an alert threshold of 100% reports a single byte. UserError if no cell has a value."""
     by_file = grouped(request.values(), lambda value: _FILES[value.reading.metric.better])
     contents = {file: json.dumps([*map(_entry, some)], indent=1) + "\n" for file, some in by_file.items()}
     return Exported(contents, request.left_out())
@@ -84,7 +84,7 @@ def _entry(value: ExportedValue) -> dict[str, Any]:
 
 # -- PyTorch HUD -----------------------------------------------------------------------------------------
 
-#: fields of the ends of a simulated step time's interval
+#: the fields with the lower and upper end of a simulated step time's interval
 _ENDS = ("step_time_low_s", "step_time_high_s")
 
 
@@ -162,7 +162,7 @@ def _dependencies(origin: Origin) -> dict[str, Any]:
 
 
 def _runner(cell: dict[str, Any], origin: Origin) -> dict[str, Any]:
-    """The machine that measured; ``type`` is the cluster, which virtual ranks only play."""
+    """The machine that ran the cell; ``type`` is the cell's cluster, which virtual ranks only simulate."""
     facts = origin.machine
     gpus = facts.get("gpus") or []
     return {
@@ -182,19 +182,18 @@ def _runner(cell: dict[str, Any], origin: Origin) -> dict[str, Any]:
 
 # -- pytest-benchmark ------------------------------------------------------------------------------------
 
-#: the metrics that are times, of which a row has one
+#: the metrics that are times; a row has at most one of them
 _TIMES = ("step_time_s", "time_s")
 #: settings of a cell that `--group-by param:NAME` may name
 _PARAMETERS = ("model", "strategy", "sizes", "batch", "seq_len", "precision", "cluster", "engine", "variant")
 
 
 def _to_pytest_benchmark(request: ExportRequest) -> Exported:
-    """A benchmark, which there is a time, for each cell with a step time, called SUITE/CELL, in the group of
-    its suite, with the samples as rounds. All other metrics stand in ``extra_info``, which keeps bytes exact
-    but takes no part in its tables.
+    """A benchmark called SUITE/CELL for each cell that has a time, in the group of its suite; its samples are
+    rounds. Other metrics are in ``extra_info``, with exact bytes; pytest-benchmark's tables lack them.
 
     Raises:
-        UserError: pytest-benchmark, which counts the statistics, is not installed; or no cell has a time.
+        UserError: pytest-benchmark, which computes the statistics, is not installed; or no cell has a time.
     """
     try:
         import pytest_benchmark
@@ -239,7 +238,7 @@ def _benchmark(value: ExportedValue, stats: dict[str, Any]) -> dict[str, Any]:
 
 
 def _origin(origin: Origin, near: Path) -> dict[str, Any]:
-    """Machine and commit."""
+    """The entries ``machine_info`` and ``commit_info``; git looks the commit up in the folder ``near``."""
     facts, seconds = origin.machine, commit_time_s(origin.commit, near)
     system, _, release = str(facts.get("os") or "").partition(" ")
     return {

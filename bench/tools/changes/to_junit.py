@@ -1,10 +1,10 @@
 """JUnit XML: a test case for each cell and each claim, for the test reports of Jenkins, GitLab and others.
 
-Failures are what the gate fails for (worse, missing) and results that are wrong (numerics, mismatch); errors
-are cells without a result (failed, timeout). Cells that cannot be (unsupported) are skipped, and with a base
-what is not judged: new cells, those measured on another machine, suites that were not run. The metrics are
-properties of the suite, CELL/METRIC, and words in the output of their case: Jenkins' schema (junit-10.xsd of
-its xUnit plug-in) allows no properties within a case.
+Failures are differences for which the gate fails (worse, missing) and wrong results (numerics, mismatch);
+errors are cells without a result (failed, timeout). Skipped are cells that cannot be run (unsupported), and,
+with a base, cases that are not judged: new cells, cells measured on another machine, suites that were not
+run. Metrics are properties of the suite, named CELL/METRIC, and lines in the output of their case, because
+Jenkins' schema (junit-10.xsd of its xUnit plug-in) allows no properties within a case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spbench.bench.tools.changes.judgement_report import shown_difference
 from spbench.bench.tools.changes.metrics import Difference, readings
 from spbench.plots.series import grouped
 
-#: the element that a status adds to a test case, whatever the base is
+#: the XML element that a status adds to a test case, with or without a base
 ELEMENTS = {
     "failed": "error",
     "timeout": "error",
@@ -36,7 +36,7 @@ _NO_CHARACTERS = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ff
 
 
 def export(request: ExportRequest) -> Exported:
-    """One document: a test suite for the cells of each of the suites, and one for their claims."""
+    """One document with two test suites for each suite of results: one of its cells, one of its claims."""
     root = Element("testsuites", name="spbench")
     for suite in request.suites:
         differences = grouped(suite.judgement.differences if suite.judgement else (), lambda d: d.where)
@@ -100,8 +100,8 @@ def _case(suite: Element, name: str, classname: str, row: Row | None) -> Element
 
 
 def _verdict(case: Element, row: Row | None, differences: Iterable[Difference]) -> None:
-    """Say what is wrong with a case: as an error or as skipped at most once, and as one failure for all that
-    the gate fails for."""
+    """Add at most one element to a test case: an error, a failure or "skipped" by the row's status, or one
+    failure that lists all differences for which the gate fails."""
     status = _status(row)
     wrong = ELEMENTS.get(status)
     worse = [difference for difference in differences if difference.fails]
@@ -116,7 +116,7 @@ def _verdict(case: Element, row: Row | None, differences: Iterable[Difference]) 
 
 
 def _not_judged(suite: Suite, key: str) -> str:
-    """Why the gate says nothing of a cell; "" if it does."""
+    """Why the gate did not judge a cell in full; "" if the gate did."""
     assert suite.base
     assert suite.judgement
     if key not in suite.base.cells:

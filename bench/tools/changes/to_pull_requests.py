@@ -1,8 +1,8 @@
-"""What GitHub shows at a pull request: the comment, and annotations.
+"""Exports that GitHub shows at a pull request: a comment, and annotations.
 
-In the comment, what is worse comes first, then what is missing, better and new; equal cells are counted. Its
-first line is a mark that is always the same, by which a workflow finds the comment to update. The text stays
-below the most characters that GitHub takes for a comment: lines that have no room are counted.
+In the comment, worse differences come first, then missing, better and new ones; equal cells are counted. The
+comment's first line is always the same, so that a workflow finds the comment to update by this line. The text
+stays below GitHub's limit for a comment: lines that have no room are counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spbench.plots.series import grouped as by_value
 
 MARK = "<!-- spbench -->"
 
-#: characters of a comment on GitHub
+#: the most characters of a comment on GitHub
 LIMIT = 65_536
 
 VERDICTS = {"worse": "❌ worse", "missing": "❌ missing", "better": "✅ better", "new": "🆕 new"}
@@ -35,12 +35,12 @@ VERDICTS = {"worse": "❌ worse", "missing": "❌ missing", "better": "✅ bette
 
 @dataclass
 class Listing:
-    """A table of which lines may be left out where there is no room.
+    """A Markdown table whose last lines may be left out where there is no room.
 
     Attributes:
-        title: of a table that is folded; "" for one in full view.
-        lines: the most important first.
-        shown: how many of the lines there is room for.
+        title: the title of a folded table; "" for a table in full view.
+        lines: the cells of each line, the most important line first.
+        shown: the number of lines for which there is room.
     """
 
     title: str
@@ -62,7 +62,7 @@ def _to_markdown(request: ExportRequest) -> Exported:
     """One document for all suites.
 
     Raises:
-        UserError: there are so many suites that their headings alone are too long.
+        UserError: there are so many suites that their headings are too long without any table.
     """
     blocks: list[str | Listing] = [MARK, f"## spbench: {_headline(request.suites)}"]
     for suite in request.suites:
@@ -77,7 +77,7 @@ export_markdown = _to_markdown
 
 
 def _fitting(blocks: Sequence[str | Listing]) -> str:
-    """The blocks as one text: of tables as many lines as there is room for, folded ones last."""
+    """The blocks as one text. Tables get as many lines as there is room for, folded tables after others."""
     listings = [block for block in blocks if isinstance(block, Listing)]
     room = LIMIT - 1 - len("\n\n".join(map(str, blocks)))
     for listing in sorted(listings, key=lambda listing: bool(listing.title)):
@@ -144,7 +144,7 @@ def _differences(title: str, differences: Sequence[Difference]) -> Listing:
 
 
 def _claims(claims: Claims, before: Claims) -> Listing:
-    """The errors against published numbers, by role."""
+    """A folded table of the median errors against published numbers, before and now, by role."""
     errors = [_errors(each) for each in (before, claims)]
     lines = [
         (role, str(len(now)), _percent(errors[0].get(role)), _percent(now)) for role, now in errors[1].items()
@@ -163,7 +163,7 @@ def _percent(errors: Sequence[float] | None) -> str:
 
 
 def _alone(suite: Suite) -> Iterator[str | Listing]:
-    """The section on results that have no base, worst status first."""
+    """The section on results that have no base: its cells, the worst status first, and its claims."""
     rows = sorted(suite.rows, key=lambda row: -STATUSES.index(row["status"]))
     values = {
         (row["key"], name): _shown(row, reading) for row in rows for name, reading in readings(row).items()
@@ -182,8 +182,8 @@ def _alone(suite: Suite) -> Iterator[str | Listing]:
 
 
 def _shown(row: Row, reading: Reading) -> str:
-    """A value that stands alone: a step time with its interval, rates with three digits, all of whole
-    numbers."""
+    """A value as text: a step time with its interval, a rate with three digits, a whole number with all its
+    digits, any other number with six."""
     if reading.metric.name == "step_time_s":
         return shown_band(with_band(row)["measurement"])
     return three_digits(reading.value) if reading.unit.endswith("/s") else shown_number(reading.value)
@@ -198,9 +198,9 @@ def _line(cells: Sequence[Any]) -> str:
 
 
 def _to_github_annotations(request: ExportRequest) -> Exported:
-    """An ``::error`` for each group of what closes the gate, a ``::notice`` for each of what is better or
-    new, as `spbench compare` groups them, since GitHub shows ten of a kind a step; and one for each suite on
-    how many there are. UserError if there is nothing to compare with."""
+    """An ``::error`` for each group of differences that fail, a ``::notice`` for each group of better or new
+    ones, and a ``::notice`` for each suite with the counts. Differences are grouped as `spbench compare`
+    groups them, because GitHub shows ten annotations of a kind a step. UserError if a suite has no base."""
     lines = [line for suite in request.suites for line in _annotations(suite)]
     return Exported("\n".join([*lines, ""]), [f"{name}: not run" for name in request.not_run])
 
@@ -221,7 +221,7 @@ def _annotations(suite: Suite) -> Iterator[str]:
 
 
 def _command(kind: str, title: str, text: str) -> str:
-    """A workflow command; what would end it or its title is written as GitHub's own toolkit writes it."""
+    """A workflow command; signs that would end the command or its title are escaped in GitHub's way."""
     for sign in "%\r\n":
         title, text = (each.replace(sign, f"%{ord(sign):02X}") for each in (title, text))
     for sign in ":,":

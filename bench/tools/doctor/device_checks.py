@@ -1,5 +1,5 @@
-"""Checks of devices and ranks: NVIDIA's driver, its GPUs and their links, and what torch can do with them; a
-step on virtual ranks, and two real ranks on this machine's CPUs.
+"""Checks of devices and ranks: NVIDIA's driver, GPUs and their links; torch on these GPUs; a step on virtual
+ranks; and two real ranks on this machine's CPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from spbench.bench.cell import Cell
 
-#: links of a GPU at most
+#: the most NVLinks of a GPU
 _LINKS = 36
 #: the connection between two GPUs in words, by NVML's level
 _BETWEEN = {
@@ -38,7 +38,7 @@ _NO_PEERS = (
 
 
 def driver() -> Iterator[Observation]:
-    """The driver, its GPUs, and what joins these, from the management library."""
+    """Check NVIDIA's driver, its GPUs, and the links between GPUs, by the management library NVML."""
     try:
         with Nvml() as library:
             version, cuda = map(
@@ -74,7 +74,7 @@ def _gpu(library: Nvml, index: int, gpu: Any) -> Observation:
 
 
 def _peers(library: Nvml, index: int, gpus: list[Any]) -> Iterator[Observation]:
-    """One line: what joins a GPU to each of the others."""
+    """One observation on the connections of a GPU to each other GPU; none if there is only one GPU."""
     joined: dict[str, list[int]] = {}
     for other, peer in enumerate(gpus):
         if other != index:
@@ -102,7 +102,7 @@ def _path(library: Nvml, gpu: Any, peer: Any) -> str:
 
 
 def cuda() -> Iterator[Observation]:
-    """What torch sees of the GPUs: a matmul on each, and a sum by NCCL."""
+    """Check torch on the GPUs: a matmul on each GPU, and a sum by NCCL on one rank."""
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -156,7 +156,7 @@ _SIOCGIFADDR, _ADDRESS = 0x8915, slice(20, 24)
 
 
 def virtual_ranks() -> Iterator[Observation]:
-    """A training step of one of two ranks, on fake tensors."""
+    """Check a training step of one of two virtual ranks, on fake tensors."""
     from spbench.bench.measure import VirtualEngine
 
     begin = time.perf_counter()
@@ -171,7 +171,7 @@ def virtual_ranks() -> Iterator[Observation]:
 
 
 def real_ranks() -> Iterator[Observation]:
-    """Two processes that make a Gloo group, as the engine distributed starts them."""
+    """Check that two processes, started like by the engine "distributed", form a Gloo group and sum in it."""
     from spbench.bench.measure import launch
 
     begin = time.perf_counter()
@@ -208,7 +208,7 @@ def _cell(engine: str) -> Cell:
 
 
 def _meet(mesh: DeviceMesh, cell: Cell) -> tuple[float, int]:
-    """Seconds to make a group of all ranks and sum in it, and the sum of their numbers from 1."""
+    """(seconds to make a Gloo group of all ranks and sum in it, the sum of rank + 1 over all ranks)."""
     import torch
 
     torch.distributed.barrier()
@@ -222,8 +222,8 @@ def _meet(mesh: DeviceMesh, cell: Cell) -> tuple[float, int]:
 def gloo_interface() -> tuple[str, str]:
     """The network interface that Gloo uses in this process and its address ("" if that is unknown).
 
-    As torch chooses it: the one that GLOO_SOCKET_IFNAME names, or else that of the host name's address where
-    it can be used, or else the loopback.
+    Torch chooses the interface that GLOO_SOCKET_IFNAME names, or else that of the host name's address if the
+    address can be used, or else the loopback.
     """
     addresses = _interfaces()
     if named := os.environ.get("GLOO_SOCKET_IFNAME"):
@@ -244,7 +244,7 @@ def _interfaces() -> dict[str, str]:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
+            except OSError:  # the interface has no address
                 continue
             addresses[name] = socket.inet_ntoa(answer[_ADDRESS])
     return addresses

@@ -1,10 +1,10 @@
-"""What a check of an installation is, and running it in a process of its own with a time limit.
+"""Checks of an installation, each run in a process of its own with a time limit.
 
-What a check needs it imports itself: a library that is missing, crashes or hangs as it is imported is what it
-observes.
+A check imports the libraries that it needs itself, because a library that is missing, crashes or hangs during
+its import is something to observe.
 
-Checks of Python, of the libraries that are installed, and of what the system gives: room on disks, shared
-memory, open files, cores and memory.
+The checks in this module are of Python, of installed libraries, and of the system's disks, shared memory,
+limit of open files, cores and memory.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from spbench.bench.measure import environment_of_child, memory_bytes, usable_cor
 from spbench.bench.units import GIB, MIB
 from spbench.impls import installed_version
 
-#: what the child runs: the function's module and name are its arguments
+#: the program of the child process, whose arguments are a function's module and name
 _CHILD = "from spbench.bench.tools.doctor.diagnosis import print_observations; print_observations()"
-#: characters of what a check said last that are shown
+#: the most characters of a failed check's last line that are shown
 _SAID = 200
-#: for which the end of a killed check is waited for
+#: seconds to wait for the end of a killed check
 _REAPING_S = 5.0
 
 
@@ -46,12 +46,11 @@ class Observation:
     """One line of the diagnosis.
 
     Attributes:
-        subject: what was looked at.
-        status: "ok"; "warning", where something works less well or only for some; "missing", where it does
-            not work.
-        found: what is there.
-        remedy: one line: what to do about it.
-        is_needed: whether virtual ranks, or real ones on CPUs, do not work without it.
+        subject: the thing that was checked.
+        status: "ok"; "warning": the subject works less well or only for some; "missing": it does not work.
+        found: the state of the subject in words, such as a version.
+        remedy: one line on how to mend the subject.
+        is_needed: whether virtual ranks, or real ranks on CPUs, need the subject.
     """
 
     subject: str
@@ -70,7 +69,7 @@ class Observation:
         otherwise: Literal["warning", "missing"] = "warning",
         is_needed: bool = False,
     ) -> Observation:
-        """The observation "ok" if the subject works, else ``otherwise``, with the remedy."""
+        """An observation with status "ok" if the subject works, else ``otherwise`` with the remedy."""
         return cls(subject, "ok", found) if works else cls(subject, otherwise, found, remedy, is_needed)
 
 
@@ -79,8 +78,8 @@ class Check:
     """A check of one thing on this machine.
 
     Attributes:
-        look: makes the observations; a function of a module, without arguments.
-        is_needed: that of the observation that is made if ``look`` crashes, raises or does not end.
+        look: a function of a module, without arguments, that yields observations.
+        is_needed: ``is_needed`` of the observation that reports that ``look`` crashed or did not end.
         limit_s: seconds after which ``look`` is ended.
     """
 
@@ -103,7 +102,7 @@ def diagnose(chosen: Mapping[str, Check]) -> list[Observation]:
 
 @contextmanager
 def _running(look: Callable[[], Iterable[Observation]]) -> Iterator[subprocess.Popen[str]]:
-    """The process that runs the function of a check; at the end it is killed with all that it has started."""
+    """The process that runs the function of a check; at the end that process and its children are killed."""
     process = subprocess.Popen(
         [sys.executable, "-c", _CHILD, look.__module__, look.__qualname__],
         stdin=subprocess.DEVNULL,
@@ -126,7 +125,7 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 
 def _observations(name: str, check: Check, process: subprocess.Popen[str]) -> list[Observation]:
-    """What the process of a check has observed, at most for the check's limit; or how the process failed."""
+    """The observations that a check's process prints within the check's limit; or one on how it failed."""
     try:
         printed, said = process.communicate(timeout=check.limit_s)
         if not (code := process.returncode):
@@ -144,7 +143,7 @@ def _observations(name: str, check: Check, process: subprocess.Popen[str]) -> li
 
 
 def print_observations() -> None:
-    """For the child: print, as JSON, what the function finds that its arguments name."""
+    """Run in the child: print, as JSON, the observations of the function that the arguments name."""
     module, function = sys.argv[1:]
     with redirect_stdout(sys.stderr):
         observations = [asdict(each) for each in getattr(importlib.import_module(module), function)()]
@@ -156,7 +155,7 @@ _OLDEST_PYTHON = (3, 11)
 _CAPABILITIES = {"P100": 60, "V100": 70, "A100": 80, "H100": 90, "B200": 100}
 #: the name of the extra in a requirement's marker
 _EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
-#: below these a disk is full, or soon will be: a sweep's rows take a few MiB, its traces up to 2 GiB
+#: free bytes below which a disk is full, or soon will be: a sweep's rows take a few MiB, traces up to 2 GiB
 _FULL_BYTES, _LITTLE_BYTES = 50 * MIB, 2 * GIB
 #: shared memory that NCCL and data loaders can do with
 _SHARED_BYTES = GIB
@@ -165,14 +164,14 @@ _OPEN_FILES = 1024
 
 
 def python() -> Iterator[Observation]:
-    """The interpreter and the system."""
+    """Check the version of Python; the observation also names the system."""
     text = f"{platform.python_version()}, {platform.platform()}, {sys.executable}"
     remedy = f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or later"
     yield Observation.judged("Python", sys.version_info >= _OLDEST_PYTHON, text, remedy, "missing", True)
 
 
 def packages() -> Iterator[Observation]:
-    """The distributions that spbench declares: those that it needs, and those of each extra."""
+    """Check that the packages are installed that spbench needs, and those of each extra."""
     try:
         declared = requires("spbench") or []
     except PackageNotFoundError:
@@ -194,7 +193,7 @@ def packages() -> Iterator[Observation]:
 
 
 def py_spy() -> Iterator[Observation]:
-    """The program that reads the stacks of a process that hangs, Python's and C's."""
+    """Check for py-spy, which reads the Python and C stacks of a process that hangs."""
     program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if program is None:
         remedy = "pip install py-spy; without it the stacks of a rank that hangs are Python's alone"
@@ -205,7 +204,7 @@ def py_spy() -> Iterator[Observation]:
 
 
 def torch() -> Iterator[Observation]:
-    """The build of torch, and Gloo."""
+    """Check the build of torch, and whether that has Gloo."""
     import torch
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
@@ -219,7 +218,7 @@ def torch() -> Iterator[Observation]:
 
 
 def triton() -> Iterator[Observation]:
-    """Triton, and for which GPUs it compiles a kernel of ours; that needs no GPU."""
+    """Check for which kinds of GPUs Triton compiles one of our kernels; compiling needs no GPU."""
     try:
         import triton
     except ImportError as error:
@@ -260,7 +259,7 @@ def _compile(capability: int) -> None:
 
 
 def disks() -> Iterator[Observation]:
-    """Where results and the cache go, and temporary files: can they be written, and how much is free?"""
+    """Check that the folders of results, cache and temporary files can be written, and their free bytes."""
     yield _disk("disk of results", Path("results"), "run spbench in a folder with room, or give --output")
     cache = cache_folder()
     if cache is None:
@@ -273,7 +272,7 @@ def disks() -> Iterator[Observation]:
 
 
 def _disk(subject: str, folder: Path, remedy: str, is_needed: bool = True) -> Observation:
-    """The room in the folder, or where it is not there yet, in the one in which it would be made."""
+    """Check the free bytes of a folder, or of its nearest parent if the folder does not exist."""
     there = folder.absolute()
     while not there.exists():
         there = there.parent
@@ -291,7 +290,7 @@ def _disk(subject: str, folder: Path, remedy: str, is_needed: bool = True) -> Ob
 
 
 def shared_memory() -> Iterator[Observation]:
-    """/dev/shm, through which the ranks of a node talk under NCCL."""
+    """Check the size of /dev/shm, through which NCCL's ranks on one node exchange data."""
     what, folder = "shared memory", Path("/dev/shm")
     if not folder.is_dir():
         yield Observation(what, "warning", "there is no /dev/shm", "only Linux has one; NCCL needs it")
@@ -303,7 +302,7 @@ def shared_memory() -> Iterator[Observation]:
 
 
 def open_files() -> Iterator[Observation]:
-    """How many files, and so sockets, a process may have open."""
+    """Check how many files and sockets a process may have open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit, most = ("unlimited" if n == resource.RLIM_INFINITY else n for n in (soft, hard))
     text = f"{limit} a process, of at most {most}"
@@ -312,7 +311,7 @@ def open_files() -> Iterator[Observation]:
 
 
 def machine() -> Iterator[Observation]:
-    """Cores that this process may use, and memory."""
+    """Check how many cores this process may use; the observation also has the memory."""
     text = f"{usable_cores()} of {os.cpu_count()} cores"
     if (memory := memory_bytes()) is not None:
         text += f", {memory / GIB:.1f} GiB of memory"

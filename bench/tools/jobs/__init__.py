@@ -6,7 +6,7 @@ or of another distribution in an entry point NAME of the group ``spbench.jobs``;
 this package, where that has a line ``about``: :mod:`~spbench.bench.tools.jobs.programs` reads its jobs.
 
 The way back is a function ``flags(cell)`` that makes :class:`Flags`, in the module to_NAME;
-:func:`program_flags` proves and completes what it returns.
+:func:`program_flags` proves and completes these flags.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Jobs(FunctionModules):
     """The readers of jobs: functions of modules, and tables."""
 
     def tables(self) -> dict[str, str]:
-        """The ``about`` of each table, by the table's name."""
+        """The one-line description of each table, its line ``about``, by the table's name."""
         paths = sorted(Path(__file__).parent.glob("*.yaml"))
         return {path.stem: about for path in paths if (about := _about(path))}
 
     def signature(self, name: str) -> Mapping[str, Any]:
-        """By what the files of a kind are known, as its table has it (:func:`may_be`); empty: by its reader
-        alone."""
+        """The keys or regular expressions by which :func:`may_be` tells that files are jobs of kind ``name``,
+        from the kind's table; empty where only the kind's reader can tell."""
         return _signature(Path(__file__).with_name(f"{name}.yaml"))
 
     def summaries(self) -> dict[str, str]:
@@ -48,7 +48,7 @@ class Jobs(FunctionModules):
 
 @cache
 def _signature(path: Path) -> Mapping[str, Any]:
-    """The section ``signature`` of a table, of whose file nothing else is parsed."""
+    """The section ``signature`` of a table's file; only that section is parsed, to save time."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     section = re.search(r"^signature:\n(?:[ -].*\n)+", text, re.MULTILINE)
     return parse_yaml(path, section[0].encode())["signature"] if section else {}
@@ -56,7 +56,7 @@ def _signature(path: Path) -> Mapping[str, Any]:
 
 @cache
 def _about(path: Path) -> str:
-    """The line ``about`` of a table; "" where it has none."""
+    """The text of a table's line ``about``; "" where the table has no such line."""
     line = re.search(r'^about: "?(.+?)"?$', path.read_text(encoding="utf-8"), re.MULTILINE)
     return line[1] if line else ""
 

@@ -1,4 +1,4 @@
-"""An account of a job's arguments: the settings that are made of them, and what becomes of each."""
+"""An account of a job's arguments: the settings made from the arguments, and each argument's outcome."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Given:
     """An argument of a job.
 
     Attributes:
-        name: as the job spells it.
-        value: as its program reads it.
-        text: the value as the job has it, in one line.
+        name: the argument's name, as the job spells it.
+        value: the value, as the program reads it.
+        text: the value as the job writes it, in one line.
         wrong: what is wrong with the value; "" if nothing is.
-        source: how it is called as the source of a setting; "": its name and text.
+        source: the words that name the argument as the source of a setting; "": name and text do.
     """
 
     name: str
@@ -53,23 +53,23 @@ class Given:
 
 @dataclass(kw_only=True)
 class Account:
-    """The arguments of a job, the settings that were made of them, and what became of each argument.
+    """The arguments of a job, the settings that were made from the arguments, and each argument's outcome.
 
     Attributes:
         table: the arguments that the program takes.
         given: arguments of the job, by their first spelling.
         environment: variables that are set when the job runs.
-        by_default: the source of a setting that comes from no argument; "": the key whose default it is.
-        unasked: what is missing for an argument of which nothing was made, unless there are problems.
-        made_of: what was made of each argument or variable.
-        idle: arguments that could have had an effect, and why they have none here.
-        approximated: arguments that are modelled only closely, or not at all, and what that may move.
-        strictly: approximated arguments that ``--strict`` refuses, and what is missing for them.
-        missing: arguments that are refused here, and what is missing.
-        problems, remarks: as of :class:`Job`.
-        facts: what the reader has worked out itself, by names that rules have with a ``$`` before them.
-        calls: what rules of the table may call.
-        flags: arguments that ask the program for a cell: name, value and the setting that they come from.
+        by_default: the source that a setting from no argument names; "": the key whose default the value is.
+        unasked: why an argument from which no setting was made is refused, unless there are problems.
+        made_of: by argument or variable, the settings and other effects that came from the argument.
+        idle: by argument without effect in this job that may have one in another, the reason.
+        approximated: by argument that is modelled only closely, or not at all, what may move for that reason.
+        strictly: by approximated argument that ``--strict`` refuses, what spbench lacks to model it.
+        missing: by refused argument, what spbench lacks to model it.
+        problems, remarks: the same as the attributes of :class:`Job`.
+        facts: values that the reader computed, by name; a rule of a table writes the name with a ``$``.
+        calls: functions of the reader that rules of the table may call, by name.
+        flags: arguments that ask the program for a cell, each as (name, value, path of the setting).
     """
 
     table: ArgumentTable
@@ -94,7 +94,7 @@ class Account:
         return self.table.arguments
 
     def has(self, name: str) -> bool:
-        """Whether an argument is given."""
+        """Whether the job gives an argument."""
         return name in self.given
 
     def given_of(self, *names: str) -> tuple[str, ...]:
@@ -107,8 +107,8 @@ class Account:
         return self.program_arguments[name].default if given is None or given.wrong else given.value
 
     def known(self, name: str) -> Any:
-        """The value of that name: of an argument (``*`` in it stands for any characters), of a ``$FACT``, or
-        of a variable of the environment (a number if it is a whole one); None where nothing has the name."""
+        """The value of an argument (``*`` in ``name`` matches any characters), of a ``$FACT``, or of a
+        variable of the environment (an int if the text is a whole number); None for an unknown name."""
         if name.startswith("$"):
             return self.facts.get(name[1:])
         if "*" in name:
@@ -119,14 +119,15 @@ class Account:
         return int(text) if text is not None and re.fullmatch(r"\d{1,9}", text) else text
 
     def chosen(self, *names: str) -> tuple[Any, str]:
-        """The first key's value that is there and not "auto", and that key; else the last key's default."""
+        """The value and the name of the first of these keys that the job gives other than null or "auto";
+        else the default and the name of the last key."""
         there = (name for name in names if name in self.given and self.value(name) not in (None, "auto"))
         first = next(there, names[-1])
         self.took(f"taken from {first}", *(n for n in names[: names.index(first)] if n in self.given))
         return self.value(first), first
 
     def count(self, name: str, least: int = 1) -> int:
-        """The value of an argument that counts something; ``least``, and a problem, if it is below that."""
+        """The value of an argument that is a count; one below ``least`` is a problem, read as ``least``."""
         value = self.value(name)
         if value is None or value < least:
             self.problems.append(f"{name}: {shown(value)} is less than {least}")
@@ -134,18 +135,18 @@ class Account:
         return int(value)
 
     def ignore(self, reason: str, *names: str) -> None:
-        """Note why arguments have no effect here."""
+        """Note why the arguments ``names`` have no effect in this job."""
         for name in names:
             self.idle.setdefault(name, reason)
 
     def leave(self, what: str, because: str, *names: str) -> None:
-        """Note that arguments are not modelled, and may move "time", "memory", both or "nothing"."""
+        """Note that arguments ``names`` are left out, which may move "time", "memory", both or "nothing"."""
         for name in names:
             self.approximated.setdefault(name, may_move(what, because))
 
     def stand_in(self, missing: str, what: str, because: str, *names: str) -> None:
-        """Say that something close stands for arguments, as :meth:`leave`; ``--strict`` refuses them, because
-        what is ``missing`` is not modelled. A remark if the job gives none of them."""
+        """Note, as :meth:`leave` does, that spbench models the arguments ``names`` only closely; ``--strict``
+        refuses these arguments because ``missing`` is not modelled. A job without them gets a remark."""
         if not any(map(self.has, names)):
             self.remarks.append(f"{missing}: {may_move(what, because)}")
         self.leave(what, because, *names)
@@ -153,34 +154,35 @@ class Account:
             self.strictly.setdefault(name, missing)
 
     def took(self, detail: str, *names: str) -> None:
-        """Note what was made of arguments."""
+        """Note a setting or another effect that came from the arguments ``names``."""
         for name in names:
             self.made_of.setdefault(name, []).append(detail)
 
     def approximate(self, remark: str, *names: str) -> None:
-        """Note what is modelled only approximately because of these arguments."""
+        """Add a remark on an approximation of the scenario that the arguments ``names`` make necessary."""
         self.remarks.append(remark)
         for name in names:
             self.approximated.setdefault(name, remark)
 
     def refuse(self, missing: str, *names: str) -> None:
-        """Say what is missing for arguments; a problem of the job if it gives none of them."""
+        """Refuse the arguments ``names``, because ``missing`` is not modelled; where the job gives none of
+        these arguments, the refusal is a problem of the job, because their defaults ask for the same."""
         if not any(map(self.has, names)):
             self.problems.append(f"{' and '.join(names)} (by default): {missing}: not modelled")
         self.refuse_given(f"{missing}: not modelled", *names)
 
     def refuse_given(self, missing: str, *names: str) -> None:
-        """Refuse arguments that are given, and say what is missing for them."""
+        """Refuse the arguments ``names`` where the job gives them, with the reason ``missing``."""
         for name in names:
             self.missing.setdefault(name, missing)
 
     def add(self, path: str, value: Any, source: str, note: str = "", given: bool = True) -> None:
-        """Set a setting that comes from ``source``; ``note`` stands beside the source."""
+        """Add a setting that comes from ``source``; a scenario has ``note`` behind the source."""
         self.settings.append(Setting(path, value, ": ".join(filter(None, [source, note])), given))
 
     def set(self, path: str, value: Any, *names: str, note: str = "") -> None:
-        """Set a setting that comes from arguments or variables of these names; from their defaults if none is
-        given. ``note`` stands beside their names."""
+        """Add a setting whose source are the arguments or variables ``names``, or their defaults if the job
+        gives none of ``names``; a scenario has ``note`` behind the source."""
         there = [name for name in names if name in self.given or name in self.environment]
         source = ", ".join(map(self.spelled, there)) or (
             "" if note and not names else self._default_of(names)
@@ -189,17 +191,17 @@ class Account:
         self.took(f"{path}: {shown(value, _LONGEST_SETTING)}", *there)
 
     def map(self, *names: str) -> None:
-        """Make the settings that the table derives from arguments, also from their defaults."""
+        """Add the settings that the table derives from the arguments ``names``, whose defaults count too."""
         for name in names:
             conversion = self.table.settings[name]
             self.set(conversion.path, conversion.setting(self.value(name)), name)
 
     def map_given(self, *names: str) -> None:
-        """Make the settings that the table derives from arguments that are given."""
+        """Add the settings that the table derives from those arguments ``names`` that the job gives."""
         self.map(*filter(self.has, names))
 
     def first_steps(self, *, one: bool = False) -> None:
-        """Set that the job begins without Adam's moments, and runs two steps (one, if ``one``)."""
+        """Add the settings of a job that begins without Adam's moments; it runs two steps, or ``one``."""
         self.set("training.moments", "later", note="a first step, before Adam has its moments,")
         self.set("training.steps", 1 if one else 2, note="and the only one" if one else "and one after it")
 
@@ -209,7 +211,7 @@ class Account:
         return f"default of {names[0]}" if names else f"as {self.table.program.split(' ')[0]} has it"
 
     def spelled(self, name: str) -> str:
-        """An argument or a variable as the job has it."""
+        """An argument with its value, or ``NAME=VALUE`` of a variable, as the job spells it."""
         return str(self.given[name]) if name in self.given else f"{name}={self.environment[name]}"
 
     def arguments(self) -> Iterator[Argument]:
@@ -256,7 +258,7 @@ class Account:
     def job(
         self, kind: str, files: JobFiles, arguments: Iterable[Argument], problems: Sequence[str] = ()
     ) -> Job:
-        """The job, on the cluster that was asked for; ``problems`` are of the files, and stand last."""
+        """The job on the cluster ``files.cluster``; ``problems`` of the files follow the account's own."""
         if files.cluster is not None:
             self.add("cluster", files.cluster, "", "--cluster")
         trains = self.table.content.get("trains")
@@ -275,8 +277,8 @@ class Account:
 
 
 def _approximated(arguments: Iterable[Argument]) -> Iterator[str]:
-    """A remark on the arguments that may move one thing or another: those that ``--strict`` refuses with the
-    reason, the others by their names."""
+    """The remarks on approximated arguments: arguments that ``--strict`` refuses, with the reason, and then
+    the names of the others by what they may move."""
     by_what: dict[str, list[str]] = {}
     by_reason: dict[str, list[str]] = {}
     for each in arguments:
@@ -297,7 +299,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def scalar_of(text: str) -> Any:
-    """The value of a command line's text, read as YAML; the text itself if it is no YAML."""
+    """The value of a command line's text, parsed as YAML; a text that is no YAML is its own value."""
     try:
         return parse_yaml(Path("--given"), f"value: {text}".encode())["value"]
     except UserError:
@@ -310,10 +312,11 @@ def key_account(
     counts: Callable[[str], bool] = bool,
     overrides: Mapping[str, str] | None = None,
 ) -> Account:
-    """The account of keys of configuration files, of which nothing was made yet; only keys that count.
+    """The account, still without settings, of those keys of configuration files for which ``counts`` is true.
 
     Args:
-        overrides: texts of values that stand in place of the files', by name, as --given has them.
+        values: pairs of a key's dotted name and its value.
+        overrides: texts of values that replace values of the files, by name, as --given has them.
     """
     given = {}
     chosen = {name: scalar_of(text) for name, text in (overrides or {}).items() if name in table.arguments}

@@ -1,4 +1,4 @@
-"""Adapters of low rank (LoRA) in a job, as settings of the model."""
+"""The settings of a model for a job's adapters of low rank (LoRA)."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ LINEAR_ATTENTION = ("linear_num_key_heads", "mamba_num_heads")
 #: the words by which programs name all linear layers of a model
 _EVERY = ("all", "all-linear")
 _OF_MLP = (*OPENING, MLP_CLOSING)
-#: where a layer has its projections, and experts beside them, in models of text and of text and images
+#: prefixes of the paths of a layer's modules, in models of text and in models of text and images
 _LAYERS = ("model.layers.0.", "model.language_model.layers.0.", "language_model.model.layers.0.")
 _EXPERTS = re.compile(r"experts\b(?!.*shared)")
 
 
 class Adapted(NamedTuple):
-    """What a job says of adapters beside their rank.
+    """The modules that a job adapts or trains whole, and whether the adapters are DoRA's.
 
     Attributes:
         targets: modules with an adapter: a list of names, or a pattern of whole paths; None: all linear ones.
-        whole: modules that are trained whole, by name.
-        by_direction: DoRA (arXiv 2402.09353).
+        whole: the names of modules whose own weights are trained, without an adapter.
+        by_direction: whether adapters are DoRA's, which also learn magnitudes (arXiv 2402.09353).
     """
 
     targets: Said = Said(None)
@@ -57,16 +57,15 @@ def set_adapters(
     separate: bool = True,
     experts: str = "frozen",
 ) -> None:
-    """Set the adapters of a job: their rank, which linear layers have one (layers of linear attention have
-    none, and are frozen), and which layers are trained whole.
+    """Set the rank of a job's adapters, the linear layers with an adapter (linear attention has none, and is
+    frozen), and the layers that are trained whole.
 
     Args:
-        lora: the rank; 0: there are no adapters.
-        fields: of the model's config.json.
-        separate: queries, keys and values, and the inputs of an MLP, are layers of their own, with adapters
-            each.
-        experts: "frozen": routed experts have no adapter, as they are no linear layers in transformers 5;
-            "each": each expert has one; "shared": a rank's experts share one, which is not modelled.
+        lora: the rank of the adapters; 0: the job has no adapters.
+        fields: the fields of the model's config.json.
+        separate: whether queries, keys and values, and an MLP's inputs, are layers with an adapter each.
+        experts: "frozen": routed experts have no adapter, because they are no linear layers in
+            transformers 5; "each": every expert has one; "shared": a rank's experts share one, not modelled.
     """
     others = [name for each in (adapted.targets, adapted.whole, adapted.by_direction) for name in each.names]
     if not lora.value:
@@ -111,8 +110,7 @@ def set_adapters(
 
 
 def _model(fields: Mapping[str, Any]) -> Model | None:
-    """The model of a config.json; None where it is not known, or has what none here has, which is said where
-    the scenario is read."""
+    """The model of a config.json; None if spbench does not model it, which the scenario's reader reports."""
     try:
         return model_from_config(fields)
     except ValueError:
@@ -120,7 +118,7 @@ def _model(fields: Mapping[str, Any]) -> Model | None:
 
 
 def _are_names(account: Account, modules: Said) -> bool:
-    """Whether a job names modules there; a problem of the job where it does not."""
+    """Whether the value of ``modules`` is a name, a list of names or null; if not, the job has a problem."""
     if isinstance(modules.value, str | Sequence | None):
         return True
     given = " and ".join(map(account.spelled, modules.names))
@@ -129,12 +127,13 @@ def _are_names(account: Account, modules: Said) -> bool:
 
 
 def _names(value: str | Sequence[Any] | None) -> list[str]:
-    """The names of modules that a job gives as one or as a list."""
+    """The names of modules as a list, from a job's value: one name, a list of names, or null."""
     return [value] if isinstance(value, str) else [str(name) for name in value or ()]
 
 
 def _targets(account: Account, targets: Said, adapted: Sequence[str], separate: bool) -> list[str]:
-    """Words of lora_targets for layers that the model has; it is said which targets are none of these."""
+    """The words of lora_targets for a job's ``targets`` among the layers that spbench can adapt; other
+    targets are noted in the account as not modelled."""
     asked = targets.value
     if asked is None or asked in _EVERY:
         return [ALL]
@@ -150,13 +149,13 @@ def _targets(account: Account, targets: Said, adapted: Sequence[str], separate: 
         account.stand_in(f"adapters (LoRA) of {', '.join(beyond)}", "memory", because, *targets.names)
     there = [name for name in adapted if name != "experts"]
     chosen = [name for name in there if name in words]
-    if not separate:  # what is one matmul has one adapter
+    if not separate:  # projections that are one matmul have one adapter
         chosen = [n for n in there if any(n in group and {*group} & words for group in (QKV, OPENING, [n]))]
     return [ALL] if ALL in words or chosen == there else chosen
 
 
 def _named(name: str, *, whole: bool) -> Iterator[str]:
-    """The projections that a name of modules, or a pattern of ``whole`` paths, is for."""
+    """The projections that match a name of modules, or a pattern of ``whole`` paths."""
     yield from table_content("transformers")["modules"].get(name.rpartition(".")[2].lstrip("*"), ())
     for word in (*PROJECTIONS, *LATENT):
         places = ("mlp.", "mlp.shared_experts.", "mlp.shared_expert.") if word in _OF_MLP else ("self_attn.",)
@@ -166,7 +165,7 @@ def _named(name: str, *, whole: bool) -> Iterator[str]:
 
 
 def _fits(pattern: str, path: str) -> bool:
-    """Whether a pattern is for a whole path."""
+    """Whether a regular expression matches a whole path; no if the expression is wrong."""
     try:
         return re.fullmatch(pattern, path) is not None
     except re.error:
@@ -174,7 +173,7 @@ def _fits(pattern: str, path: str) -> bool:
 
 
 def _whole(account: Account, whole: Said, *, tied: bool) -> None:
-    """Set which layers are trained whole, besides adapters. ``tied``: the head is the embedding's copy."""
+    """Set which layers are trained whole; ``tied``: whether the head's weights are the embedding's."""
     names = [name.rpartition(".")[2] for name in _names(whole.value)]
     vocabularies = table_content("transformers")["vocabularies"]
     words = [word for word in ("embedding", "head") if word in map(vocabularies.get, names)]

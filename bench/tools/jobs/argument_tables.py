@@ -1,15 +1,15 @@
-"""The arguments that a program takes, from its table.
+"""The arguments that a program takes, from the program's table.
 
-A table is a YAML file beside this module. A word in it is an argument::
+A table is a YAML file in this folder. Each word of a table is an argument::
 
     NAME[,SPELLING...][:TYPE[/TYPE...][?][+|*[COUNT]]][=DEFAULT][@VERSIONS]
 
 TYPE is int, float, bool, str, list, map, any, or choices with ``|`` between them; ``?``: null too; ``+``: one
-value or more; ``*``: any number, or COUNT. Without a TYPE it is a switch. The words stand in groups by their
-outcome: ``mapped``, ``no_effect`` with a reason, ``not_modelled`` with what it may move, ``refused`` with
-what is missing for it; what ``--strict`` alone refuses has both. ``settings`` says which argument is which
-setting of a scenario; it is read forwards by :meth:`Account.map` and backwards by
-:meth:`ArgumentTable.values_of`.
+value or more; ``*``: any number of values, or COUNT. An argument without a TYPE is a switch. Groups of words
+have one outcome each: ``mapped``, ``no_effect`` with a reason, ``not_modelled`` with what the argument may
+move, ``refused`` with what spbench lacks for the argument; a group that only ``--strict`` refuses has both.
+The section ``settings`` says which argument is which setting of a scenario: :meth:`Account.map` goes from
+argument to setting, :meth:`ArgumentTable.values_of` back.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }
 _NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 _NAMES |= {"list": "a list", "map": "a mapping"}
-#: what the keys of a DeepSpeed configuration begin with beside a program's, and those of the Trainer
+#: prefixes of the keys of DeepSpeed in the table of another program, and of the Trainer's arguments
 OF_DEEPSPEED, OF_TRAINER = "deepspeed.", "TrainingArguments."
-#: characters of a value that a message repeats
+#: the most characters of a value that a message repeats
 _LONGEST = 40
 
 
@@ -49,15 +49,15 @@ class ProgramArgument:
     """An argument that a program takes.
 
     Attributes:
-        spellings: its names, of which the first counts.
-        takes: its types, with ``/`` between them; "": it is a switch.
-        optional: it takes null too.
-        count: "" (one value), "+", "*", or "*" and a number.
-        default: False for a switch; None where there is none.
-        outcome: "mapped" where a setting may come from it.
-        detail: why it has no effect, what it may move, or what is missing, for other values than the default.
-        beside: arguments of which the job must give one, else it has no effect.
-        missing: as of :class:`~spbench.bench.tools.jobs.job.Argument`.
+        spellings: the argument's names, of which the first is the one that tables and accounts use.
+        takes: types of the value, with ``/`` between them; "": the argument is a switch.
+        optional: whether null is a value too.
+        count: how many values: "" (one), "+", "*", or "*" and a number.
+        default: the default value; False for a switch, None where the argument has no default.
+        outcome: "mapped" where a setting may come from the argument.
+        detail: why a value other than the default has no effect, what it may move, or what spbench lacks.
+        beside: other arguments; if the job gives none of them, this argument has no effect.
+        missing: what ``--strict`` refuses the argument for; "": nothing.
     """
 
     spellings: tuple[str, ...]
@@ -79,7 +79,7 @@ class ProgramArgument:
         if value is None and self.optional:
             return ""
         if self.outcome != "mapped" and isinstance(value, str) and "$" in value:
-            return ""  # what only a run could tell, of something that is not read
+            return ""  # a value that only a run could tell, of an argument that is not read
         kinds = self.takes.split("/")
         if "any" in kinds or any(_is(kind, value) for kind in kinds):
             return ""
@@ -87,7 +87,7 @@ class ProgramArgument:
         return f"{shown(value)} is not {needed}"
 
     def parsed(self, word: str) -> Any:
-        """The value of a command line's word, in the argument's type; the word itself if it has none."""
+        """A command line's word as an int or a float, if that is the argument's type; else the word."""
         try:
             return {"int": int, "float": float}.get(self.takes, str)(word)
         except ValueError:
@@ -107,22 +107,22 @@ def _is(kind: str, value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Conversion:
-    """How an argument says a setting.
+    """The setting that an argument sets, and the values that correspond.
 
     Attributes:
-        path: of the setting: ``model_options.norm``.
-        values: pairs of the argument's value and the setting's; (): they are equal.
+        path: the setting's path, such as ``model_options.norm``.
+        values: pairs of the argument's value and the setting's; (): the two values are equal.
     """
 
     path: str
     values: Sequence[tuple[Any, Any]] = ()
 
     def setting(self, value: Any) -> Any:
-        """The setting's value; KeyError where the table has none."""
+        """The setting's value for an argument's ``value``; KeyError where the table has no such value."""
         return dict(self.values)[value] if self.values else value
 
     def argument(self, value: Any) -> Any:
-        """The argument's value, backwards; None where the table has none."""
+        """The argument's value for a setting's ``value``; None where the table has no such value."""
         return {theirs: ours for ours, theirs in self.values}.get(value) if self.values else value
 
 
@@ -131,10 +131,10 @@ class ArgumentTable:
     """The arguments of a program.
 
     Attributes:
-        program: with the version whose arguments and defaults these are.
-        arguments: by each of their spellings, in the order of the table.
-        settings: by argument that sets one setting directly, the conversion.
-        content: of the file, with what a program has beside these; ``trains``: what trains, of
+        program: the program's name, with the version whose arguments and defaults these are.
+        arguments: each argument by each of its spellings, in the order of the table.
+        settings: the conversion of each argument that sets one setting directly, by the argument's name.
+        content: the whole content of the file; its key ``trains`` names the program that trains, one of
             :data:`~spbench.bench.setting_values.PROGRAMS`.
     """
 
@@ -144,7 +144,7 @@ class ArgumentTable:
     content: Mapping[str, Any]
 
     def values_of(self, settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-        """The arguments that express these settings, each as (name, value, path of the setting)."""
+        """The arguments that set these settings, each as (name, value, path of the setting)."""
         for name, conversion in self.settings.items():
             if conversion.path in settings:
                 yield name, conversion.argument(settings[conversion.path]), conversion.path
@@ -152,13 +152,13 @@ class ArgumentTable:
 
 @cache
 def table_content(name: str) -> Mapping[str, Any]:
-    """What the file NAME.yaml holds."""
+    """The content of the table in the file NAME.yaml of this folder."""
     return read_yaml(Path(__file__).with_name(f"{name}.yaml"))
 
 
 @cache
 def argument_table(name: str, version: str = "") -> ArgumentTable:
-    """The table of the file NAME.yaml; in a version, where it has several."""
+    """The argument table in the file NAME.yaml, in one ``version`` if the file has several."""
     content = table_content(name)
     arguments: dict[str, ProgramArgument] = {}
     for words, outcome, detail, beside, missing in _groups(content):
@@ -173,8 +173,8 @@ def argument_table(name: str, version: str = "") -> ArgumentTable:
 
 
 def program_table(name: str, version: str = "") -> ArgumentTable:
-    """The table of the file NAME.yaml, with the keys of DeepSpeed and the arguments of Hugging Face's Trainer
-    beside its own where it says so (``beside``, by version where it has several)."""
+    """The argument table in the file NAME.yaml, together with the keys of DeepSpeed and the arguments of
+    Hugging Face's Trainer if the table's line ``beside`` names them, by version where there are several."""
     table = argument_table(name, version)
     beside = table.content.get("beside", "")
     words = (beside.get(version, "") if isinstance(beside, Mapping) else beside).split()
@@ -189,7 +189,7 @@ def program_table(name: str, version: str = "") -> ArgumentTable:
 
 
 def outcome_groups(content: Mapping[str, Any]) -> Iterator[tuple[str, Outcome, str]]:
-    """The words of a table whose outcome has a reason, with both."""
+    """The groups of a table's words that have no effect or are approximated: (words, outcome, reason)."""
     for group in content["no_effect"]:
         yield group["arguments"], "no effect", group["reason"]
     for group in content["not_modelled"]:
@@ -231,7 +231,7 @@ def _default(takes: str, text: str | None) -> Any:
 
 
 def _conversion(text: str | Mapping[str, Mapping[Any, Any]]) -> Conversion:
-    """PATH, ``not PATH``, or a mapping of PATH to the values of both."""
+    """The conversion that a table writes as PATH, as ``not PATH``, or as PATH with a mapping of values."""
     if isinstance(text, Mapping):
         ((path, values),) = text.items()
         return Conversion(path, tuple(values.items()))
@@ -240,7 +240,7 @@ def _conversion(text: str | Mapping[str, Mapping[Any, Any]]) -> Conversion:
 
 
 def may_move(what: str, because: str) -> str:
-    """The words on an approximated argument; ``what`` it may move: "time", "memory", both, or "nothing"."""
+    """The words on an approximated argument that may move ``what``: "time", "memory", both, or "nothing"."""
     moved = "does not move memory or time" if what == "nothing" else f"may move {what}"
     return f"{moved}: {because}"
 
@@ -248,8 +248,8 @@ def may_move(what: str, because: str) -> str:
 def flat(
     content: Mapping[str, Any], arguments: Mapping[str, ProgramArgument], above: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """The values of nested mappings by the names of their keys, with dots between; of a section that is null,
-    nothing."""
+    """Pairs of name and value in nested mappings, with dots between the keys of a name; a section that is
+    null yields no pair."""
     for key, value in content.items():
         name = f"{above}{key}"
         as_one = name in arguments and {"map", "any"} & {*arguments[name].takes.split("/")}
@@ -260,7 +260,7 @@ def flat(
 
 
 def shown(value: Any, longest: int = _LONGEST) -> str:
-    """A value in one short line, as JSON has it."""
+    """A value as JSON, or a printable text as it is, in one line of at most ``longest`` characters."""
     plain = isinstance(value, str) and value.isprintable()
     text = str(value) if plain else json.dumps(value, default=str)
     return text if len(text) <= longest else f"{text[: longest - 3]}..."

@@ -1,6 +1,6 @@
 """Jobs of Megatron-Bridge: its configuration in YAML, and a model's config.json where that has no sizes.
 
-Every key says what an argument of Megatron-LM says, and is translated as that.
+Every key is translated to the argument of Megatron-LM that means the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.python_values import has_recipes, recipe_of
 from spbench.bench.tools.jobs.variables import variables
 
-#: sections of which a configuration has some, and no other kind of job has any
+#: sections of a configuration, of which it has at least two and other kinds of job have none
 _SECTIONS = {"train", "ddp", "scheduler", "mixed_precision", "rng", "comm_overlap"}
 _LATENT = "model.multi_latent_attention"
 _LATENT_SIZES = [
@@ -35,14 +35,14 @@ _LATENT_SIZES = [
 ]
 _SILU = {"silu", "torch.nn.functional.silu", "torch.nn.functional.swish"}
 _GELU = {"gelu", "torch.nn.functional.gelu"}
-#: Megatron-LM's names of types of numbers
+#: Megatron-LM's names of types of numbers, by torch's names
 _DTYPES = {"torch.float32": "fp32", "torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.uint8": "fp8"}
 
 
 @cache
 def bridge_table() -> ArgumentTable:
-    """The keys of Megatron-Bridge; its content has the arguments of Megatron-LM that they are, and those that
-    they are where they are false."""
+    """The table of Megatron-Bridge's keys; its content has the argument of Megatron-LM for each key
+    (``arguments``), and the argument for each key that is false (``switched_off_by``)."""
     table, of_megatron = argument_table("bridge"), argument_table("megatron").arguments
     alike = dict(_as_megatron(table.content["as_megatron"]))
     same = {key: _switch(key) for key, each in alike.items() if each.outcome == "mapped"}
@@ -52,12 +52,12 @@ def bridge_table() -> ArgumentTable:
 
 
 def _switch(key: str) -> str:
-    """The argument of Megatron-LM that has the name of a key."""
+    """The argument of Megatron-LM that has a key's name: ``--NAME`` for ``SECTION.NAME``."""
     return f"--{key.rpartition('.')[2].replace('_', '-')}"
 
 
 def _as_megatron(words: str) -> Iterator[tuple[str, ProgramArgument]]:
-    """Keys that have the outcome of Megatron-LM's argument of their name."""
+    """Pairs of a key's name and the key, each with the outcome of Megatron-LM's argument of that name."""
     of_megatron = argument_table("megatron").arguments
     for key in arguments_of(words, "", "mapped"):
         word = _switch(key.name)[2:]
@@ -65,14 +65,14 @@ def _as_megatron(words: str) -> Iterator[tuple[str, ProgramArgument]]:
             a for prefix in ("", "no-", "disable-") if (a := of_megatron.get(f"--{prefix}{word}"))
         )
         outcome, detail = argument.outcome, argument.detail
-        if argument.beside:  # without effect where none of the others is given, which are refused
+        if argument.beside:  # without effect unless the job gives one of these others, which are refused
             outcome, detail = "no effect", f"of {detail}, whose own key is refused"
         yield key.name, replace(key, outcome=outcome, detail=detail)
 
 
 def key_of(argument: str) -> tuple[str | None, bool]:
-    """The key that does what an argument of Megatron-LM does (None: no key does), and whether the key's true
-    value stands for a switch that is given."""
+    """The key that does what an argument of Megatron-LM does (None: no key does), and whether the key is
+    true, not false, in a job with the argument."""
     content = bridge_table().content
     off = {other: key for key, other in content["switched_off_by"].items()}
     by_argument = {**off, **{other: key for key, other in content["arguments"].items()}}
@@ -80,11 +80,8 @@ def key_of(argument: str) -> tuple[str | None, bool]:
 
 
 def read(files: JobFiles) -> Job | None:
-    """A job of Megatron-Bridge; None where no file is a configuration of its.
-
-    Raises:
-        UserError: a file is damaged.
-    """
+    """A job of Megatron-Bridge; None if no file is a configuration of Megatron-Bridge. UserError if a file is
+    damaged."""
     contents: dict[str, Mapping[str, Any]] = {}
     unclear: list[str] = []
     for file in files.files:
@@ -124,7 +121,7 @@ def _job(content: Mapping[str, Any], config: Mapping[str, Any] | None, files: Jo
     if not account.problems:
         make_settings(megatron, files.gpus, files.cluster)
     megatron.problems[:0] = account.problems
-    # of Megatron-LM's own script, whose refusal Megatron-Bridge has not
+    # Megatron-LM's own script refuses these jobs, but Megatron-Bridge does not
     megatron.remarks = [remark for remark in megatron.remarks if "this one refuses" not in remark]
     arguments = [*_arguments(account, megatron), *variables(megatron)]
     whole = replace(megatron, table=account.table)
@@ -132,7 +129,7 @@ def _job(content: Mapping[str, Any], config: Mapping[str, Any] | None, files: Jo
 
 
 def _from_config(account: Account, config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What follows from a config.json."""
+    """The values of keys, by key, that follow from the fields of a config.json."""
     if config is None:
         return {}
     family = config["model_type"]
@@ -148,7 +145,7 @@ def _from_config(account: Account, config: Mapping[str, Any] | None) -> dict[str
 def _as_arguments(
     account: Account, values: Mapping[str, Any], from_config: Mapping[str, Any]
 ) -> dict[str, Given]:
-    """The keys as arguments of Megatron-LM."""
+    """The arguments of Megatron-LM that keys set, by the argument's name; ``values``: all values by key."""
     content, of_megatron = bridge_table().content, argument_table("megatron").arguments
     alike = content["arguments"].keys() - argument_table("bridge").content["arguments"].keys()
     given: dict[str, Given] = {}
@@ -194,8 +191,8 @@ def _as_arguments(
 
 
 def _with_overlaps(account: Account, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that a section comm_overlap leaves, which sets overlaps of several replicas' gradients and
-    weights, and of interleaved stages (setup of CommOverlapConfig in its training/comm_overlap.py)."""
+    """The values after a section comm_overlap, which sets keys for overlaps of gradients, weights and
+    interleaved stages (CommOverlapConfig's setup in Megatron-Bridge's training/comm_overlap.py)."""
     own = {name for name in account.given if name.startswith("comm_overlap.")}
     if not own:
         return dict(values)
@@ -223,7 +220,7 @@ def _with_overlaps(account: Account, values: Mapping[str, Any]) -> dict[str, Any
 
 
 def _environment(account: Account) -> dict[str, str]:
-    """The variables that Megatron-Bridge sets before it starts."""
+    """The variables of the environment, by name, that Megatron-Bridge sets before it starts."""
     environment: dict[str, str] = {}
     for key in ("env_vars", "model.env_vars"):
         environment |= {str(name): str(value) for name, value in (account.value(key) or {}).items()}
@@ -257,7 +254,7 @@ def _add_precision(account: Account, recipe: Any, add: Callable[..., None]) -> N
 
 
 def _arguments(account: Account, megatron: Account) -> Iterator[Argument]:
-    """Every key with its outcome, which is the outcome of its argument."""
+    """Every key of a job, with the outcome of the argument of Megatron-LM that the key sets."""
     content = bridge_table().content
     accounted = {argument.name: argument for argument in megatron.arguments()}
     for own in account.arguments():
@@ -271,6 +268,6 @@ def _arguments(account: Account, megatron: Account) -> Iterator[Argument]:
 
 
 def _idle(account: Account, own: Argument) -> Argument:
-    """The outcome of a key that stands for no argument: all is so without the key, or it is refused."""
+    """The outcome of a key that sets no argument of Megatron-LM: "refused" by the table, or "no effect"."""
     outcome: Outcome = "refused" if account.program_arguments[own.name].outcome == "refused" else "no effect"
     return Argument(own.name, own.value, outcome, own.detail if outcome == "refused" else "is so without it")

@@ -32,37 +32,34 @@ from spbench.bench.tools.jobs.step_lines import precision_of, step_of, zero_of
 from spbench.bench.tools.jobs.transformers_settings import set_step
 
 _ACCELERATE = "accelerate."
-#: which configurations of TRL's trainers a job has, as keys; and that of supervised tuning
+#: the kind of "file" that names the configurations of TRL that a job has; the one of supervised tuning
 CLASSES, _SFT = "classes", "SFTConfig"
 
 #: `accelerate launch`, or `python -m accelerate.commands.launch`
 _STARTS = ("launch", "accelerate.commands.launch")
 _LAUNCHER = re.compile(r"\baccelerate launch\b|\baccelerate\.commands\.launch\b")
-#: scripts of programs that have readers of their own
+#: how the names of scripts begin whose programs have readers of their own
 _OF_OTHERS = ("pretrain_", "train_step")
-#: scripts of TRL's trainers
+#: names of scripts that run TRL's trainers
 _SCRIPTS = re.compile(r"(?:.*[_-])?(sft|dpo|grpo|kto|rloo|orpo|cpo|ppo|gkd|reward)(?:[_-].*)?\.py")
 
-#: the content of files by what they are, as the section ``files`` of the table has it
+#: the content of a job's files by kind of file, a key in the section ``files`` of the table
 Contents = Mapping[str, Mapping[str, Any]]
 
 
 def read(files: JobFiles) -> Job | None:
-    """A job of DeepSpeed; None where no file is a configuration of DeepSpeed or accelerate.
-
-    Raises:
-        UserError: a file is damaged, or there are two of a kind.
-    """
+    """A job of DeepSpeed; None if no file is a configuration of DeepSpeed or accelerate. UserError if a file
+    is damaged, or two files are of one kind."""
     contents = sorted_files(files)
     return None if contents is None else job_of_contents("deepspeed", contents, files)
 
 
 def sorted_files(files: JobFiles, *, of_script: bool = False) -> dict[str, Mapping[str, Any]] | None:
-    """The content of each file by its kind; None if no file is a configuration of DeepSpeed or accelerate,
-    unless they stand beside a script that starts the job (``of_script``).
+    """The content of each file by kind of file; None if no file is a configuration of DeepSpeed or
+    accelerate, which files with a shell script that starts the job (``of_script``) need not be.
 
     Raises:
-        UserError: a file is damaged, two are of one kind, or one is of no kind while others are of some.
+        UserError: a file is damaged, two files are of one kind, or one file of the job is of no kind.
     """
     table = table_content("deepspeed")
     contents: list[tuple[JobFile, Mapping[str, Any]]] = []
@@ -98,18 +95,18 @@ def sorted_files(files: JobFiles, *, of_script: bool = False) -> dict[str, Mappi
 
 
 def _kind(content: Mapping[str, Any]) -> str:
-    """The kind of a file, by its keys; "" if it is no file of a job."""
+    """The kind of a file with this content, by its keys; "" if the file is of no kind."""
     files = table_content("deepspeed")["files"]
     return next((kind for kind, each in files.items() if {*each["keys"].split()} & {*content}), "")
 
 
 def _trains(content: Mapping[str, Any]) -> bool:
-    """Whether a file of the Trainer's arguments alone is a job of TRL's: it names a model and data."""
+    """Whether a file of the Trainer's arguments is a whole job of TRL, because it names a model and data."""
     return {"model_name_or_path", "dataset_name"} <= {*content}
 
 
 def job_of_contents(kind: str, contents: Contents, files: JobFiles, problems: list[str] | None = None) -> Job:
-    """The job that files say, whose contents these are by what they are; ``problems``: of how it starts."""
+    """The job in ``contents``, the files' contents by kind; ``problems``: problems with the job's launch."""
     account = key_account(_table(_SFT in contents[CLASSES]), _named(contents), overrides=files.environment)
     for name in contents[CLASSES]:
         if name != _SFT:
@@ -132,7 +129,7 @@ def job_of_contents(kind: str, contents: Contents, files: JobFiles, problems: li
 
 
 def _table(of_trl: bool) -> ArgumentTable:
-    """The table of DeepSpeed, with TRL's defaults where a job has its SFTConfig."""
+    """The table of DeepSpeed's arguments, with TRL's defaults if ``of_trl``."""
     table = argument_table("deepspeed")
     defaults = table.content["defaults_of_trl"] if of_trl else {}
     own = {name: replace(table.arguments[name], default=value) for name, value in defaults.items()}
@@ -140,7 +137,7 @@ def _table(of_trl: bool) -> ArgumentTable:
 
 
 def _named(contents: Contents) -> Iterator[tuple[str, Any]]:
-    """The values of all files but the model's, by the names of their keys."""
+    """Pairs of a key's name in the table and its value, for all files but the model's."""
     table = argument_table("deepspeed")
     arguments, aliases = table.arguments, table.content["aliases"]
     for name, value in flat(contents.get("deepspeed", {}), arguments):
@@ -150,8 +147,8 @@ def _named(contents: Contents) -> Iterator[tuple[str, Any]]:
 
 
 def _most_of(account: Account, line: Rule) -> Said:
-    """``most_of``: keys that count the ranks of a sequence, of which one says it; ``alone``: one that stands
-    beside no other."""
+    """The line ``most_of``: the largest value of several keys that count the ranks of a sequence; ``alone``:
+    the key that may not be combined with another one."""
     names, alone = line["most_of"].split(), line["alone"]
     sizes = {name: account.count(name) for name in names}
     asked = [name for name, ranks in sizes.items() if ranks > 1]
@@ -161,8 +158,8 @@ def _most_of(account: Account, line: Rule) -> Said:
 
 
 def _counted(account: Account, line: Rule) -> Said:
-    """``counted``: a count that DeepSpeed has; or where it says "auto" or nothing the Trainer, ``beside``;
-    None where neither."""
+    """The line ``counted``: the value of DeepSpeed's key for a count; if the value is "auto" or missing, the
+    value of the Trainer's key ``beside``; None if the job gives no such value."""
     own, beside, of_trainer = line["counted"], line["beside"], account.facts["trainer"]
     accelerates = f"accelerate.deepspeed_config.{own}"
     names = [own, *([accelerates] if accelerates in account.program_arguments else [])]
@@ -181,7 +178,8 @@ def _counted(account: Account, line: Rule) -> Said:
 
 
 def _alike(account: Account, line: Rule) -> Said:
-    """``alike``: keys that say one thing in different scripts; a problem where they differ."""
+    """The line ``alike``: the value of keys that mean the same in different scripts; a problem if their
+    values differ."""
     names = line["alike"].split()
     given = account.given_of(*names) or names[:1]
     if len({account.value(each) for each in given}) != 1:
@@ -190,7 +188,7 @@ def _alike(account: Account, line: Rule) -> Said:
 
 
 def _mixed(account: Account, line: Rule) -> Said:
-    """``mixed``: accelerate's key of the precision, beside DeepSpeed's and the Trainer's."""
+    """The line ``mixed``: the precision by accelerate's key ``mixed``, DeepSpeed's keys and the Trainer's."""
     mixed = line["mixed"]
     value = account.value(mixed)
     asked = {"bf16": [mixed] * (value in ("bf16", "fp8")), "fp16": [mixed] * (value == "fp16")}
@@ -208,9 +206,9 @@ def _mixed(account: Account, line: Rule) -> Said:
 
 
 def _messages(account: Account, line: Rule) -> Said:
-    """``messages``: the key for the type in which gradients are summed over ranks; without one, the weights'
-    type. Where sequences are cut, DeepSpeed sums in float32, unless the key ``of_parts`` or accelerate's key
-    ``beside`` says otherwise."""
+    """The line ``messages``: the type in which gradients are summed over ranks, by the key ``messages``, else
+    the weights' type. If ranks share sequences, DeepSpeed sums in float32, unless the key ``of_parts`` or
+    accelerate's key ``beside`` says otherwise."""
     of_wholes, of_parts, beside = line["messages"], line["of_parts"], line["beside"]
     precision, cut = account.facts["precision"], account.facts["sequence"] > 1
     if cut and account.has(beside) and not account.has(of_parts):
@@ -235,11 +233,8 @@ _FUNCTIONS = {
 
 
 def read_script(files: JobFiles) -> Job | None:
-    """A job that `accelerate launch` starts; None where the script has no such command.
-
-    Raises:
-        UserError: the script cannot be read, has several such commands, or one in a branch.
-    """
+    """A job that `accelerate launch` starts; None where the script has no such command. UserError if the
+    script cannot be read, has several such commands, or one in a branch."""
     script = files.script
     words = _words(script, files) if script is not None and _LAUNCHER.search(script.text) else None
     if script is None or words is None:
@@ -268,21 +263,21 @@ def read_script(files: JobFiles) -> Job | None:
 
 
 def _words(script: JobFile, files: JobFiles) -> Sequence[str] | None:
-    """The words of the command that trains; None: the script has none."""
+    """The words of the script's `accelerate launch` command; None if the script has no such command."""
     shell = shell_of(script, files.environment)
     commands = [(each, " ".join(map(shown_word, each.words))) for each in shell.commands]
-    found = [each for each, text in commands if text.startswith("accelerate launch") or _STARTS[1] in text]
-    if len(found) > 1:
+    launches = [each for each, text in commands if text.startswith("accelerate launch") or _STARTS[1] in text]
+    if len(launches) > 1:
         raise script.wrong("several commands train; leave one")
-    if found and found[0].branch:
+    if launches and launches[0].branch:
         raise script.wrong(
-            f"line {found[0].line}: the command that trains is in a branch; write it by itself"
+            f"line {launches[0].line}: the command that trains is in a branch; write it by itself"
         )
-    return found[0].words if found else None
+    return launches[0].words if launches else None
 
 
 def _with_prefix(prefix: str) -> ArgumentTable:
-    """The arguments of the table of DeepSpeed whose names begin so, without that."""
+    """The arguments in DeepSpeed's table whose names begin with ``prefix``, which their new names lack."""
     table = argument_table("deepspeed")
     names = {
         name.removeprefix(prefix): each for name, each in table.arguments.items() if name.startswith(prefix)
@@ -291,7 +286,7 @@ def _with_prefix(prefix: str) -> ArgumentTable:
 
 
 def _options_of_launcher(words: Sequence[str], problems: list[str]) -> dict[str, Any]:
-    """The options of the launcher as its file has them."""
+    """The options of `accelerate launch`, as the keys that accelerate's configuration file has for them."""
     content: dict[str, Any] = {}
     launcher = table_content("accelerate")["launcher"]
     sections: Mapping[str, str] = launcher["sections"]
@@ -309,7 +304,7 @@ def _options_of_launcher(words: Sequence[str], problems: list[str]) -> dict[str,
 
 
 def _class_of_script(name: str) -> Mapping[str, bool]:
-    """The configuration of TRL that a script's name tells: sft.py is TRL's own script, or one like it."""
+    """The configuration of TRL by a script's name: SFTConfig for sft.py; empty if the script is another."""
     match = _SCRIPTS.fullmatch(name)
     return {f"{match[1].upper() if len(match[1]) < 6 else 'Reward'}Config": True} if match else {}
 

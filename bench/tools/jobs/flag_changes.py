@@ -1,4 +1,4 @@
-"""The arguments of a training program with which a job becomes another one."""
+"""The changes of a training program's arguments that turn a job into another job."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from spbench.bench.tools.jobs.flags import Flag, program_flags
 
 @dataclass(frozen=True)
 class FlagChanges:
-    """The changes of arguments that turn a job into another one.
+    """The changes of arguments that turn a job into another job.
 
     Attributes:
-        program: with the version whose arguments these are.
-        given: arguments to add, or whose value changes: ``--recompute-granularity full``.
+        program: the program's name, with the version whose arguments these are.
+        given: arguments to add, or with a new value: ``--recompute-granularity full``.
         left_out: arguments to take away: ``--sequence-parallel``.
-        remarks: what is approximate in the new cell alone, one a line.
-        missing: why the program cannot be asked for the change; () if it can. Then the others are of no use.
+        remarks: approximations that the new cell has and the old cell has not, one line each.
+        missing: settings for which the program has no argument, so that it cannot make the change; else ().
     """
 
     program: str
@@ -31,8 +31,8 @@ class FlagChanges:
     missing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """In one line: ``--recompute-granularity full, without --sequence-parallel``; "" where the program
-        cannot be asked for it."""
+        """The changes in one line: ``--recompute-granularity full, without --sequence-parallel``; "" if the
+        program cannot make them."""
         if self.missing:
             return ""
         without = f"without {' '.join(self.left_out)}" if self.left_out else ""
@@ -40,13 +40,13 @@ class FlagChanges:
 
 
 def flag_changes(before: Cell, after: Cell, kind: str) -> FlagChanges | None:
-    """The arguments of a program that differ between two cells, each proved by reading it back.
+    """The arguments of a program that differ between two cells, each proved by reading the flags as a job.
 
     Args:
-        kind: of the job (:attr:`Job.kind`).
+        kind: the kind of job (:attr:`Job.kind`).
 
     Returns:
-        None where cells cannot be written as flags of this kind.
+        The changes; None if spbench writes no flags for this kind of job.
 
     Raises:
         UserError: a cell searches for its batch or length.
@@ -71,19 +71,20 @@ def flag_changes(before: Cell, after: Cell, kind: str) -> FlagChanges | None:
 
 
 def _key_of_primus(argument: str) -> tuple[str | None, bool]:
-    """The key of Primus's overrides, which has Megatron-LM's name; None for a switch that negates."""
+    """The key in Primus's overrides for an argument of Megatron-LM, which is true in a job with the argument;
+    None for a switch that turns something off."""
     name = argument.removeprefix("--").replace("-", "_")
     return None if name.startswith(("no_", "disable_")) else name, True
 
 
-#: programs that set arguments of Megatron-LM by keys, and the key of an argument, as of :func:`key_of`
+#: by kind of job that sets Megatron-LM's arguments by keys: the program, and its function like :func:`key_of`
 _BY_KEYS = {"bridge": ("Megatron-Bridge", key_of), "primus": ("Primus", _key_of_primus)}
 
 
 def _as_keys(
     changes: FlagChanges, program: str, key_of: Callable[[str], tuple[str | None, bool]]
 ) -> FlagChanges:
-    """The keys of a program that say what arguments of Megatron-LM do."""
+    """The changes of a program's keys that make the same changes of arguments of Megatron-LM."""
     if changes.missing:
         return changes
     keys, missing = list[str](), list[str]()
@@ -105,6 +106,6 @@ def _new(old: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:
 
 
 def _spelled(line: Flag) -> str:
-    """An argument as one gives it: options with a space, variables and keys with an equals sign."""
+    """An argument as a user writes it: options with a space, variables and keys with an equals sign."""
     between = " " if line.argument.startswith("--") else "="
     return f"{line.argument}{between}{line.value}" if line.value else line.argument

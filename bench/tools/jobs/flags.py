@@ -1,7 +1,7 @@
-"""A cell as the arguments of a training program: what :mod:`tools.jobs` does, backwards.
+"""The arguments by which a training program runs a cell: the way back from scenarios to jobs.
 
-A module of the package proposes what asks the program for the cell. What it proposes is read back as the job
-that it is, so that whatever the program would do otherwise is found by comparison, and named.
+A module to_NAME of this package proposes the arguments. :func:`program_flags` reads the proposal as a job and
+compares the job's cell with the cell that was asked for, so that each difference is named.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from spbench.impls import (
     set_options,
 )
 
-#: how the same layers, messages and states are made, which is a program's own affair where it has no argument
-#: for it: kernels, units that are gathered at once, workspaces
+#: settings on how a program computes the same layers, messages and states (kernels, units that are gathered
+#: at once, workspaces): a program without an argument for such a setting still runs the cell in its own way
 OWN_WAYS = {
     *(f"model_options.{name}" for name in ("attention", "cross_entropy", "library", "linear_attention")),
     *(f"model_options.autotune_{name}" for name in ("copies", "flush_kib", "states_kib")),
     *(f"model_options.{name}" for name in ("padded_values", "expert_weighting_at", "recompute_keeps")),
-    # a router that learns decides itself
+    # a router that learns chooses the experts itself
     "model_options.routing",
     *(f"model_options.{name}" for name in ("loader_mask", "rms_norm", "separate_projections", "unfused")),
     *(f"training.{name}" for name in (*VARIABLES, "initialize", "wrap", "reshard_rest")),
@@ -52,13 +52,13 @@ OWN_WAYS = {
     *(f"training.{name}" for name in ("reduce_dtype", "reduce_at", "forward_prefetch", "backward_prefetch")),
 }
 _PREDICTION = {"mtp_layers", "mtp_weight"}
-#: options that count only where another one is not 0, by that one
+#: options that count only if another option is not 0, by that other option
 _WITH = {
     "experts": ExpertOptions.__dataclass_fields__.keys() - {"recompute_modules"},
     "kv_lora_rank": LatentOptions.__dataclass_fields__.keys() - _PREDICTION,
     "mtp_layers": _PREDICTION,
 }
-#: which steps are measured, and where the harness holds a batch: no program is asked for these
+#: settings of the measurement (its steps, and where the batch is), for which no program has an argument
 _OF_MEASUREMENT = {"steps", "moments", "batch_on_device"}
 
 
@@ -67,9 +67,9 @@ class Flag:
     """One argument of a program.
 
     Attributes:
-        argument: as the program calls it; a variable of the environment as ``NAME``.
-        value: as its file or command line has it; "" for a switch.
-        setting: of the cell, that it comes from: ``sizes.tp``.
+        argument: the program's name of the argument, or the NAME of a variable of the environment.
+        value: the value in the program's file or command line; "" for a switch.
+        setting: the cell's setting from which the argument comes, such as ``sizes.tp``.
     """
 
     argument: str
@@ -79,15 +79,16 @@ class Flag:
 
 @dataclass(frozen=True)
 class Flags:
-    """The arguments with which a program does what a cell says.
+    """The arguments with which a program runs a cell.
 
     Attributes:
-        program: with the version whose arguments these are; what is so by default is left out.
-        file: a name for ``content``.
-        content: the file, or the script with the command.
-        missing: settings of the cell that the program lacks, each with what it has in place of them.
-        beside: lacking settings that do not change what is computed, in the same form.
-        remarks: what is approximate, as :attr:`Job.remarks`.
+        program: the program's name, with the version whose arguments these are.
+        file: the name of the file that has the ``content``.
+        lines: the arguments; arguments at their default are left out.
+        content: the text of the program's file, or of the script with the command.
+        missing: settings of the cell that the program lacks, each with the program's own value.
+        beside: settings in :data:`OWN_WAYS` that the program lacks, in the same form.
+        remarks: approximations of the job, as :attr:`Job.remarks`.
     """
 
     program: str
@@ -100,19 +101,19 @@ class Flags:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of the file must know: settings that it lacks though they matter little; remarks."""
+        """The lines for a reader of the file: settings that the program computes in its own way; remarks."""
         return (*self.beside, *self.remarks)
 
     def text(self) -> str:
-        """The file or script, with the notes as comments. UserError where something is missing."""
+        """The file's content, and then the notes as comments. UserError if the program lacks a setting."""
         if self.missing:
             raise UserError(f"{self.program.split()[0]} has no {'; no '.join(self.missing)}")
         return self.content + "".join(f"# {line}\n" for line in self.notes)
 
 
 def program_flags(kind: str, cell: Cell) -> Flags:
-    """The arguments that ask a program for what a cell says. As :func:`read_job` reads them, they are a cell
-    with all of its settings again, but for those in ``missing`` and ``beside``.
+    """The arguments with which a program runs a cell. :func:`read_job` makes the same cell of the arguments,
+    apart from the settings in ``missing`` and ``beside``.
 
     Args:
         kind: a name of :data:`FLAGS`.
@@ -143,9 +144,8 @@ def program_flags(kind: str, cell: Cell) -> Flags:
 
 
 def differences(cell: Cell, other: Cell) -> Iterator[tuple[str, Any, Any]]:
-    """The settings that two cells do not share, as (path, value, other value): all that a program is asked
-    for, every default written out. If the strategy, model or backend differs, its options
-    are left out."""
+    """The settings in which two cells differ, as (path, value, other value), with every default written out.
+    If the strategy, model or backend differs, its options are left out."""
     ours, theirs = _settings(cell), _settings(other)
     unlike = {path for path in {**ours, **theirs} if ours.get(path) != theirs.get(path)}
     for path in {**ours, **theirs}:
@@ -158,8 +158,8 @@ def differences(cell: Cell, other: Cell) -> Iterator[tuple[str, Any, Any]]:
 
 
 def several_ranks(cell: Cell) -> tuple[Nesting, dict[str, int]]:
-    """The parts of a cell's strategy that have several ranks (else "single"), and the ranks along axes of
-    more than one rank, in the order of the mesh, under the names that these parts give to the axes."""
+    """The parts of a cell's strategy that have several ranks (if none has: "single"), and the number of ranks
+    of each mesh axis with several, in the mesh's order, by the names that these parts give to the axes."""
     nested, sizes = nesting(cell.strategy), cell.sizes.by_axis
     parts = [
         (each.name, axes)
@@ -206,8 +206,8 @@ def _settings(cell: Cell) -> dict[str, Any]:
 
 
 def facts_of(cell: Cell, model: Any) -> dict[str, Any]:
-    """The facts that rules of a program's ``flags`` ask for: the cell's settings, by their paths, and as
-    ``strategy`` the ``parts`` of its strategy that have several ranks."""
+    """The facts for the rules in the section ``flags`` of a program's table: the cell's settings by path; the
+    fact ``strategy`` has only the parts of the strategy that have several ranks."""
     strategy, mesh = several_ranks(cell)
     training, options = cell.training, {"learned_positions": None, **vars(model)}
     if isinstance(model, DecoderModel):
@@ -230,8 +230,8 @@ def facts_of(cell: Cell, model: Any) -> dict[str, Any]:
 
 
 def without_effect(model: DecoderModel) -> set[str]:
-    """Options of experts, latent attention, multi-token prediction and recomputation that a model without
-    these has all the same."""
+    """The names of a model's options that have no effect, because the model has no experts, latent attention,
+    multi-token prediction or selective recomputation."""
     unused = {name for switch, names in _WITH.items() if not getattr(model, switch) for name in names}
     if model.recompute != "selective":
         unused.add("recompute_modules")
@@ -241,11 +241,11 @@ def without_effect(model: DecoderModel) -> set[str]:
 
 
 def _as_they_count(model: DecoderModel) -> dict[str, Any]:
-    """Options of experts of which several values say the same, as one."""
+    """The options of experts whose values may mean the same, by name, with one value for each meaning."""
     layers = {"expert_pattern": [*map(model.has_experts, range(model.layers))], "dense_layers": 0}
     options = layers | {"expert_inner": model.expert_width}
     if model.router == "softmax" and (model.router_normalized or model.router_scores == "chosen"):
-        # the softmax of the chosen logits is that of all, divided by the sum of the chosen
+        # the softmax of the chosen logits equals the softmax of all logits over its sum at the chosen ones
         options |= {"router_scores": "chosen", "router_normalized": False}
     return options
 
@@ -257,10 +257,10 @@ def _of(section: str, options: dict[str, Any]) -> dict[str, Any]:
 def written_flags(
     kind: str, scenario: str, narrowing: Narrowing, shape: Mapping[str, int | None], output: Path | None
 ) -> Output:
-    """The outcome of `spbench flags`, whose options the arguments are.
+    """The output of `spbench flags`; the arguments are the options of the command.
 
     Raises:
-        UserError: the scenario has no such cell or several, or the cell cannot be run or has no such flags.
+        UserError: the options choose no cell or several, or the cell cannot be run, or has no such flags.
     """
     cell = narrowing.only_cell("a command", load_scenario(scenario), shape)
     if reason := refusal(cell):

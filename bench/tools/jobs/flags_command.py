@@ -10,7 +10,7 @@ from spbench.bench.tools.jobs import FLAGS
 
 
 def _known(ctx: click.Context, param: click.Parameter, kind: str) -> str:
-    """The kind; a scenario that stands in its place is told apart before one is asked for."""
+    """The kind of flags; UserError for an unknown kind, before click asks for a missing scenario."""
     if kind not in FLAGS:
         raise UserError(f"there are no flags of {shown(kind)}{suggestion(kind, FLAGS.names())}")
     return kind

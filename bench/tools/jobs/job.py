@@ -15,25 +15,25 @@ from spbench.bench.measure import Problem, expand
 from spbench.bench.setting_values import names_a_file
 from spbench.bench.yaml_text import comment, scalar
 
-#: what a scenario says is without it, or something close stands for it; its detail says what that may move
+#: the outcome of an argument that the scenario leaves out or replaces by something close
 APPROXIMATED: Final = "approximated"
 Outcome = Literal["mapped", "no effect", "approximated", "refused", "unknown"]
 
 #: column of the scenario's comments, where a line leaves room for them
 _COMMENT_COLUMN = 44
-#: arguments of one kind that a line names, and characters of a word of the job that it repeats
+#: most arguments of one kind that a line names, and most characters of a job's word that a line repeats
 MOST_NAMED, _LONGEST = 5, 80
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a job, and what became of it.
+    """One argument of a job, and its outcome.
 
     Attributes:
-        name: as its program calls it: ``--hidden-size``, ``optimizer.name``.
-        value: as the job gives it; "" for a switch.
-        detail: the settings that it sets, why it has no effect, what it may move, or what is missing for it.
-        missing: what ``--strict`` refuses an approximated argument for; "": it accepts the argument.
+        name: the program's name of the argument: ``--hidden-size``, ``optimizer.name``.
+        value: the value as the job gives it; "" for a switch.
+        detail: the settings from the argument, why it has no effect, what it may move, or what spbench lacks.
+        missing: why ``--strict`` refuses an approximated argument; "": ``--strict`` accepts the argument.
     """
 
     name: str
@@ -51,9 +51,9 @@ class Setting:
     """One setting of the cell.
 
     Attributes:
-        path: of its keys: ``model_options.kv_heads``.
-        source: the arguments that it came from, or whose default it is.
-        given: the job has such an argument.
+        path: the setting's keys with dots between them: ``model_options.kv_heads``.
+        source: the arguments from which the setting came, or whose default its value is.
+        given: whether the job gives such an argument.
     """
 
     path: str
@@ -62,7 +62,7 @@ class Setting:
     given: bool = True
 
 
-#: in the order in which a reader wants them
+#: the keys of a cell in the order in which a scenario lists them
 _ORDER = (
     *("model", "strategy", "strategy_options", "sizes", "mesh", "batch", "seq_len", "precision", "cluster"),
     *("program", "model_options", "training"),
@@ -70,7 +70,7 @@ _ORDER = (
 
 
 def ordered(settings: Sequence[Setting]) -> list[Setting]:
-    """Settings in the order of a scenario."""
+    """The settings, sorted into the order in which a scenario lists its keys."""
     return sorted(settings, key=lambda setting: _place(setting.path))
 
 
@@ -87,11 +87,11 @@ class Job:
     """The content of a job's files, as the settings of a cell.
 
     Attributes:
-        program: with the version whose arguments and defaults these are.
-        settings: in the order in which a scenario has them.
-        problems: what keeps the job as a whole from being a cell, one a line.
-        remarks: what is approximate, one a line.
-        strict: refuse unknown arguments, and approximations with a ``missing``, in place of a warning.
+        program: the program's name, with the version whose arguments and defaults these are.
+        settings: the settings in the order in which a scenario lists its keys.
+        problems: reasons why the job as a whole is no cell, one line each.
+        remarks: approximations of the scenario, one line each.
+        strict: unknown arguments, and approximated ones with a ``missing``, are refused, not only warned of.
     """
 
     kind: str
@@ -104,11 +104,11 @@ class Job:
     strict: bool = False
 
     def of(self, outcome: Outcome) -> list[Argument]:
-        """The arguments with that outcome."""
+        """The job's arguments that have this outcome."""
         return [argument for argument in self.arguments if argument.outcome == outcome]
 
     def refusal(self) -> str:
-        """Why the job is no scenario, in one line; "" if it is one."""
+        """The reasons why the job is no scenario, in one line; "" if the job is a scenario."""
         missing: dict[str, list[str]] = {}
         for argument in self.arguments:
             if argument.outcome == "refused":
@@ -122,7 +122,7 @@ class Job:
         return "; ".join([*reasons, *self.problems])
 
     def _unknown_names(self) -> list[str]:
-        """The unknown arguments, as a message names them."""
+        """The names of the unknown arguments, of which a message lists at most ``MOST_NAMED``."""
         unknown = self.of("unknown")
         names = [f"{short(argument.name)}{argument.detail}" for argument in unknown[:MOST_NAMED]]
         if more := len(unknown) - len(names):
@@ -131,13 +131,13 @@ class Job:
 
     @property
     def warnings(self) -> list[str]:
-        """What the scenario leaves out or approximates, one a line."""
+        """The arguments that the scenario leaves out, and its approximations, one line each."""
         unknown = self._unknown_names()
         left_out = [f"unknown to this version and left out: {', '.join(unknown)}"] if unknown else []
         return [*self.remarks, *left_out]
 
     def content(self) -> dict[str, Any]:
-        """The settings, nested as in a group of a scenario. UserError as :meth:`refusal` says."""
+        """The settings, nested as in a group of a scenario. UserError if the job has a :meth:`refusal`."""
         if refusal := self.refusal():
             raise UserError(f"{self.title}: {refusal}")
         nested: dict[str, Any] = {}
@@ -150,11 +150,8 @@ class Job:
         return nested
 
     def cell(self) -> Cell:
-        """The job as a cell.
-
-        Raises:
-            UserError: an argument is refused or unknown, or the settings cannot be together.
-        """
+        """The job as a cell. UserError if an argument is refused or unknown, or the settings cannot be
+        together."""
         group = self.content()
         try:
             (cell,) = expand({}, [group], {}, "", Path())
@@ -163,17 +160,17 @@ class Job:
         return cell
 
     def _of_argument(self, problem: str) -> str:
-        """What is wrong with a setting, by the argument that it came from."""
+        """A problem with a setting, with the argument from which the setting came."""
         path, _, message = problem.removeprefix("groups[0].").partition(": ")
         inner = [s for s in self.settings if path == s.path or path.startswith(f"{s.path}.")]
         source = f" ({inner[0].source})" if inner else ""
         return f"{path}{source}: {message}"
 
     def scenario_text(self, folder: Path = Path()) -> str:
-        """A scenario file with this cell; beside each line stands the argument that it came from.
+        """The text of a scenario file with this cell; a comment on each line names the argument of the line.
 
         Args:
-            folder: where the file will be; the path of a model in it starts there.
+            folder: the folder of the file; a model's path in the file starts from this folder.
 
         Raises:
             UserError: an argument is refused or unknown, or the settings cannot be together.
@@ -201,7 +198,7 @@ class Job:
 
 
 def _seen_from(folder: Path, model: str) -> str:
-    """A model's path, which starts from the current folder, as a path from ``folder``; a name as it is."""
+    """A model's path from the current folder, rewritten as a path from ``folder``; a name is unchanged."""
     path = Path(model).expanduser()
     if not names_a_file(model) or not lexists(path) or path.is_absolute():
         return model
@@ -212,12 +209,12 @@ def _seen_from(folder: Path, model: str) -> str:
 
 
 def short(text: str) -> str:
-    """A word of a job as a message repeats it."""
+    """A job's word, cut to the most characters that a message repeats."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _lines(content: Mapping[str, Any], above: str, sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The lines of a mapping in YAML, each with its source; a mapping that is a setting is one line."""
+    """A mapping's lines in YAML, as pairs of line and source; a setting that is a mapping is one line."""
     for key, value in content.items():
         path = f"{above}{key}"
         if isinstance(value, dict) and path not in sources:

@@ -1,6 +1,6 @@
-"""The files of a job, and reading them by the kind that takes them for its own.
+"""The files of a job, and which kind of job reads them.
 
-Files of programs that are known and not read are taken for no other's.
+Files of a program that spbench knows by name but does not read are refused, with advice.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from spbench.bench.tools.jobs.argument_tables import table_content
 from spbench.bench.tools.jobs.job import Job
 from spbench.bench.yaml_files import parse_yaml
 
-#: bytes of a file that is read: job files are written by hand
+#: the most bytes of a job's file, because such files are written by hand
 MOST_BYTES = 2**20
-#: the key of a config.json's path, beside its fields
+#: the key under which the fields of a config.json have the path of the file
 MODEL_PATH = "path of the file"
-#: how deep keys are nested by which another program's file is known
+#: how deep keys may be nested by which :func:`has_keys` recognizes a file
 _MOST_NESTED = 3
 _CONFIGURATIONS = (".yaml", ".yml", ".json", ".toml")
 
@@ -38,7 +38,7 @@ class JobFile:
     """A file of a job, and its content.
 
     Attributes:
-        part: the name of a configuration, if the file has several; "": it has one.
+        part: the name of one configuration, if the file has several; "": the file has one.
     """
 
     path: Path
@@ -47,30 +47,30 @@ class JobFile:
 
     @property
     def text(self) -> str:
-        """The content; UserError where it is not UTF-8."""
+        """The file's content as text; UserError if the bytes are not UTF-8."""
         return decoded(self.path, self.content)
 
     def __str__(self) -> str:
-        """The name of the file, as messages and titles have it."""
+        """The file's name, and the name of its ``part``, for messages and titles."""
         return ":".join(filter(None, [self.path.name, self.part]))
 
     def wrong(self, problem: str) -> UserError:
-        """The error that says what is wrong with the file."""
+        """A UserError that names the file and the ``problem`` with it."""
         return UserError(f"{self.path}: {problem}")
 
 
 class OneFileRead(UserError):
-    """Several files are given to a kind of job that is one file."""
+    """Several files were given, but this kind of job is one file."""
 
 
 @dataclass(frozen=True)
 class JobFiles:
-    """The files of a job, and what else a reader is told.
+    """The files of a job, with the options of the command that a reader needs.
 
     Attributes:
-        gpus: how many the job runs on; None: what the files say.
-        cluster: that the job runs on; None: not known.
-        environment: variables that are set beside those of the files.
+        gpus: the number of GPUs of the job; None: the number that the files say.
+        cluster: the cluster on which the job runs; None: unknown.
+        environment: variables that are set in addition to those of the files, by name.
     """
 
     files: Sequence[JobFile]
@@ -80,7 +80,7 @@ class JobFiles:
 
     @property
     def title(self) -> str:
-        """The files' names."""
+        """The names of the files, with spaces between them."""
         return " ".join(str(file) for file in self.files)
 
     def the_file(self) -> JobFile:
@@ -91,23 +91,20 @@ class JobFiles:
 
     @property
     def script(self) -> JobFile | None:
-        """The only script among the files, beside configurations; None if there is none, or several."""
+        """The only script among scripts and configurations; None if there is no script, or several."""
         scripts = [file for file in self.files if file.path.suffix != ".py" and mapping_in(file) is None]
         return scripts[0] if len(scripts) == 1 else None
 
     @property
     def models(self) -> list[JobFile]:
-        """The files that are a model's config.json: a YAML may have a ``model_type`` of its program's."""
+        """The files that are a model's config.json: JSON, but no YAML, with a ``model_type``."""
         configurations = [file for file in self.files if file.path.suffix == ".json"]
         return [file for file in configurations if "model_type" in (mapping_in(file) or {})]
 
     def configuration(self, signs: Sequence[str]) -> Mapping[str, Any] | None:
         """The content of the file that has all keys of one of the signs (:func:`has_keys`). None if no file
-        has, or if another file is neither a config.json nor a configuration of DeepSpeed.
-
-        Raises:
-            UserError: a file is damaged.
-        """
+        does, or if a further file is neither a config.json nor a configuration of DeepSpeed. UserError if a
+        file is damaged."""
         configuration: Mapping[str, Any] | None = None
         for file in self.files:
             content = mapping_in(file) or {}
@@ -118,7 +115,7 @@ class JobFiles:
         return configuration
 
     def machine_problems(self, gpus: int | None) -> list[str]:
-        """What the job does not say about its machine, one a line; ``gpus``: how many the files say."""
+        """Problems of a job whose GPUs or cluster nobody says; ``gpus``: the number that the files say."""
         problems = []
         if self.gpus is None and gpus is None:
             problems.append("how many GPUs the job runs on is not said; --gpus N")
@@ -136,22 +133,22 @@ def read_job(
     environment: Mapping[str, str] | None = None,
     strict: bool = False,
 ) -> Job:
-    """The job in some files.
+    """The job that files describe.
 
     Args:
-        kind: a name of :data:`JOBS`; None: the only kind whose signature the files have.
-        files: their paths; ``FILE.py:NAME`` is one of several configurations in a file.
-        gpus: how many it runs on; None: what the files say.
-        environment: what the files leave to run time: variables of scripts by name, keys of configurations by
-            their dotted names.
-        strict: as of :class:`Job`.
+        kind: a name of :data:`JOBS`; None: the only kind whose reader accepts the files.
+        files: the paths; ``FILE.py:NAME`` is one of several configurations in a file.
+        gpus: the number of GPUs of the job; None: the number that the files say.
+        environment: values that the files leave to run time: variables of scripts by name, keys of
+            configurations by their dotted names.
+        strict: the attribute of that name of :class:`Job`.
 
     Returns:
-        The job, also where arguments are refused, unknown or not enough: see :meth:`Job.refusal`.
+        The job, even if arguments of it are refused, unknown or missing: see :meth:`Job.refusal`.
 
     Raises:
-        UserError: a file cannot be read or is damaged; there is no such kind; the files are of no kind, of
-            several, or of another.
+        UserError: a file cannot be read or is damaged; there is no such kind; the files are a job of no kind,
+            of several kinds, or of another kind.
     """
     if kind is not None and kind not in JOBS:
         raise UserError(f"unknown kind of job {kind!r}{suggestion(kind, JOBS.names())}")
@@ -174,9 +171,9 @@ def read_job(
 
 
 def may_be(kind: str, files: JobFiles) -> bool:
-    """Whether a file has the signature of a kind of job: ``keys`` or, of a TOML, ``toml``, each with signs as
-    of :func:`has_keys`, by version where it has several; or regular expressions in the ``text`` of a script,
-    or in ``python``. A kind without a signature may be any."""
+    """Whether one of the files has the signature of a kind of job: signs (:func:`has_keys`) in ``keys``, by
+    version if there are several, and for a TOML also in ``toml``; or a regular expression ``text`` in a
+    script, ``python`` in a Python file. For a kind without a signature the answer is always yes."""
     signature = JOBS.signature(kind)
     keys = signature.get("keys", [])
     signs = [*chain(*keys.values())] if isinstance(keys, Mapping) else keys
@@ -192,7 +189,8 @@ def _has_signature(file: JobFile, signature: Mapping[str, Any], signs: Sequence[
 
 
 def _jobs(given: JobFiles, kinds: Sequence[str], asked: str | None) -> dict[str, Job]:
-    """By kind, the job that the files are, for the kinds whose signature they have."""
+    """The jobs that the readers of ``kinds`` make of the files, by kind; kinds that refuse are left out.
+    ``asked``: the kind that the user named, whose error about several files is raised."""
     jobs: dict[str, Job] = {}
     for name in kinds:
         try:
@@ -207,7 +205,7 @@ def _jobs(given: JobFiles, kinds: Sequence[str], asked: str | None) -> dict[str,
 
 
 def path_and_part(word: Path | str) -> tuple[Path, str]:
-    """The path of a file and ""; of FILE.py:NAME, the path of FILE.py and NAME, a configuration in it."""
+    """The path of a file and ""; for FILE.py:NAME, the path of FILE.py and its configuration's NAME."""
     path, colon, part = str(word).rpartition(":")
     if not colon or not path.endswith(".py") or Path(word).is_file():
         return Path(word), ""
@@ -228,7 +226,7 @@ def _read(file: Path | str | JobFile) -> JobFile:
 
 
 def mapping_in(file: JobFile) -> Mapping[str, Any] | None:
-    """The mapping that a YAML, JSON or TOML holds; None for another file. UserError if it is damaged."""
+    """The mapping in a YAML, JSON or TOML file; None for another file. UserError if the file is damaged."""
     if file.path.suffix in (".yaml", ".yml"):
         return parse_yaml(file.path, file.content)
     if file.path.suffix == ".json":
@@ -244,14 +242,14 @@ def mapping_in(file: JobFile) -> Mapping[str, Any] | None:
 
 
 def other_program(file: JobFile, text: str) -> str:
-    """The program to which a file belongs that is known but not read, and what to give instead; "" if the
-    file has no such program's keys, or regular expression ``text`` in its script."""
+    """The words on a file's program that spbench knows but does not read, and what to give instead; "" if
+    the file is of no such program. ``text``: which regular expression of a program a script must match."""
     for name, program in table_content("other_programs").items():
         pattern = program.get(text, "")
         try:
             is_its = _has_signature(file, {"text": pattern, "python": pattern}, program.get("keys", ()))
         except UserError:
-            return ""  # its reader says what is wrong
+            return ""  # the file's reader reports the damage
         if is_its:
             article = "" if name.startswith("a ") else "a job of "
             return f"{article}{name}, which is not read here: {program['instead']}"
@@ -259,8 +257,8 @@ def other_program(file: JobFile, text: str) -> str:
 
 
 def has_keys(content: Any, signs: Sequence[str]) -> bool:
-    """Whether a configuration has all keys of one of the signs. A sign is names of keys, with dots between
-    nested ones, and ``*`` for any characters."""
+    """Whether a configuration has all keys of one of the signs. A sign is a text of keys' names, with dots
+    between nested keys, and ``*`` for any characters."""
     keys = [*_keys(content, "", 1)]
     return any(all(fnmatch.filter(keys, name) for name in sign.split()) for sign in signs)
 
@@ -281,7 +279,7 @@ def imported(
     given: Sequence[str],
     output: Path | None,
 ) -> Output:
-    """The outcome of `spbench import`, whose options the arguments are."""
+    """The output of `spbench import`; the arguments are the options of the command."""
     kind, files = _kind_and_files(words)
     job = read_job(kind, files, gpus=gpus, cluster=cluster, environment=given_values(given), strict=strict)
     if explain:
@@ -307,7 +305,7 @@ def imported(
 
 
 def given_values(words: Sequence[str]) -> dict[str, str]:
-    """The values of --given, by name. UserError where a word is no NAME=VALUE."""
+    """The values that the options --given set, by name. UserError if a word is not NAME=VALUE."""
     given = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -318,7 +316,8 @@ def given_values(words: Sequence[str]) -> dict[str, str]:
 
 
 def _kind_and_files(words: Sequence[str]) -> tuple[str | None, Sequence[str]]:
-    """The kind of job (None if the first word is a file), and the files. UserError if there are no files."""
+    """The kind of job in the command's words (None if the first word is a file), and the files after it.
+    UserError if there are no files."""
     first, *others = words
     if first in JOBS:
         if not others:

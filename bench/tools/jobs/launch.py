@@ -1,5 +1,5 @@
-"""The command of a script that trains, and how many GPUs it starts processes for; and the arguments of
-a command line as values by name, as the keys of a configuration.
+"""The command of a script that trains, the number of GPUs on which the command starts processes, and the
+command's arguments as values by name, like the keys of a configuration.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from spbench.bench.tools.jobs.job_files import JobFile, JobFiles
 from spbench.bench.tools.jobs.shell import Command, Shell
 from spbench.bench.tools.jobs.shell_syntax import ShellError, given_flag, shown_word, unknown_in
 
-#: options of launchers that say how many processes a node has, and how many nodes there are
+#: options of launchers for the number of processes of a node, of nodes, and of processes in all
 _PER_NODE = ("--nproc-per-node", "--nproc_per_node", "--gpus-per-node", "--ntasks-per-node")
 _NODES = ("--nnodes", "--nodes", "-N", "--num-nodes", "--num_nodes")
 _RANKS = ("-np", "-n", "--ntasks", "--num-processes", "--num_processes")
 #: the name by which --given chooses one of several commands that train
 _LINE = "line"
-#: characters of the values of variables that count processes
+#: the most digits, in all, of the values of variables that count processes
 _MOST_DIGITS = 11
 _COMMENT_OPTION = re.compile(r"^#SBATCH\s+(-\w|--[\w-]+)(?:[ =]+(\S+))?", re.MULTILINE)
 
@@ -35,11 +35,11 @@ class Launch:
     """A command that trains.
 
     Attributes:
-        program: the name of its Python file.
+        program: the name of the program's Python file.
         arguments: the words after the program; :func:`unknown_in` tells their unknown parts.
-        environment: the variables that the script exports.
-        gpus: how many GPUs the command starts a process for; None: not said.
-        not_said: why ``gpus`` is None, such as "$NNODES is not set"; "" if nobody can tell.
+        environment: the variables that the script exports, by name.
+        gpus: the number of processes that the command starts, one on each GPU; None: unknown.
+        not_said: why ``gpus`` is None, such as "$NNODES is not set"; "" if there is no single reason.
     """
 
     line: int
@@ -50,12 +50,12 @@ class Launch:
     not_said: str = ""
 
 
-#: that any shell has: where files are counts for no job, but what they are called does
+#: variables that every shell has; their values may be made up, because only the names of files matter
 _ALWAYS = {"HOME": "~", "PWD": "."}
 
 
 def shell_of(file: JobFile, environment: Mapping[str, str]) -> Shell:
-    """The shell after a script was read. UserError where it cannot be."""
+    """The state of a shell after the script ``file``. UserError if the script cannot be read."""
     shell = Shell({**_ALWAYS, **environment}, set(environment))
     try:
         shell.read(file.text)
@@ -69,14 +69,14 @@ def shell_of(file: JobFile, environment: Mapping[str, str]) -> Shell:
 def launched(
     file: JobFile, programs: re.Pattern[str], environment: Mapping[str, str], kinds: Collection[str] = ()
 ) -> Launch | None:
-    """The command of a shell script that runs one of the programs, by their file's name; None: there is none.
+    """The command of a shell script that runs one of the ``programs``, a pattern of file names; None if the
+    script has no such command. ``--given line=N`` chooses among several commands.
 
     Args:
-        kinds: if given, the first argument must be one of these, for a program that does other things too.
-            ``--given line=N`` chooses among several commands.
+        kinds: words of which the program's first argument must be one; empty: any first argument will do.
 
     Raises:
-        UserError: the script cannot be read, or has several such commands, or one in a branch.
+        UserError: the script cannot be read, has several such commands, or has the command in a branch.
     """
     shell = Shell({**_ALWAYS, **environment}, set(environment))
     text = file.text.removeprefix("\ufeff")
@@ -124,10 +124,10 @@ def program_launch(files: JobFiles, spec: Mapping[str, str]) -> Launch | None:
     """The command that starts a program, in the only script among the files; None if there is none.
 
     Args:
-        spec: the section ``launch`` of the program's table: ``program``, a regular expression of its name;
-            ``first``, the words of which its first argument is one; ``file``, of its Python file, which may
-            be started in its place, unless accelerate starts it; ``processes``, the variables whose values
-            multiplied are the number of processes.
+        spec: the section ``launch`` of the program's table: ``program``, a regular expression of the
+            program's name; ``first``, the words of which the first argument must be one; ``file``, a regular
+            expression of a Python file that a script without `accelerate launch` may start instead;
+            ``processes``, the variables whose values multiplied are the number of processes.
 
     Raises:
         UserError: the script cannot be read, or has several such commands.
@@ -150,9 +150,9 @@ def program_launch(files: JobFiles, spec: Mapping[str, str]) -> Launch | None:
 def values_of_launch(
     launch: Launch, content: Mapping[str, Any], table: ArgumentTable, problems: list[str]
 ) -> tuple[dict[str, Any], bool]:
-    """The values of a command's arguments by name, and whether some names are an older version's; problems of
-    other words are added to ``problems``. ``content``, of the program's table, has in ``older`` today's
-    ``names`` by older ones, and the ``defaults`` of a job with older names."""
+    """The values of a command's arguments by name, and whether some names are of an older version; problems
+    with other words are added to ``problems``. The section ``older`` of a table's ``content`` has today's
+    ``names`` by the older names, and the ``defaults`` of a job with older names."""
     older: Mapping[str, Mapping[str, Any]] = content.get("older", {"names": {}})
     split = [word.partition("=") for word in launch.arguments]
     is_older = any(name.lstrip("+~") in older["names"] for name, _, _ in split)
@@ -163,7 +163,8 @@ def values_of_launch(
 
 
 def _program(words: Sequence[str], programs: re.Pattern[str], kinds: Collection[str]) -> int | None:
-    """The place of the program's file among a command's words, if its first argument is of these kinds."""
+    """The index of the program's file among a command's words; None if the command does not run the program
+    with a first argument in ``kinds``."""
     ends = re.compile(rf"(?:\A|/)(?:{programs.pattern})\Z")
     at = next((at for at, word in enumerate(words) if ends.search(shown_word(word))), None)
     if at is None or words[0] in ("echo", "printf", "ls", "cp", "cat", "test", "[", "[["):
@@ -174,7 +175,8 @@ def _program(words: Sequence[str], programs: re.Pattern[str], kinds: Collection[
 def _gpus(
     words: Sequence[str], options: Mapping[str, str], environment: Mapping[str, str]
 ) -> tuple[int | None, str]:
-    """The GPUs of a command, by its launcher's words or else by Slurm's options and by WORLD_SIZE."""
+    """The number of a command's GPUs, by the words of its launcher, else by Slurm's ``options``, else by
+    WORLD_SIZE; None and the reason if the script leaves the number open."""
     given: dict[str, str] = {}
     for word, following in pairwise([*words, ""]):
         name, _, value = word.partition("=")
@@ -203,7 +205,7 @@ def _multiplied(*factors: str) -> tuple[int | None, str]:
 def overrides_of(
     words: Sequence[str], table: ArgumentTable, problems: list[str]
 ) -> Iterator[tuple[str, Any]]:
-    """The values of words KEY=VALUE, as Hydra takes them; ``problems`` gets those of other words."""
+    """Pairs of name and value in words KEY=VALUE, as Hydra parses them; other words go to ``problems``."""
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or unknown_in(name):
@@ -213,7 +215,7 @@ def overrides_of(
 
 
 def options_of(words: Sequence[str], table: ArgumentTable, problems: list[str]) -> Iterator[tuple[str, Any]]:
-    """The values of words --NAME VALUE..., as argparse takes them, under their names without dashes."""
+    """Pairs of name and value in words --NAME VALUE..., as argparse parses them, with ``_`` for dashes."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -229,7 +231,7 @@ def options_of(words: Sequence[str], table: ArgumentTable, problems: list[str]) 
 
 
 def _stray(word: str, problems: list[str]) -> None:
-    """Note as a problem a word that belongs to no argument; ``"$@"``, handed on by a script, may be empty."""
+    """Add a problem with a word that belongs to no argument; ``"$@"`` is none, because it may be empty."""
     unknown = unknown_in(word)
     if not unknown:
         problems.append(f"{shown_word(word)!r} belongs to no argument")

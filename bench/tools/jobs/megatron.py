@@ -26,14 +26,14 @@ _PROGRAMS = re.compile(r"(pretrain|train|finetune)_\w+\.py")
 _TRAINS = {"pretrain_gpt.py": False, "pretrain_bert.py": True}
 #: the sections of a functional test's file
 _ARGUMENTS, _VARIABLES = "MODEL_ARGS", "ENV_VARS"
-#: outcomes of arguments whose value need not be known
+#: outcomes of arguments whose value does not matter
 _WITHOUT_SETTING = ("no effect", "approximated")
-#: by --cp-comm-type: the strategy within tensor parallelism's, and whether it takes chunks in zigzag
+#: by --cp-comm-type, the strategy of context parallelism, and whether its ranks take chunks in zigzag
 CONTEXT = {"p2p": ("ring_attention", True), "a2a": ("ulysses", False), "all_gather": ("all_gather_kv", True)}
-#: the strategy of two levels, and its --cp-comm-type
+#: the strategy of context parallelism in two levels, and the --cp-comm-type for the strategy
 HIERARCHICAL = "ulysses+ring_attention", "a2a+p2p"
 _CONTEXTS = {**CONTEXT, HIERARCHICAL[1]: (HIERARCHICAL[0], True), "": ("", False)}
-#: of context parallelism in two levels, the ranks of each
+#: the argument with the ranks of each level of context parallelism in two levels
 _LEVELS = "--hierarchical-context-parallel-sizes"
 _SIZES = {
     axis: f"--{kind}-parallel-size"
@@ -43,11 +43,8 @@ _SCHEDULE = "--step-batch-size-schedule"
 
 
 def read(files: JobFiles) -> Job | None:
-    """A job of Megatron-LM; None if the file starts no program of Megatron-LM.
-
-    Raises:
-        UserError: the file cannot be read, is damaged, or starts several programs.
-    """
+    """A job of Megatron-LM; None if the file starts no program of Megatron-LM. UserError if the file cannot
+    be read, is damaged, or starts several programs."""
     file = files.the_file()
     script = None if _is_yaml(file) else launched(file, _PROGRAMS, files.environment)
     launch = script or (_test(file, files.environment) if _is_yaml(file) else None)
@@ -76,13 +73,13 @@ def read(files: JobFiles) -> Job | None:
 
 
 def megatron_account(given: Mapping[str, Given], environment: Mapping[str, str]) -> Account:
-    """The account of arguments of Megatron-LM, of which nothing was made yet."""
+    """The account of a job's arguments of Megatron-LM, still without settings."""
     source = "default of Megatron-LM"
     return Account(table=argument_table("megatron"), given=given, environment=environment, by_default=source)
 
 
 def make_settings(account: Account, gpus: int | None, cluster: str | None, *, bert: bool = False) -> None:
-    """Make the settings of all arguments."""
+    """Add the settings of all arguments to an account; ``gpus``: the job's number, None if unknown."""
     set_model(account, bert=bert, cluster=cluster)
     call(account, "fp8")
     replicas = _set_parallelism(account, gpus)
@@ -94,7 +91,7 @@ def make_settings(account: Account, gpus: int | None, cluster: str | None, *, be
 
 
 def _given_words(environment: Mapping[str, str]) -> Iterator[str]:
-    """The arguments that --given has, with their dashes or without."""
+    """The words of the arguments that --given sets, whose names may lack their dashes."""
     for name, value in environment.items():
         if (argument := _argument(name)) is not None:
             yield argument.name
@@ -106,12 +103,12 @@ def _argument(name: str) -> ProgramArgument | None:
 
 
 def parse(words: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
-    """The arguments in the words of a command line, as argparse takes them: without abbreviations; where a
+    """The arguments in the words of a command line, as argparse parses them, but without abbreviations; if a
     name comes twice, the last counts.
 
     Returns:
-        The arguments by their first spelling; and what Megatron-LM's parser would refuse, or what is not
-            known before the job runs.
+        The arguments by their first spelling; and the problems, one for each argument that Megatron-LM's
+            parser would refuse, or whose value is unknown before the job runs.
     """
     arguments: dict[str, Given] = {}
     problems: list[str] = []
@@ -139,8 +136,8 @@ def parse(words: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
 
 
 def _stray(word: str) -> tuple[dict[str, Given], list[str]]:
-    """The arguments that a word without an argument may stand for, if none of them has an effect; else the
-    problem with the word."""
+    """The arguments that a mark in a word that belongs to no argument may replace, if none of these arguments
+    has an effect; else no arguments, and the problem with the word."""
     unknown = unknown_in(word)
     if not unknown:
         return {}, [f"{shown_word(word)!r} belongs to no argument"]
@@ -160,7 +157,7 @@ def _takes_more(argument: ProgramArgument | None, have: int) -> bool:
 def given_argument(
     name: str, argument: ProgramArgument | None, words: Sequence[str], equals: str = ""
 ) -> tuple[Given, list[str]]:
-    """An argument with its words, and what is wrong with these."""
+    """An argument whose values are ``words``, and the problems with these words, one line each."""
     text = " ".join(map(shown_word, words))
     if argument is None:
         return Given(name, text, text), []
@@ -189,7 +186,8 @@ def _is_yaml(file: JobFile) -> bool:
 
 
 def _test(file: JobFile, environment: Mapping[str, str]) -> Launch | None:
-    """The arguments of a functional test; of BERT where the folder of its family says so."""
+    """The launch of a functional test's file, with its arguments and variables; the program is BERT's if the
+    file is below a folder `bert`. None if the file has no arguments."""
     content = parse_yaml(file.path, file.content)
     arguments, variables = content.get(_ARGUMENTS), content.get(_VARIABLES) or {}
     if arguments is None:
@@ -210,7 +208,7 @@ def _test(file: JobFile, environment: Mapping[str, str]) -> Launch | None:
 
 
 def _words(shell: Shell, name: str, value: Any) -> Iterator[str]:
-    """The words for one argument of a functional test: `true` gives a switch alone, `false` no word."""
+    """The words for one argument of a functional test: for `true` only the name, for `false` no word."""
     if value is False or value is None:
         return
     yield name if name.startswith("--") else f"--{name}"
@@ -227,7 +225,7 @@ def _text(value: Any) -> str:
 
 
 def _set_parallelism(account: Account, gpus: int | None) -> int | None:
-    """Set strategy, sizes and mesh; returns how many replicas there are."""
+    """Set strategy, sizes and mesh; returns the number of replicas, or None if it is unknown."""
     sizes = {axis: account.value(name) for axis, name in _SIZES.items()}
     if wrong := [name for axis, name in _SIZES.items() if sizes[axis] < 1]:
         account.problems.append(f"{account.spelled(wrong[0])} is no number of ranks")
@@ -269,7 +267,7 @@ def _set_parallelism(account: Account, gpus: int | None) -> int | None:
 
 
 def _set_batch(account: Account, replicas: int | None) -> None:
-    """Set batch, length and precision."""
+    """Set the batch, the sequence length and the precision of a job with ``replicas`` (None: unknown)."""
     length, context = length_of(account), account.value("--context-parallel-size") or 1
     micro, total, schedule = map(account.value, ("--micro-batch-size", "--global-batch-size", _SCHEDULE))
     first = (str(schedule or "").split() or [""])[0].rpartition(":")[2]

@@ -1,5 +1,5 @@
-"""What of a Megatron-LM job depends on the card and on the container of PyTorch, and which kernel of
-attention TransformerEngine takes there.
+"""The settings of a Megatron-LM job that depend on the card and on the release of NVIDIA's container: above
+all, the kernel that TransformerEngine takes for attention.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from spbench.bench.measure import Device, engines_choice, generation_of, load_cl
 from spbench.bench.tools.jobs.account import Account
 from spbench.bench.tools.jobs.rules import call
 
-#: the variable that says the release of NVIDIA's container of PyTorch, and which it sets itself: "24.01"
+#: the variable that NVIDIA's container of PyTorch sets to its own release, such as "24.01"
 CONTAINER = "NVIDIA_PYTORCH_VERSION"
-#: the release with TransformerEngine 1.3: FlashAttention 2 (of 2.4.1 on) also where algorithms must be
-#: deterministic (DotProductAttention of its pytorch/attention.py at v1.2 and at v1.3)
+#: the first release with TransformerEngine 1.3, which takes FlashAttention 2 (2.4.1 or newer) also if
+#: algorithms must be deterministic (DotProductAttention in pytorch/attention.py at v1.2 and at v1.3)
 _DETERMINISTIC_FLASH_ATTENTION = 2402
-#: switches that leave out a fusion
+#: switches of Megatron-LM that turn off a fusion
 _FUSIONS = (
     *("--no-masked-softmax-fusion", "--no-bias-gelu-fusion", "--no-bias-swiglu-fusion"),
     *("--no-bias-dropout-fusion", "--no-rope-fusion"),
 )
-#: variables of TransformerEngine that allow a kernel, and its --attention-backend
+#: by variable of TransformerEngine that allows a kernel, the --attention-backend of that kernel
 _ALLOWING = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
 
 
 def _release_of(account: Account) -> int | None:
-    """The release of the job's container, as year and month: 2401; None where it is not said."""
+    """The release of the job's container, as year and month: 2401; None if the job does not say it."""
     parts = re.fullmatch(r"(\d\d)\.(\d\d)", account.environment.get(CONTAINER, ""))
     return int(parts[1] + parts[2]) if parts else None
 
 
 def container_problems(account: Account) -> list[str]:
-    """What is wrong with the name that the job gives for its container, one a line."""
+    """The problem with the release that the job gives for its container; empty if the release is right."""
     if CONTAINER not in account.environment or _release_of(account) is not None:
         return []
     return [f"{account.spelled(CONTAINER)} is no release of NVIDIA's container, such as 25.09"]
@@ -78,7 +78,8 @@ def choose_attention(account: Account) -> None:
 
 
 def check_switches(account: Account) -> None:
-    """Account for TransformerEngine's variables that allow kernels."""
+    """Compare each of TransformerEngine's variables that allow a kernel with --attention-backend, and give
+    the variable its outcome by the rules ``switch_of_attention``."""
     asked = account.value("--attention-backend") or "auto"
     for name, kernel in _ALLOWING.items():
         if (value := account.environment.get(name)) is not None:
@@ -93,8 +94,8 @@ def check_switches(account: Account) -> None:
 
 
 def ignore_absent_fusions(account: Account) -> None:
-    """Ignore switches of fusions that the job has no use for. Sets the facts ``left_out``, switches that
-    leave out other fusions, and ``unfused``, the names of those fusions."""
+    """Ignore switches that turn off a fusion which the model has not. Sets the facts ``left_out``, the other
+    switches that turn off a fusion, and ``unfused``, the names of those fusions."""
     call(account, "absence_of_fusions")
     left_out = [name for name in _FUSIONS if account.has(name) and name not in account.idle]
     stems = [name.removeprefix("--no-").removesuffix("-fusion").replace("-", "_") for name in left_out]

@@ -1,5 +1,5 @@
-"""Which layers a Megatron-LM job has: those that a hybrid mixes tokens in by Mamba-2 or by attention, those
-with experts, those whose attention has a window, and those of each stage of its pipeline.
+"""The layers of a Megatron-LM job: which layers of a hybrid model are Mamba-2 or attention, which layers have
+experts or a window of attention, and how many layers each stage of the pipeline has.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from spbench.bench.tools.jobs.rules import call
 from spbench.impls import LARGEST_OF
 
 _PATTERN, _OLD = "--hybrid-layer-pattern", "--hybrid-override-pattern"
-#: the letter for a layer that mixes tokens in our patterns, by Megatron-Core's letter
+#: by Megatron-Core's letter of a Mamba-2 layer or of an attention layer, the letter in our patterns
 _MIXERS = {"M": "M", "*": "S"}
-#: a layer here: one that mixes tokens, and the MLP (-) or the experts (E) behind it
+#: one layer of our models: a Mamba-2 (M) or attention (*) layer, and the MLP (-) or the experts (E) after it
 _LAYER = re.compile(r"[M*][-E]?")
-#: a pattern of layers: digits, lists of them, sums and repetitions
+#: a pattern of layers: digits, lists of digits, sums and repetitions
 _LISTED = re.compile(r"[\d\s()\[\],+*]+")
 _MOST_LAYERS = 10_000
 _WINDOW, _EACH = "--window-size", "--window-attn-skip-freq"
 
 
 def pattern_of(account: Account) -> str:
-    """The job's pattern of layers; "" where it is no hybrid."""
+    """The pattern of a hybrid model's layers, a letter for each; "" if the model is no hybrid."""
     return str(account.value(_PATTERN) or account.value(_OLD) or "")
 
 
 def layers_of_stages(account: Account) -> list[int]:
-    """Layers, as a model here counts them, of each part of the pattern between bars."""
+    """The number of layers (:data:`_LAYER`) in each part of the hybrid's pattern between bars."""
     return [len(_LAYER.findall(part)) for part in pattern_of(account).split("|")]
 
 
 def set_hybrid(account: Account) -> bool:
-    """Set the layers of a hybrid; returns whether the job is one."""
+    """Set the layers of a hybrid model; returns whether the job's model is a hybrid."""
     pattern = pattern_of(account)
     account.facts |= {
         "pattern_key": _PATTERN if account.has(_PATTERN) else _OLD,
@@ -48,8 +48,8 @@ def set_hybrid(account: Account) -> bool:
 
 
 def stages_of(account: Account, stages: int) -> Sequence[int]:
-    """Layers of each run of layers of a hybrid's pipeline; empty, with a problem, where the bars of its
-    pattern do not say them."""
+    """The number of layers of each part of a hybrid's pipeline; empty, with a problem, if the number of parts
+    is no multiple of ``stages``."""
     sizes = layers_of_stages(account)
     if len(sizes) % stages:
         account.problems.append(
@@ -61,7 +61,7 @@ def stages_of(account: Account, stages: int) -> Sequence[int]:
 
 
 def set_layers_with_experts(account: Account) -> None:
-    """Set which layers have experts: each N-th, or as a list of 0 and 1 says."""
+    """Set which layers have experts: each N-th layer, or the layers with a 1 in a list of 0 and 1."""
     name, layers = "--moe-layer-freq", account.facts["layers"]
     text = str(account.value(name)).strip()
     if text.isdecimal() and int(text) > 0:
@@ -83,7 +83,7 @@ def set_layers_with_experts(account: Account) -> None:
 
 
 def pattern_in(text: str) -> list[int]:
-    """The list that an expression such as ([0]*1+[1]*15)*2 gives; empty if the text is no such expression."""
+    """The list that an expression such as ([0]*1+[1]*15)*2 evaluates to; empty if the text is no such one."""
     if not _LISTED.fullmatch(text):
         return []
     try:
@@ -94,7 +94,7 @@ def pattern_in(text: str) -> list[int]:
 
 
 def _evaluated(node: ast.expr) -> list[int] | int:
-    """The value of a list, a number, a sum of lists, or a list times a number; ValueError for another."""
+    """The value of a list, a number, a sum of lists, or a list times a number; else raises ValueError."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.List):
@@ -115,7 +115,7 @@ def _evaluated(node: ast.expr) -> list[int] | int:
 
 
 def windows_of(account: Account, layers: int | None) -> str:
-    """Layer by layer, W for attention in a window and S for attention without; "" where all are alike."""
+    """A letter for each layer: W for attention in a window, S without one; "" if all layers are alike."""
     if not account.has(_WINDOW) or not account.has(_EACH):
         return ""
     text = str(account.value(_EACH)).strip()
@@ -130,21 +130,21 @@ def windows_of(account: Account, layers: int | None) -> str:
 
 
 def set_windows(account: Account, pattern: str) -> None:
-    """Set the window of attention, and which layers have it."""
+    """Set the window of attention, and the layers with a W in ``pattern``, which have this window."""
     sides = re.fullmatch(r"(\d{1,9})[, ]+0", str(account.value(_WINDOW) or "").strip("() "))
     account.facts |= {"window": int(sides[1]) + 1 if sides else None, "windows": pattern}
     call(account, "windows")
 
 
 def layers_of(account: Account) -> int | None:
-    """How many layers there are, as a model here counts them."""
+    """The number of layers (of a hybrid's pattern: of :data:`_LAYER`); None if the job does not say it."""
     if pattern_of(account):
         return sum(layers_of_stages(account))
     return _first(account, "--num-layers", "--encoder-num-layers")
 
 
 def length_of(account: Account) -> int | None:
-    """Tokens of a sequence."""
+    """The number of tokens of a sequence; None if the job does not say it."""
     return _first(account, "--seq-length", "--encoder-seq-length")
 
 
@@ -160,12 +160,12 @@ _PIPELINE_SPLITS = (
 )
 _CHUNKS = ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank")
 _LAYOUT = "--pipeline-model-parallel-layout"
-#: of a layout: what it may say, (...)*n and x*n, and how often it may be repeated
+#: the characters of a layout, and the patterns of its repetitions (...)*n and x*n, n below 1000
 _LAYOUT_TEXT, _REPEATED = re.compile(r"[EtmL|()*\d]+"), (r"\(([^()]+)\)\*(\d{1,3})", r"([EtmL|])\*(\d{1,3})")
 
 
 def set_schedule(account: Account) -> None:
-    """Set how the pipeline runs."""
+    """Set the layers of the pipeline's stages and the schedule by which the stages run micro-batches."""
     stages, layers = account.value("--pipeline-model-parallel-size") or 1, layers_of(account) or 0
     each, virtual = _CHUNKS
     counted = layers + account.has(_PIPELINE_SPLITS[2]) + account.has(_PIPELINE_SPLITS[3])
@@ -204,7 +204,7 @@ def set_schedule(account: Account) -> None:
 
 
 def _set_hybrid_stages(account: Account, stages: int) -> None:
-    """Set the stages that the bars of a hybrid's pattern make."""
+    """Set the layers of a hybrid's stages, between which the hybrid's pattern has bars."""
     for name in (*_CHUNKS, *_PIPELINE_SPLITS):
         account.refuse_given("stages of a hybrid that its pattern does not say: not modelled", name)
     if sizes := stages_of(account, stages):
@@ -216,13 +216,13 @@ def _set_hybrid_stages(account: Account, stages: int) -> None:
 
 
 def _set_interleaving(account: Account, stages: int, chunks: int, name: str) -> None:
-    """Set the interleaved schedule of several chunks, which the argument ``name`` says."""
+    """Set the interleaved schedule, if the argument ``name`` gives each rank several chunks of layers."""
     account.facts |= {"stages": stages, "chunks": chunks, "chunked_by": name}
     call(account, "interleaving")
 
 
 def _set_stages(account: Account, layers: int, stages: int, chunks: int) -> None:
-    """Set how many layers each stage has, as get_num_layers_to_build of Megatron-Core does."""
+    """Set the number of layers of each stage by the rules of Megatron-Core's get_num_layers_to_build."""
     first, last = (account.value(name) for name in _PIPELINE_SPLITS[:2])
     embedding, loss = (account.has(name) for name in _PIPELINE_SPLITS[2:])
     if stages == 1:
@@ -254,8 +254,8 @@ def _set_stages(account: Account, layers: int, stages: int, chunks: int) -> None
 
 
 def _layers_by_layout(account: Account, layout: str, stages: int, layers: int) -> list[int] | None:
-    """Layers of the stages that a layout lists, as PipelineParallelLayerLayout of Megatron-Core reads it;
-    None, and a problem, if the text is no such layout."""
+    """The number of layers of each stage in a layout, by the rules of PipelineParallelLayerLayout of
+    Megatron-Core; None, and a problem, if the text is no layout of these stages and layers."""
     others = [name for name in (*_CHUNKS, *_PIPELINE_SPLITS) if account.has(name)]
     if others:
         account.problems.append(f"{_LAYOUT} and {others[0]} are both given; leave one")

@@ -1,4 +1,4 @@
-"""The model of a Megatron-LM job: its GPTModel, BertModel or HybridModel, from the arguments."""
+"""The model of a Megatron-LM job: a GPTModel, BertModel or HybridModel, from the job's arguments."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from spbench.bench.tools.jobs.rules import call
 from spbench.bench.units import gib
 from spbench.impls import published_model
 
-#: presets by the weights of their layers; a job has the name of the one that it is closest to
+#: by preset, the number of weights in its layers; a job's model is named by the closest preset
 _HYBRID = "nemotron-h-8b"
 _PRESETS = {"gpt3-345m": 3e8, "gpt3-7b": 6.4e9, "gpt3-175b": 1.7e11}
-#: arguments that a job without experts may have
+#: names of arguments that configure experts
 _OF_EXPERTS = re.compile(r"--(moe|expert)-")
-#: bytes of the data loader's mask, one for each query and key, from which on it is worth a word
+#: bytes of the data loader's mask, one for each query and key, from which on a remark names the mask
 _LARGE_MASK = 2**30
 
 
@@ -68,7 +68,7 @@ def set_model(account: Account, *, bert: bool, cluster: str | None) -> None:
 
 
 def _facts(account: Account) -> dict[str, Any]:
-    """What rules ask that no argument says alone."""
+    """The facts for conditions of rules that need several arguments at once, by name."""
     activations = [name for name in ("--swiglu", "--squared-relu", "--quick-geglu") if account.has(name)]
     granularity = (
         "selective" if account.has("--recompute-activations") else account.value("--recompute-granularity")
@@ -111,7 +111,7 @@ def _facts(account: Account) -> dict[str, Any]:
 
 
 def _facts_of_sizes(account: Account, bert: bool) -> dict[str, Any]:
-    """What rules ask of the widths of layers and of the vocabulary."""
+    """The facts for rules on the widths of layers and on the vocabulary, by name."""
     hidden, heads = account.value("--hidden-size") or 0, account.value("--num-attention-heads") or 0
     inner, head_size = account.value("--ffn-hidden-size"), account.value("--kv-channels")
     usual, note = 4 * hidden, "4 x --hidden-size"

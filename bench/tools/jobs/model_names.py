@@ -1,5 +1,5 @@
-"""The models that jobs name: a path, a name on Hugging Face, or a name that differs from a known one in words
-that change no size."""
+"""The model that a name in a job means: a file, a model on Hugging Face, or a model whose name differs from
+the job's only in words that change no size."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _TOWER = "text alone is counted; a tower for images{} is left out, with what a j
 
 
 class NamedModel(NamedTuple):
-    """The model for which a job's name of a model stands.
+    """The model that a job names, and how it differs from the model that spbench counts.
 
     Attributes:
-        model: the name in a scenario.
-        fields: of its config.json that count.
-        taken: how it stands for the job's name, if the names differ; "": they do not.
-        beside: what stands beside the text and is left out; "": nothing does.
+        model: the model's name in a scenario.
+        fields: the fields of the model's config.json that matter for its sizes.
+        taken: why another model replaces the job's, in words; "": it is the same model.
+        beside: a remark on the part for images that is left out; "": the model has no such part.
     """
 
     model: str
@@ -32,7 +32,7 @@ class NamedModel(NamedTuple):
     beside: str = ""
 
     def account(self, account: Account, *names: str) -> None:
-        """Say of the arguments that name it that another name stands for theirs."""
+        """Note in ``account`` that arguments ``names``, which name the model, are modelled only closely."""
         if self.taken:
             account.stand_in("sizes of this model", "memory and time", self.taken, *names)
         if self.beside:
@@ -42,11 +42,8 @@ class NamedModel(NamedTuple):
 
 
 def named_model(name: str) -> NamedModel:
-    """The model that a job names.
-
-    Raises:
-        UserError: there is no such file and no such name, or a part of the model is not modelled.
-    """
+    """The model that a job calls ``name``. UserError if there is no file and no model of that name, or a part
+    of the model is not modelled."""
     if lexists(Path(name).expanduser()):
         fields = read_model_file(name)
         return NamedModel(name, fields, beside=_TOWER.format("") if "text_config" in fields else "")

@@ -22,16 +22,13 @@ from spbench.bench.yaml_files import read_yaml
 
 _ARGUMENTS, _BENCHMARK = "MODEL_ARGS", "sbatch_benchmarking.sh"
 _VARIABLE = re.compile(r"\$\{?(\w+)\}?")
-#: GPUs of a node, which the script has where nothing else is said
+#: the number of GPUs of a node
 _PER_NODE = 8
 
 
 def read(files: JobFiles) -> Job | None:
-    """A job of the ModelZoo; None where the files are not a model's YAML and a script that runs it.
-
-    Raises:
-        UserError: a file is damaged, or the script runs several.
-    """
+    """A job of the ModelZoo; None where the files are not a model's YAML and a script that runs it. UserError
+    if a file is damaged, or the script runs several."""
     if len(files.files) != 2:
         return None
     model = next((file for file in files.files if _ARGUMENTS in (mapping_in(file) or {})), None)
@@ -57,13 +54,13 @@ def read(files: JobFiles) -> Job | None:
 
 @cache
 def _table() -> Mapping[str, Any]:
-    """The table of the zoo's scripts: variables of its models, and arguments that variables add."""
+    """The table model_zoo.yaml: variables of the zoo's models, and arguments that the benchmark adds."""
     return read_yaml(Path(__file__).with_suffix(".yaml"))
 
 
 @cache
 def _models() -> Mapping[str, Mapping[str, str]]:
-    """The variables of each model of the zoo, where nothing else is said."""
+    """The default variables of each model of the zoo, by the model's name."""
     content = _table()
     names = content["names"].split()
     return {
@@ -72,8 +69,8 @@ def _models() -> Mapping[str, Mapping[str, str]]:
 
 
 def _defaults(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the benchmark sets for a model if the script does not; those for unequal stages and
-    for virtual stages only if the job has such stages."""
+    """The variables that the benchmark sets for a model if the script does not; variables for unequal or for
+    virtual stages become "false" if the job has no such stages."""
     values = dict(_models().get(environment.get("MODEL", ""), {}))
     numbers = {**values, **environment}
     layers, stages = (numbers.get(name, "") for name in ("NUM_LAYERS", "PP"))
@@ -85,13 +82,14 @@ def _defaults(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _switch(value: object, environment: Mapping[str, str]) -> object:
-    """A value that a variable turns on or off, as the benchmark takes it; else the value itself."""
-    found = _VARIABLE.fullmatch(value) if isinstance(value, str) else None
-    return {"true": True, "false": False}.get(environment.get(found[1], ""), value) if found else value
+    """True or False if a value is a variable ``$NAME`` that is "true" or "false"; else the value itself."""
+    variable = _VARIABLE.fullmatch(value) if isinstance(value, str) else None
+    return {"true": True, "false": False}.get(environment.get(variable[1], ""), value) if variable else value
 
 
 def _command(script: JobFile, environment: Mapping[str, str]) -> Command:
-    """The command that runs the benchmark."""
+    """The script's command that runs the benchmark, with all variables that the script exports. UserError if
+    there is no such command, or if there are several."""
     shell = shell_of(script, environment)
     commands = [each for each in shell.commands if any(word.endswith(_BENCHMARK) for word in each.words)]
     if len(commands) != 1:
@@ -104,7 +102,8 @@ def _command(script: JobFile, environment: Mapping[str, str]) -> Command:
 def _further(
     command: Command, environment: Mapping[str, str], arguments: Mapping[str, object]
 ) -> Iterator[tuple[str, object]]:
-    """The arguments that the benchmark adds because of its variables, and those of the command line."""
+    """Pairs of name and value of the arguments that the benchmark adds to a model's ``arguments``: for its
+    variables, and from the words of its own command line."""
     added_by = _table()["added"]
     yield from added_by["DISPATCHER"].get(environment.get("DISPATCHER", "deepep"), {}).items()
     for name, added in added_by["switches"].items():

@@ -1,5 +1,5 @@
-"""Jobs of Primus by Megatron-LM or torchtitan: its YAML, and a model's YAML where that is unknown. By
-torchtitan, the keys of its experiments are torchtitan's, with some of its own beside.
+"""Jobs of Primus by Megatron-LM or torchtitan: its YAML, and a model's YAML where that is unknown. An
+experiment for torchtitan has torchtitan's keys and some keys of Primus's own.
 """
 
 from __future__ import annotations
@@ -25,30 +25,26 @@ from spbench.bench.yaml_files import read_yaml
 
 #: ${NAME:VALUE}
 _VARIABLE = re.compile(r"\$\{(\w+)(?::([^}]*))?\}")
-#: the rank of Primus's adapters
+#: the default rank of Primus's adapters
 _RANK = 32
-#: an experiment's modules that train; the second one tunes
+#: an experiment's modules that train a model: the first from random weights, the second tunes a given model
 _TRAINERS = ("pre_trainer", "post_trainer")
-#: sizes of a model, by which its file is known
+#: keys of sizes by which a model's file is recognized
 _SIGNS = ("num_layers", "hidden_size")
 
 
 def read(files: JobFiles) -> Job | None:
-    """A job of Primus; None where no file is an experiment of its.
-
-    Raises:
-        UserError: a file is damaged.
-    """
+    """A job of Primus; None if no file is an experiment of Primus. UserError if a file is damaged."""
     trainer: Mapping[str, Any] | None = None
     tunes = False
     sizes: dict[str, Any] = {}
     for file in files.files:
         content = mapping_in(file) or {}
         modules = content.get("modules")
-        found = [modules.get(name) for name in _TRAINERS] if isinstance(modules, dict) else []
-        if any(isinstance(each, dict) for each in found):
-            trainer = next(each for each in found if isinstance(each, dict))
-            tunes = trainer is found[1]
+        trainers = [modules.get(name) for name in _TRAINERS] if isinstance(modules, dict) else []
+        if any(isinstance(each, dict) for each in trainers):
+            trainer = next(each for each in trainers if isinstance(each, dict))
+            tunes = trainer is trainers[1]
         elif any(sign in content for sign in (*_SIGNS, "extends")):
             sizes = {
                 **{k: v for k, v in content.items() if k not in ("extends", "bases", "includes")},
@@ -77,7 +73,7 @@ def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles, 
     of_model = _model_of(model, sizes, problems)
     tuning = table.content["tuning"] if tunes else {}
     known = {**table.content["defaults"], **tuning, **of_model, **values}
-    # what its model says beside Megatron-LM's arguments is accounted for as what the job says
+    # the model's keys that are no arguments of Megatron-LM get an outcome like keys of the job
     values = {**{n: v for n, v in of_model.items() if n in table.arguments}, **values}
     own = key_account(table, [(n, _typed(table, n, v)) for n, v in values.items() if n in table.arguments])
     if known.get("use_turbo_deepep"):
@@ -86,7 +82,7 @@ def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles, 
     megatron = megatron_account(given, dict(files.environment))
     if not problems:
         make_settings(megatron, files.gpus, files.cluster)
-    _beside(own, known)
+    _set_own_switches(own, known)
     own.problems[:0] = problems
     return job_of_both("primus", files, None, values, megatron, own)
 
@@ -97,23 +93,24 @@ def _typed(table: ArgumentTable, name: str, value: Any) -> Any:
 
 
 def _resolved(value: Any, environment: Mapping[str, str], problems: list[str], name: str) -> Any:
-    """A value with its variables ``${NAME:DEFAULT}`` replaced."""
+    """A value in which the environment's values or the DEFAULT replace each ``${NAME:DEFAULT}``."""
     if isinstance(value, dict):
         return {n: _resolved(v, environment, problems, f"{name}.{n}") for n, v in value.items()}
     if not isinstance(value, str) or "${" not in value:
         return value
 
     def text(match: re.Match[str]) -> str:
-        found = environment.get(match[1], match[2])
-        if found is None:
+        replacement = environment.get(match[1], match[2])
+        if replacement is None:
             problems.append(f"{name}: ${match[1]} is not set; --given {match[1]}=VALUE")
-        return found or ""
+        return replacement or ""
 
     return scalar_of(_VARIABLE.sub(text, value))
 
 
 def _model_of(model: Any, sizes: Mapping[str, Any], problems: list[str]) -> Mapping[str, Any]:
-    """The arguments of a model: its file's, if the file is given, else a known model's."""
+    """The arguments of a model by key: those of the model's file (``sizes``), else those of a model that
+    Primus brings along; empty, and a problem, if there is no such model."""
     if sizes:
         return sizes
     name, content = PurePosixPath(str(model)).name.removesuffix(".yaml"), _models()
@@ -132,12 +129,12 @@ def _model_of(model: Any, sizes: Mapping[str, Any], problems: list[str]) -> Mapp
 
 @cache
 def _models() -> Mapping[str, Any]:
-    """The models of Primus's own files, and what is missing for others."""
+    """The table primus_models.yaml: models that Primus brings along, and models that are not modelled."""
     return read_yaml(Path(__file__).with_name("primus_models.yaml"))
 
 
-def _beside(own: Account, known: Mapping[str, Any]) -> None:
-    """Say what becomes of Primus's own switches."""
+def _set_own_switches(own: Account, known: Mapping[str, Any]) -> None:
+    """Add the outcomes of Primus's switches and the settings of its adapters to ``own``, from all values."""
     if own.value("use_turbo_deepep"):
         own.took("--moe-token-dispatcher-type flex: DeepEP", "use_turbo_deepep")
     lora = own.value("lora")
@@ -156,9 +153,9 @@ def torchtitan_job(model: str, overrides: Mapping[str, Any], files: JobFiles, pr
     """The job of an experiment whose framework is torchtitan.
 
     Args:
-        model: its model's file.
-        overrides: its keys, with their variables in place.
-        problems: of the variables.
+        model: the path of the model's file.
+        overrides: the experiment's keys, without variables in their values.
+        problems: problems with the variables, to which this function adds its own.
     """
     table = argument_table("primus_torchtitan")
     models: Mapping[str, str] = table.content["models"]

@@ -1,5 +1,5 @@
-"""Jobs of programs whose table says all: how a job's files are known, what its keys are, which fields of a
-step they say, and what becomes of each.
+"""Jobs of programs that need no reader of their own, because the program's table says everything: the
+signature of a job's files, their keys, the fields of a step that the keys say, and each key's outcome.
 """
 
 from __future__ import annotations
@@ -34,11 +34,8 @@ def __getattr__(kind: str) -> Callable[[JobFiles], Job | None]:
 
 
 def read_by_table(kind: str, files: JobFiles) -> Job | None:
-    """The job that files are by the table KIND.yaml; None where they are another program's.
-
-    Raises:
-        UserError: a file is damaged, or a script has several commands that train.
-    """
+    """The job in these files by the table KIND.yaml; None if the files are of another program. UserError if a
+    file is damaged, or a script has several commands that train."""
     reads = _of_script if "launch" in table_content(kind) else _of_configuration
     account = reads(kind, files)
     if account is None:
@@ -54,7 +51,7 @@ def read_by_table(kind: str, files: JobFiles) -> Job | None:
 
 
 def _of_configuration(kind: str, files: JobFiles) -> Account | None:
-    """The account of a configuration's keys, if it has the signature of a version of the program."""
+    """The account of a configuration's keys; None if it has the signature of no version of the program."""
     content = table_content(kind)
     keys = content["signature"]["keys"]
     versions = keys if isinstance(keys, Mapping) else {"": keys}
@@ -76,7 +73,7 @@ def _of_configuration(kind: str, files: JobFiles) -> Account | None:
 def _values_of(
     files: JobFiles, content: Mapping[str, Any], table: ArgumentTable
 ) -> Iterator[tuple[str, Any]]:
-    """The values of the program's configuration, and of DeepSpeed's."""
+    """Pairs of name and value from the program's configuration, and then from DeepSpeed's."""
     yield from flat(content, table.arguments)
     for file in files.files:
         beside = mapping_in(file) or {}
@@ -85,7 +82,7 @@ def _values_of(
 
 
 def _of_script(kind: str, files: JobFiles) -> Account | None:
-    """The arguments of the command of a script that starts the program."""
+    """The account of a script's command that starts the program; None if the script has no such command."""
     content, table = table_content(kind), program_table(kind)
     if (launch := program_launch(files, content["launch"])) is None:
         return None

@@ -1,9 +1,9 @@
-"""What Python says in plain values, without running it: in a training script, the arguments of its calls of
-TrainingArguments, of TRL's configurations and of ParallelismConfig, and the model that it loads; in recipes
-of Megatron-Bridge and in registries of torchtitan, the configuration that a function makes.
+"""Configurations that Python files write in plain values, read without running the files. A training script
+calls TrainingArguments, TRL's configurations and ParallelismConfig, and loads a model; a function in a recipe
+of Megatron-Bridge, or in a registry of torchtitan, makes a configuration.
 
-Such a function returns a ``Trainer.Config(...)``, or changes what another function of the file returns, an
-attribute at a time. What the functions set that recipes begin with is in bridge.yaml by name.
+A torchtitan function returns a ``Trainer.Config(...)``, or sets attributes of the configuration that another
+function returns. The file bridge.yaml has what the functions set with which recipes begin, by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOADS = "from_pretrained"
 _NO_TRAINER = ("ModelConfig", "DatasetMixtureConfig", "DatasetConfig")
 #: the configurations that functions of torchtitan and of Megatron-Bridge make
 CONFIGURATION, _RECIPE = "Trainer.Config", "ConfigContainer"
-#: functions that make a recipe of precision
+#: functions of Megatron-Bridge that make a configuration of the precision
 _PRECISIONS = ("bf16_mixed", "fp16_mixed")
 #: statements that set no value of a configuration
 _SILENT = (ast.Assert, ast.Import, ast.ImportFrom, ast.Pass, ast.FunctionDef)
@@ -34,8 +34,8 @@ _BRANCHES = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 
 
 def makes_configurations(word: str) -> bool:
-    """Whether a word is FILE.py or FILE.py:NAME of a file whose functions make configurations of torchtitan
-    or Megatron-Bridge, and so no model."""
+    """Whether a word is FILE.py or FILE.py:NAME, and functions of the file make configurations of torchtitan
+    or Megatron-Bridge."""
     path, _ = path_and_part(word)
     if path.suffix != ".py" or not path.is_file():
         return False
@@ -49,7 +49,7 @@ def has_recipes(file: JobFile) -> bool:
 
 
 def syntax_of(file: JobFile) -> ast.Module:
-    """The syntax of a file; UserError where it is no Python."""
+    """The syntax tree of a file; UserError if the file is no Python."""
     try:
         return ast.parse(file.text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -57,12 +57,9 @@ def syntax_of(file: JobFile) -> ast.Module:
 
 
 def training_script(file: JobFile) -> dict[str, dict[str, Any]]:
-    """What a script says, as the files of accelerate ("accelerate") and of the Trainer ("trainer") would, and
-    which configurations of TRL it names ("classes"). A value that only a run could tell is ``$(...)``.
-
-    Raises:
-        UserError: the script is no Python.
-    """
+    """The settings in a training script, as the files of accelerate ("accelerate") and of the Trainer
+    ("trainer") have them, and the configurations of TRL that the script names ("classes"). A value that only
+    a run could tell becomes a text ``$(...)``. UserError if the script is no Python."""
     tree = syntax_of(file)
     names = dict(_constants(tree))
     classes = dict.fromkeys(_of_trl(tree), True)
@@ -101,7 +98,7 @@ def _of_trl(tree: ast.Module) -> Iterator[str]:
 
 
 def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
-    """Names that the script gives to plain values, once each."""
+    """Pairs of name and value for the names to which a script assigns one constant and nothing else."""
     assigned: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
         for target in node.targets if isinstance(node, ast.Assign) else ():
@@ -113,8 +110,8 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
 
 
 def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of an expression: a literal, a product of whole numbers, a name's value, or a type of torch
-    by its name; ``$(...)`` where only a run could tell."""
+    """The value of an expression: a literal, whole numbers multiplied, the value that ``names`` has of a
+    name, or a type of torch by its name; a text ``$(...)`` if only a run could tell the value."""
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
     if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
@@ -135,12 +132,13 @@ def value_of(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def is_unknown(value: Any) -> bool:
-    """Whether only a run could tell a value."""
+    """Whether a value is the text ``$(...)`` of :func:`value_of`, so that only a run could tell it."""
     return isinstance(value, str) and value.startswith("$(")
 
 
 def chosen_function(file: JobFile, functions: Collection[str]) -> str:
-    """The function of a file that is to make a configuration: the one that is named, or the only one."""
+    """The name of the function that makes a job's configuration: the file's ``part``, or the only function.
+    UserError if there is no such function, or if there are several and the user named none."""
     names = [name for name in functions if not name.startswith("_")] or [*functions]
     if file.part and file.part not in functions:
         raise file.wrong(f"no function {file.part!r} makes a configuration{suggestion(file.part, names)}")
@@ -156,9 +154,9 @@ class MakingFunctions:
     """The functions of a file that make configurations, read statement by statement.
 
     Attributes:
-        begun_with: what functions of other files set, by their names; None: all are in this file, and a
-            statement that sets no value plainly is refused.
-        unclear: else what is no plain value, one a line.
+        begun_with: the keys that functions of other files set, by function; None: all functions are in this
+            file, and a statement that sets no plain value is refused.
+        unclear: problems of statements that set no plain value, if these are not refused, one line each.
     """
 
     file: JobFile
@@ -167,8 +165,8 @@ class MakingFunctions:
     unclear: list[str] = field(default_factory=list)
 
     def keys(self, name: str, above: Sequence[str] = ()) -> dict[str, Any]:
-        """The keys that a function sets, with dots between nested names: plain values, or their nodes;
-        ``above``: functions that call it."""
+        """The keys that a function sets, with dots between nested names, each with a plain value or a node of
+        the syntax tree; ``above``: the functions that call this one, none of which it may call."""
         if name in (self.begun_with or ()):
             return dict((self.begun_with or {})[name])
         if name in above:
@@ -216,7 +214,8 @@ class MakingFunctions:
         return dict(keywords(self.file, _Filled(values).visit(value)))
 
     def _called(self, target: str, value: ast.expr) -> str:
-        """The function that an expression calls, whose configuration a name stands for; "" for another."""
+        """The function that an expression calls for its configuration, if the result is assigned to
+        ``target``; "" for any other expression."""
         if not isinstance(value, ast.Call):
             return ""
         if self.begun_with is not None:
@@ -225,7 +224,7 @@ class MakingFunctions:
         return name if name in self.functions and not value.args and not value.keywords else ""
 
     def _set(self, configurations: Mapping[str, dict[str, Any]], target: ast.expr, value: ast.expr) -> None:
-        """Set a key, or one of a section's."""
+        """Set a key of a configuration, or a key in one of its sections, to a node."""
         root, _, path = ast.unparse(target).partition(".")
         if self.begun_with is not None:
             configurations.get(root, {})[path] = value
@@ -238,7 +237,7 @@ class MakingFunctions:
         keys[path] = value
 
     def _pass_over(self, statement: ast.stmt) -> None:
-        """Refuse, or note as unclear, a statement that may set a value in another way than plainly."""
+        """Refuse, or note as unclear, a statement that may set a value but is no plain assignment."""
         if self.begun_with is not None:
             if isinstance(statement, _BRANCHES) and "cfg." in ast.unparse(statement):
                 self.unclear.append(f"line {statement.lineno}: what a branch or loop sets is not known")
@@ -253,7 +252,7 @@ class MakingFunctions:
 
 
 class _Filled(ast.NodeTransformer):
-    """Names are replaced by the values that were set before."""
+    """Replaces names in an expression by the nodes that were assigned to them before."""
 
     def __init__(self, values: Mapping[str, ast.expr]):
         self.values = values
@@ -263,11 +262,11 @@ class _Filled(ast.NodeTransformer):
 
 
 def recipe_of(file: JobFile) -> tuple[dict[str, Any], str, list[str]]:
-    """The keys that the recipe of a file sets, the name of its model on Hugging Face ("": none), and what is
-    no plain value, one a line.
+    """The keys that a file's recipe sets, the name of its model on Hugging Face ("": none), and problems with
+    keys that have no plain value, one line each.
 
     Raises:
-        UserError: the file is no Python, has several recipes of which none is named, or not the named one.
+        UserError: the file is no Python, lacks the recipe of that name, or has several and no name is given.
     """
     tree = syntax_of(file)
     defined = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.returns]
@@ -276,7 +275,7 @@ def recipe_of(file: JobFile) -> tuple[dict[str, Any], str, list[str]]:
     names, model, keys = dict(_constants(tree)), "", dict[str, Any]()
     for key, node in read.keys(chosen_function(file, functions)).items():
         line = f"line {node.lineno}: " if isinstance(node, ast.expr) else ""
-        # what the recipe of precision sets of it
+        # the configuration of the precision sets keys of DDP
         own = key.replace("mixed_precision.", "ddp.") if key.startswith("mixed_precision.") else key
         value = value_of(node, names) if isinstance(node, ast.expr) else node
         if not isinstance(node, ast.expr):
@@ -298,7 +297,7 @@ def recipe_of(file: JobFile) -> tuple[dict[str, Any], str, list[str]]:
 
 
 def _model_of(node: ast.expr, names: Mapping[str, Any]) -> str:
-    """The name on Hugging Face of a recipe's model; "" where it has none."""
+    """The name on Hugging Face of the model that an expression makes; "" if there is no such name."""
     for call in (each for each in ast.walk(node) if isinstance(each, ast.Call) and each.args):
         if ast.unparse(call.func).endswith("from_hf_pretrained"):
             value = value_of(call.args[0], names)
@@ -307,7 +306,7 @@ def _model_of(node: ast.expr, names: Mapping[str, Any]) -> str:
 
 
 def keywords(file: JobFile, call: ast.Call) -> dict[str, ast.expr]:
-    """The keywords of a call; UserError where it has other arguments."""
+    """The nodes of a call's keyword arguments, by keyword; UserError if the call has other arguments."""
     keywords: dict[str, ast.expr] = {}
     for keyword in call.keywords:
         if keyword.arg is None or keyword.arg in keywords:
@@ -319,7 +318,7 @@ def keywords(file: JobFile, call: ast.Call) -> dict[str, ast.expr]:
 
 
 def plain(file: JobFile, node: ast.expr) -> Any:
-    """The value that a node writes out."""
+    """The plain value of a node; UserError if only a run could tell the value."""
     value = value_of(node, {})
     if not is_unknown(value):
         return value

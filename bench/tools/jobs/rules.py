@@ -1,26 +1,26 @@
-"""Rules of a program's table: under which conditions what becomes of arguments, and what a job says of one
-thing.
+"""The rules of a program's table: each says, perhaps under a condition, what becomes of arguments. And its
+lines: each says which arguments give one value, such as the length of a job's sequences.
 
-A *condition* is words that all hold, or a list of such texts of which one holds. A word is
+A *condition* is a text of words that must all hold, or a list of such texts of which one must hold. A word is
 
 ``NAME``
-    its value is neither null, false, 0 nor empty;
+    the value of NAME is neither null, false, 0 nor empty;
 ``NAME?``
-    the job gives it, or a variable of the environment;
+    the job, or a variable of the environment, gives NAME;
 ``NAME=VALUE|VALUE``
-    its value is one of these, as YAML has it;
+    the value of NAME is one of these, spelled as in YAML;
 ``NAME>NUMBER``, ``NAME<NUMBER``
-    its value is a number that is more, or less; the NUMBER may be that of another NAME;
+    the value of NAME is a number above, or below, NUMBER, which may also be another name;
 ``!WORD``
-    that word does not hold.
+    the WORD does not hold.
 
-A ``*`` in a NAME that may be given, or in a VALUE, stands for any characters. NAME is an argument, a variable
-of the environment, or ``$FACT``: what the reader has worked out itself (:attr:`Account.facts`).
+A ``*`` in the NAME of ``NAME?``, or in a VALUE, matches any characters. NAME is an argument, a variable of
+the environment, or ``$FACT``, a value that the reader of the job computed (:attr:`Account.facts`).
 
-A *rule* is a mapping of one verb (see :func:`follow`), with ``keys``, the arguments that it is said of, and
-perhaps ``if``, a condition; or of ``if``, ``then`` and ``else``, which are rules. ``each`` has words, for
-each of which the rule is read with the word in place of its ``%``. In its texts ``{NAME}`` is an argument as
-the job has it, and ``{NAME=}`` its value.
+A *rule* is a mapping with one verb (see :func:`follow`), with the arguments that it concerns as ``keys``, and
+perhaps with a condition ``if``; or a mapping of ``if``, and of ``then`` and ``else``, which are rules. A rule
+with words in ``each`` is followed once for each word, which replaces the rule's ``%``. In texts of a rule
+``{NAME}`` is an argument as the job spells it, and ``{NAME=}`` the argument's value.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ Rule = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Said:
-    """A job's word on one thing: the value, the keys that it came from, a note beside the setting."""
+    """A value that a job says, the keys from which the value came, and a note for the setting's comment."""
 
     value: Any
     names: Sequence[str] = ()
     note: str = ""
 
 
-#: by the word of a line that calls it: what reads such a line; a mapping it returns has several fields
+#: functions that read lines, by the word of such a line; a function may return a mapping of several fields
 Functions = Mapping[str, Callable[[Account, Rule], Any]]
 
 
 def written(value: Any) -> str:
-    """A value as the conditions of rules spell it."""
+    """The text by which the conditions of rules spell a value."""
     return value if isinstance(value, str) else shown(value, sys.maxsize)
 
 
 def holds(account: Account, condition: Condition) -> bool:
-    """Whether a condition holds; an empty one does."""
+    """Whether a condition holds in a job; an empty condition always does."""
     if not isinstance(condition, str):
         return any(holds(account, each) for each in condition)
     return all(_word_holds(account, word) for word in condition.split())
@@ -87,11 +87,11 @@ def _word_holds(account: Account, word: str) -> bool:
 
 
 def follow(account: Account, rules: Sequence[Rule]) -> None:
-    """Do what rules say, in their order. A verb is a method of :class:`Account` of its name, or ``problem``
-    or ``remark``, with a text; ``set``, with the path of a setting and a line (:func:`said_of`); ``add``,
-    likewise, with its ``source`` or ``keys``, of which nothing is said then; ``flag``, with an argument, a
-    line (none: a switch that is on) and the ``setting`` that asks for it; or ``call``, with a name
-    (:func:`call`)."""
+    """Follow rules in their order. The verb of a rule is the name of a method of :class:`Account`;
+    ``problem`` or ``remark``, with a text; ``set``, with the path of a setting and a line (:func:`said_of`);
+    ``add``, like ``set``, with a ``source`` or with ``keys``, whose outcome stays open; ``flag``, with an
+    argument, a line (without one the argument is a switch) and the ``setting`` that asks for the argument;
+    or ``call``, with a name (:func:`call`)."""
     for rule in rules:
         for word in str(rule.get("each", "")).split() or [""]:
             _follow(account, _with_word(rule, word) if word else rule)
@@ -158,8 +158,8 @@ def _follow(account: Account, rule: Rule) -> None:
 
 
 def names_of(account: Account, words: str) -> list[str]:
-    """Arguments by words: their names; names with a ``*``; ``NAME|NAME``, of which the first that is given
-    counts; and ``$FACT``, which is names."""
+    """The names of arguments that words list: NAME; a pattern with ``*``; ``NAME|NAME``, of which the first
+    that the job gives counts; or ``$FACT``, a fact whose value is names."""
     names: list[str] = []
     for word in words.split():
         if word.startswith("$"):
@@ -175,7 +175,7 @@ def names_of(account: Account, words: str) -> list[str]:
 
 
 def filled(account: Account, text: str) -> str:
-    """A text of a rule, with values in place of the names in it."""
+    """A rule's text, in which ``{NAME}`` becomes the job's argument NAME, and ``{NAME=}`` only its value."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]
@@ -189,27 +189,27 @@ def filled(account: Account, text: str) -> str:
 
 
 def said(account: Account, *names: str, note: str = "") -> Said:
-    """The value of the first key that is given and not null, and that key; else the last key's default."""
+    """The value of the first of these keys that the job gives other than null or "auto", with that key; else
+    the default of the last key."""
     value, first = account.chosen(*names)
     return Said(value, account.given_of(first), note)
 
 
 def said_of(account: Account, line: Any, functions: Functions | None = None) -> Any:
-    """What a job says of one thing, such as its length, by a line of its program's table.
+    """The value that a job says, such as the length of its sequences, by a line of its program's table.
 
     Args:
-        line: keys of a job, of which the first that is given counts, or ``$FACT``; a list of lines, of which
-            the first counts whose ``if`` holds; or a mapping that has a word of ``functions``, or
-            ``value``, which all jobs have; ``any``, keys, of which one is true for the value ``then``, and
-            ``else``; or
-            ``of``, such keys as above, in small letters where it is ``lower``, ``words`` by the keys' value,
-            ``patterns``, regular expressions of whole texts and what becomes of these, and ``else``, for any
-            other (if not: the value), or lines of which one says it; or ``or``, in place of a value that is
-            null, 0 or empty;
-            ``when`` beside ``of``, a key, ``is``, those of its values for which ``of`` counts, and ``else``
-            for any other.
-            ``from``: keys that are the source, in place of those that count; ``note``: beside the setting;
-            ``by_default``: the keys are the source also where the job gives none.
+        line: keys of a job, of which the first that the job gives counts, or ``$FACT``; a list of lines, of
+            which the first whose ``if`` holds counts; or a mapping with one of:
+            a word of ``functions``, whose function reads the line;
+            ``value``, the value of all jobs;
+            ``any``, keys: the value is ``then`` if one of the keys is true, and ``else`` otherwise;
+            ``of``, keys, whose value (``lower``: in small letters) is looked up in ``words`` and then in
+            ``patterns``, regular expressions with their replacements; ``else`` is the value, or a list of
+            lines, for any other (without ``else`` the keys' value stays); ``or`` replaces a value that is
+            null, 0 or empty; and ``of`` counts only if the key ``when`` has one of the values ``is``.
+            With each: ``from``, keys that are named as the source; ``note``, for the setting's comment;
+            ``by_default``: keys are named as the source although the job does not give them.
     """
     if isinstance(line, str):
         return Said(account.known(line)) if line.startswith("$") else said(account, *line.split())
@@ -227,7 +227,7 @@ def said_of(account: Account, line: Any, functions: Functions | None = None) -> 
 
 
 def _value_of(account: Account, line: Rule) -> tuple[Any, Sequence[str]]:
-    """The value that a line gives, and the keys from which it comes, whether given or not."""
+    """The value that a line gives, and the keys from which the value comes, also those the job lacks."""
     if names := line.get("any", "").split():
         return line["then" if any(map(account.value, names)) else "else"], names
     if "of" not in line:

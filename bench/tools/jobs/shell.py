@@ -1,8 +1,8 @@
-"""What the commands of a shell script are, running none: variables, arrays, arithmetic and conditions on
-these are evaluated on the syntax tree of tree-sitter-bash.
+"""The commands of a shell script, found without running the script: variables, arrays, arithmetic and their
+conditions are evaluated on the syntax tree of tree-sitter-bash.
 
-What only a run could tell (what ``$(...)`` prints, variables that are set elsewhere, other conditions) is a
-mark in the words that have it; :func:`unknown_in` says what it stands for.
+A value that only a run could tell (the output of ``$(...)``, a variable that is set elsewhere) becomes a mark
+in a word; :func:`unknown_in` returns the source text that a mark replaces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spbench.bench.tools.jobs.shell_syntax import (
     unknown_in,
 )
 
-#: characters that a word may become
+#: the most characters of an expanded word
 _MOST_CHARACTERS = 10**6
 #: ${NAME}, ${NAME[@]}, ${NAME:-TEXT} and such
 _PARAMETER = re.compile(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.DOTALL)
@@ -43,9 +43,9 @@ class Command:
     """A command of a script.
 
     Attributes:
-        words: its words, expanded.
-        environment: the variables that are exported when it runs.
-        branch: it is under a condition that is not known, in a loop or in a function.
+        words: the command's words after expansion.
+        environment: the variables that are exported when the command runs.
+        branch: whether the command is under an unknown condition, in a loop or in a function.
     """
 
     line: int
@@ -59,8 +59,8 @@ class Shell:
     """The state of a shell while a script is read.
 
     Attributes:
-        variables: text, or the elements of an array.
-        commands: those that were met, in order.
+        variables: by name, a text, or a list of the elements of an array.
+        commands: the commands of the script so far, in order.
     """
 
     variables: dict[str, str | list[str]]
@@ -70,11 +70,11 @@ class Shell:
     _above: int = 0
 
     def __post_init__(self) -> None:
-        # they stand in place of what the script sets, in an array of what it adds under a condition
+        # these values replace values that the script sets, and elements that it adds under a condition
         self.given = {name: value for name, value in self.variables.items() if isinstance(value, str)}
 
     def read(self, text: str, above: int = 0) -> None:
-        """Read a script that has lines above it. ShellError where it cannot be read."""
+        """Read a script that has ``above`` lines before it in its file. ShellError if it is no script."""
         before, self._above = self._above, above
         self._run_all(syntax_tree(text, above).named_children)
         self._above = before
@@ -83,13 +83,14 @@ class Shell:
         return self._above + int(node.start_point[0]) + 1
 
     def expand_text(self, text: str) -> str:
-        """What a text becomes in which only variables are expanded."""
+        """A text after the expansion of its variables, without its quotes."""
         plain = text.replace('"', "").replace("'", "")
         words = syntax_tree(f'echo "{plain}"').named_children[0].named_children
         return " ".join(self.expand(words[1]))
 
     def _run_all(self, nodes: Sequence[Node], branch: bool = False) -> bool | None:
-        """Run statements, or those that may run (``branch``). Returns whether the last succeeds, if known."""
+        """Read statements, which only may run if ``branch``. Returns whether the last statement succeeds;
+        None: unknown."""
         with self._under_condition(branch):
             return [None, *map(self._run, nodes)][-1]
 
@@ -103,8 +104,8 @@ class Shell:
             self._branch = before
 
     def _run(self, node: Node) -> bool | None:
-        """Run a statement: note its commands, do its assignments. Returns whether it succeeds; None: nobody
-        can tell."""
+        """Read a statement: note its commands, do its assignments. Returns whether the statement succeeds;
+        None: unknown."""
         children = node.named_children
         match node.type:
             case "command":
@@ -157,7 +158,7 @@ class Shell:
         return None
 
     def _if(self, node: Node) -> None:
-        """Read the branch that is taken, or all that may be where that is not known."""
+        """Read the branch of an `if` that runs, or all branches that may run if a condition is unknown."""
         certain = True  # no clause above may have been taken
         for clause in (node, *(each for each in node.named_children if each.type.endswith("_clause"))):
             body = [each for each in clause.named_children if not each.type.endswith("_clause")]
@@ -171,7 +172,7 @@ class Shell:
             certain = certain and status is False
 
     def _case(self, value: Node, *items: Node) -> None:
-        """Read the item of a `case` that is taken, or all that may be where that is not known."""
+        """Read the item of a `case` that runs, or all items that may run if the value is unknown."""
         word = self._joined(value)
         known = not unknown_in(word)
         for item in items:
@@ -186,7 +187,8 @@ class Shell:
                 self._run_all(body, branch=True)
 
     def _redirected(self, node: Node) -> bool | None:
-        """A statement with redirections: in its file the grammar has words after it too."""
+        """Read a statement with redirections, to whose nodes the grammar also gives the words behind them.
+        Returns whether the statement succeeds; None: unknown."""
         body, redirects = node.child_by_field_name("body"), node.children_by_field_name("redirect")
         if body is None:
             return None
@@ -252,7 +254,7 @@ class Shell:
         return self._short_enough(node, "".join(value)) is not None
 
     def expand(self, node: Node) -> list[str]:
-        """What a word becomes: several words, or none."""
+        """The words that a word of the script becomes by expansion: one, several, or none."""
         fields: list[str] = []
         current: str | None = None
         for part in node.children if node.type == "concatenation" else [node] * (node.type != "comment"):
@@ -272,7 +274,7 @@ class Shell:
         return fields if current is None else [*fields, current]
 
     def _joined(self, node: Node) -> str:
-        """What a word becomes that is not split."""
+        """The text that a word of the script becomes by expansion, if spaces do not split it."""
         parts = node.children if node.type == "concatenation" else [node]
         return "".join(" ".join(self._values(part)) for part in parts)
 
@@ -303,7 +305,7 @@ class Shell:
         return [re.sub(r"\\(.)", r"\1", text.replace("\\\n", ""), flags=re.DOTALL)]
 
     def _parameter(self, node: Node, text: str) -> list[str]:
-        """What ``$TEXT`` or ``${TEXT}`` becomes."""
+        """The values of ``$TEXT`` or ``${TEXT}``: one text, or the elements of an array."""
         if text == "#":
             return [str(sum(name.isdecimal() and name != "0" for name in self.variables))]
         parts = _PARAMETER.fullmatch(text)
@@ -327,8 +329,8 @@ class Shell:
         return elements if index or not isinstance(value, list) else elements[:1]
 
     def _text(self, node: Node, skipped: int = 0) -> str:
-        """The expanded text of a string, of a here-document or of the rest of ``${NAME:-...}``, without
-        ``skipped`` bytes at its start and, if there are any, one at its end."""
+        """The expanded text of a string, of a here-document or of the rest of ``${NAME:-...}``, without the
+        first ``skipped`` bytes of the node and, if ``skipped`` is not 0, without its last byte."""
         text, start, at = node.text or b"", node.start_byte, skipped
         joined = ""
         for child in below(node, EXPANDED):

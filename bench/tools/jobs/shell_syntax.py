@@ -1,5 +1,5 @@
-"""The syntax tree of a shell script, by tree-sitter-bash; marks for what only a run could tell, and the value
-of arithmetic and conditions where it is known.
+"""The syntax tree of a shell script by tree-sitter-bash, the values of its arithmetic and of its conditions,
+and marks: characters that replace, in a word, a part whose value only a run of the script could tell.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import tree_sitter_bash
 from tree_sitter import Language, Node, Parser
 
 _PARSER = Parser(Language(tree_sitter_bash.language()))
-#: what begins a mark, and where its characters are: no script has these, and no word is split at them
+#: the first character of a mark, and the plane of its others: scripts have no such characters
 _MARK, _PLANE = "\U00100000", 0xF0000
-#: around what is not known in what is computed from it
+#: the words of a mark around the unknown value from which another value is computed
 _WHERE, _NOT_KNOWN = ", where ", " is not known"
-#: parts the texts of a mark
+#: the character between the texts of a mark
 _BETWEEN = "\0"
 _MARKS = re.compile(f"{_MARK}([\U000f0000-\U000ffffd]*)")
 
-#: nodes within a text that are not as they are written
+#: kinds of nodes whose text the shell replaces
 EXPANDED = {
     *(
         "simple_expansion",
@@ -31,9 +31,9 @@ EXPANDED = {
     ),
     *("string", "raw_string", "ansi_c_string", "translated_string"),
 }
-#: expands a word of a script
+#: a function that expands a word of a script
 Word = Callable[[Node], str]
-#: digits of a number
+#: the most digits of a number
 _MOST_DIGITS = 30
 _ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -48,9 +48,9 @@ _ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-#: operators that compare numbers in a condition, and the same in arithmetic
+#: operators that compare numbers in a condition, with the same operator of arithmetic
 _COMPARED = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
-#: nodes that are a word
+#: kinds of nodes that are a word
 _WORDS = {*EXPANDED, "word", "number", "concatenation", "extglob_pattern", "variable_name"} - {
     "ansi_c_string",
     "translated_string",
@@ -58,7 +58,7 @@ _WORDS = {*EXPANDED, "word", "number", "concatenation", "extglob_pattern", "vari
 
 
 class ShellError(ValueError):
-    """Text that is no shell script, or not one that is read: its line, and what is wrong."""
+    """A text is no shell script, or a script that cannot be read; ``line``: the line of the fault."""
 
     def __init__(self, line: int, problem: str):
         super().__init__(problem)
@@ -66,23 +66,23 @@ class ShellError(ValueError):
 
 
 def mark(what: str, words: Sequence[str] = ()) -> str:
-    """A mark that stands in a word for something unknown; for an array, ``words`` are what it may be."""
+    """The mark that replaces the unknown value ``what``, or an array that may have the elements ``words``."""
     texts = (what, *map(shown_word, words))
     return _MARK + "".join(chr(_PLANE + min(ord(c), 0xFFFD)) for c in _BETWEEN.join(texts))
 
 
 def mark_for(what: str, unknown: str) -> str:
-    """The mark for a value that is computed from an unknown one."""
+    """The mark that replaces a value ``what`` that is computed from the value ``unknown``."""
     return mark(f"{what}{_WHERE}{unknown}{_NOT_KNOWN}")
 
 
 def unknown_in(text: str) -> list[str]:
-    """The parts of a word that only a run could tell, as they stand in the script, such as ``$DATA_PATH``."""
+    """The source text, such as ``$DATA_PATH``, of each part of a word that a mark replaces."""
     return [texts[0] for texts in _marked(text)]
 
 
 def words_in(text: str) -> list[str]:
-    """The words for which the mark of an array may stand."""
+    """The words that the arrays may have that marks replace in a text."""
     return [word for texts in _marked(text) for word in texts[1:]]
 
 
@@ -91,19 +91,20 @@ def _marked(text: str) -> list[list[str]]:
 
 
 def given_flag(unknown: str) -> str:
-    """How the command line gives what the script leaves to its run: ``--given TP=N`` for ``$TP``, or for what
-    is computed from that."""
+    """The option that sets the variable of an unknown value: ``--given TP=VALUE`` for ``$TP``, or for a
+    value computed from ``$TP``; "set it there" for a value of no variable."""
     name = re.fullmatch(r"\$\{?(\w+|\d)[^}]*\}?", unknown.rpartition(_WHERE)[2].removesuffix(_NOT_KNOWN))
     return f"--given {name[1]}=VALUE" if name else "set it there"
 
 
 def shown_word(text: str) -> str:
-    """A word as the script has it, without marks."""
+    """A word with the source text in place of its marks."""
     return _MARKS.sub(lambda match: unknown_in(match[0])[0], text)
 
 
 def syntax_tree(text: str, above: int = 0) -> Node:
-    """The tree of a script that has lines above it. ShellError if the text is no script."""
+    """The root of a script's syntax tree. ShellError if the text is no script; its line counts from the
+    ``above`` lines that the file has before the text."""
     text = re.sub(r"\\\s*\Z", "", text.replace("\r\n", "\n"))  # a line that goes on where no line follows
     root = _PARSER.parse(text.encode()).root_node
     for node in below(root) if root.has_error else ():
@@ -116,7 +117,8 @@ def syntax_tree(text: str, above: int = 0) -> Node:
 
 
 def below(node: Node, kinds: set[str] | None = None) -> Iterator[Node]:
-    """A node and those below it, from left to right; of some kinds those alone, and none below them."""
+    """A node and all nodes below it, from left to right; with ``kinds``, only the topmost nodes of these
+    kinds below it."""
     waiting = [node]
     while waiting:
         each = waiting.pop()
@@ -127,21 +129,22 @@ def below(node: Node, kinds: set[str] | None = None) -> Iterator[Node]:
 
 
 def source_of(node: Node) -> str:
-    """The text of a node."""
+    """The source text of a node."""
     return (node.text or b"").decode(errors="replace")
 
 
 def unescaped(text: bytes) -> str:
-    """Text within double quotes, without the backslashes that have a meaning there."""
+    """A text within double quotes, without the backslashes that escape a character there."""
     return re.sub(r'\\(["\\$`\n])', lambda match: match[1].strip("\n"), text.decode(errors="replace"))
 
 
 class NotKnown(Exception):
-    """Only a run could tell a value; the text names it."""
+    """Only a run could tell a value; the text of the exception names the value."""
 
 
 def holds(node: Node, word: Word) -> bool:
-    """Whether a condition of ``[ ]`` or ``[[ ]]`` holds. ValueError or NotKnown: that is not known."""
+    """Whether a condition of ``[ ]`` or ``[[ ]]`` holds. NotKnown if only a run could tell; ValueError if the
+    condition is of a kind that is not evaluated."""
     children = node.children
     match node.type, [source_of(child) for child in children]:
         case "parenthesized_expression", _:
@@ -163,8 +166,8 @@ def holds(node: Node, word: Word) -> bool:
 
 
 def number(node: Node, word: Word) -> int:
-    """The value of arithmetic on whole numbers. ValueError for anything else, NotKnown where only a run
-    could tell."""
+    """The value of arithmetic on whole numbers. ValueError for anything else, NotKnown if only a run could
+    tell the value."""
     children = node.children
     match node.type, [source_of(child) for child in children]:
         case "parenthesized_expression", _:
@@ -181,7 +184,7 @@ def number(node: Node, word: Word) -> int:
 
 
 def _certain(node: Node, word: Word) -> str:
-    """A word without a pattern. ValueError for anything else, NotKnown where only a run could tell."""
+    """The text of a word without a pattern. ValueError for another node, NotKnown if the text has a mark."""
     if node.type not in _WORDS or ("string" not in node.type and re.search(r"[*?[]", source_of(node))):
         raise ValueError("no plain word")
     return _known(word(node))
@@ -194,7 +197,7 @@ def _known(text: str) -> str:
 
 
 def computed(node: Node, word: Word) -> str:
-    """What ``$((...))`` is; a mark where that is not known."""
+    """The value of ``$((...))`` as a text; a mark if the value is unknown."""
     inner = source_of(node).removeprefix("$((").removesuffix("))").strip()
     try:
         return str(number(node.named_children[0], word))

@@ -1,4 +1,7 @@
-"""The lines of the section ``step`` of programs' tables: what a job says of each field of its step."""
+"""The fields of a job's training step, such as its length, by the section ``step`` of the program's table.
+
+A line of that section says which keys give a field; the :mod:`rules` have most lines, this module the others.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ from spbench.impls import LATENT, PROJECTIONS
 
 
 def step_of(account: Account, own: Functions | None = None) -> SimpleNamespace:
-    """What a job says of its step, by the section ``step`` of its program's table: fields, each with a line
-    (:func:`said_of`, and the words of :data:`_FUNCTIONS`), or several such sections. One with a condition
-    ``if`` counts where that holds, and its section ``else`` where not; its ``rules`` are followed first.
-    Conditions of later fields have the value of a field as ``$FIELD``, and ``$FIELD.key`` the key that said
-    it; ``facts`` are lines that are no fields. ``own``: functions of the program's own words.
+    """The fields of a job's step, by the section ``step`` of its program's table: a mapping of each field to
+    a line (:func:`said_of`, with the words of :data:`_FUNCTIONS`), or a list of such mappings. A mapping with
+    a condition ``if`` counts if the condition holds, else its ``else`` does; its ``rules`` are followed
+    first. ``facts`` are lines that are no fields. Conditions of later lines know the value of a field as
+    ``$FIELD``, and its key as ``$FIELD.key``. ``own``: functions for the program's own words.
 
     Returns:
-        An attribute for each of transformers.yaml's ``fields``, of which those that the job leaves out have
-        the value and the note there: :class:`Said`, and ``adapted`` as :class:`Adapted`.
+        An attribute for each of transformers.yaml's ``fields``, a :class:`Said` (``adapted``:
+        :class:`Adapted`); a field that the job leaves out has the value and the note of transformers.yaml.
     """
     content = account.table.content["step"]
     defaults = table_content("transformers")["fields"].items()
@@ -48,7 +51,7 @@ def step_of(account: Account, own: Functions | None = None) -> SimpleNamespace:
 
 
 def _fields(account: Account, name: str, line: Any, functions: Functions) -> dict[str, Any]:
-    """The field that a line sets, or all the fields that its function sets."""
+    """The field that a line sets, as {name: value}, or all the fields that the line's function sets."""
     if name == "adapted":
         return {name: Adapted(**{each: said_of(account, own, functions) for each, own in line.items()})}
     value = said_of(account, line, functions)
@@ -59,34 +62,35 @@ def _fields(account: Account, name: str, line: Any, functions: Functions) -> dic
 
 
 def either(account: Account, words: Mapping[str, Any], otherwise: Any = None) -> Said:
-    """The word of the first key that is given and true; all given keys count as its source."""
+    """The word of the first key that is true in the job, from ``words`` (a word by key), else ``otherwise``;
+    the source of the value is all keys of ``words`` that the job gives."""
     given = account.given_of(*words)
     value = next((words[name] for name in given if account.value(name)), otherwise)
     return Said(value, given)
 
 
 def named_modules(account: Account, name: str) -> Said:
-    """The names of modules that an option has: a pattern has signs that names have not."""
+    """The names of modules in the value of an option, as a list; a regular expression stays one text."""
     value = account.value(name)
     names = value.split() if isinstance(value, str) and re.fullmatch(r"[\w. -]+", value) else value
     return Said(names, account.given_of(name))
 
 
 def _names(account: Account, line: Rule) -> Said:
-    """``names``: the names of a key, with a comma between them."""
+    """The line ``names``: the list of names in a key's value, which has commas between them."""
     names = map(str.strip, (account.value(line["names"]) or "").split(","))
     return Said([*filter(None, names)], account.given_of(line["names"]))
 
 
 def _words_of(account: Account, line: Rule) -> Said:
-    """``words_of``: the words whose conditions hold."""
+    """The line ``words_of``: the words whose conditions hold, with spaces between them."""
     words = [word for condition, word in line["words_of"].items() if holds(account, condition)]
     return Said(" ".join(words), account.given_of(*line["from"].split()))
 
 
 def _torchao(account: Account, line: Rule) -> Said:
-    """``torchao``: the condition on which accelerate switches torchao's matmuls in eight bits on;
-    ``gathered``: the key that has weights gathered in them."""
+    """The line ``torchao``: torchao's recipe of matmuls in eight bits if the condition ``torchao`` holds,
+    else ""; ``gathered``: the key by which weights would be gathered in eight bits."""
     is_on, gathered = holds(account, line["torchao"]), line["gathered"]
     if is_on and account.value(gathered):
         account.leave("time and memory", "weights are gathered in sixteen bits and cast then", gathered)
@@ -96,8 +100,8 @@ def _torchao(account: Account, line: Rule) -> Said:
 
 
 def _bits(account: Account, line: Rule) -> Said:
-    """``bits``: bits of frozen weights, by the keys that ask for them; a problem if two keys ask for
-    different numbers."""
+    """The line ``bits``: the bits of a frozen weight, by the keys that ask for them, else 0; a problem if two
+    keys ask for different numbers."""
     words = line["bits"]
     asked = [name for name in words if account.value(name)]
     if len({words[name] for name in asked}) > 1:
@@ -110,8 +114,8 @@ def _listed(account: Account, names: Sequence[str]) -> str:
 
 
 def _precision(account: Account, line: Rule) -> Said:
-    """``precision``: keys that ask for bf16 and for fp16; a problem where some ask for another.
-    ``otherwise``: a line that says it where none is true; ``from``: the keys that are its source then."""
+    """The line ``precision``: the precision by the keys that ask for bf16 and for fp16; a problem if both
+    kinds are true. ``otherwise``: the line that counts if no key is true; ``from``: the keys as source."""
     asked = {kind: [*filter(account.value, names.split())] for kind, names in line["precision"].items()}
     precision = precision_of(account, asked["bf16"], asked["fp16"])
     if "otherwise" not in line:
@@ -121,7 +125,7 @@ def _precision(account: Account, line: Rule) -> Said:
 
 
 def precision_of(account: Account, bf16: Sequence[str], fp16: Sequence[str]) -> Said:
-    """The precision of a job, by the keys that ask for one; a problem where some ask for another."""
+    """The precision of a job, by the keys that ask for bf16 and for fp16, else fp32; a problem if both do."""
     names = (*bf16, *fp16)
     if bf16 and fp16:
         account.problems.append(f"{_listed(account, names)}: bf16 and fp16 are both asked for; leave one")
@@ -130,8 +134,8 @@ def precision_of(account: Account, bf16: Sequence[str], fp16: Sequence[str]) -> 
 
 
 def _product(account: Account, line: Rule) -> Said:
-    """``product``: keys whose values are multiplied, of which a later one that is null counts 1; null where
-    the first is no positive number. ``from``: the keys that are the source, in place of these."""
+    """The line ``product``: the values of keys multiplied, where a null of a key after the first counts as 1;
+    null if the first is no positive number. ``from``: the keys of the source, if they are others."""
     first, *others = line["product"].split()
     value = account.value(first)
     known = isinstance(value, int) and value > 0
@@ -140,8 +144,8 @@ def _product(account: Account, line: Rule) -> Said:
 
 
 def _accumulation(account: Account, line: Rule) -> Said:
-    """``accumulation``: the key with the number of a step's micro-batches. An older key, ``of_all``, has the
-    sequences of all of them; divided by ``of_each``, those of one, it is that number."""
+    """The line ``accumulation``: a step's number of micro-batches, by the key ``accumulation``, else by an
+    older key, ``of_all``, the sequences of a step, divided by ``of_each``, those of a micro-batch."""
     name, of_all = line["accumulation"], line["of_all"]
     total, micro = account.value(of_all), account.value(line["of_each"])
     if not account.has(name) and total and micro >= 1:
@@ -155,8 +159,8 @@ def _accumulation(account: Account, line: Rule) -> Said:
 
 
 def _adapters(account: Account, line: Rule) -> dict[str, Any]:
-    """``adapters``: the section that has the fields of adapters, by peft's names, with the names ``ranks`` of
-    the rank, which is 8 where the section has none."""
+    """The line ``adapters``: the fields ``lora``, ``adapted`` and ``adapted_experts`` by a section with
+    peft's names; ``ranks``: names of the rank, which is 8 if the section has none of them."""
     key = line["adapters"]
     section, source = account.value(key) or {}, account.given_of(key)
     rank = next((section[name] for name in line["ranks"].split() if section.get(name)), 8 if section else 0)
@@ -171,8 +175,8 @@ def _adapters(account: Account, line: Rule) -> dict[str, Any]:
 
 
 def _matched(account: Account, line: Rule) -> dict[str, Any]:
-    """``matched``: patterns of modules, ``every``: all linear ones, ``without``: patterns of others
-    (components/_peft/module_matcher.py of NeMo Automodel)."""
+    """The line ``matched``: the fields of adapters by three keys: patterns of modules, ``every``: all linear
+    modules, ``without``: patterns of excluded ones (NeMo Automodel's components/_peft/module_matcher.py)."""
     some, every, others = line["matched"], line["every"], line["without"]
     named, without = account.value(some) or [], account.value(others) or []
     named = [named] if isinstance(named, str) else named
@@ -190,8 +194,8 @@ def _matched(account: Account, line: Rule) -> dict[str, Any]:
 
 
 def _deepspeed(account: Account, line: Rule) -> dict[str, Any]:
-    """The fields ``sharding``, ``host`` and ``buffer`` by DeepSpeed's configuration: ``deepspeed``, the key
-    that names its file; ``otherwise``: the sharding where the job has none."""
+    """The line ``deepspeed``: the fields ``sharding``, ``host`` and ``buffer`` by the configuration of
+    DeepSpeed that the key ``deepspeed`` names; ``otherwise``: the sharding of a job without DeepSpeed."""
     key = line["deepspeed"]
     own = [name for name in account.given if name.startswith(OF_DEEPSPEED)]
     if not own:
@@ -205,7 +209,8 @@ def _deepspeed(account: Account, line: Rule) -> dict[str, Any]:
 
 
 def _brought(account: Account, key: str, otherwise: str) -> dict[str, Said]:
-    """The fields of a configuration that the program brings along, by the name of its file."""
+    """The fields ``sharding`` and ``host`` by a configuration of DeepSpeed that the program brings along;
+    ``key`` has the name of the configuration's file."""
     name = account.value(key)
     if not name:
         return {"sharding": Said(otherwise)}
@@ -223,8 +228,8 @@ def zero_of(account: Account, prefix: str, beside: str = "") -> dict[str, Any]:
     """The fields ``sharding``, ``host`` and ``buffer`` of a step from DeepSpeed's configuration.
 
     Args:
-        prefix: with which DeepSpeed's keys begin in the program's table.
-        beside: with which accelerate's keys begin, which count before DeepSpeed's; "": there are none.
+        prefix: the prefix of DeepSpeed's keys in the program's table.
+        beside: the prefix of accelerate's keys, which count before DeepSpeed's; "": there are no such keys.
     """
     zero = f"{prefix}zero_optimization."
     stage, name = account.chosen(*[f"{beside}zero_stage"] * bool(beside), f"{zero}stage")
@@ -257,7 +262,7 @@ def zero_of(account: Account, prefix: str, beside: str = "") -> dict[str, Any]:
 
 
 def _host(account: Account, zero: str, beside: str, stage: int) -> tuple[str, tuple[str, ...]]:
-    """Which states a stage of ZeRO keeps on the host, and the keys that say so."""
+    """The states that ZeRO keeps on the host ("all", "optimizer", "params" or ""), and keys that say it."""
     held, names, key = dict[str, bool](), list[str](), ""
     for kind in ("optimizer", "param"):
         accelerates = [f"{beside}offload_{kind}_device"] * bool(beside)
@@ -272,7 +277,7 @@ def _host(account: Account, zero: str, beside: str, stage: int) -> tuple[str, tu
     return "all" if both else "optimizer" if held["optimizer"] else "params" * held["param"], tuple(names)
 
 
-#: the functions that read lines, by the word that a line has
+#: the functions that read lines of a step, by the word by which they know their line
 _FUNCTIONS = {
     "modules": lambda account, line: named_modules(account, line["modules"]),
     "names": _names,

@@ -21,11 +21,8 @@ from spbench.bench.tools.jobs.underscored import as_arguments, job_of_both
 
 
 def read(files: JobFiles) -> Job | None:
-    """A job of ms-swift by Megatron-Core; None where the script starts no tuning of its.
-
-    Raises:
-        UserError: the script cannot be read, or has several such commands.
-    """
+    """A job of ms-swift by Megatron-Core; None if the script starts no such tuning. UserError if the
+    script cannot be read, or has several such commands."""
     table, problems = argument_table("swift_megatron"), list[str]()
     if (launch := program_launch(files, table.content["launch"])) is None:
         return None
@@ -55,8 +52,8 @@ def read(files: JobFiles) -> Job | None:
 
 
 def _fields(own: Account, problems: list[str]) -> Mapping[str, Any]:
-    """The fields of the model's config.json; none, and a problem, if the model is not known. Converted models
-    have the name of the model they were made from, with an ending."""
+    """The fields of the model's config.json; empty, and a problem, if the model is not known. The name of a
+    converted model is that of its original, with the ending ``-mcore``."""
     name, key = own.chosen("model", "load", "mcore_model")
     if not name:
         problems.append(
@@ -74,7 +71,8 @@ def _fields(own: Account, problems: list[str]) -> Mapping[str, Any]:
 
 
 def _sizes(content: Mapping[str, Any], fields: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """The arguments that a model's config.json stands for; ``content``: of the program's table."""
+    """The arguments of Megatron-LM by key that follow from a config.json's ``fields``; empty, and a problem,
+    for a model of another family than those in ``content``, the program's table."""
     families: Mapping[str, Mapping[str, Any]] = content["families"]
     family = fields.get("model_type")
     if family is None:

@@ -24,15 +24,15 @@ from spbench.impls import (
     set_options,
 )
 
-#: --cp-comm-type by the strategies within tensor parallelism's
+#: --cp-comm-type by the strategy of context parallelism
 _COMMUNICATION = {strategy: how for how, (strategy, _) in CONTEXT.items()} | dict([HIERARCHICAL])
 _OTHER_MODEL = "flags here for the model {}, which is no GPTModel"
-#: options whose value 0, or None, is none, which Megatron-LM has by default
+#: options whose value 0 or None means that the model has no such thing, as Megatron-LM's defaults do
 _NONE = ("shared_inner", "router_groups", "router_group_topk", "z_weight", "expert_inner", "q_lora_rank")
-#: options that latent attention has no use for
+#: options that have no effect in a model with latent attention
 _WITHOUT_LATENTS = ("head_dim", "rotary_share", "qk_norm")
 
-#: an argument, its value (None or False: it is left out; True: a switch), and the setting it comes from
+#: an argument, its value (None or False: not written; True: a switch), and the setting from which it comes
 _Row = tuple[str, Any, str]
 
 
@@ -65,7 +65,7 @@ def _written(value: Any) -> str:
 
 
 def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
-    """The settings that one argument each expresses directly, if they matter for the cell."""
+    """The settings, by path, for which Megatron-LM has one argument each, if they matter in the cell."""
     unused = without_effect(model) | {name for name in _NONE if not getattr(model, name)}
     unused |= {*_WITHOUT_LATENTS} if model.kv_lora_rank else set()
     unused |= {"router_scale"} if model.router_scale == 1 else set()
@@ -94,7 +94,7 @@ def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
 
 
 def _facts(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
-    """The facts that rules of arguments ask for, by name."""
+    """The facts for the rules in the section ``flags`` of megatron.yaml, by name."""
     strategy, mesh = several_ranks(cell)
     names = strategy.name.split(PLUS)
     within = PLUS.join(name for name in names if name not in ("tensor_parallel", "megatron_sp"))
@@ -115,7 +115,7 @@ def _unfused(model: CausalTransformerModel) -> Iterator[_Row]:
 
 
 def _stages_of(cell: Cell) -> Iterator[_Row]:
-    """Arguments that say the layers of stages."""
+    """The arguments that set the number of layers of each stage."""
     training = cell.training
     layers = training.stage_layers or []
     if _needs_layout(layers, training.virtual_stages):
@@ -127,7 +127,8 @@ def _stages_of(cell: Cell) -> Iterator[_Row]:
 
 
 def _needs_layout(layers: list[int], virtual: int) -> bool:
-    """Whether more than the first and the last number of layers, of a run or in all, is another one."""
+    """Whether a stage other than the first and the last, of each run of stages or in all, has another number
+    of layers than the others, which only a layout can say."""
     run, usual = layers[: len(layers) // virtual], max(layers, default=0)
     if run * virtual == layers:
         return len({*run[1:-1]}) > 1
@@ -135,7 +136,7 @@ def _needs_layout(layers: list[int], virtual: int) -> bool:
 
 
 def _stages(layers: list[int], virtual: int) -> Iterator[_Row]:
-    """Stages whose first or last has another number of layers, in each run or in one alone."""
+    """The arguments for pipelines whose first or last stage, in each run or once, has other layers."""
     alike = layers[: len(layers) // virtual] * virtual == layers
     for name, at, beside, what in (("first", 0, 1, "embedding"), ("last", -1, -2, "loss")):
         if layers and alike:
@@ -145,7 +146,8 @@ def _stages(layers: list[int], virtual: int) -> Iterator[_Row]:
 
 
 def _layers_with_experts(model: CausalTransformerModel) -> str:
-    """N, if each N-th layer from the first has experts; else a list of 0 and 1 for all layers, shortened."""
+    """The text N, if every N-th layer from the first has experts; else a list of 0 and 1 for all layers, as
+    an expression with repetitions."""
     have = [int(model.has_experts(layer)) for layer in range(model.layers)]
     for each in range(1, len(have) + 1):
         if have == [int(layer % each == 0) for layer in range(len(have))]:
@@ -156,14 +158,14 @@ def _layers_with_experts(model: CausalTransformerModel) -> str:
 
 
 def _script(program: str, lines: Sequence[Flag], cell: Cell) -> str:
-    """The command, an argument a line."""
+    """The text of the script: comments, variables, and the command with one argument a line."""
     world, variables = cell.sizes.world, [a for a in lines if not a.argument.startswith("--")]
     of_node = math.gcd(world, load_cluster(cell.cluster).devices_per_node)
     text = f"# {program}: what it has by default is left out.\n"
     text += (
         "# Data, tokenizer, learning rate and checkpoints are yours to add, and where the first node is.\n"
     )
-    if cell.training.backend == "megatron":  # needed before Blackwell, and refused beside FSDP2
+    if cell.training.backend == "megatron":  # needed before Blackwell, and refused with FSDP2
         text += "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
     text += "".join(f"export {a.argument}={a.value}\n" for a in variables)
     command = [f"torchrun --nnodes {world // of_node} --nproc-per-node {of_node} pretrain_gpt.py"]

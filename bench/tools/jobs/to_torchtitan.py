@@ -45,7 +45,7 @@ def flags(cell: Cell) -> Flags:
 
 
 def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
-    """The settings that one key each expresses directly."""
+    """The settings, by path, for which torchtitan has one key each."""
     _, mesh = several_ranks(cell)
     return {
         "seq_len": cell.shape[1],
@@ -63,9 +63,9 @@ def _settings(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
 
 
 def _facts(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
-    """The facts that rules of keys ask for, by name."""
+    """The facts for the rules in the section ``flags`` of torchtitan.yaml, by name."""
     training, options = cell.training.backend_options, cell.strategy_options
-    at_once = 1 if cell.sizes.pp > 1 else cell.training.micro_batches  # of a pipeline, all of them
+    at_once = 1 if cell.sizes.pp > 1 else cell.training.micro_batches  # a pipeline runs all of them
     copies = training.get("data_parallel_replicate_degree", 1)
     innermost = several_ranks(cell)[0].classes[-1].name
     return {
@@ -82,7 +82,8 @@ def _facts(model: CausalTransformerModel, cell: Cell) -> dict[str, Any]:
 
 
 def _pipeline(model: CausalTransformerModel, cell: Cell) -> Iterator[tuple[str, Any, str]]:
-    """Keys of a pipeline, if there is one: its schedule, and how many layers its ends have less."""
+    """The keys of a pipeline, each as (key, value, setting): the schedule, the samples of a micro-batch, and
+    how many layers fewer the first and the last stage have; none without a pipeline."""
     training, ranks = cell.training, cell.sizes.pp
     if ranks == 1:
         return
@@ -102,7 +103,7 @@ def _pipeline(model: CausalTransformerModel, cell: Cell) -> Iterator[tuple[str, 
 
 
 def _models() -> Iterator[tuple[tuple[str, str], Model]]:
-    """The models that torchtitan has here, by name and flavor."""
+    """Pairs of (name, flavor) and model for the models of torchtitan that spbench knows."""
     for name, flavors in models().items():
         for flavor, model in flavors.items():
             yield (name, flavor), model_preset(model["preset"], model.get("options", {}))

@@ -34,24 +34,21 @@ _SECTIONS = {"model", "training", "parallelism", "activation_checkpoint", "exper
 
 @cache
 def versions() -> Mapping[str, ArgumentTable]:
-    """The table of keys of each version: versions in TOML from the newest on, then registries in Python."""
+    """The table of keys by version: first the versions in TOML, the newest first, then those in Python."""
     content = read_yaml(Path(__file__).with_suffix(".yaml"))
     return {version: argument_table("torchtitan", version) for version in content["versions"]}
 
 
 def read(files: JobFiles) -> Job | None:
     """A job of torchtitan; None if there are several files, or the file is no configuration of torchtitan.
-
-    Raises:
-        UserError: the file is damaged, or has values that are not plain.
-    """
+    UserError if the file is damaged, or has values that are not plain."""
     content = _content_of(files.files[0]) if len(files.files) == 1 else None
     return None if content is None else TorchtitanJob(content, files).job()
 
 
 def _content_of(file: JobFile) -> Mapping[str, Any] | None:
-    """The sections of a file; None if it is no TOML with some of them and no Python that makes a
-    configuration. UserError if the file is damaged, or has values that are not plain."""
+    """The sections of a file; None if the file is neither a TOML with torchtitan's sections nor Python that
+    makes a configuration. UserError if the file is damaged, or has values that are not plain."""
     if file.path.suffix == ".py":
         return registered(file)
     content = mapping_in(file) if file.path.suffix == ".toml" else None
@@ -62,11 +59,11 @@ def _content_of(file: JobFile) -> Mapping[str, Any] | None:
 
 
 class TorchtitanJob(TorchtitanModel):
-    """The translation of one job.
+    """The translation of one job of torchtitan.
 
     Args:
-        content: of its file.
-        launched: torchtitan's own script starts it.
+        content: the sections of the job's file.
+        launched: whether torchtitan's own script starts the job.
     """
 
     def __init__(self, content: Mapping[str, Any], files: JobFiles, *, launched: bool = True):
@@ -75,13 +72,13 @@ class TorchtitanJob(TorchtitanModel):
             version: sum(name not in table.arguments for name, _ in flat(content, table.arguments))
             for version, table in versions().items()
         }
-        self.version = min(unknown, key=lambda version: unknown[version])  # of equals the newest
+        self.version = min(unknown, key=lambda version: unknown[version])  # the first, so the newest
         table = versions()[self.version]
         self.keys: Account = key_account(table, flat(content, table.arguments), overrides=files.environment)
         self.keys.facts |= {"version": self.version, "recent": self.recent}
 
     def job(self) -> Job:
-        """The job, with what became of each key."""
+        """The job, with all settings and with an outcome for each key of its file."""
         account = self.keys
         self.set_model()
         if self._parallelism():
@@ -128,7 +125,8 @@ class TorchtitanJob(TorchtitanModel):
         return fits
 
     def _facts_of_strategy(self, tensor: list[str], context: list[str]) -> dict[str, Any]:
-        """The facts of the strategy, from the keys of tensor and of context parallelism, if there is some."""
+        """The facts on the strategy, by name; ``tensor`` and ``context``: the keys that ask for tensor and
+        for context parallelism, empty if the job has none."""
         account, rotation = self.keys, self.named("context_parallel_rotate_method")
         split = self.value("parallelism.enable_sequence_parallel", True)
         tensor_by = "megatron_sp" if split else "tensor_parallel"
@@ -144,7 +142,7 @@ class TorchtitanJob(TorchtitanModel):
         }
 
     def _batch_of_tokens(self) -> None:
-        """Set batch and length of a version that counts tokens of a micro-batch."""
+        """Set the batch and the length in a version whose keys count the tokens of a micro-batch."""
         account, local_name = self.keys, "training.num_tokens_per_microbatch_per_dp_rank"
         length_name, total_name = "training.max_context_length", "training.num_tokens_per_train_step"
         local, length = account.count(local_name), account.count(length_name)
@@ -200,13 +198,14 @@ class TorchtitanJob(TorchtitanModel):
         account.map("training.mixed_precision_param")
 
     def _micro_batches(self, runs: int, parts: int, total_key: str, local_key: str, parts_key: str) -> None:
-        """Set how many micro-batches a step has: a pipeline's, or runs whose gradients are added up."""
+        """Set a step's number of micro-batches: ``runs``, whose gradients are added up, times the ``parts``
+        into which a pipeline cuts each run."""
         self.keys.facts |= {"runs": runs, "pieces": parts}
         self.keys.facts |= {"total_key": total_key, "local_key": local_key, "parts_key": parts_key}
         call(self.keys, "micro_batches")
 
     def _kernels(self) -> None:
-        """Set what is computed again, the optimizer, and what is compiled or in eight bits."""
+        """Set recomputation, the optimizer, and which parts of the model are compiled or in eight bits."""
         account, stops, old = self.keys, "activation_checkpoint.early_stop", self.version == "a"
         every = account.value("activation_checkpoint.selective_ac_option")
         switch = "compile.enable" if self.recent else "training.compile"

@@ -1,8 +1,8 @@
-"""The models of torchtitan, by name and flavor, as presets here and what differs from these; and which
-layers the stages of pipelines have, and in which order they run micro-batches
-(torchtitan/distributed/pipeline_parallel.py at 0.2.2 and at b5bcd76c, distributed/pipeline.py at 0.1.0, and
-parallelisms/pipelining_utils.py at 3f20451b). And what its registries in Python configure, as the sections
-of its TOML; nothing is run.
+"""Models, pipelines and registries of torchtitan. Its models, by name and flavor, become presets of spbench
+with options. The layers of a pipeline's stages and its schedules follow
+torchtitan/distributed/pipeline_parallel.py at 0.2.2 and at b5bcd76c, distributed/pipeline.py at 0.1.0, and
+parallelisms/pipelining_utils.py at 3f20451b. A registry, which is Python that makes configurations, is
+translated to the sections of a TOML without running the Python.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _LINEAR = ("quantize.linear.float8", "float8")
 
 
 def models() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-    """The models of torchtitan, by name and flavor: ``preset``, ``options`` and ``note``."""
+    """The models of torchtitan by name and flavor, each with a ``preset``, ``options`` and a ``note``."""
     flavors: Mapping[str, Mapping[str, Mapping[str, Any]]] = table_content("torchtitan")["flavors"]
     return flavors
 
 
 class TorchtitanModel:
-    """The model of a job, from its keys.
+    """The part of a job's translation that sets the model.
 
     Attributes:
         keys: the account of the job's keys.
-        version: one letter of the versions of its table.
+        version: the letter of the table's version that the job's keys fit best.
         preset: the model, with the options of its flavor.
-        stages: ranks of a pipeline.
+        stages: the number of ranks of the pipeline.
     """
 
     keys: Account
@@ -66,7 +66,7 @@ class TorchtitanModel:
         return self.keys.value(name) if name in self.keys.program_arguments else otherwise
 
     def set_model(self) -> None:
-        """Set the model, its sizes and how torchtitan makes its layers."""
+        """Set the model, its sizes, and the options by which its layers are those of torchtitan."""
         account, names = self.keys, ("model.name", "model.flavor")
         name, flavor = map(account.value, names)
         known = models()
@@ -97,11 +97,11 @@ class TorchtitanModel:
 
     @property
     def experts(self) -> int:
-        """How many experts a layer of the model has; 0: none."""
+        """The number of experts of a layer; 0 in a model without experts."""
         return int(getattr(self.preset, "experts", 0))
 
     def set_fp8(self) -> None:
-        """Set the recipe of matmuls in eight bits, if a job has them; refuse other converters."""
+        """Set the recipe of matmuls in eight bits if the job has such matmuls; refuse other converters."""
         account, switch, converters = self.keys, "float8.enable_float8_linear", "model.converters"
         listed = self.value(converters, [])
         account.facts |= {
@@ -122,15 +122,15 @@ LESS = (f"{_SECTION}first_stage_less_layers", f"{_SECTION}last_stage_less_layers
 #: the key that says how many micro-batches there are, by version
 _NUMBERS = {"a": "experimental.pipeline_parallel_microbatches", "d": "parallelism.num_pp_microbatches"}
 _SIZE = f"{_SECTION}microbatch_size"
-#: the last words of keys
+#: names of keys without their section
 _SCHEDULE, _POINTS = "pipeline_parallel_schedule", "pipeline_parallel_split_points"
 _ELSEWHERE = ("pipeline_parallel_schedule_csv", "module_fqns_per_model_part")
 _OTHERS = (_SIZE, *_NUMBERS.values(), *LESS, _PER_STAGE)
 
 
 def stage_layers(layers: int, stages: int, first: int, last: int) -> list[int]:
-    """How many layers each stage has, if the embedding counts as ``first`` layers, norm and output as
-    ``last``; empty if there are too few layers."""
+    """The number of layers of each stage, if the embedding counts as ``first`` layers, and norm and output
+    count as ``last``; empty if there are too few layers."""
     each, more = divmod(layers + first + last, stages)
     if max(first, last, 1) > each:
         return []
@@ -141,15 +141,16 @@ def stage_layers(layers: int, stages: int, first: int, last: int) -> list[int]:
 
 
 def first_stage_layers(layers: int, stages: int) -> list[int]:
-    """How many layers each stage has by torchtitan of December 2024: stages after the first have one more, if
-    layers are left over, and the last has the rest."""
+    """The number of layers of each stage by torchtitan of December 2024: layers that do not divide evenly go
+    to the stages after the first, one each, and the last stage has the rest."""
     each, more = divmod(layers, stages)
     sizes = [each, *(each + (stage < more) for stage in range(stages - 2))]
     return [*sizes, layers - sum(sizes)] if each and stages > 1 else []
 
 
 def split_layers(points: list[str] | str, layers: int) -> list[int]:
-    """How many layers each stage has, if all but the first begin at ``points``; empty: impossible."""
+    """The number of layers of each stage if the stages after the first begin at the layers ``points``; empty
+    if a stage would have no layer."""
     names = points.split(",") if isinstance(points, str) else points
     begins = [0, *(int(digits) if (digits := name.rpartition(".")[2]).isdecimal() else -1 for name in names)]
     sizes = [after - before for before, after in zip(begins, [*begins[1:], layers], strict=True)]
@@ -157,7 +158,7 @@ def split_layers(points: list[str] | str, layers: int) -> list[int]:
 
 
 def set_pipeline(job: TorchtitanModel, ranks: int, ranks_name: str) -> None:
-    """Set the schedule of a pipeline over ``ranks``, and the layers of its stages."""
+    """Set the schedule of a pipeline over ``ranks`` (key ``ranks_name``) and the layers of its stages."""
     account = job.keys
     last_words = (_SCHEDULE, _POINTS, *_ELSEWHERE)
     keys = [
@@ -196,8 +197,8 @@ def set_pipeline(job: TorchtitanModel, ranks: int, ranks_name: str) -> None:
 
 
 def _stages(job: TorchtitanModel, ranks: int, *, several: bool) -> tuple[list[int], list[str], str]:
-    """The layers of each stage, the keys that say so, and in which way; none, and a problem, where they are
-    too few. ``several``: a rank has more than one stage."""
+    """The number of layers of each stage, the keys that say it, and a note on the rule; no stages, and a
+    problem, if there are too few layers. ``several``: whether a rank has more than one stage."""
     account, layers = job.keys, int(getattr(job.preset, "layers", 0))
     points = next((name for name in account.program_arguments if name.rpartition(".")[2] == _POINTS), "")
     stages, ends, names = ranks * (1 + several), (0, 0), [points]
@@ -224,8 +225,8 @@ def _stages(job: TorchtitanModel, ranks: int, *, several: bool) -> tuple[list[in
 
 
 def micro_batches(job: TorchtitanModel, local: int) -> tuple[int, str]:
-    """In how many micro-batches a pipeline runs a rank's ``local`` samples, and the key that says it; 1, and
-    a problem, if they do not divide evenly."""
+    """The number of micro-batches in which a pipeline runs a rank's ``local`` samples, and the key that says
+    the number; 1, and a problem, if the samples do not divide evenly."""
     account = job.keys
     name = _NUMBERS.get(job.version, _SIZE)
     if job.version == "d":
@@ -239,11 +240,12 @@ def micro_batches(job: TorchtitanModel, local: int) -> tuple[int, str]:
 
 
 def registered(file: JobFile) -> dict[str, Any] | None:
-    """The sections of the configuration of torchtitan that a file makes, of several the one that is named;
-    None if the file makes none.
+    """The sections, as in a TOML, of the configuration of torchtitan that a Python file makes; None if the
+    file makes no configuration.
 
     Raises:
-        UserError: it is no Python, makes several, or a value in it is neither plain nor set plainly.
+        UserError: the file is no Python, makes several configurations of which its ``part`` names none, or
+            has a value that is not plain.
     """
     functions = {f.name: f for f in syntax_of(file).body if isinstance(f, ast.FunctionDef) and _makes(f)}
     if not functions:
@@ -295,7 +297,8 @@ def _of_model(file: JobFile, call: ast.Call) -> Iterator[tuple[str, Any]]:
 def _add_section(
     file: JobFile, content: dict[str, Any], name: str, kind: str, given: Mapping[str, ast.expr]
 ) -> None:
-    """Add what is given of a section, under its name in TOML; ``kind``: the class that makes it."""
+    """Add the keys ``given`` of a section under the section's name in TOML, with the keys that the class
+    ``kind`` sets by itself."""
     above, _, inner = _registry()["renamed"].get(name, name).partition(".")
     section: dict[str, Any] = {}
     if name == "loss":

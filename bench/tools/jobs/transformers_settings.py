@@ -1,8 +1,8 @@
-"""The settings that follow from what a job says of a training step of a transformers model: the model, how
-many ranks share what, the layers of stages, and the batch; the rules of transformers.yaml set the rest.
+"""The settings of a job that trains a transformers model, from the fields of the job's step: the model, the
+ranks of each kind of parallelism, the stages, and the batch. The rules of transformers.yaml set the rest.
 
-Pipelines and experts are as NeMo Automodel has them (commit 36044ad3: components/distributed/pipelining/
-functional.py and components/moe/parallelizer.py), by torch.distributed.pipelining and ``fully_shard``.
+Pipelines and experts follow NeMo Automodel (commit 36044ad3: components/distributed/pipelining/ functional.py
+and components/moe/parallelizer.py), by torch.distributed.pipelining and ``fully_shard``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.model_names import named_model
 from spbench.bench.tools.jobs.rules import Said, follow
 
-#: what torch.compile makes one kernel of that keeps fewer tensors: words of model_options.fusions
+#: words of model_options.fusions for operators that torch.compile fuses, so that fewer tensors are kept
 FUSED_BY_COMPILER = ("swiglu", "rope")
 
 
 def set_step(account: Account, step: SimpleNamespace, files: JobFiles) -> None:
-    """Make the settings of a step, whose fields are those of :func:`step_lines.step_of`."""
+    """Add the settings of a step, whose fields :func:`step_lines.step_of` returns, to the account."""
     fields = _model(account, step.model, files)
     account.facts |= _facts_of_fields(account, step)
     replicas = _layout(account, step, files)
@@ -50,8 +50,8 @@ def set_step(account: Account, step: SimpleNamespace, files: JobFiles) -> None:
 
 
 def _facts_of_fields(account: Account, step: SimpleNamespace) -> dict[str, Any]:
-    """The fields of a step as facts of rules, the keys of each as ``FIELD.names``, their spelling in the job
-    as ``FIELD.spelled``, and its note as ``FIELD.note``."""
+    """The facts for rules from the fields of a step: the value as ``FIELD``, the field's keys as
+    ``FIELD.names``, the job's spelling of the keys as ``FIELD.spelled``, the note as ``FIELD.note``."""
     facts: dict[str, Any] = {}
     for name, said in vars(step).items():
         if isinstance(said, Said):
@@ -62,7 +62,7 @@ def _facts_of_fields(account: Account, step: SimpleNamespace) -> dict[str, Any]:
 
 
 def _facts(account: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts of rules that no field of a step gives by itself. ``fields``: of the config.json."""
+    """The facts for rules that need several fields of a step, or ``fields`` of the model's config.json."""
     facts: dict[str, Any] = {}
     settings = {each.path: each.value for each in account.settings}
     of_ranks = [settings[path] for path in ("sizes.dp", "sizes.sp", "sizes.tp") if path in settings]
@@ -110,8 +110,8 @@ def _facts(account: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -
 
 
 def attention_of(name: str, fields: Mapping[str, Any]) -> str | None:
-    """The kernel for a program's word for attention; ``fields``: of the config.json. It is cuDNN's where
-    FlashAttention-2 would have to pad values."""
+    """The suite's name of the kernel for a program's word for attention; None for an unknown word. The kernel
+    is cuDNN's if FlashAttention-2 would have to pad values. ``fields``: of the model's config.json."""
     shared = table_content("transformers")
     if name in shared["attention_of_torch"] and fields.get("kv_lora_rank"):
         keys = sum(int(fields.get(f"qk_{part}_head_dim") or 0) for part in ("nope", "rope"))
@@ -122,7 +122,7 @@ def attention_of(name: str, fields: Mapping[str, Any]) -> str | None:
 
 
 def _model(account: Account, model: Said, files: JobFiles) -> dict[str, Any]:
-    """Set the model: a config.json among the files, or else a name; returns the fields of its file."""
+    """Set the model by a config.json among the files, else by its name; returns the config.json's fields."""
     configs = [str(file.path) for file in files.models]
     name = configs[0] if configs else model.value
     if not isinstance(name, str) or not name:
@@ -159,7 +159,7 @@ def _count(account: Account, number: Said, what: str) -> bool:
 
 
 def _layout(account: Account, step: SimpleNamespace, files: JobFiles) -> int | None:
-    """Set strategy and sizes; returns how many replicas there are."""
+    """Set strategy and sizes; returns the number of replicas, or None with a problem."""
     account.problems += files.machine_problems(step.gpus.value)
     parts = (
         *((step.sequence, "ranks of a sequence"), (step.tensor, "ranks of a layer"), (step.groups, "groups")),
@@ -221,13 +221,14 @@ SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved"}
 
 
 def layers_of(stages: int, layers: int) -> list[int]:
-    """How many layers each stage has: the first have one more than the last."""
+    """The number of layers of each stage; layers that do not divide evenly go to the first stages."""
     each, more = divmod(layers, stages)
     return [each + (stage < more) for stage in range(stages)]
 
 
 def stages_of(layers: int, each: int | None, ranks: int, several: bool, rounded: str) -> int:
-    """How many stages of ``each`` layers a pipeline has; ``several``: a rank has more than one."""
+    """The number of stages of ``each`` layers in a pipeline over ``ranks``, ``rounded`` "up" or "down" to a
+    multiple of the ranks; without ``each`` a rank has one stage, or two if ``several``."""
     if each is None:
         return ranks * (1 + several)
     stages = -(-layers // max(1, each))
@@ -237,7 +238,7 @@ def stages_of(layers: int, each: int | None, ranks: int, several: bool, rounded:
 
 
 def set_pipeline(account: Account, step: SimpleNamespace, fields: Mapping[str, Any]) -> None:
-    """Set the schedule of a pipeline and the layers of its stages; ``fields`` are of the config.json."""
+    """Set the schedule and the layers of the stages of a pipeline; ``fields``: of the model's config.json."""
     ranks, names = step.pipeline.value, step.pipeline.names
     of_pipelines = (step.schedule, step.stage_layers, step.rounded, step.piece)
     if ranks == 1:
@@ -251,7 +252,7 @@ def set_pipeline(account: Account, step: SimpleNamespace, fields: Mapping[str, A
         account.refuse(f"another schedule of a pipeline than {', '.join(SCHEDULES)}", *step.schedule.names)
         return
     if not isinstance(layers, int):
-        return  # of a model that is not known
+        return  # the model is not known
     several = schedule == "interleaved"
     stages = stages_of(layers, step.stage_layers.value, ranks, several, str(step.rounded.value))
     if stages % ranks or (stages > ranks) != several or not ranks <= stages <= layers:
@@ -273,8 +274,8 @@ def set_pipeline(account: Account, step: SimpleNamespace, fields: Mapping[str, A
 
 
 def set_pieces(account: Account, step: SimpleNamespace, runs: int, names: Sequence[str]) -> None:
-    """Set the micro-batches of a step: ``runs`` micro-batches whose gradients are added up, each cut in
-    pieces if there is a pipeline."""
+    """Set the number of micro-batches of a step: the ``runs`` whose gradients are added up, times the pieces
+    into which a pipeline cuts the samples of a run. ``names``: the keys that say ``runs``."""
     local, piece = step.micro_batch.value, step.piece.value
     even = isinstance(local, int) and type(piece) is int and piece > 0 and local % piece == 0
     account.facts |= {

@@ -1,5 +1,5 @@
-"""Megatron-LM's arguments as keys with underscores, as programs around it have them:
-``sequence_parallel: true`` for ``--sequence-parallel``, ``add_bias_linear: false`` for
+"""Keys with underscores by which programs around Megatron-LM set its arguments: for example
+``sequence_parallel: true`` for ``--sequence-parallel``, and ``add_bias_linear: false`` for
 ``--disable-bias-linear``.
 """
 
@@ -16,22 +16,23 @@ from spbench.bench.tools.jobs.job_files import JobFiles
 from spbench.bench.tools.jobs.megatron import given_argument
 from spbench.bench.tools.jobs.variables import variables
 
-#: prefixes of Megatron-LM's switches that turn off, and of keys that these leave out
+#: prefixes of Megatron-LM's switches that turn something off, and prefixes of keys that such switches omit
 _OFF, _LEFT_OUT = ("no-", "disable-"), ("", "add-", "apply-")
-#: keys that argparse has under another name than the argument's
+#: keys whose argument of Megatron-LM has another name, by key
 _NAMES = {"fp8": "fp8-format"}
 
 
 def as_arguments(
     known: Mapping[str, Any], values: Mapping[str, Any], problems: list[str], program: str
 ) -> Iterator[tuple[str, Given]]:
-    """The keys as arguments of Megatron-LM, by the argument's name; others are left out.
+    """The arguments of Megatron-LM that keys set, as pairs of the argument's name and the argument; keys
+    without such an argument are left out.
 
     Args:
-        known: values of the program's defaults, of its model, and of the job.
-        values: the job's values alone.
-        problems: problems with values are added to it.
-        program: its name, for the source of a default.
+        known: values by key: the program's defaults, its model's, and the job's.
+        values: the values of the job, by key.
+        problems: a list to which problems with values are added.
+        program: the program's name, for the source of a default.
     """
     of_megatron = argument_table("megatron").arguments
     for key, value in known.items():
@@ -44,7 +45,7 @@ def as_arguments(
 
 
 def _argument(key: str, value: Any) -> tuple[str, list[str]]:
-    """Megatron-LM's argument for a key with that value, and its words; "": it is so without an argument."""
+    """Megatron-LM's argument for a key with a value, and the words behind it; "": no argument is needed."""
     of_megatron = argument_table("megatron").arguments
     word = _NAMES.get(key, key.replace("_", "-"))
     if value is None:
@@ -67,7 +68,7 @@ def _argument(key: str, value: Any) -> tuple[str, list[str]]:
 def job_of_both(
     kind: str, files: JobFiles, gpus: int | None, values: Mapping[str, Any], megatron: Account, own: Account
 ) -> Job:
-    """The job of keys of which some are Megatron-LM's arguments, ``a``, and others the program's own."""
+    """The job whose keys are Megatron-LM's arguments (account ``megatron``) or its program's (``own``)."""
     megatron.problems[:0] = own.problems
     megatron.settings += own.settings
     megatron.remarks += own.remarks
@@ -76,7 +77,7 @@ def job_of_both(
 
 
 def _outcomes(values: Mapping[str, Any], megatron: Account, own: Account) -> Iterator[Argument]:
-    """Every key with its outcome, which is its argument's; ``own``: the account of the program's own keys."""
+    """Every key, with the outcome of its argument of Megatron-LM, or of the program's own key (``own``)."""
     accounted = {argument.name: argument for argument in megatron.arguments()}
     of_program = {argument.name: argument for argument in own.arguments()}
     for key, value in values.items():
@@ -93,7 +94,7 @@ def _outcomes(values: Mapping[str, Any], megatron: Account, own: Account) -> Ite
 
 
 def _is_known(key: str) -> bool:
-    """Whether Megatron-LM has an argument of a key, on or off."""
+    """Whether Megatron-LM has a switch that turns a key on or off."""
     of_megatron = argument_table("megatron").arguments
     word = key.replace("_", "-")
     stems = [word.removeprefix(prefix) for prefix in _LEFT_OUT if word.startswith(prefix)]

@@ -1,4 +1,4 @@
-"""The variables of a job's environment: what torch, CUDA and NCCL make of them, and what is modelled."""
+"""The variables of a job's environment that torch, CUDA and NCCL read, and which of them are modelled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPTION = "training.cuda_alloc_conf"
 
 
 class _Rule(NamedTuple):
-    """The outcome of variables whose name matches a pattern, with one value alone if one is given."""
+    """The outcome of variables whose name matches ``pattern`` and that have the ``value``; "": any value."""
 
     pattern: str
     value: str
@@ -37,7 +37,7 @@ class _Rule(NamedTuple):
 
 @cache
 def _rules(of_allocator: bool) -> Sequence[_Rule]:
-    """The table's rules in its order, those for one value of a variable before the others."""
+    """The rules of variables.yaml in the file's order; rules for one value of a variable come first."""
     content = read_yaml(Path(__file__).with_name("variables.yaml"))
     rules = [
         _Rule(pattern, value, outcome, detail)
@@ -47,8 +47,8 @@ def _rules(of_allocator: bool) -> Sequence[_Rule]:
     return sorted(rules, key=lambda rule: not rule.value)
 
 
-def _ruled(name: str, value: str, of_allocator: bool) -> tuple[Outcome, str] | None:
-    """The outcome of a variable by the table; None if the table does not name it."""
+def _outcome_of(name: str, value: str, of_allocator: bool) -> tuple[Outcome, str] | None:
+    """The outcome and detail of a variable by variables.yaml; None if the file does not name the variable."""
     for rule in _rules(of_allocator):
         if rule.value in ("", value) and re.fullmatch(rule.pattern, name):
             return rule.outcome, rule.detail
@@ -56,7 +56,7 @@ def _ruled(name: str, value: str, of_allocator: bool) -> tuple[Outcome, str] | N
 
 
 def variables(account: Account) -> Iterator[Argument]:
-    """Every variable with its outcome, once the job's settings are made; sets the allocator's itself."""
+    """Every variable with its outcome. Adds the setting of the allocator, after all other settings exist."""
     for name, value in account.environment.items():
         if name in ALLOCATOR:
             yield from _allocator(account, name, value)
@@ -67,14 +67,14 @@ def variables(account: Account) -> Iterator[Argument]:
         elif name in account.idle:
             outcome = "no effect", account.idle[name]
         else:
-            outcome = _ruled(name, value, False)
+            outcome = _outcome_of(name, value, False)
         if outcome is None and _OF_LIBRARIES.fullmatch(name):
             outcome = "unknown", " in the environment"
         yield Argument(name, shown_word(value), *(outcome or ("no effect", "a variable of the script's own")))
 
 
 def _allocator(account: Account, name: str, value: str) -> Iterator[Argument]:
-    """Each setting of torch's allocator, of which one at a time is modelled."""
+    """Each setting in a variable of torch's allocator, with its outcome; only one setting is modelled."""
     if unknown := unknown_in(value):
         account.problems.append(f"{name}: {unknown[0]} is not set in the script; {given_flag(unknown[0])}")
         return
@@ -94,6 +94,6 @@ def _allocator(account: Account, name: str, value: str) -> Iterator[Argument]:
             yield Argument(full, text, "mapped", f"{_OPTION}: {spelled}")
         else:
             no_rule: tuple[Outcome, str] = "unknown", ", a setting of torch's allocator"
-            yield Argument(full, text, *(_ruled(key, text, True) or no_rule))
+            yield Argument(full, text, *(_outcome_of(key, text, True) or no_rule))
     if ",".join(f"{key}:{text}" for key, text in settings.items()) != re.sub(r"\s", "", value).rstrip(","):
         account.problems.append(f"{name}={shown_word(value)} is no list of NAME:VALUE, each given once")

@@ -1,7 +1,7 @@
-"""Answers: published numbers that a scenario sets beside its own, in a section of its file for each kind.
+"""Answers: entries of a scenario's file, a section for each kind, that compare published numbers with ours.
 
-The kinds are the modules of :mod:`tools.papers.answers`, found by being there. :func:`load_scenario` reads a
-scenario with its answers and refuses what is wrong in them; :func:`compare` sets the numbers beside ours.
+The kinds are the modules of :mod:`tools.papers.answers`, which are detected. :func:`load_scenario` reads a
+scenario with its answers and raises errors for mistakes; :func:`compare` compares the numbers with ours.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from spbench.plots.series import grouped
 
 KINDS_PACKAGE = "spbench.bench.tools.papers.answers"
 
-#: of these, what a cluster's scalars and rates change
+#: quantities that a cluster's scalars and rates change
 TIMED = QUANTITIES[3:]
-#: limits of a cluster that change nothing but what fits, and the field that says what does
+#: limits of a cluster that change only which sizes fit, and the field with the largest size that fits
 CAPACITIES = ("device.memory_total_bytes", "device.memory_context_bytes", "device.memory_peer_bytes")
 CAPACITY_FIELD = "answer"
 
@@ -44,8 +44,8 @@ class OurNumber:
     """A field of the measurement of one cell.
 
     Attributes:
-        cell: None if a selector names no cell, or several.
-        value: None if there is none; then ``missing`` says why, else it is "".
+        cell: the cell; None if a selector names no cell, or several.
+        value: the field's value; None if there is none, for the reason in ``missing``, else "".
     """
 
     cell: Cell | None
@@ -59,7 +59,7 @@ class ScenarioResults:
 
     Attributes:
         cells: the declared cells.
-        rows: the results by key, for the cells that have any.
+        rows: the rows of results by cell key, for the cells that have any.
         folder: the folder of the scenario's file, which may have published files of its own.
     """
 
@@ -70,16 +70,16 @@ class ScenarioResults:
 
     @property
     def variant(self) -> str:
-        """The variant of the first cell, and of all in a part of :meth:`split`."""
+        """The variant of the first cell; all cells of a part of :meth:`split` have the same variant."""
         return self.cells[0].variant
 
     def split(self) -> list[ScenarioResults]:
-        """The results by variant, cluster and engine, in the order of the cells."""
+        """These results in parts, one for each variant, cluster and engine, in the order of the cells."""
         parts = grouped(self.cells, lambda cell: (cell.variant, cell.cluster, cell.engine))
         return [replace(self, cells=cells) for cells in parts.values()]
 
     def measured(self, selector: Selector, field: str) -> OurNumber:
-        """A field of the one cell that a selector names."""
+        """A field of the measurement of the one cell that a selector names."""
         selected = selector.select(self.cells)
         if len(selected) != 1:
             return OurNumber(None, None, f"is {len(selected) or 'no'} cells ({selector})")
@@ -97,13 +97,13 @@ class ScenarioResults:
         return OurNumber(cell, value)
 
     def role(self, answer: str, number: PublishedNumber, field: str, cells: Sequence[Cell]) -> Role:
-        """Returns calibrated, where a scalar or rate of the cells' cluster was fitted on one of the cells;
-        else inferred, where the number was looked at to choose a setting; else predicted.
+        """Returns "calibrated" if a scalar or rate of the cells' cluster was fitted on one of the cells; else
+        "inferred" if a setting was chosen by looking at the number; else "predicted".
 
         Args:
             answer: the name of the entry that the number belongs to.
             field: the field of the cells' measurements that is compared.
-            cells: all that the number of ours is made of.
+            cells: all cells that our number is computed from.
         """
         if any(cell.key in fitted_cells(cell, field) for cell in cells):
             return "calibrated"
@@ -115,7 +115,7 @@ class ScenarioResults:
 
 
 def fitted_cells(cell: Cell, field: str) -> set[str]:
-    """The keys of the cells whose published numbers decided what the cell's cluster adds to a field."""
+    """The keys of the cells to which rates of the cell's cluster were fitted that change the field."""
     cluster = load_cluster(cell.cluster)
     keys: set[str] = set()
     for name, sourced in cluster.sourced:
@@ -130,7 +130,7 @@ class Answer(StrictModel, ABC):
     """An entry of one section of a scenario file.
 
     Attributes:
-        name: of the kind, and of its section of the file, a list of such entries.
+        name: the name of the kind, and of its section of the file, a list of such entries.
         naming_field: the field that names an entry; no two entries of a scenario have the same name.
     """
 
@@ -143,13 +143,13 @@ class Answer(StrictModel, ABC):
         return str(getattr(self, self.naming_field))
 
     def numbers(self, folder: Path) -> list[PublishedNumber]:
-        """Returns the published numbers that it compares; none, where a kind compares something else.
+        """Returns the published numbers that the entry compares; none if its kind compares something else.
 
         Args:
-            folder: the scenario file's, where published files may be.
+            folder: the folder of the scenario's file, where published files may be.
 
         Raises:
-            UserError: they cannot be read.
+            UserError: the numbers cannot be read.
         """
         return []
 
@@ -159,7 +159,7 @@ class Answer(StrictModel, ABC):
 
     @abstractmethod
     def check(self, declared: Sequence[Cell], folder: Path) -> Iterator[Mistake]:
-        """Mistakes that make it impossible to compare, as (key path within the entry, message).
+        """Mistakes in this entry that make a comparison impossible, as (key path within the entry, message).
 
         Args:
             declared: the scenario's cells, of one variant.
@@ -168,7 +168,7 @@ class Answer(StrictModel, ABC):
 
     @abstractmethod
     def compare(self, results: ScenarioResults) -> Iterator[Comparison]:
-        """Our numbers beside the published ones, from results of one variant, cluster and engine."""
+        """The comparisons of published numbers with ours, from results of one variant, cluster and engine."""
 
     @classmethod
     def compare_all(cls, entries: Sequence[Self], results: ScenarioResults) -> Iterator[Comparison]:
@@ -199,7 +199,7 @@ def load_scenario(name: str | PathLike[str]) -> Scenario:
     """The packaged scenario of that name, or the one in the YAML file at that path, with its answers.
 
     Raises:
-        UserError: there is no such scenario, or something in it cannot be; names file, key and mend.
+        UserError: there is no such scenario, or the file has a mistake; names file, key and mend.
     """
     return with_answers(load_cells(name))
 
@@ -208,7 +208,7 @@ def with_answers(scenario: Scenario) -> Scenario:
     """The scenario with its answers, checked.
 
     Raises:
-        UserError: something in them cannot be; names file, key and mend.
+        UserError: an answer has a mistake; names file, key and mend.
     """
     document = validate(document_model(), scenario.content, str(scenario.path))
     scenario = replace(scenario, document=document)
@@ -218,16 +218,16 @@ def with_answers(scenario: Scenario) -> Scenario:
 
 
 def compare(scenario: Scenario, cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Comparison]:
-    """The published numbers of a scenario beside ours, in each variant, cluster and engine among the declared
-    ``cells``; an answer without any of the ``rows``, by key, stays. UserError for an unreadable file."""
+    """The comparisons of a scenario's published numbers with ours, for each variant, cluster and engine of
+    the declared ``cells``; a number without a row has one too. UserError for an unreadable file."""
     results = ScenarioResults(cells, rows, scenario.path.parent, scenario.document.inferred_from)
     kinds = answer_kinds().values()
     return [entry for kind in kinds for entry in kind.compare_all(answers_of(scenario, kind), results)]
 
 
 def set_beside(scenario: Scenario, ran: RanScenario) -> tuple[list[Comparison], list[Path]]:
-    """The published numbers of a scenario, which has its answers, beside ours; and comparison.csv beside the
-    results, where there is anything to compare."""
+    """The comparisons of a scenario with its answers, and the path of comparison.csv, which is written next
+    to the results if there are any comparisons."""
     comparisons = compare(scenario, ran.declared, ran.known)
     return comparisons, [write_comparisons(comparisons, ran.path.parent)] if comparisons else []
 
@@ -258,7 +258,7 @@ def _mistakes(scenario: Scenario) -> Iterator[Mistake]:
 def _wrong_inference(
     inference: InferredSetting, entries: Mapping[str, Answer], variants: Sequence[str], folder: Path
 ) -> Iterator[Mistake]:
-    """What an inference names that the scenario does not have. ``entries``: all answers by name, checked."""
+    """Mistakes of an inference that names what the scenario lacks. ``entries``: all answers by name."""
     for index, variant in enumerate(inference.variants):
         yield from unknown(["variants", index], "unknown variant", variant, variants)
     for index, name in enumerate(inference.answers):

@@ -1,5 +1,5 @@
-"""A comparison: one published number, or status, beside ours; the frame of many, a line each, which rooms
-filter, group and join by pandas; and the CSV files of comparisons."""
+"""A comparison of one published number or status with ours; pandas frames with a line for each comparison;
+and the CSV files of comparisons."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
     from spbench.bench.cell import Cell
 
-#: calibrated: a scalar of the cluster was fitted to this number; inferred: a setting was chosen by looking at
-#: it; predicted: neither; formula: a closed form; curve: the losses of training runs
+#: calibrated: a scalar of the cluster was fitted to the published number; inferred: a setting was chosen by
+#: looking at the number; predicted: neither; formula: a closed form; curve: the losses of training runs
 Role = Literal["calibrated", "inferred", "predicted", "formula", "curve"]
 
 COMPARISON_FILE = "comparison.csv"
 #: the columns that hold numbers
 NUMBERS = ("published", "reproduced", "relative_error")
-#: what of ours a time rests on; see :class:`Measurement`
+#: columns on what our time rests on; see :class:`Measurement`
 OF_TIMES = ("rates", "bound")
-#: the share of a time that has no rate of its own, where there is such a share
+#: the column with the share of our time that has no rate of its own; "" for no such share
 UNKNOWN = "unknown"
-#: of a run: the part of its card that our fullest rank reserves
+#: the column with the share of the card that our fullest rank reserves
 FILLED = "filled"
-#: columns of PAPER.csv, of which the last seven say where a number comes from, our time and our memory
+#: columns of PAPER.csv; the last ones say where a number comes from, and what our time and memory rest on
 RECORDS = (
     *("table", "cell", "strategy", "quantity", *NUMBERS),
     *("status_published", "status_reproduced", "role", "scenario", "variant", "note", "source", *OF_TIMES),
@@ -42,24 +42,24 @@ RECORDS = (
 )
 #: columns of PAPER.csv that comparison.csv lacks
 _OF_RECORDS_ALONE = ("scenario", *OF_TIMES, UNKNOWN, FILLED)
-#: what a number that is no row of a table answers to, by its role; others are claims
+#: the answer of a number that is no row of a table, by its role; others answer to "claims"
 _ANSWERS = {"formula": "formulas", "curve": "curves"}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One number that was published, or a status, beside ours, in one variant.
+    """The comparison of one published number, or status, with ours, in one variant.
 
     Attributes:
-        published: None where a published table has a status and no number.
+        published: the published number; None if a table has only a status.
         reproduced: our number; None if there is none, and the note says why.
         relative_error: reproduced / published - 1.
         numerator, denominator: the keys of the cells that our number comes from.
-        table: the published table, followed by ": " and what tells the number from others of its cell, if
-            there are any (a machine, a rank, a step). "" for a claim.
+        table: the published table, followed by ": " and the machine, rank or step if a cell has several
+            numbers; "" for a claim.
         cell: the cell's key; for a ratio both keys, with " / " between them.
-        quantity: what is compared: a column of the published table, ratio, max_batch, ...
-        status_published, status_reproduced: ok, oom or unstated, and ours; "" where there is none.
+        quantity: the compared quantity: a column of the published table, ratio, max_batch, ...
+        status_published, status_reproduced: ok, oom or unstated, and our status; "" for none.
         source: FILE:ROW:COLUMN of the published number, by which it is counted once; "" where there is none.
         scenario, rates, bound: of a line of PAPER.csv: its scenario, and what our time rests on and what
             bounds the step, as :class:`Measurement` has them; else "".
@@ -100,7 +100,7 @@ class Comparison:
         notes: Sequence[str] = (),
         **further: Any,
     ) -> Comparison:
-        """The comparison of these cells: one, or numerator and denominator; None: there is no such cell."""
+        """The comparison of one cell, or of numerator and denominator; None among ``cells``: no such cell."""
         keys = [cell.key if cell else "" for cell in cells]
         return cls(
             claim=claim,
@@ -119,10 +119,10 @@ class Comparison:
 def number_or_status(
     number: float | None, status: str, shown: Callable[[float], str] | None = None
 ) -> str | None:
-    """A number for people, or the reason why there is none; both, if a run that failed has a number.
+    """A number as text for people, or a status if there is no number; both if a failed run has a number.
 
     Args:
-        shown: the number as text; None: with six digits.
+        shown: makes the number's text; None: six digits.
     """
     if number is None:
         return status or None
@@ -131,26 +131,26 @@ def number_or_status(
 
 
 def is_rate(quantity: str) -> bool:
-    """Whether a quantity is larger for a shorter time: so many a second, or an MFU."""
+    """Whether a quantity grows as the time shrinks: a number per second, or an MFU."""
     return quantity.endswith(("per_s", "mfu_percent"))
 
 
 def is_time(quantity: str) -> bool:
-    """Whether a quantity is a time, or says one as its inverse."""
+    """Whether a quantity is a time, or a rate; see :func:`is_rate`."""
     return is_rate(quantity) or quantity.endswith(("_s", "_ms"))
 
 
 def frame_of(entries: Iterable[Comparison | Mapping[str, Any]]) -> DataFrame:
-    """A line for each comparison, or line of :func:`read_records`, by the names of :class:`Comparison`; a
-    number that is missing is NaN, a text "". Further columns follow from these:
+    """A frame with a line for each comparison, or line of :func:`read_records`, and the columns of
+    :class:`Comparison`; a missing number is NaN, a missing text "". Further columns follow from these:
 
-    - of_table: whether it is a row of a published table; claims and formulas carry no published status
-    - table_name, label: the published table, and what tells the number from others of its cell, such as
-      measurement, rank and step; "" for most tables
-    - answer: what it answers to: a table and quantity, or "claims", "formulas" or "curves"
+    - of_table: whether the number is in a row of a published table; claims and formulas have no status
+    - table_name, label: the published table; and the measurement, rank and step if a cell has several
+      numbers, "" for most tables
+    - answer: the published table and quantity, or "claims", "formulas" or "curves"
     - file, run: the published file, and FILE:ROW of the run, whatever the column and the rank
     - has_both: whether there is a published number and one of ours, neither 0
-    - is_rate, is_time: as :func:`is_rate` and :func:`is_time` say
+    - is_rate, is_time: the results of :func:`is_rate` and :func:`is_time` for the quantity
     """
     from pandas import DataFrame
 
@@ -176,30 +176,30 @@ def frame_of(entries: Iterable[Comparison | Mapping[str, Any]]) -> DataFrame:
 
 
 def joined(frames: Iterable[DataFrame]) -> DataFrame:
-    """The lines of frames of :func:`frame_of` in one frame, numbered anew; empty if there are no frames."""
+    """The lines of several frames of :func:`frame_of` in one frame, with new row numbers; perhaps empty."""
     from pandas import concat
 
     return concat([frame_of([]), *frames], ignore_index=True)
 
 
 def groups(frame: DataFrame, *columns: str) -> Iterator[tuple[Any, DataFrame]]:
-    """The lines of each value of a column, or of the values of several, in the order in which these first
-    appear."""
+    """(value, lines with that value) for each value of a column, or of several columns, in the order in which
+    values first appear."""
     yield from frame.groupby([*columns] if len(columns) > 1 else columns[0], sort=False)
 
 
 def with_none(frame: DataFrame) -> DataFrame:
-    """A frame with None in the place of numbers that are missing, for texts and JSON."""
+    """The frame with None in place of missing numbers, for texts and JSON."""
     return frame.astype(object).where(frame.notna(), None)
 
 
 def lines_of(frame: DataFrame) -> Iterator[Any]:
-    """The lines of a frame as named tuples, with None in the place of numbers that are missing."""
+    """The lines of a frame as named tuples, with None in place of missing numbers."""
     yield from with_none(frame).itertuples()
 
 
 def as_lines(frame: DataFrame, columns: Sequence[str] = RECORDS) -> list[dict[str, Any]]:
-    """The lines of a frame by these columns, as programs read them."""
+    """The lines of a frame as mappings of these columns, with None in place of missing numbers."""
     return [dict(zip(columns, line, strict=True)) for line in with_none(frame[[*columns]]).to_numpy()]
 
 
@@ -211,8 +211,8 @@ def as_frame(comparisons: Iterable[Comparison]) -> DataFrame:
 
 
 def parts_of_a_whole(records: DataFrame, column: str) -> list[float]:
-    """The numbers in :data:`UNKNOWN` or :data:`FILLED`, at least 0; NaN where none is told. UserError if one
-    is no number."""
+    """The shares in the column :data:`UNKNOWN` or :data:`FILLED`, at least 0; NaN for an empty text.
+    UserError for a text that is no number."""
     parts = []
     for source, text in zip(records["source"], records[column], strict=True):
         try:
@@ -223,30 +223,30 @@ def parts_of_a_whole(records: DataFrame, column: str) -> list[float]:
 
 
 def write(comparisons: Iterable[Comparison], folder: Path) -> Path:
-    """Write comparison.csv and return its path; errors as of :func:`write_csv`."""
+    """Write comparison.csv and return its path; errors as in :func:`write_csv`."""
     return write_csv(as_frame(comparisons), folder / COMPARISON_FILE)
 
 
 def write_csv(table: DataFrame, path: Path) -> Path:
-    """Write a table as a CSV file, without its index, whole or not at all; returns the path. UserError if it
-    cannot be written; an earlier one is unchanged."""
+    """Write a table as a CSV file, without its index, whole or not at all; returns the path. UserError if the
+    file cannot be written; an earlier file is unchanged."""
     return write_whole(path, table.to_csv(index=False, lineterminator="\n"))
 
 
 def read_comparisons(path: Path, needed: Sequence[str] = ()) -> DataFrame:
-    """The lines of PAPER.csv as :func:`frame_of` has them; UserError as of :func:`read_records`."""
+    """The lines of PAPER.csv as a frame of :func:`frame_of`; UserError as in :func:`read_records`."""
     return frame_of(read_records(path, needed))
 
 
 def read_records(
     path: Path, needed: Sequence[str] = (), *, any_number: bool = False
 ) -> list[Mapping[str, Any]]:
-    """The lines of a file of comparisons, or of `spbench reproduce`; NUMBERS as float, None where none is.
-    UserError if it cannot be read, lacks a column, or has a number that is none.
+    """The lines of a file of comparisons, or of `spbench reproduce`; NUMBERS are floats, None if empty.
+    UserError if the file cannot be read, lacks a column, or has a text for a number.
 
     Args:
-        needed: columns that there must be.
-        any_number: also those that are not finite.
+        needed: columns that the file must have.
+        any_number: accept numbers that are not finite.
     """
     columns, rows = read_csv(path)
     for name in needed:
@@ -267,8 +267,8 @@ def read_records(
 
 
 def read_csv(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The columns and rows of a CSV file with a header; what is left out at the end of a row is "". UserError
-    if it cannot be read, two columns have one name, or a row has more cells than the header."""
+    """The columns and rows of a CSV file with a header; missing cells at the end of a row are "". UserError
+    if the file cannot be read, two columns have one name, or a row has more cells than the header."""
     text = read_text(path)
     try:
         reader = csv.DictReader(StringIO(text, newline=""), strict=True)

@@ -1,7 +1,7 @@
 """The generated parts of REPRODUCE.md, results/reproduction/PAPER.md, README.md and pages of docs.
 
-A part stands between lines ``<!-- spbench reproduce PAPER: NAME -->`` and ``<!-- end -->``; all else is left
-alone. A paper has these parts:
+A part stands between lines ``<!-- spbench reproduce PAPER: NAME -->`` and ``<!-- end -->``; the rest of a
+page stays as it is. A paper has these parts:
 
 - REPRODUCE.md: ``verdict``
 - results/reproduction/PAPER.md: ``compared``, a line for each table, quantity and variant; a part for each of
@@ -12,8 +12,8 @@ The paper ``all`` has the parts that all committed results make: ``headlines`` o
 of README.md. `spbench reproduce bands` writes ``certainty`` of REPRODUCE.md, ``times`` of
 results/reproduction/times.md and ``classes`` of docs/trust.md.
 
-What REPRODUCE.md says: the papers' headline claims beside ours, and a verdict on each paper and on each of
-its tables and figures, a line each.
+REPRODUCE.md has the papers' headline claims and ours, and a verdict on each paper and on each of its tables
+and figures, a line each.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ LENGTHS_PAGE = Path("docs", "long_context.md")
 DETAILS_FOLDER = Path("results", "reproduction")
 TIMES_PAGE = DETAILS_FOLDER / "times.md"
 
-#: what makes the text of a part of the findings of its paper
+#: a function from a paper's findings to the text of a part
 PartText = Callable[[PaperFindings], str]
-#: by paper, a page with a part of its own, the part's name, and what makes it of the paper's records
+#: by paper: a page with a further part, the part's name, and the function from records to its lines
 _FURTHER = {
     MEASURED: (DETAILS_FOLDER / f"{MEASURED}.md", "validation", validation_lines),
     FIELD: (LENGTHS_PAGE, "ladder", ladder_lines),
@@ -67,8 +67,8 @@ _BEGIN = re.compile(r"^<!-- spbench reproduce ", re.MULTILINE)
 
 
 def parts_of(paper: str, scenarios: Sequence[str]) -> dict[Path, dict[str, PartText]]:
-    """The documents on a paper, below the working directory: by the name of each generated part, what makes
-    its text of the paper's findings."""
+    """The documents on a paper, by path below the working directory: for each generated part, by name, the
+    function that makes its text from the paper's findings."""
     details: dict[str, PartText] = {"compared": _titled}
     details |= {name: partial(PaperFindings.part, name=name) for name in scenarios}
     parts: dict[Path, dict[str, PartText]] = {
@@ -86,8 +86,8 @@ def _details(paper: str) -> Path:
 
 
 def check_documents(paper: str, scenarios: Sequence[str]) -> None:
-    """Refuse documents that have not one part of the paper under each of their names, and no other; UserError
-    also if one cannot be read, or a part has no end."""
+    """Raises a UserError if a document lacks one of the paper's parts, has another part of that paper, has a
+    part without an end, or cannot be read."""
     for path, names in parts_of(paper, scenarios).items():
         text = read_text(path)
         if len(_BEGIN.findall(text)) != len(_PART.findall(text)):
@@ -100,8 +100,8 @@ def check_documents(paper: str, scenarios: Sequence[str]) -> None:
 
 
 def rendered_documents(findings: PaperFindings) -> dict[Path, str]:
-    """By path, the text of each document in which the parts of the findings' paper are written anew;
-    UserError if a document cannot be read, or lacks a part."""
+    """By path, the text of each document with the parts of the findings' paper replaced; UserError if a
+    document cannot be read, or lacks a part."""
     return {
         path: _with_parts(path, findings.paper, {name: text(findings) for name, text in parts.items()})
         for path, parts in parts_of(findings.paper, findings.scenarios).items()
@@ -109,21 +109,21 @@ def rendered_documents(findings: PaperFindings) -> dict[Path, str]:
 
 
 def write_documents(findings: PaperFindings) -> list[Path]:
-    """Write the documents, each whole or not at all, once the text of all is made; returns the paths.
-    UserError as of :func:`rendered_documents`, or if one cannot be written, which then stays the same."""
+    """Write the documents after all texts are made, each whole or not at all; returns the paths. UserError as
+    in :func:`rendered_documents`, or if a file cannot be written; that file stays the same."""
     written = [write_whole(path, text) for path, text in rendered_documents(findings).items()]
     return [*written, *write_shared()]
 
 
 def write_part(path: Path, paper: str, name: str, lines: Sequence[Line]) -> Path:
-    """Write one part of a document anew, as a table of these lines; UserError if the document cannot be read
-    or written, or has no such part."""
+    """Replace one part of a document by a table of these lines; UserError if the document cannot be read or
+    written, or has no such part."""
     return write_whole(path, _with_parts(path, paper, {name: markdown(lines)}))
 
 
 def write_shared() -> list[Path]:
-    """Write the parts that all committed results make, where a page has them; returns the pages. UserError if
-    a result cannot be read, or a page cannot be written."""
+    """Replace the parts that come from all committed results, in pages that have such parts; returns the
+    pages. UserError if a result cannot be read, or a page cannot be written."""
     parts = ((FIRST_PAGE, "trust", trust_lines), (SUMMARY_PAGE, "headlines", headline_lines))
     return [
         write_part(page, ALL, name, lines(DETAILS_FOLDER))
@@ -138,8 +138,8 @@ def _names(text: str, paper: str) -> list[str]:
 
 
 def _with_parts(path: Path, paper: str, texts: Mapping[str, str]) -> str:
-    """A document with these parts of a paper, by name, written anew; UserError if it cannot be read, or lacks
-    one of them."""
+    """The text of a document in which these parts of a paper, by name, are replaced; UserError if it cannot
+    be read or lacks a part."""
     document = read_text(path)
     if missing := [name for name in texts if name not in _names(document, paper)]:
         add = f"add <!-- spbench reproduce {paper}: {missing[0]} --> and <!-- end --> to it"
@@ -153,15 +153,14 @@ def _with_parts(path: Path, paper: str, texts: Mapping[str, str]) -> str:
 
 
 def _once(lines: Sequence[Line]) -> list[Line]:
-    """The lines with their first column blank where the line above has the same text there."""
+    """The lines, with a blank first column if the line above has the same text in that column."""
     firsts = [next(iter(line.items())) for line in lines]
     same = [above == own for above, own in pairwise([None, *firsts])]
     return [{**line, **({own[0]: ""} if s else {})} for line, own, s in zip(lines, firsts, same, strict=True)]
 
 
 def _titled(findings: PaperFindings) -> str:
-    """All comparisons, in Markdown; a scenario's title, with a link to its part, stands in the first of its
-    lines only."""
+    """The errors of all tables and claims, in Markdown; a scenario's first line has its title, a link."""
     lines: list[Line] = []
     for line in findings.verdict():
         scenario = line.pop("scenario")
@@ -174,9 +173,9 @@ def _titled(findings: PaperFindings) -> str:
 HEADLINES_FILE = "headlines.csv"
 #: parts of a cell's key, in its order
 _OF_KEY = ("model", "method", "sizes", "batch", "length")
-#: what quantities of memory end with
+#: endings of names of memory quantities
 _MEMORY = ("_bytes", "_mb", "_gb", "_mib", "_gib")
-#: what a title ends with: the figure or table
+#: the figure or table in parentheses at the end of a title
 _FIGURE = re.compile(r"\(([^()]+)\)$")
 
 # -- verdicts ------------------------------------------------------------------------------------------------
@@ -184,8 +183,8 @@ _FIGURE = re.compile(r"\(([^()]+)\)$")
 
 def paper_sections(findings: PaperFindings) -> str:
     """The sections on a paper, in Markdown: one for its own numbers, and one for each other paper whose
-    numbers stand on its page, each with a verdict and a line for each table or figure. Titles lead to the
-    page of details, at their scenario's name."""
+    numbers are on its page, each with a verdict and a line for each table or figure. Titles link to the page
+    of details, at their scenario's name."""
     documents = findings.documents
     by_source = grouped(
         findings.scenarios, lambda name: documents[name].published_in if name in documents else ""
@@ -207,7 +206,7 @@ def _section(findings: PaperFindings, source: str, scenarios: Sequence[str]) -> 
 
 
 def _lines(scenario: str, findings: PaperFindings) -> Iterator[Line]:
-    """The line of a scenario that has numbers to judge: by kind of number its verdict, counts and errors."""
+    """The line of a scenario, if it has judged numbers: verdict, counts and errors of each kind of number."""
     document = findings.documents.get(scenario)
     records = findings.of(scenario)
     records = records.assign(kind=[kind_of(record) for record in lines_of(records)])
@@ -222,14 +221,14 @@ def _lines(scenario: str, findings: PaperFindings) -> Iterator[Line]:
 
 
 def _reproduces(kind: str, verdict: PaperVerdict) -> str:
-    """A kind of number in a line: its verdict, how many are met, the median and worst error, if any."""
+    """In words: a kind of number, its verdict, how many are met, and the median and worst error, if any."""
     errors = verdict.formula_errors if kind == "bytes" else verdict.errors
     worst = map(error_percent, (median(errors), max(errors)) if errors else ())
     return ", ".join([f"{kind}: **{verdict.word}**", f"{verdict.met}/{verdict.judged}", *worst])
 
 
 def _link(scenario: str, findings: PaperFindings, *, short: bool = False) -> str:
-    """A scenario's title without the paper's name, as a link to its details; ``short``: the figure alone."""
+    """A scenario's title without the paper's name, as a link to its details; ``short``: only its figure."""
     document = findings.documents.get(scenario)
     title = document.title.replace(f"({findings.paper.upper()}, ", "(") if document else scenario
     if short and (figure := _FIGURE.search(title)):
@@ -253,7 +252,7 @@ def headline_lines(folder: Path) -> list[Line]:
     """A line for each claim of results/papers/headlines.csv: the published number and ours.
 
     Args:
-        folder: the files of `spbench reproduce`.
+        folder: the folder of the files of `spbench reproduce`.
     """
     lines = []
     for claim in published_file(HEADLINES_FILE).rows:
@@ -272,7 +271,7 @@ def headline_lines(folder: Path) -> list[Line]:
 
 
 def _frame(path: Path) -> DataFrame:
-    """The lines of PAPER.csv, with what stands in the keys of their cells."""
+    """The lines of PAPER.csv, with further columns from the parts of the cells' keys."""
     records = read_comparisons(path)
     records[[*_OF_KEY]] = records["cell"].str.split("/", expand=True).reindex(columns=range(len(_OF_KEY)))
     records["tokens"] = to_numeric(records["length"].str.removeprefix("L"), errors="coerce")
@@ -285,13 +284,13 @@ def _number(records: DataFrame, claim: str) -> float:
 
 
 def _longest(records: DataFrame, table: str, query: str) -> float:
-    """The longest sequence, in tokens, of the cells of a table that a query selects, and that fit."""
+    """The longest sequence, in tokens, of a table's cells that a pandas query selects and that fit."""
     wanted = records[(records["table"] == table) & (records["status_reproduced"] == "ok")]
     return float(wanted.query(query)["tokens"].max())
 
 
 def _dsp_over_others(records: DataFrame, tables: str) -> Series:
-    """DSP's number over each other method's, at the same sizes, in the tables whose names begin so."""
+    """DSP's number over each other method's at the same sizes, in tables whose names match a pattern."""
     numbers = records[records["table"].str.match(tables)].pivot_table(
         index=["model", "length", "ranks"], columns="method", values="reproduced", sort=False
     )
@@ -303,7 +302,7 @@ _OURS: Mapping[str, Callable[[DataFrame], float]] = {
     "rsa-batch": lambda records: _number(records, "rsa-max-batch-base"),
     "rsa-length": lambda records: _number(records, "rsa-max-seqlen-base"),
     "lasp-longest": lambda records: _longest(records, "lasp-scalability", "sizes == 'sp128'") / 1024,
-    # over the longest of the other methods, as the first reading has them
+    # over the longest of the other methods, by the first reading of the paper
     "lasp-longer": lambda records: (
         _longest(records, "lasp-speed", "model == 'tnl-1b' and method == 'lasp'")
         / _longest(records, "lasp-speed-left-product", "model == 'tnl-1b' and method != 'lasp'")

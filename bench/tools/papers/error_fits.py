@@ -1,4 +1,4 @@
-"""How intervals of simulated times are made of measured steps, and how many steps lie within those of others.
+"""Fits of the intervals of simulated times to measured steps, and their coverage by cross-validation.
 
 Errors are ``log(simulated / measured)``. Rows of one source (one group of people, machines and settings) err
 together, so sources count nearly alike, whatever number of rows they have. An interval is the quantile of
@@ -26,37 +26,37 @@ from spbench.plots.series import grouped
 
 #: share of times that lie within their interval
 LEVEL = 0.8
-#: sources as which the rows of a class count for each of its bounds
+#: how many sources the rows of a class together count as, for the interval of each of its bounds
 PRIOR_SOURCES = 2.0
-#: sources with fewer than which a bound's interval is not narrower than that of its class
+#: a bound with fewer sources has an interval at least as wide as that of its class
 FEW = 3
-#: standard errors from 0 beyond which the mean error of a class is plain, and its intervals are moved by it;
-#: two come about too easily among eight sources, as where one of small calls errs far to one side
+#: how many standard errors from 0 the mean error of a class must be for its intervals to be centred on that
+#: mean; two standard errors come about too easily among eight sources
 PLAIN = 3.0
-#: classes of which a price is missing, or all of them: what bounds a step follows from its prices
+#: classes of rates in which some or all prices are missing, so that the bound of a step is unsure
 WITHOUT_PRICES = (EVER_WORSE[-1], "datasheet")
-#: the least part of its price that work without a rate is taken to have needed
+#: the least share of its price that work without a rate is assumed to have taken
 SHORTEST = 0.05
-#: numbers by the source that they are of
+#: errors by source
 Errors = Mapping[str, Sequence[float]]
 #: intervals by bound, of a class of rates, and of :data:`ANY`
 ByBound = dict[str, Interval]
-#: what steps have in common that are left out together
+#: the field by whose value steps are left out together
 LeftOut = Literal["source", "machine", "kernel"]
 
 
 @dataclass(frozen=True)
 class StepObservation:
-    """A measured step, and how far its simulated time is from it.
+    """A measured step, and the error of its simulated time.
 
     Attributes:
-        source: who measured.
-        rates, bound: as of :class:`Measurement`.
-        strategy: as of a cell.
+        source: who measured the step.
+        rates, bound: the class of rates and the bound, see :class:`Measurement`.
+        strategy: the strategy of the cell.
         log_error: log(simulated / measured).
-        alike: equal for rows that are compared with each other; "" for a row that stands alone.
+        alike: equal for rows that are compared with each other; "" for a row that is compared with none.
         log_time: log(simulated time of a sample), in any unit that ``alike`` rows share.
-        machine, kernel: the accelerator, and the kernel of its attention; "" where it has none.
+        machine, kernel: the accelerator, and its attention kernel; "" if there is none.
         unknown: the share of the simulated time that has no rate of its own; 0: not told.
     """
 
@@ -73,7 +73,7 @@ class StepObservation:
 
 
 def fit(observations: Sequence[StepObservation]) -> ErrorModel:
-    """The model of some observations.
+    """The error model (intervals, ties and orders) of some observations.
 
     Raises:
         ValueError: ``observations`` is empty.
@@ -126,7 +126,7 @@ def _errors(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
 
 
 def _of_strategies(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
-    """By source with several strategies: the mean error of each strategy, less the mean over them all."""
+    """By source with several strategies: the mean error of each, minus the mean over all of these."""
     by_source = {}
     for source, some in _by_source(observations).items():
         means = [fmean(o.log_error for o in of) for of in grouped(some, lambda o: o.strategy).values()]
@@ -136,7 +136,7 @@ def _of_strategies(observations: Sequence[StepObservation]) -> dict[str, list[fl
 
 
 class ComparedTimes(NamedTuple):
-    """Two layouts of a run: logarithms of the one's time over the other's."""
+    """Two layouts of a run: logarithms of the ratio of their times, simulated and measured."""
 
     source: str
     simulated: float
@@ -144,7 +144,7 @@ class ComparedTimes(NamedTuple):
 
 
 def _pairs(observations: Sequence[StepObservation]) -> Iterator[ComparedTimes]:
-    """The pairs of rows that are alike; of the same simulated time none says an order."""
+    """The pairs of rows that are alike, with the ratios of their times."""
     alike = grouped((o for o in observations if o.alike), lambda o: (o.source, o.alike))
     for (source, _), some in alike.items():
         for a, b in combinations(some, 2):
@@ -153,13 +153,13 @@ def _pairs(observations: Sequence[StepObservation]) -> Iterator[ComparedTimes]:
 
 
 def _differences(observations: Sequence[StepObservation]) -> dict[str, list[float]]:
-    """By source, the differences of the errors of rows that are alike."""
+    """By source, the differences of the log errors of rows that are alike."""
     pairs = grouped(_pairs(observations), lambda pair: pair.source)
     return {source: [each.simulated - each.measured for each in some] for source, some in pairs.items()}
 
 
 def _by_distance(compared: Iterable[ComparedTimes]) -> list[Pairs]:
-    """The pairs by how far their simulated times are apart, one for each two of :data:`EDGES`."""
+    """Counts of pairs by the ratio of their simulated times, between neighbours in :data:`EDGES`."""
     classes = grouped(compared, lambda each: Pairs.distance(math.expm1(abs(each.simulated))))
     return [
         Pairs(sum(c.simulated * c.measured > 0 for c in some), len(some), len({c.source for c in some}))
@@ -176,10 +176,10 @@ def _interval(centre: float, width: float, errors: Errors) -> Interval:
 
 
 def widen(by_rates: dict[str, ByBound]) -> None:
-    """Make each class's intervals at least as wide as those of classes with better rates: a time that lacks a
-    rate is not the surer for it, however small the few measured errors are. Fewer than :data:`FEW` sources do
-    not show how sources differ, so their class is also as wide as the next worse one. Where prices are
-    missing (:data:`WITHOUT_PRICES`), every bound has the widest interval of its class."""
+    """Make each class's intervals at least as wide as those of classes with better rates, because a lacking
+    rate makes no time surer, however small the few measured errors are. Fewer than :data:`FEW` sources do not
+    show how sources differ, so their class is also as wide as the next worse one. Where prices are missing
+    (:data:`WITHOUT_PRICES`), every bound has the widest interval of its class."""
     for order in (EVER_WORSE, FITTED):
         names = [name for name in order if name in by_rates]
         for better, worse in pairwise(names):
@@ -193,18 +193,18 @@ def widen(by_rates: dict[str, ByBound]) -> None:
 
 
 def _widen_by(by_rates: dict[str, ByBound], name: str, other: str) -> None:
-    """Make each interval of a class at least as wide as the other class's with that bound."""
+    """Make each interval of class ``name`` at least as wide as class ``other``'s of the same bound."""
     for bound, own in by_rates[name].items():
         least = by_rates[other].get(bound, by_rates[other][ANY]).half_width
         by_rates[name][bound] = replace(own, half_width=max(own.half_width, least))
 
 
 def of_unknown(observations: Sequence[StepObservation], least: float) -> float:
-    """The half width of log(measured / simulated) of work without a rate, from the errors of steps of which
-    it is a share, if the rest of the step was right; steps without such a share say nothing.
+    """The half width of log(measured / simulated) of work without a rate, from the errors of steps with such
+    work, if the rest of each step was right; other steps do not count.
 
     Args:
-        least: the half width of whole steps of the class, which is the least returned.
+        least: the half width of whole steps of the class, below which the result never is.
     """
     of_parts = {
         source: [math.log(max((math.exp(-o.log_error) - 1 + o.unknown) / o.unknown, SHORTEST)) for o in some]
@@ -224,7 +224,7 @@ def of_stand_in(errors: Errors) -> Interval:
 
 
 def _centre(means: Sequence[float]) -> float:
-    """The mean error of sources where it is plain, else 0."""
+    """The mean error of sources if it is more than :data:`PLAIN` standard errors from 0, else 0."""
     if len(means) < 3:
         return 0.0
     mean = fmean(means)
@@ -250,13 +250,13 @@ def half_width(own: Errors, others: Errors | None = None) -> float:
 
 
 def _weighted(errors: Errors) -> list[tuple[float, float]]:
-    """Absolute errors with their weights: a source of n rows has n / (n + 1), the sooner 1 the more rows say
-    what is its own, as where errors differ as much within sources as between them."""
+    """(absolute error, weight) of each row: the n rows of a source together weigh n / (n + 1), as is right if
+    errors differ as much within sources as between sources."""
     return [(abs(e), 1 / (len(es) + 1)) for es in errors.values() for e in es]
 
 
 class Covered(NamedTuple):
-    """How many rows of a class, from one source, lie within the intervals that the other rows give.
+    """How many rows of one class and source lie within the intervals fitted to the rows not left out.
 
     Attributes:
         left_out: the source, machine or kernel whose rows were left out when intervals were fitted.
@@ -270,8 +270,8 @@ class Covered(NamedTuple):
 
 
 def coverage(observations: Sequence[StepObservation], what: LeftOut = "source") -> list[Covered]:
-    """For each class and source, with one source (machine, kernel) left out at a time: how many of its rows
-    lie within the intervals that all others give, as a new reader's rows would; nothing without others."""
+    """Cross-validation: leave out one source (machine, kernel) at a time, and count, for each of its classes
+    and sources, the rows within the intervals that all others give; empty if there are no others."""
     counts = []
     for left_out, some in grouped(observations, lambda o: getattr(o, what)).items():
         if not (others := [o for o in observations if getattr(o, what) != left_out]):
@@ -285,5 +285,5 @@ def coverage(observations: Sequence[StepObservation], what: LeftOut = "source") 
 
 
 def overall(covered: Sequence[Covered]) -> float:
-    """The share of rows within their intervals, sources counting alike."""
+    """The share of rows within their intervals, as a mean in which each source weighs the same."""
     return fmean(each.within / each.rows for each in covered)

@@ -1,4 +1,4 @@
-"""The figures of a scenario's rows, and of a paper's."""
+"""Drawing the figures of a scenario's rows, and of a paper's records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def draw_figure(
     scenario: Scenario, ran: RanScenario, comparisons: Sequence[Comparison], folder: Path
 ) -> tuple[list[Path], bool]:
-    """The files of the scenario's figure, and whether drawing failed."""
+    """Draw the scenario's figure; returns its files, and whether drawing failed."""
     figure = scenario.document.figure
     if figure is None or not ran.known:
         return [], False
@@ -29,7 +29,7 @@ def draw_figure(
 def draw(
     figure: str, rows: Sequence[Mapping[str, Any]], comparison: DataFrame, folder: Path
 ) -> tuple[list[Path], bool]:
-    """The files of a figure, none where there is no such figure, and whether drawing failed."""
+    """Draw a figure; returns its files (none if there is no such figure), and whether drawing failed."""
     if figure not in FIGURES:
         return [], False
     try:

@@ -1,10 +1,10 @@
-"""`spbench reproduce megatron_cases`: every case of Megatron-LM's functional tests as `spbench import` reads
-it, what the last rank's memory and a step would be, and how far that is from the golden values at hand.
+"""`spbench reproduce megatron_cases`: predictions of the last rank's memory and the step time of every case
+of Megatron-LM's functional tests, imported like by `spbench import`, and their errors from golden values.
 
-A case is imported from its arguments and its environment alone, once for each of its golden values: with the
-machine that these name, and the container that Megatron-LM's tests ran in at the commit that recorded them.
-Nothing here is chosen by looking at golden values but what ``roles`` of the YAML file beside this one says.
-Golden values may not be those of a case's arguments: the values show which.
+A case is imported only from its arguments and its environment, once for each of its golden values: with the
+machine that the value's name says, and the container in which Megatron-LM's tests ran at the commit that
+recorded the value. Only the cases in ``roles`` of megatron_cases.yaml had settings chosen by looking at
+golden values. Some golden values belong to other arguments than the case's; see :func:`departures`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from spbench.bench.tools.papers.sources import published_file
 from spbench.bench.units import percent, shown_share
 from spbench.bench.yaml_files import read_yaml
 
-#: arguments of `spbench reproduce`, and files of what is predicted: of GPT and BERT; of experts and hybrids
+#: arguments of `spbench reproduce`, and names of files of predictions: GPT and BERT; experts and hybrids
 CASES, EXPERT_CASES = "megatron_cases", "megatron_moe_cases"
 GOLDEN_FILES = ("megatron_lm_goldens.csv", "megatron_lm_goldens_more.csv", "megatron_moe_goldens.csv")
 #: quantities of memory that golden values have
 MEMORY = ("peak_first", "peak_last", "allocated_last")
 GPUS = ("a100", "h100", "gb200")
-#: the end of a golden value's name: of the run that goes on from a checkpoint
+#: how the name of a golden value ends if its run resumed from a checkpoint
 RESUMED = "_2nd"
 #: when each golden value was recorded, and in which container
 _RECORDED_FILE = "megatron_cases_recorded.csv"
@@ -52,13 +52,13 @@ PREDICTIONS = ("case", "golden", "gpu", "container", *MEMORY, "step_time_s", "re
 ERRORS = ("case", "golden", "quantity", "measured", "predicted", "error", "role", "departs")
 #: roles, GPUs and vocabularies of cases
 _FACTS = read_yaml(Path(__file__).with_suffix(".yaml"))
-#: GPUs that a case runs on, and those of one node of GB200
+#: how many GPUs a case runs on: one node, and one node of GB200
 _NODE, _SMALL_NODE = 8, 4
 
 
 @dataclass(frozen=True)
 class GoldenCase:
-    """A functional test, as one of its golden values was recorded.
+    """A functional test, with the machine and container of one of its golden values.
 
     Attributes:
         golden: the name of the golden value: dev or lts, and the machine.
@@ -73,7 +73,7 @@ class GoldenCase:
 
     @cached_property
     def job(self) -> Job:
-        """The job that the case's arguments are imported as."""
+        """The job that results from importing the case's arguments."""
         path = Path(self.family, self.case, "model_config.yaml")
         gpu, _ = machine_of(self.golden)
         small = gpu == "gb200" and self.case.endswith("_1node")
@@ -101,7 +101,7 @@ class GoldenCase:
 
 
 def _by_name(what: str, case: str, otherwise: Any) -> Any:
-    """A fact of a case, by the start of its name."""
+    """The fact of kind ``what`` whose key starts the case's name; ``otherwise`` if there is none."""
     return next((value for start, value in _FACTS[what].items() if case.startswith(start)), otherwise)
 
 
@@ -122,13 +122,13 @@ def cases(*names: str) -> list[GoldenCase]:
                 arguments["vocab-size"] = words
             variables = {CONTAINER: then["container"], **json.loads(row["env"])}
             content = {"ENV_VARS": variables, "MODEL_ARGS": arguments}
-            text = json.dumps(content)  # which is YAML too
+            text = json.dumps(content)  # JSON is YAML
             listed.append(GoldenCase(row["family"], row["case"], golden, then["container"], text))
     return listed
 
 
 def predicted_cases(run: Callable[[Scenario], RanScenario], output: Path, name: str = CASES) -> Output:
-    """Run the cells of the cases of a name, each once, and write NAME.csv and NAME_errors.csv.
+    """Run the cells of all cases of the file ``name``, each once, and write NAME.csv and NAME_errors.csv.
 
     Args:
         run: runs the cells of a scenario.
@@ -200,8 +200,8 @@ def _predicted(row: Mapping[str, Any]) -> dict[str, Any]:
 def errors(
     lines: Sequence[Mapping[str, Any]], varying: Mapping[str, str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A line of :data:`ERRORS` for each golden value of memory that there is a prediction of; ``varying``:
-    by case, what :func:`varies_by` says."""
+    """A line of :data:`ERRORS` for each golden value of memory with a prediction; ``varying``: results of
+    :func:`varies_by` by case."""
     by_golden = {(line["case"], line["golden"]): line for line in lines}
     departs = departures(varying or {})
     for file in GOLDEN_FILES:
@@ -223,9 +223,9 @@ def errors(
                     }
 
 
-def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """How large the errors of each quantity are, in all and by kind of machine."""
-    errors = DataFrame(found, columns=list(ERRORS))
+def summary(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Lines on the absolute errors of each quantity: on all machines, and by kind of machine."""
+    errors = DataFrame(lines, columns=list(ERRORS))
     errors["size"] = errors["error"].abs()
     errors["gpu"] = [machine_of(golden)[0] for golden in errors["golden"]]
     for quantity, gpu in product(MEMORY, ("all", *GPUS)):
@@ -243,9 +243,9 @@ def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             }
 
 
-def by_departure(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """How large the errors of each quantity are, by the first word of ``departs``."""
-    errors = DataFrame(found, columns=list(ERRORS))
+def by_departure(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Lines on the absolute errors of each quantity, by the first word of ``departs``."""
+    errors = DataFrame(lines, columns=list(ERRORS))
     errors["kind"] = [reason.partition(" ")[0] or "none" for reason in errors["departs"]]
     for (kind, quantity), some in errors.groupby(["kind", "quantity"]):
         sizes = some["error"].abs()
@@ -259,7 +259,7 @@ def by_departure(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]
 
 
 def of_all_machines(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of :func:`summary` that stand for all machines together, without that column."""
+    """The lines of :func:`summary` on all machines together, without the column of machines."""
     return [
         {name: value for name, value in line.items() if name != "machines"}
         for line in lines
@@ -271,14 +271,13 @@ def of_all_machines(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def machine_of(golden: str) -> tuple[str, bool]:
-    """The kind of machine of a golden value, A100 where its name has none, and whether the run went on from
-    a checkpoint."""
+    """(kind of machine in the name of a golden value, or a100; whether the run resumed from a checkpoint)."""
     return next((gpu for gpu in GPUS if gpu in golden), "a100"), golden.endswith(RESUMED)
 
 
 def varies_by(cell: Cell) -> str:
-    """What decides how many rows a rank's experts get, if the cell does not: "routing", what the router has
-    learned, or "sinkhorn", which shares each rank's own tokens out evenly, but for ties. "": no experts are
+    """Why the cell does not fix the number of rows of a rank's experts: "routing", the learned router
+    decides, or "sinkhorn", which shares each rank's own tokens out evenly except for ties. "": no experts are
     spread over ranks, a capacity is filled up, or tokens are forced to be even."""
     options = dict(cell.model_options)
     spread = cell.sizes.by_axis.get("ep", 1) > 1
@@ -293,8 +292,8 @@ def departures(varying: Mapping[str, str]) -> dict[tuple[str, str], str]:
     the values show. "as CASE GOLDEN": all values of lts are those of another case or of dev. "machine": an
     A100's step takes as long as an H100's and leaves as much allocated. "release": the first peak of lts is
     over 5% from each of dev. "checkpoint": a run that went on from one has its largest peak before its first
-    step ends. Else: what the case is ``varying`` by."""
-    found: dict[tuple[str, str], str] = {}
+    step ends. Else the value of ``varying`` for the case."""
+    reasons: dict[tuple[str, str], str] = {}
     before: dict[tuple[str, ...], tuple[str, str]] = {}
     rows = [row for file in GOLDEN_FILES for row in published_file(file).rows]
     of_h100 = {row["case"]: row for row in rows if row["golden"] == "dev_dgx_h100"}
@@ -308,21 +307,21 @@ def departures(varying: Mapping[str, str]) -> dict[tuple[str, str], str]:
         other = before.setdefault(values, place) if all(values) else place
         another = other[0] != place[0] or other[1][:3] != place[1][:3]
         if place[1].startswith("lts") and another:
-            found[place] = f"as {' '.join(other)}"
+            reasons[place] = f"as {' '.join(other)}"
         elif machine_of(place[1])[0] == "a100" and _alike(row, of_h100.get(place[0])):
-            found[place] = "machine"
+            reasons[place] = "machine"
         elif place[1].startswith("lts") and first and _far(float(first), of_dev.get(place[0], [])):
-            found[place] = "release"
+            reasons[place] = "release"
         elif place[1].endswith(RESUMED) and first == row["peak_last"]:
-            found[place] = "checkpoint"
+            reasons[place] = "checkpoint"
         elif kind := varying.get(place[0]):
-            found[place] = kind
-    return found
+            reasons[place] = kind
+    return reasons
 
 
 def _alike(row: Mapping[str, str], other: Mapping[str, str] | None) -> bool:
-    """Whether a golden value has the step time of another within 2%, and its memory at the end within 1 MiB:
-    of an A100 and an H100 workspaces alone differ by more, and steps of the same work by a third."""
+    """Whether two golden values have the same step time within 2%, and the same final memory within 1 MiB. An
+    A100's and an H100's do not: their workspaces differ by more, and their steps by a third."""
     if other is None or not all(each["iter_s"] and each["allocated_last"] for each in (row, other)):
         return False
     last, time = (abs(float(row[name]) - float(other[name])) for name in ("allocated_last", "iter_s"))
@@ -330,5 +329,5 @@ def _alike(row: Mapping[str, str], other: Mapping[str, str] | None) -> bool:
 
 
 def _far(value: float, others: Sequence[float]) -> bool:
-    """Whether a value is further than 5% from each of some others."""
+    """Whether a value differs by more than 5% from each of ``others``; False without others."""
     return bool(others) and all(abs(value / each - 1) > 0.05 for each in others)

@@ -1,6 +1,6 @@
-"""What reproducing a paper found: its records, their errors by role, its tables and its verdict.
+"""The findings of a paper's reproduction: its records, their errors by role, its tables and its verdict.
 
-A published number that is compared several times, as in variants, is counted once, by its first comparison.
+A published number that is compared several times, as in variants, counts once, by its first comparison.
 
 Numbers reproduce, do in part, or do not, by one rule for a table and for a paper. A number is met where ours
 is within :data:`TOLERANCE` of it (a formula: equal at every cell), a published out of memory where ours is
@@ -40,7 +40,7 @@ assert set(ROLES) | {"curve"} == set(get_args(Role))
 @dataclass(frozen=True)
 class PaperFindings:
     """The lines of PAPER.csv (:func:`frame_of`) and of PAPER_runs.csv. ``documents``: the scenario files by
-    scenario, for titles and for what is written by hand of a scenario. ``orders``: by scenario, lines of
+    scenario, for titles and for remarks written by hand. ``orders``: by scenario, lines of
     :func:`order_lines`."""
 
     paper: str
@@ -55,7 +55,7 @@ class PaperFindings:
         return [run["scenario"] for run in self.runs]
 
     def of(self, *scenarios: str) -> DataFrame:
-        """The records of some scenarios."""
+        """The records of the scenarios with these names."""
         return self.records[self.records["scenario"].isin(scenarios)]
 
     def blocks(self, scenario: str) -> Iterator[tuple[str, list[Line]]]:
@@ -84,7 +84,7 @@ class PaperFindings:
         lines = []
         for scenario in self.scenarios:
             mine = self.of(scenario)
-            # ratios of ours alone are no verdict
+            # ratios without a published number get no verdict
             answered = mine[(mine["quantity"] != "ratio") | mine["published"].notna()]
             answered = answered if len(answered) else mine
             for (what, variant), rows in groups(answered, "answer", "variant"):
@@ -95,7 +95,7 @@ class PaperFindings:
         return [*lines, _verdict_line("all", "", "", self.records[counted])]
 
     def part(self, name: str) -> str:
-        """A scenario's results in Markdown: cells, time and tables."""
+        """A scenario's results in Markdown: counts of cells, time and tables."""
         run = next(run for run in self.runs if run["scenario"] == name)
         statuses = ("ok", "oom", "unsupported", "failed")
         counts = ", ".join(f"{run[s]} {s}" for s in statuses if run[s] != "0")
@@ -146,7 +146,7 @@ def role_errors(records: DataFrame) -> list[RoleErrors]:
 
 
 def errors_by_role(records: DataFrame) -> str:
-    """The count of numbers of each role, and the median and the worst of their absolute errors, in words."""
+    """In words: the count of numbers of each role, and the median and worst of their absolute errors."""
     # repeated measurements of real machines tell smaller errors apart than papers do
     digits = 2 if (records["of_table"] & (records["label"] != "")).any() else 1
     parts = []
@@ -160,7 +160,7 @@ def errors_by_role(records: DataFrame) -> str:
 
 
 def _statuses(records: DataFrame) -> str:
-    """How many of the published statuses are ours too, as "3 of 4"; "" where none is published."""
+    """How many of the published statuses equal ours, such as "3 of 4"; "" if no status was published."""
     stated = records[~records["status_published"].isin(["", UNSTATED])]
     right = (stated["status_published"] == stated["status_reproduced"]).sum()
     return f"{right} of {len(stated)}" if len(stated) else ""
@@ -200,8 +200,8 @@ def _lines(records: DataFrame) -> Iterator[Line]:
 
 
 def compared(record: Any, digits: int = 1) -> Line:
-    """The published number and ours of a comparison, with so many digits of the error in percent after the
-    point."""
+    """The published number and ours of a comparison, as a line; ``digits``: digits of the error in percent
+    after the point."""
     digits_of_ours = three_digits if is_time(record.quantity) else None
     return {
         "published": number_or_status(record.published, record.status_published),
@@ -213,7 +213,7 @@ def compared(record: Any, digits: int = 1) -> Line:
 
 
 def _formula_lines(records: DataFrame) -> list[Line]:
-    """A line for each formula: how many cells, and the largest error."""
+    """A line for each formula: its engines, number of cells, and largest error."""
     return [
         {
             "formula": name,
@@ -229,7 +229,7 @@ def _formula_lines(records: DataFrame) -> list[Line]:
 
 
 def markdown(lines: Sequence[Line]) -> str:
-    """A Markdown table; columns in which nothing stands are left out. "" without lines."""
+    """A Markdown table of the lines, without empty columns; "" without lines."""
     if not lines:
         return ""
     columns = [name for name in lines[0] if any(r[name] not in (None, "") for r in lines)]
@@ -238,10 +238,10 @@ def markdown(lines: Sequence[Line]) -> str:
     return "".join([heads, f"|{'---|' * len(columns)}\n", *below])
 
 
-#: of absolute relative errors
+#: the largest absolute relative error of a met number
 TOLERANCE = 0.1
 _EXACT = 1e-9
-#: roles of numbers that prove something where they are met
+#: roles of numbers that a verdict judges: met numbers of these roles prove something
 JUDGED = ("predicted", "inferred", "formula")
 
 Word = Literal["yes", "in part", "no", "not run"]
@@ -249,10 +249,10 @@ Word = Literal["yes", "in part", "no", "not run"]
 
 @dataclass(frozen=True)
 class PaperVerdict:
-    """How many published numbers are met, and the errors of all.
+    """The number of published numbers that are met, and the errors of all.
 
     Attributes:
-        judged, met: how many numbers and statuses.
+        judged, met: how many numbers and statuses were judged, and how many of these are met.
         errors: absolute relative errors of numbers that are no formulas.
         formula_errors: absolute relative errors of closed forms at their cells.
     """
@@ -285,7 +285,7 @@ def verdict_on(records: DataFrame) -> PaperVerdict:
     of_source = exact.groupby(formulas["source"]).all()
     exact = numbers.loc[numbers["role"] == "formula", "source"].map(of_source)
     oom = records[(records["status_published"] == "oom") & (records["status_reproduced"] != "")]
-    # published as out of memory and run here: whether ours ran out of it too
+    # for runs published as out of memory: whether our run is out of memory too
     runs = oom.drop_duplicates("run")["status_reproduced"] == "oom"
     met = sum(int(each.sum()) for each in (exact, _within(others, TOLERANCE), runs))
     return PaperVerdict(len(numbers) + len(runs), met, absolute_errors(others), absolute_errors(formulas))
@@ -313,7 +313,7 @@ def counts(verdict: PaperVerdict) -> str:
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
-    """A line for each published number with ours. A terminal only counts our own closed forms that hold."""
+    """A table with a line for each published number. A terminal only counts closed forms that hold."""
     lines = [{"claim": c.claim, "variant": c.variant, **compared(c)} for c in comparisons]
     title = "Published and ours (relative error: ours / published - 1)"
     important = ("claim", "published", "ours", "relative error", "role")

@@ -1,9 +1,9 @@
-"""How far ours are from published numbers, as evidence for other numbers: errors of step times by who
-measured, and the order of layouts.
+"""Errors of our step times by source of the published times, and of the order of layouts, as evidence for the
+trust in other simulated times.
 
-Those times and rates of committed results count that no scalar was fitted to, each published number once for
-each file; the files of :data:`WITHOUT_RATES` are the same runs on clusters of which no more is known than
-datasheets say, or from which a rate was taken away, so that something else prices what it is of.
+Published times and rates count if no scalar was fitted to the number, each number once for each file of
+committed results. The files of :data:`WITHOUT_RATES` have the same runs on clusters with only datasheets, or
+without one rate, so that another rate prices its work.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from spbench.bench.tools.papers.paper_findings import Line, distinct
 from spbench.bench.tools.papers.sources import published_file, publishers
 from spbench.bench.units import difference, percent, shown_share, three_digits
 
-#: arguments of `spbench reproduce`, the files of their records, and the folders of their clusters; in words
+#: names of arguments of `spbench reproduce`, of their files and folders of clusters, with a description
 DATASHEETS, SUBSTITUTES = "datasheets", "substitutes"
 WITHOUT_RATES = {DATASHEETS: "by datasheets alone", SUBSTITUTES: "without a rate of the kind"}
-#: groups of measured times of which the errors alone are told, in results/field
+#: the file, in results/field, of groups of measured times of which only the errors are published
 GROUPED_FILE = "grouped_errors.csv"
 #: roles of numbers to which nothing was fitted
 COUNTED = ("predicted", "inferred")
-#: by class of rates, what the rates rest on, for readers
+#: in words, the evidence of the rates of each class
 RESTS_ON = {
     "sourced": "benchmarks of the same kernels and links",
     "extrapolated": "the same kernel or link at another length, mask, head size or number of ranks",
@@ -53,15 +53,15 @@ RESTS_ON = {
     "fitted elsewhere": "the same, fitted to steps of another model or strategy",
     "datasheet": "datasheets alone",
 } | dict.fromkeys(STOOD_IN, "rates of these kinds, and a program other than the one measured")
-#: what is left out of the intervals, one at a time, to count how many of its times they hold
+#: kinds of groups that cross-validation leaves out of the intervals, one group at a time, with their names
 LEFT_OUT: dict[LeftOut, str] = {
     "source": "who measured",
     "machine": "accelerator",
     "kernel": "attention kernel",
 }
-#: groups of so many times are named where fewer than this share lies within
+#: groups of this many times or more are named if a smaller share than this lies within the intervals
 GROUP, TOO_FEW = 10, 0.6
-#: the quantity of which layouts are compared, by sample of the batch
+#: the quantity in which layouts are compared, for one sample of the batch
 STEP_TIME = "step_time_ms"
 
 
@@ -76,7 +76,7 @@ def orders(times: DataFrame) -> DataFrame:
     time that of our fastest layout is, as a part of it.
 
     Args:
-        times: of :func:`with_cells`; those of :data:`STEP_TIME` with both numbers count.
+        times: a frame of :func:`with_cells`; lines of :data:`STEP_TIME` with both numbers count.
     """
     times = times[(times["quantity"] == STEP_TIME) & times["has_both"] & times["declared"].notna()]
     lines = []
@@ -146,7 +146,7 @@ def counted_times(paths: Iterable[Path]) -> DataFrame:
     """The counted times of files of `spbench reproduce`, each published number once for each file.
 
     Raises:
-        UserError: a file cannot be read, or is of a version that did not say what a time rests on.
+        UserError: a file cannot be read, or is so old that it lacks a column of :data:`OF_TIMES`.
     """
 
     def counted(records: DataFrame) -> DataFrame:
@@ -157,18 +157,18 @@ def counted_times(paths: Iterable[Path]) -> DataFrame:
 
 
 def log_errors(records: DataFrame) -> list[float]:
-    """log(simulated / published) of the times that records are of, or that their rates say."""
+    """log(simulated / published) of the times of records; a rate counts as the inverse of a time."""
     errors = (records["reproduced"] / records["published"]).map(math.log)
     return errors.where(~records["is_rate"], -errors).to_list()
 
 
 def observations(records: DataFrame, cells: Mapping[str, Cell]) -> DataFrame:
-    """The records of some times with the columns of :class:`StepObservation`: the figures and tables of a
-    paper are one source, under the first word of their files' names.
+    """The records of some times, with further columns for the fields of :class:`StepObservation`; all figures
+    and tables of a paper are one source.
 
     Args:
-        records: of :func:`counted_times`.
-        cells: by key; a record whose cell is not there is compared with no other.
+        records: a frame of :func:`counted_times`.
+        cells: cells by key; a record without a cell is compared with no other record.
     """
     seen, source_of = with_cells(records, cells), publishers()
     devices = [cell and load_cluster(cell.cluster).device for cell in seen["declared"]]
@@ -191,7 +191,7 @@ def observations(records: DataFrame, cells: Mapping[str, Cell]) -> DataFrame:
 
 
 def grouped_observations() -> list[StepObservation]:
-    """The errors of groups of times whose rows are not open: each row of a group has the group's median."""
+    """Observations of groups of times whose rows are unpublished: each row has its group's median error."""
     return [
         StepObservation(
             group["measured by"],
@@ -219,7 +219,7 @@ def time_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
     sources count alike, and the last is of all classes.
 
     Args:
-        records, cells: as of :func:`observations`.
+        records, cells: see :func:`observations`.
     """
     seen = observations(records, cells)
     covered = _covered(seen)
@@ -242,8 +242,8 @@ def time_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
 
 
 def class_lines(records: DataFrame) -> list[Line]:
-    """A line for each class of rates: what the class rests on, how many times and sources it has, their
-    errors, and the share within the intervals that the other sources give; all sources weigh the same."""
+    """A line for each class of rates: the evidence of its rates, numbers of times and sources, errors, and
+    the share within the intervals that the other sources give; all sources weigh the same."""
     seen = observations(records, {})
     covered = _covered(seen)
     lines = []
@@ -269,7 +269,7 @@ def left_out_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
     :data:`TOO_FEW` do.
 
     Args:
-        records, cells: as of :func:`observations`.
+        records, cells: see :func:`observations`.
     """
     seen = observations(records, cells)
     lines = []
@@ -299,8 +299,8 @@ def _covered(seen: DataFrame, what: LeftOut = "source") -> DataFrame:
 
 
 def _errors(errors: Iterable[float]) -> Line:
-    """The median, the mean and the worst of the sizes of errors, and their mean with its sign, as parts of
-    the published times."""
+    """The median, mean and worst absolute error, and the mean error with its sign (bias), relative to the
+    published times."""
     parts = [math.expm1(error) for error in errors]
     sizes = [abs(part) for part in parts]
     shown = {"median error": median(sizes), "mean": fmean(sizes), "worst": max(sizes)}

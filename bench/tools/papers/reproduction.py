@@ -1,4 +1,4 @@
-"""The reproduction of a paper: its scenarios' cells are run, and each published number is set beside ours."""
+"""The reproduction of a paper: run its scenarios' cells, and compare each published number with ours."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from spbench.bench.tools.papers.past_errors import orders_by_scenario
 from spbench.bench.tools.papers.sources import Paper, one_of
 
 FOLDER = Path("results", "reproduction")
-#: where results go without --write where git follows :data:`FOLDER`
+#: where results go without --write if git tracks :data:`FOLDER`
 UNFOLLOWED = Path("results", "runs", "reproduction")
 _STATUSES = ("ok", "oom", "unsupported", "failed")
 #: columns of PAPER_runs.csv; cell_seconds is the sum over cells, however many ran at a time
@@ -65,7 +65,7 @@ class Reproduction:
         output: folder of the CSV files and figures.
         write: write the generated parts of REPRODUCE.md and of the paper's details anew.
         crew: the workers; None: each run starts its own.
-        executor: where cells run that need nothing of this machine; None: here.
+        executor: runs cells that need nothing of this machine; None: this machine does.
     """
 
     paper: str
@@ -79,10 +79,10 @@ class Reproduction:
 
     @property
     def asked(self) -> tuple[str, str]:
-        """The name of the paper, and of the one scenario, or "".
+        """(name of the paper, name of the one scenario or "").
 
         Raises:
-            UserError: a scenario without a name, or one of all papers; says what to write.
+            UserError: PAPER/ names no scenario, or all/SCENARIO names no paper; says what to write.
         """
         paper, slash, scenario = self.paper.partition("/")
         if slash and not scenario:
@@ -100,11 +100,11 @@ class Reproduction:
         below: str = "",
         watch: SweepProgress | None = None,
     ) -> RanScenario:
-        """Run a scenario's cells, which are kept with those of `spbench run`, or below another output.
+        """Run a scenario's cells; the rows are kept with those of `spbench run`, or below another output.
 
         Args:
-            below: a folder among those of scenarios, of cells that are not those of the scenario's file.
-            watch: as of :func:`run_cells`.
+            below: a folder for rows of other cells than those of the scenario's file.
+            watch: see :func:`run_cells`.
         """
         places = self.jobs, self.fresh, self.crew, self.executor
         folder = self._runs / below / scenario.name
@@ -115,15 +115,15 @@ class Reproduction:
         return (Path("results") if self.output in (FOLDER, UNFOLLOWED) else self.output) / "runs"
 
     def left(self, scenario: Scenario, narrowing: Narrowing) -> int:
-        """How many of a scenario's cells are still to be run."""
+        """The number of a scenario's cells that still must run."""
         rows = [] if self.fresh else read_rows(self._runs / scenario.name)[0]
         kept, digest_of = {row.key: row for row in rows}, digests_of_a_run()
         cells = narrowing.cells(scenario)
         return sum(not is_final(cell, kept.get(cell.key), digest_of) for cell in cells)
 
     def earlier(self, file: str) -> Path:
-        """The file of this name that an earlier reproduction has left: in the output, else, where that is
-        not committed, the committed one."""
+        """The path of a file of an earlier reproduction: in the output, or else, for :data:`UNFOLLOWED`, the
+        committed file."""
         path = self.output / file
         return FOLDER / file if self.output == UNFOLLOWED and not path.exists() else path
 
@@ -155,7 +155,7 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
         files += drawn
         failed = ran.failed(progress) or figure_failed or failed
     records = joined(of_scenarios)
-    # our own closed forms are in comparison.csv too, as sent_bytes: nobody has published them
+    # leave out our own closed forms (sent_bytes), which nobody has published
     records = records[records["quantity"] != "sent_bytes"]
     runs = DataFrame([run_record(name, ran) for name, ran in all_ran.items()], columns=list(RUNS))
     if one:
@@ -183,8 +183,8 @@ def reproduce_paper(request: Reproduction, paper: Paper, scenarios: Sequence[Sce
 
 
 def records_of(scenario: Scenario, ran: RanScenario, comparisons: Sequence[Comparison]) -> DataFrame:
-    """The lines of PAPER.csv that a scenario's run gives. A claim counts as a table of one number, under its
-    own name."""
+    """The lines of PAPER.csv from a scenario's run. A claim counts as a table of one number with the claim's
+    name."""
     records = []
     for entry in comparisons:
         row, texts = ran.known.get(entry.cell), {}
@@ -207,7 +207,7 @@ def _in_order(scenarios: Sequence[str], mine: DataFrame, others: DataFrame) -> D
 
 
 def _out_of_date(scenarios: Sequence[Scenario], records: DataFrame) -> Iterator[str]:
-    """The names of scenarios of which there are records of cells that they do not have."""
+    """The names of scenarios whose records have a cell that the scenario no longer has."""
     for scenario in scenarios:
         cells = {cell.key for cell in Narrowing(variant=ALL).declared(scenario)}
         mine = records.loc[records["scenario"] == scenario.name, "cell"].str.split(" / ").explode()
@@ -235,7 +235,7 @@ def _report(
         for title, lines in findings.blocks(scenario.name)
     ]
     *verdict, of_all = findings.verdict()
-    # a terminal counts what nothing is published of
+    # a terminal only counts lines without a published number
     unpublished = {at: line["errors"] for at, line in enumerate(verdict) if not line["numbers"]}
     important = ("scenario", "compared", "errors", "numbers", "variant", "statuses right")
     table = Table("Verdict", verdict, important, ("errors",), unpublished)

@@ -1,6 +1,6 @@
-"""What `spbench reproduce` runs: papers, pages of strategies, times without rates, intervals, cases.
+"""`spbench reproduce`: papers, pages of strategies, times without rates, intervals, and Megatron-LM's cases.
 
-Of strategies beside each other it writes rows of two scenarios, and traces of a layer, for the report.
+For the pages of strategies it writes rows of two scenarios, and traces of a layer, for the report.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ from spbench.bench.tools.papers.validation import certainty_lines, filled_runs, 
 from spbench.bench.units import difference
 from spbench.bench.yaml_files import packaged
 
-#: the argument of `spbench reproduce`, and the folder
+#: the argument of `spbench reproduce` for pages of strategies, and their folder
 STRATEGIES = "strategies"
-#: the scenario of rows, and that whose cells are traced too
+#: the two scenarios of these pages; the cells of the second are also traced
 SIDE_BY_SIDE, LAYERS = "side_by_side", "layers"
 
 _KEPT = ("key", "cell", "status", "reason", "measurement", "digest", "time")
@@ -81,9 +81,9 @@ _PROVENANCE = ("commit", "torch")
 
 
 def write_kept(rows: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
-    """Write the rows of both scenarios, in their order, without what depends on the machine that made them,
+    """Write the rows of both scenarios, in their order, without fields that depend on the machine that ran,
     and the traces of the cells of :data:`LAYERS` that ran. UserError if a file cannot be written; an earlier
-    one is unchanged."""
+    file is unchanged."""
     files = []
     for name, some in rows.items():
         lines = []
@@ -105,8 +105,8 @@ def trace_path(folder: Path, cell: Cell) -> Path:
 def write_trace(cell: Cell, folder: Path) -> Path:
     """Simulate a step of a cell, and write the trace of all of its ranks, compressed.
 
-    ``otherData`` has the cell's key, the step time and what the time of each rank goes to, in seconds.
-    Unsupported if the strategy cannot run the cell. UserError if the file cannot be written."""
+    ``otherData`` has the cell's key, the step time, and each rank's seconds by kind of work. Unsupported if
+    the strategy cannot run the cell. UserError if the file cannot be written."""
     timeline = trace_classes(cell, events=True).simulator()()
     ranks = range(timeline.world_size)
     by_rank = [timeline.breakdown_of(rank) for rank in ranks]
@@ -124,15 +124,15 @@ def read_trace(folder: Path, cell: Cell) -> Mapping[str, Any] | None:
         return None
 
 
-#: the intervals that the package comes with, below the working directory
+#: the folder of the package's intervals, below the working directory
 PACKAGED = Path("bench", "measure", "trust")
-#: the argument that fits the intervals
+#: the argument of `spbench reproduce` that fits the intervals
 BANDS = "bands"
 
 
 def reproduce(output: Path | None, executor: str | None, **asked: Any) -> Iterator[Output]:
-    """The outputs of `spbench reproduce`, whose options the arguments are: the report of each paper as soon
-    as its cells have run.
+    """Yield the outputs of `spbench reproduce`, whose options are the arguments: the report of each paper as
+    soon as its cells have run.
 
     Raises:
         UserError: an unknown paper, a wrong scenario, a document that lacks a part, a file that cannot be
@@ -174,17 +174,17 @@ def _strategies(request: Reproduction) -> Output:
 
 
 def _on_other_clusters(name: str = "*") -> Iterator[tuple[Path, Scenario, Narrowing]]:
-    """The clusters that lack rates, each with the scenario of its name and what narrows that to it."""
+    """(file of a cluster that lacks rates, scenario of that name, narrowing of it to the cluster)."""
     for cluster in sorted(FOLDER.glob(f"{name}/*.yaml")):
         yield cluster, load_scenario(cluster.stem), Narrowing(clusters=(cluster.as_posix(),))
 
 
 def _without_rates(name: str, request: Reproduction) -> Output:
-    """Run scenarios on clusters that lack rates, and write their times beside the published ones to NAME.csv.
+    """Run scenarios on clusters that lack rates, and write their times and the published ones to NAME.csv.
 
     Args:
-        name: the folder of the clusters: DATASHEETS, which have datasheets alone, or SUBSTITUTES, from which
-            a rate was taken away, so that something else prices that work.
+        name: the folder of the clusters: DATASHEETS, which have only datasheets, or SUBSTITUTES, which lack
+            one rate, so that another rate prices its work.
     """
     records, lines, failed = joined([]), [], False
     for cluster, scenario, narrowing in _on_other_clusters(name):
@@ -210,9 +210,9 @@ def _cases(request: Reproduction) -> Output:
 
 
 def fit_bands(request: Reproduction) -> Output:
-    """Fit the intervals to the files of `spbench reproduce`, and say how many times of each source lie within
-    the intervals that the other sources give; keep the errors of memory, and the evidence of verdicts. With
-    --write they replace the package's, and the pages that show them are written anew."""
+    """Fit the intervals to the files of `spbench reproduce`, with the number of times of each source within
+    the intervals that the other sources give; write intervals, errors of memory and evidence for verdicts.
+    With --write these files replace the package's, and the pages that show their numbers are updated."""
     names = (*papers(), *WITHOUT_RATES)
     files = [path for name in names if (path := request.earlier(f"{name}.csv")).exists()]
     records, cells = counted_times(files), _all_cells()

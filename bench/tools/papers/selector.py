@@ -1,5 +1,5 @@
-"""What of ours a published number is compared with: a cell of a scenario, named by what is particular to it,
-and a field of the cell's measurement, for a rank, a step and a phase."""
+"""Selectors of our numbers for comparison with published ones: a cell of a scenario, named by its particular
+settings, and a field of the cell's measurement, for a rank, a step and a phase."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def field_value(cell: Cell, field: str) -> Any:
 
 
 class Selector(StrictModel):
-    """Names one cell of a scenario by its particular settings; settings that are left out may be anything.
+    """Names one cell of a scenario by some of its settings; all other settings may have any value.
 
     ``mesh`` is the order of the named axes that have more than one rank; other axes do not matter.
     """
@@ -85,14 +85,14 @@ class Selector(StrictModel):
         return axes
 
     def fields(self) -> dict[str, Any]:
-        """The values that it asks for, by FIELDS and options of SECTIONS; the mesh apart."""
+        """The values that the selector asks for, by FIELDS and options of SECTIONS, without the mesh."""
         simple = ("model", "strategy", "world", "batch", "seq_len", "precision")
         wanted = {name: value for name in simple if (value := getattr(self, name)) is not None}
         options = {f"{s}.{name}": value for s in SECTIONS for name, value in getattr(self, s).items()}
         return wanted | self.sizes | options
 
     def select(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Those of ``cells`` that this selector names, in their order."""
+        """The cells among ``cells`` that this selector names, in their order."""
         wanted = self.fields()
         return [cell for cell in cells if has_fields(cell, wanted) and self._has_order(cell)]
 
@@ -101,7 +101,7 @@ class Selector(StrictModel):
         return self.mesh is None or [axis for axis in self.mesh if axis in split] == split
 
     def unclear(self, cells: Sequence[Cell]) -> Iterator[str]:
-        """Why the selector does not name one cell on each cluster and engine; "" if it does."""
+        """A message if the selector does not name exactly one cell on each cluster and engine."""
         selected = self.select(cells)
         if not selected:
             yield f"no group declares a cell with {self}"
@@ -121,7 +121,7 @@ def has_fields(cell: Cell, wanted: Mapping[str, Any]) -> bool:
 
 
 def is_one(cells: Sequence[Cell]) -> bool:
-    """Whether there is at most one cell on each cluster and engine."""
+    """Whether no two of the cells have the same cluster and engine."""
     return len({(cell.cluster, cell.engine) for cell in cells}) == len(cells)
 
 
@@ -129,12 +129,12 @@ def is_one(cells: Sequence[Cell]) -> bool:
 
 #: fields of the entries of :attr:`Measurement.by_class`
 CLASS_QUANTITIES = ("peak_memory_bytes", "reserved_memory_bytes", "allocated_bytes")
-#: of these, what CUDA's allocator counts from the start of the process on, whatever the step
+#: the fields that CUDA's allocator counts from the start of the process on, and not for one step
 PEAKS = CLASS_QUANTITIES[:2]
-#: which of an entry's ``phase_ends`` answers to a field at the end of a phase
+#: by field, the name in an entry's ``phase_ends`` of its value at the end of a phase
 AT_PHASE_ENDS = {"allocated_bytes": "allocated", "reserved_memory_bytes": "reserved"}
 
-#: the rank that a number is of; None: the whole run
+#: the rank that a number describes; None: the whole run
 RankName = int | Literal["last"] | None
 
 
@@ -144,21 +144,21 @@ class PublishedRow:
 
     Attributes:
         line: number of the row in its file, the first below the header being 1.
-        text: what stands in each column; "" for nothing.
+        text: the text of each column; "" for none.
     """
 
     line: int
     text: Mapping[str, str]
 
     def value(self, column: str) -> float | None:
-        """The number in a column, or None where none was published; ValueError for anything else, as for what
-        is less than nothing."""
+        """The number in a column, or None if none was published; ValueError for any other text and for
+        negative numbers."""
         text = self.text[column].strip()
         return _amount(text) if text else None
 
     def by_rank(self, column: str) -> dict[int, float]:
-        """The numbers in a column that holds a JSON object of a number for each rank; empty where nothing was
-        published; ValueError for anything else."""
+        """The numbers by rank in a column with a JSON object of a number for each rank; empty if nothing was
+        published; ValueError for any other text."""
         text = self.text[column].strip()
         content = json.loads(text, parse_int=str, parse_float=str, parse_constant=str) if text else {}
         if not isinstance(content, dict) or not all(isinstance(value, str) for value in content.values()):
@@ -177,15 +177,14 @@ class QuantityColumn(StrictModel):
     """A column of published numbers, and our number for it: ``field`` divided by ``unit``.
 
     Attributes:
-        field: of the measurement; with ``rank`` or ``step``, of an entry of its ``by_class``.
-        unit: of the compared numbers, in units of the field.
-        published_unit: of the column, if it is another than ``unit``.
-        rank: the rank whose number it is; "each": the column has a JSON object by rank, and each is compared.
-        step: of the traced steps, counted from 1; with a rank or a phase, the last one unless given.
-        phase: the number holds where the last phase of this name, such as "forward", ends in the step, not
-            for the whole step.
-        named: the quantity's name in comparisons, ``as`` in the file; the column's unless given.
-        note: stands beside every number.
+        field: a field of the measurement; with ``rank`` or ``step``, a field of an entry of its ``by_class``.
+        unit: the unit of the compared numbers, in units of the field.
+        published_unit: the unit of the published column, if that is not ``unit``.
+        rank: the rank that the number describes; "each": the column has a JSON object of numbers by rank.
+        step: the traced step, counted from 1; with a rank or a phase the last step is the default.
+        phase: the number describes the end of the step's last phase of this name, such as "forward".
+        named: the quantity's name in comparisons, ``as`` in the file; default: the column's name.
+        note: a note on every number of the column.
     """
 
     field: str
@@ -199,8 +198,7 @@ class QuantityColumn(StrictModel):
 
     @property
     def of_classes(self) -> bool:
-        """Whether the number is of a rank, of a step other than that of the whole measurement, or of a moment
-        of a step."""
+        """Whether the number describes one rank, step or end of a phase, not the whole measurement."""
         return self.rank is not None or self.step is not None or self.phase is not None
 
     def numbers(self, row: PublishedRow, column: str) -> dict[RankName, float | None]:
@@ -219,18 +217,18 @@ class QuantityColumn(StrictModel):
         return [text for text, at in texts if at is not None]
 
     def ours(self, measurement: Mapping[str, Any], cell: Cell, rank: RankName) -> float | None:
-        """Our number, in the compared unit; None where the measurement has none."""
+        """Our number in the compared unit; None if the measurement has no such number."""
         value = self._of_classes(measurement, cell, rank) if self.of_classes else measurement.get(self.field)
         return None if value is None else value / self.unit
 
     def measured(self, ours: float) -> float:
-        """The measured number that is ``ours`` in the compared unit; bytes are whole."""
+        """The number of the measurement's field for ``ours`` in the compared unit; bytes are whole."""
         value = ours * self.unit
         return round(value) if self.field.endswith("_bytes") else value
 
     def _of_classes(self, measurement: Mapping[str, Any], cell: Cell, rank: RankName) -> Any:
-        """The field's largest value over rank classes at the step (for a peak: up to that step), or its value
-        in the class of one rank; None if there is none."""
+        """The field's largest value over rank classes at the step (a peak: up to that step), or the value in
+        the class of one rank; None if there is no such entry."""
         entries = [entry for entry in measurement.get("by_class") or [] if entry["step"]]  # 0 is set-up
         if rank is not None:
             rank = cell.sizes.world - 1 if rank == "last" else rank
@@ -256,7 +254,7 @@ class QuantityColumn(StrictModel):
 
 
 def unknown(path: Sequence[str | int], what: str, name: str, known: Collection[str]) -> Iterator[Mistake]:
-    """The mistake of a name at a key path that is not one of ``known``, if it is not; ``what``: the message
+    """A mistake at a key path if ``name`` is not one of ``known``, with near names; ``what``: the words
     before the name."""
     if name not in known:
         yield path, f"{what} {name!r}{suggestion(name, known)}"

@@ -1,6 +1,6 @@
-"""Published numbers: the CSV files that have them, and who published them: papers, and collections of what
-many people published (measurements of real machines, step times, runs of mixtures of experts), each of which
-is reproduced as one paper is; and the values of published formulas."""
+"""The CSV files of published numbers, and who published these: papers, and collections of numbers from many
+people (measurements of real machines, step times, runs of mixtures of experts), each of which is reproduced
+like one paper; and the values of published formulas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spbench.bench.tools.papers.answer import load_scenario
 from spbench.bench.tools.papers.comparison import read_csv
 from spbench.bench.yaml_files import PublishedNumber, StrictModel, finite, packaged, read_yaml
 
-#: where published files of the package are
+#: packages that have published files
 PACKAGES = tuple(f"spbench.results.{folder}" for folder in ("papers", "measured", "field", "experts"))
 
 _OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
@@ -34,7 +34,7 @@ PAPERS_FILE = "papers.csv"
 SOURCES_FILE = "sources.csv"
 ALL = "all"
 MEASURED, FIELD, EXPERTS = "measured", "field", "experts"
-#: collections that are reproduced under these names, as one does a paper: the file of who measured, a title
+#: collections that are reproduced by name like papers: (file of their sources, title)
 COLLECTIONS = {
     MEASURED: (SOURCES_FILE, "What real machines measured"),
     FIELD: ("field_sources.csv", "Step times that others published"),
@@ -67,9 +67,10 @@ def published_file(file: str, beside: Path | None = None) -> PublishedFile:
 
 
 class PublishedPlace(StrictModel):
-    """Where a published number or formula stands: in the row of a CSV file whose ``key`` is the claim's name.
+    """The place of a published number or formula: a CSV file, ``column``, and the row with the claim as
+    ``key``.
 
-    The methods take that name and the scenario file's folder.
+    The methods take the claim's name and the scenario file's folder.
     """
 
     file: str
@@ -77,7 +78,7 @@ class PublishedPlace(StrictModel):
     column: str = "published"
 
     def source(self, claim: str) -> str:
-        """FILE:ROW:COLUMN."""
+        """The place as text, FILE:ROW:COLUMN."""
         return f"{self.file}:{claim}:{self.column}"
 
     def text(self, claim: str, folder: Path) -> str:
@@ -85,7 +86,8 @@ class PublishedPlace(StrictModel):
         return self._row(claim, folder)[self.column]
 
     def number(self, claim: str, quantity: str, folder: Path) -> PublishedNumber:
-        """The published number in the claim's row, as a number of this quantity; UserError if it is none."""
+        """The published number in the claim's row, as a number of this quantity; UserError if the text is no
+        number."""
         row = self._row(claim, folder)
         text = row[self.column]
         try:
@@ -115,7 +117,7 @@ class Paper:
     """A paper, by the name that commands take.
 
     Attributes:
-        finding: a sentence or two about the paper, where its numbers alone mislead.
+        finding: a sentence or two about the paper, if its numbers without words mislead.
     """
 
     name: str
@@ -166,7 +168,7 @@ def unknown_paper(name: str) -> str:
 
 
 def one_of(paper: Paper, scenarios: Sequence[Scenario], name: str) -> Scenario:
-    """The scenario of a paper that has that name; UserError if none has."""
+    """The scenario called ``name`` among a paper's scenarios; UserError if there is none."""
     by_name = {scenario.name: scenario for scenario in scenarios}
     if name not in by_name:
         raise UserError(f"no scenario {name!r} answers to {paper.name}{suggestion(name, by_name)}")
@@ -174,8 +176,8 @@ def one_of(paper: Paper, scenarios: Sequence[Scenario], name: str) -> Scenario:
 
 
 def scenarios_of(name: str) -> list[tuple[Paper, list[Scenario]]]:
-    """A paper, or with "all" every paper that has any, with the packaged scenarios that name it by its name
-    or its source; UserError if there is no such paper, no scenario names it, or a scenario is wrong."""
+    """(paper, packaged scenarios that name the paper or its source), for one paper, or with "all" for every
+    paper that has any; UserError if there is no such paper, no scenario names it, or one is wrong."""
     named = papers()
     if name not in (*named, ALL):
         raise UserError(f"unknown paper {name!r}{suggestion(name, [*named, ALL])}")
@@ -192,8 +194,8 @@ def scenarios_of(name: str) -> list[tuple[Paper, list[Scenario]]]:
 
 
 def publishers() -> Callable[[str], str]:
-    """A function from the ``source`` of a record to who published it: the figures and tables of a paper are
-    one, under the first word of their files' names."""
+    """A function from the ``source`` of a record to its publisher; for a paper's figures and tables that is
+    the first word of their files' names."""
     measured_by = {each.file: each.measured_by for name in COLLECTIONS for each in measured_sources(name)}
 
     def publisher(source: str) -> str:

@@ -1,9 +1,9 @@
-"""The tables of README.md, docs/long_context.md and measured.md: our errors in nine lines, and by who
-measured real machines, beside other predictors'; and each rung of ALST's ladder, the longest sequence as
-published and as simulated, and what its switch costs in time.
+"""Tables of README.md, docs/long_context.md and measured.md: our errors in a few lines; our errors by who
+measured real machines, with those of other predictors; and each rung of ALST's ladder, with the longest
+sequence, published and simulated, and the time that its switch costs.
 
-How far ours are from measured memory, as evidence for other numbers: errors by data-parallel backend, and
-what published runs that trained or ran out of memory say of verdicts on others.
+Errors of memory by data-parallel backend, and verdicts on published runs that trained or ran out of memory,
+as evidence for the trust in other memory and verdicts.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from spbench.plots.series import grouped
 
 PREDICTORS_FILE = "other_predictors.csv"
 _LADDER = "alst"
-#: names of ratios, as the scenario gives them: the machine and the rungs as the table has them, and the step
+#: a ratio's name in the scenario: machine and rungs as in the published table, and the step
 _PRICE = re.compile(r"(?P<machine>.+), (?P<rung>[^,]+) over (?P<base>[^,]+), (?P<step>[^,]+)")
 
-#: what readers are told of the quantities of scenarios
+#: names of quantities for readers
 QUANTITY_NAMES = {
     "peak_memory_gib": "peak memory",
     "allocated_memory_gib": "memory after a step",
@@ -59,7 +59,7 @@ QUANTITY_NAMES = {
 
 
 def records_by_source(records: DataFrame) -> dict[MeasuredSource, DataFrame]:
-    """The records of each file of measurements that has any; each measured number once."""
+    """The records of each file of measurements that has any, by source; each measured number once."""
     by_file = dict(groups(distinct(records), "file"))
     return {source: by_file[source.file] for source in measured_sources() if source.file in by_file}
 
@@ -88,7 +88,7 @@ def validation_lines(records: DataFrame) -> list[Line]:
 
 
 def _errors_and_roles(records: DataFrame) -> Line:
-    """How many numbers, the median and the worst of their absolute errors, and how many are of each role."""
+    """The number of records, the median and worst absolute error, and the number of each role."""
     roles, errors = records["role"].value_counts(), absolute_errors(records)
     return {
         "numbers": len(errors) if len(records) else "",
@@ -99,7 +99,7 @@ def _errors_and_roles(records: DataFrame) -> Line:
 
 
 def _other_predictor(other: Mapping[str, str]) -> str:
-    """The errors of another predictor on runs that are here, else what its authors state."""
+    """In words, another predictor's errors on runs of our files, else the errors that its authors state."""
     if other["file"]:
         errors = predictor_errors(other)
         return f"{other['predictor']} {error_percent(median(errors))}, worst {error_percent(max(errors))}"
@@ -108,27 +108,27 @@ def _other_predictor(other: Mapping[str, str]) -> str:
 
 
 def predictor_errors(other: Mapping[str, str]) -> list[float]:
-    """|predicted / measured - 1| of a row of results/measured/other_predictors.csv: by the columns that it
-    names of the file of measurements that it names."""
+    """|predicted / measured - 1| of another predictor, for each row of a file of measurements: ``other``, a
+    row of results/measured/other_predictors.csv, names the file and both columns."""
     rows = published_file(other["file"]).rows
     return [abs(float(row[other["predicted"]]) / float(row[other["measured"]]) - 1) for row in rows]
 
 
 # -- how far to trust a number -------------------------------------------------------------------------------
 
-#: the start of what a formula is, where it counts what leaves a GPU; others count by a paper's convention
+#: how the description of a formula begins that counts elements leaving a GPU; others count by a convention
 _COUNTS_WIRE = "elements that a GPU sends"
-#: quantities of papers and of others that are a peak
+#: names of quantities that are a peak of memory
 _PEAKS = ("memory_mb", "memory_gb", "peak_memory_gib")
-#: classes of rates that are measured, if of another length, card or kernel
+#: classes of rates that are measured, perhaps at another length, or on another card or kernel
 _MEASURED_RATES = ("sourced", "extrapolated", "transferred")
 
 
 def trust_lines(folder: Path) -> list[Line]:
-    """Four lines: errors of memory, of bytes and of all step times, and how many of the times were predicted.
+    """Four lines: errors of memory, of sent bytes, and of step times by measured and by other rates.
 
     Args:
-        folder: the files of `spbench reproduce`.
+        folder: the folder of the files of `spbench reproduce`.
 
     Raises:
         UserError: a file cannot be read.
@@ -166,7 +166,7 @@ def _of(records: DataFrame, *quantities: str) -> DataFrame:
 
 
 def _wire_counts(records: DataFrame) -> DataFrame:
-    """The formulas that count what leaves a GPU, and not what a paper's convention adds."""
+    """The records of formulas that count elements leaving a GPU, and not by a paper's convention."""
     formulas = records[records["role"] == "formula"]
     counted = {
         f"{file}:{row['claim']}:published"
@@ -181,11 +181,11 @@ def _wire_counts(records: DataFrame) -> DataFrame:
 
 
 def ladder_lines(records: DataFrame) -> list[Line]:
-    """A line for each rung, in the order of the published table; no price where no step was timed with and
-    without a switch.
+    """A line for each rung of ALST's ladder, in the order of the published table; the price is empty if no
+    step was timed with and without the rung's switch.
 
     Args:
-        records: of `spbench reproduce field`.
+        records: the records of `spbench reproduce field`.
     """
     prices: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for record in lines_of(records[records["reproduced"].notna()]):
@@ -212,9 +212,9 @@ def _length(tokens: float | None) -> str:
     return "none" if tokens is None else f"{round(tokens):,}"
 
 
-#: what quantities of memory of published tables are
+#: the kind of memory of each quantity of published tables
 _MEMORY = {"peak_memory_gib": PEAK, "memory_gb": PEAK, "memory_mb": PEAK, "reserved_memory_gib": RESERVED}
-#: quantities of memory whose errors are not counted, as settings were chosen by them
+#: quantities of memory whose errors do not count, because settings were chosen by looking at them
 _SEEN = ("allocated_gib", "reserved_gib", "allocated_memory_gib")
 
 
@@ -222,11 +222,11 @@ def memory_errors(
     paths: Iterable[Path], cells: Mapping[str, Cell], of_cases: Sequence[Mapping[str, str]]
 ) -> dict[str, dict[str, list[float]]]:
     """The relative errors of the counted numbers of files of `spbench reproduce`, each published number once,
-    by backend and quantity, in ascending order; of a run's ranks the one that is furthest off.
+    by backend and quantity, in ascending order; of a run's ranks only the one with the largest error counts.
 
     Args:
-        cells: by key; a record whose cell is not there is left out.
-        of_cases: lines of megatron_cases_errors.csv, which stand for the golden values of other files.
+        cells: cells by key; records without a cell are left out.
+        of_cases: lines of megatron_cases_errors.csv, which replace the golden values of other files.
     """
     errors = [  # each of a backend, a quantity and a run
         ("megatron", PEAK, "{case} {golden} {quantity}".format(**line), float(line["error"]))
@@ -251,12 +251,12 @@ def memory_errors(
 
 
 def filled_runs(paths: Iterable[Path], cells: Mapping[str, Cell]) -> tuple[list[Filled], set[str]]:
-    """The published runs that trained or ran out of memory, each once, and the kinds of program whose memory
-    was measured.
+    """(the published runs that trained or ran out of memory, each once; the kinds of programs whose memory
+    was measured).
 
     Args:
-        paths: of files of `spbench reproduce`.
-        cells: by key; a record whose cell is not there is left out.
+        paths: paths of files of `spbench reproduce`.
+        cells: cells by key; records without a cell are left out.
     """
     records = joined(read_comparisons(path) for path in paths)
     records = records[records["cell"].isin(cells) & records["of_table"]]
@@ -272,8 +272,8 @@ def filled_runs(paths: Iterable[Path], cells: Mapping[str, Cell]) -> tuple[list[
 
 
 def certainty_lines(runs: Sequence[Filled], kinds: set[str]) -> list[Line]:
-    """The verdicts on published runs that trained and that ran out of memory, each by a border of the other
-    sources' runs."""
+    """Two lines with counts of verdicts: on published runs that trained, and on those that ran out of memory;
+    each run is judged by the evidence of the other sources."""
     words: dict[int, str] = {}
     for source, some in grouped(runs, lambda run: run.source).items():
         evidence = Evidence.of((run for run in runs if run.source != source), kinds)

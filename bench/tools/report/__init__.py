@@ -1,1 +1,1 @@
-"""The static site of `spbench report`: what is gathered, its pages, and how they are written."""
+"""The static site of `spbench report`: reading the results, making pages of them, and writing the files."""

@@ -1,4 +1,4 @@
-"""The site as a folder of files: rendered, then put in the place of an earlier one."""
+"""The site as a folder of files: all files are rendered, and the new folder then replaces an earlier site."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spbench.impls import FunctionModules
 
 PAGES = FunctionModules("spbench.bench.tools.report.pages", "*_page", "pages", "pages")
 STATIC = Path(__file__).with_name("static")
-#: a file of every site, by which a folder is known to be one
+#: a file of every site; a folder with this file is taken for an earlier site
 MARKER = "spbench-report.json"
 
 
@@ -29,7 +29,7 @@ class Site:
     """A written site.
 
     Attributes:
-        files: the size of each in bytes, by path below the folder, in alphabetical order.
+        files: the size of each file in bytes, by path below the folder, in alphabetical order.
     """
 
     folder: Path
@@ -41,10 +41,10 @@ class Site:
 
 
 def check_place(folder: Path) -> None:
-    """Refuse a place where a site cannot be.
+    """Refuse a path where no site can be written.
 
     Raises:
-        UserError: it is a file, or a folder with other things in it.
+        UserError: the path is a file, or a folder with files that are no site.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output {folder} is a file; name a folder")
@@ -56,13 +56,13 @@ def check_place(folder: Path) -> None:
 
 
 def build(gathered: Gathered, folder: Path, documentation: str = "") -> Site:
-    """Write the site into a folder; an earlier one stays as it is until the new one is whole.
+    """Write the site into a folder; an earlier site stays as it is until the new site is whole.
 
     Args:
-        documentation: the address that pages link to, relative to them; empty: they have no link.
+        documentation: the address of the documentation, relative to a page; empty: pages do not link to it.
 
     Raises:
-        UserError: the folder holds something else, or cannot be written.
+        UserError: the folder has files that are no site, or cannot be written.
     """
     check_place(folder)
     target = resolved(folder)
@@ -83,7 +83,7 @@ def build(gathered: Gathered, folder: Path, documentation: str = "") -> Site:
 
 
 def _swap(new: Path, target: Path) -> None:
-    """Put a folder in the place of another, which goes away."""
+    """Replace the folder ``target`` by the folder ``new``; the old content is deleted."""
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
     if target.exists():
         target.rename(old)
@@ -100,7 +100,7 @@ def files(gathered: Gathered, documentation: str = "") -> dict[str, bytes]:
     """The content of every file of the site, by path.
 
     Raises:
-        ValueError: two pages write one file, with other content.
+        ValueError: two pages write the same file with different contents.
     """
     pages = [page for name in PAGES.names() for page in PAGES.load(name)(gathered)]
     links = navigation(pages)
@@ -116,12 +116,13 @@ def files(gathered: Gathered, documentation: str = "") -> dict[str, bytes]:
 
 
 def vendored() -> Iterator[tuple[str, bytes]]:
-    """Styles and scripts, with the library that sorts tables as one that a page from a file may load."""
+    """The paths and contents of styles and scripts; itables' bundle, which sorts tables, is turned from a
+    module into a plain script."""
     for path in sorted(STATIC.iterdir()):
         yield f"assets/{path.name}", path.read_bytes()
     bundle = package_files("itables") / "html"
     script = (bundle / "dt_bundle.js").read_text(encoding="utf-8")
-    # pages from files may not import modules, so what the module exports becomes a name of the window
+    # pages opened from files cannot import modules, so the module's export becomes a name of the window
     script, count = re.subn(r"export\s*\{[^}]*?(\w+) as default[^}]*\};?", r"window.DataTable=\1;", script)
     if count != 1:
         raise RuntimeError(f"itables {version('itables')}: its bundle exports {count} defaults, not one")

@@ -1,6 +1,5 @@
-"""Drawings that stand beside the numbers of a page, as SVG in the look of the suite's figures: one layer of a
-strategy, what each rank computes and sends over time, with the messages between ranks; and metrics over
-commits."""
+"""Drawings for pages, as SVG in the style of the suite's figures: one layer of a strategy (kernels and
+messages of each rank over time), and metrics over commits."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from spbench.plots.paper import add_legend, house_style, new_figure
 from spbench.plots.series import grouped
 from spbench.plots.style import GREY, INK, shortened
 
-#: inches of a drawing's width, of a row of bars, of what is around the rows, and of a panel of a history
+#: inches: a drawing's width, and the heights of a row of bars, of axes around rows, and of a history's panel
 _WIDTH, _ROW, _AROUND, _PANEL = 10.0, 0.16, 0.7, 1.9
 WAIT = "wait"
 _COLOURS: Mapping[str, Any] = read_yaml(Path(__file__).with_name("colours.yaml"))
@@ -37,32 +36,32 @@ _OF_KINDS = {
     **dict(zip(_COLLECTIVES, cycle(_COLOURS["collectives"]), strict=False)),
     WAIT: _COLOURS["wait"],
 }
-#: panels beside each other, and characters of a commit
+#: the number of panels in a row, and of characters of a commit's hash
 _ACROSS, _SHORT = 3, 7
 
 
 def svg(figure: Drawing) -> bytes:
-    """The figure as a file; the same figure gives the same bytes."""
+    """The figure as the bytes of an SVG file; the same figure always gives the same bytes."""
     content = io.BytesIO()
-    with house_style(), rc_context({"svg.fonttype": "none"}):  # a page has many words, and paths are long
+    with house_style(), rc_context({"svg.fonttype": "none"}):  # text instead of paths keeps files small
         figure.savefig(content, format="svg", metadata={"Date": None})
     return content.getvalue()
 
 
 Bar = dict[str, Any]
-#: significant digits of times in a drawing
+#: the significant digits of times in a drawing
 _DIGITS = 9
-#: fields of a bar that a table shows
+#: the fields of a bar that the table shows
 _COLUMNS = ("row", "phase", "operator", "kind", "start", "duration", "bytes", "partners")
 
 
 def layer_table(trace: Mapping[str, Any], strategy: str, name: str, model: str) -> DataTable:
-    """The work of the ranks in each phase of a layer, with a drawing.
+    """A table of the events of each rank in the forward and backward of one layer, with a drawing of them.
 
     Args:
-        trace: as :func:`tools.papers.reproductions.read_trace` gives it.
-        name: of the table on the strategy's page.
-        model: in words, for the caption.
+        trace: a trace from :func:`tools.papers.reproductions.read_trace`.
+        name: the name of the table on the strategy's page.
+        model: the model in words, for the caption.
     """
     bars = [bar for bar in bars_of(trace) if bar["phase"] in ("forward", "backward")]
     spent: Counter[str] = Counter()
@@ -77,10 +76,10 @@ def layer_table(trace: Mapping[str, Any], strategy: str, name: str, model: str) 
 
 
 def bars_of(trace: Mapping[str, Any]) -> list[Bar]:
-    """A bar for each event of each rank that takes time: ``rank``, ``lane`` (0 is the compute stream's),
-    ``row`` (its label), ``phase``, ``operator``, ``kind``, ``start`` and ``end`` and ``duration`` in ms,
-    ``bytes``, ``flops``, ``partners`` (ranks that take part, as text), ``source`` and ``destination`` of a
-    message."""
+    """A bar for each event of each rank that takes time: ``rank``, ``lane`` (0: the compute stream), ``row``
+    (the label of rank and lane), ``phase``, ``operator``, ``kind``, ``start``, ``end`` and ``duration`` in
+    ms, ``bytes``, ``flops``, ``partners`` (a text that names the other ranks), and of a message ``source``
+    and ``destination``, which are ranks."""
     return [
         _bar(event)
         for event in trace["traceEvents"]
@@ -121,24 +120,24 @@ def _partners(rank: int, details: Mapping[str, Any]) -> str:
 
 
 def messages(bars: Sequence[Bar]) -> Iterator[Bar]:
-    """A line for each message, from the row of its sender, when it starts, to the row where it is received,
-    when it ends."""
+    """The bar of each message's send, with the entries ``from`` and ``to``: the rows of the sender and of the
+    receiver. The message is drawn as a line between these rows."""
 
     def message(bar: Bar) -> tuple[Any, ...]:
         return bar["source"], bar["destination"], bar["start"], bar["end"]
 
     received = {message(bar): bar for bar in bars if bar["kind"] == "recv"}
     for bar in bars:
-        if bar["kind"] == "send" and (there := received.get(message(bar))):
-            yield {**bar, "from": bar["row"], "to": there["row"]}
+        if bar["kind"] == "send" and (receiver := received.get(message(bar))):
+            yield {**bar, "from": bar["row"], "to": receiver["row"]}
 
 
 def layer_figure(bars: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> Drawing:
-    """A panel for each phase of a layer, with a row for each stream of each rank over ms.
+    """A panel for each phase of a layer, with a row for each stream of each rank over time in ms.
 
     Args:
-        bars: as :func:`bars_of`, of some phases.
-        messages: between rows, as :func:`messages`.
+        bars: bars of some phases, from :func:`bars_of`.
+        messages: messages between rows, from :func:`messages`.
     """
     ordered = sorted(bars, key=lambda bar: (bar["rank"], bar["lane"]))
     rows = {row: at for at, row in enumerate(dict.fromkeys(bar["row"] for bar in ordered))}
@@ -148,7 +147,7 @@ def layer_figure(bars: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[s
         panels = figure.subplots(len(phases), squeeze=False)[:, 0]
         for ax, (phase, of_phase) in zip(panels, phases.items(), strict=True):
             for (row, kind), alike in grouped(of_phase, lambda bar: (bar["row"], bar["kind"])).items():
-                # one line with gaps, since a file has room for it where it has none for each bar's rectangle
+                # one line with gaps takes far less room in a file than a rectangle for each bar
                 ends = [end for bar in alike for end in (bar["start"], bar["end"], nan)]
                 faint, height = 0.3 if kind == WAIT else 1.0, 0.75 * 72 * _ROW
                 (line,) = ax.plot(ends, [rows[row]] * len(ends), color=_OF_KINDS[kind], alpha=faint, gid=kind)
@@ -172,16 +171,16 @@ def layer_figure(bars: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[s
 
 
 def label_of(series: Series) -> str:
-    """The cell, and the machine if the metric was measured on one."""
+    """The title of a series' panel: the cell, and the machine if the metric was measured on one machine."""
     return f"{series.cell} on {series.machine}" if series.machine else series.cell
 
 
 def history_figure(assessments: Sequence[Assessment], places: Mapping[str, int]) -> Drawing:
-    """A panel for each series: its values over commits, the ranges that hold the commit of a step, and its
-    targets.
+    """A panel for each series: its values over commits, the ranges of commits that contain a step's cause,
+    and its targets.
 
     Args:
-        places: of commits along the panels, by hash.
+        places: the position of each commit along the x axis, by hash.
     """
     down = ceil(len(assessments) / _ACROSS)
     with house_style():

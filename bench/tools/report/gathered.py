@@ -1,8 +1,8 @@
-"""What the site is made of: papers and what reproducing them found, and a result row for each known cell.
+"""The data that the site shows: papers with the outcomes of reproducing them, and a result row for each cell.
 
-Rows come from the first of these places that has any of a scenario: RESULTS/runs (every scenario that was
-run here), RESULTS/baseline (committed rows of a few), and the numbers that RESULTS/reproduction/PAPER.csv
-holds of cells that were measured elsewhere. The last have what was compared with published tables alone.
+The rows of a scenario come from the first of these places that has any: RESULTS/runs (every scenario that was
+run here), RESULTS/baseline (committed rows of a few scenarios), and RESULTS/reproduction/PAPER.csv (of cells
+that were measured elsewhere, only the numbers that published tables have).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from spbench.bench.tools.papers.sources import ALL, Paper, scenarios_of
 from spbench.bench.tools.report.page import Figure
 
 Line = Mapping[str, Any]
-#: where a row was found
+#: the place that a row was read from
 Origin = Literal["runs", "baseline", "reproduction"]
 
 
 @dataclass(frozen=True)
 class PaperResults:
-    """A paper, its scenarios by name, and what reproducing them found.
+    """A paper, its scenarios by name, and the outcomes of reproducing them.
 
     Attributes:
-        findings: without lines where no PAPER.csv is among the results.
+        findings: the compared numbers; none if the results have no PAPER.csv.
     """
 
     paper: Paper
@@ -47,17 +47,17 @@ class PaperResults:
 
     @property
     def sources(self) -> list[str]:
-        """Where numbers of the scenarios were published: "" for the paper itself, first, then others that
-        stand on its page."""
+        """The sources in which the scenarios' numbers were published: "" for the paper itself comes first,
+        then other papers, whose numbers are on this paper's page."""
         return sorted({scenario.document.published_in for scenario in self.scenarios.values()})
 
     @property
     def in_order(self) -> list[Scenario]:
-        """The paper's own scenarios, then scenarios of numbers from other papers."""
+        """The scenarios with the paper's own numbers, then those with numbers from other papers."""
         return sorted(self.scenarios.values(), key=lambda scenario: scenario.document.published_in)
 
     def records_of(self, source: str) -> DataFrame:
-        """The records of numbers that were published in ``source``."""
+        """The records of comparisons with numbers that were published in ``source``, one a row."""
         return self.findings.of(*(s.name for s in self.in_order if s.document.published_in == source))
 
     def run_of(self, scenario: str) -> Mapping[str, str]:
@@ -67,10 +67,10 @@ class PaperResults:
 
 @dataclass(frozen=True)
 class CellResult:
-    """The result of a cell, and where it is from.
+    """The result of a cell, with its scenario and the place that it was read from.
 
     Attributes:
-        row: as in a cells.jsonl; for the origin "reproduction", only the compared numbers.
+        row: a row of a cells.jsonl; for the origin "reproduction", it has only the compared numbers.
     """
 
     scenario: str
@@ -79,20 +79,20 @@ class CellResult:
 
     @cached_property
     def flat(self) -> dict[str, Any]:
-        """The row as one level of plain values, between the scenario's name and the origin."""
+        """The row as one level of plain values by column, with the columns ``scenario`` and ``origin``."""
         return {"scenario": self.scenario, **flat(self.row), "origin": self.origin}
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """All that pages are made of.
+    """All data that pages show.
 
     Attributes:
         results: the folder with reproduction/, baseline/ and runs/.
-        baseline: the folder with a baseline of each of some scenarios.
-        history: the folder of `spbench record`; None: there is none.
-        strategy_rows: of the scenario that sets strategies beside each other, in its order.
-        cells: by scenario, then in the order of the file.
+        baseline: the folder with baselines of some scenarios, each in a folder of the scenario's name.
+        history: the folder of `spbench record`; None: there is no history.
+        strategy_rows: the rows of the scenario that compares strategies, in its order.
+        cells: the results of all cells, by scenario, then in the order of the file.
     """
 
     results: Path
@@ -103,7 +103,7 @@ class Gathered:
     strategy_rows: Sequence[Row] = ()
 
     def figure(self, name: str | None, title: str) -> Figure | None:
-        """A figure of the reproduction, as SVG or else as PNG; None where it was not drawn."""
+        """The figure of the reproduction called ``name``, as SVG or else as PNG; None if it was not drawn."""
         for form in ("svg", "png") if name else ():
             path = self.results / "reproduction" / "figures" / f"{name}.{form}"
             if path.is_file():
@@ -112,15 +112,15 @@ class Gathered:
 
     @property
     def strategies(self) -> Path:
-        """The folder of strategies' rows and traces."""
+        """The folder with the rows and traces of strategies."""
         return self.results / "reproduction" / STRATEGIES
 
 
 def default_results() -> Path:
-    """results/ in the working directory, or else in the checkout of this code.
+    """The folder results/ in the working directory, or else in the checkout of this code.
 
     Raises:
-        UserError: neither has reproduced papers, baselines or runs.
+        UserError: neither folder has reproduced papers, baselines or runs.
     """
     places = [Path("results"), Path(spbench.__file__).resolve().parents[1] / "results"]
     for place in places:
@@ -132,11 +132,11 @@ def default_results() -> Path:
 
 
 def gather(results: Path, history: Path | None, baseline: Path | None = None) -> Gathered:
-    """Read everything that pages are made of.
+    """Read all data that pages show.
 
     Args:
         results: a folder with any of reproduction/, baseline/ and runs/.
-        history: of `spbench record`; None: RESULTS/history if that is there.
+        history: the folder of `spbench record`; None: RESULTS/history if it exists.
         baseline: a folder with baselines by the names of scenarios; None: RESULTS/baseline.
 
     Raises:
@@ -171,7 +171,7 @@ def _paper(folder: Path, paper: Paper, scenarios: Sequence[Scenario]) -> PaperRe
     return PaperResults(paper, by_name, PaperFindings(paper.name, frame_of(lines), runs, documents))
 
 
-#: columns of PAPER.csv and of PAPER_runs.csv that pages show
+#: the columns of PAPER.csv and of PAPER_runs.csv that pages need
 _COLUMNS = (
     *("table", "cell", "quantity", "role", "scenario"),
     *("published", "reproduced", "relative_error", "status_published", "status_reproduced"),
@@ -188,10 +188,10 @@ def _checked(path: Path, records: Sequence[Line], columns: Sequence[str]) -> Seq
 
 
 def _cells(baseline: Path, runs: Path, papers: Sequence[PaperResults]) -> Iterator[CellResult]:
-    """The cells of every scenario, each scenario from the first place that has any."""
+    """The cells of every scenario, read from the first of the three places that has cells of the scenario."""
     places: dict[str, tuple[Origin, Path]] = {}
     origin: Origin
-    for origin, folder in (("baseline", baseline), ("runs", runs)):  # the latter has precedence
+    for origin, folder in (("baseline", baseline), ("runs", runs)):  # runs replace baselines
         for path in sorted(folder.glob(f"*/{RESULTS_FILE}")):
             places[path.parent.name] = (origin, path)
     reproduced = {name: paper for paper in papers for name in paper.scenarios}
@@ -206,7 +206,7 @@ def _cells(baseline: Path, runs: Path, papers: Sequence[PaperResults]) -> Iterat
 
 def _written_rows(paper: PaperResults, name: str) -> Iterator[Row]:
     """A row for each cell of a scenario that published tables have, with the compared numbers. PAPER.csv has
-    these in the units of the comparison alone, so they are turned back into what was measured."""
+    these numbers in the published units, so they are converted back into the units of measurements."""
     scenario, run = paper.scenarios[name], paper.run_of(name)
     columns = {
         (table.table, column): quantity

@@ -1,12 +1,12 @@
-"""A page of the site: a Markdown document with parts from the results in it, and its HTML.
+"""A page of the site: a Markdown document with tables and figures of results in it, and its HTML.
 
-A module of :mod:`tools.report.pages` has a function ``pages(gathered) -> Iterable[Page]``; it is found by
-being there. The document beside it is a template of Jinja that is filled in with the page's values. A value
-that is a :class:`DataTable`, a :class:`Figure` or :class:`Html` stands in the document where it is named.
+Each module of :mod:`tools.report.pages` has a function ``pages(gathered) -> Iterable[Page]``. The document
+next to a module is a Jinja template, which is filled in with the page's values. A :class:`DataTable`, a
+:class:`Figure` or :class:`Html` among the values is shown at the place where the document names the value.
 
-HTML in the Markdown is text, so that nothing in a row or a scenario can become part of a page's code. Beside
-CommonMark there are tables, ``## Title {#place}`` for a place that links name, and ``**{good}words**`` for
-words in the colour of a verdict: good, partly, bad or unjudged.
+HTML in the Markdown is shown as text, so that no text of a row can become part of a page's code. In addition
+to CommonMark there are tables, ``## Title {#place}`` for an address that links name, and ``**{good}words**``
+for words in the colour of a verdict: good, partly, bad or unjudged.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _reader() -> MarkdownIt:
 
 
 def _set_attributes(state: StateCore) -> None:
-    """Takes ``{#place}`` from the end of headings and ``{good}`` from the begin of bold words."""
+    """Turn ``{#place}`` at the end of headings into an id, and ``{good}`` before bold words into a class."""
     for before, token in pairwise(state.tokens):
         children = token.children or []
         if before.type == "heading_open" and children and (place := _PLACE.search(children[-1].content)):
@@ -64,54 +64,54 @@ def _set_attributes(state: StateCore) -> None:
 
 
 def html_of(markdown: str) -> str:
-    """Markdown as HTML."""
+    """The HTML of a Markdown text."""
     return str(_reader().render(markdown))
 
 
 def plain(text: Any) -> str:
-    """Text from results, safe for Markdown: signs that mean something there are escaped."""
+    """Text from results, made safe for Markdown: signs with a meaning in Markdown are escaped."""
     return _SIGNS.sub(r"\\\1", " ".join(str(text).split()))
 
 
 def code(text: Any) -> str:
-    """Text from results as code; nothing for an empty one."""
+    """Text from results as Markdown code; "" for an empty text."""
     ticks = "``" if "`" in str(text) else "`"
     return f"{ticks}{str(text).replace('|', chr(92) + '|')}{ticks}" if text else ""
 
 
 def codes(texts: Iterable[Any]) -> str:
-    """Several texts as code, with commas between them."""
+    """Several texts as Markdown code, with commas between them."""
     return ", ".join(map(code, texts))
 
 
 def link(text: str, target: str) -> str:
-    """A Markdown link to a page or a place on one; ``text`` is escaped, as it may come from results."""
+    """A Markdown link to a page or an address on a page; ``text`` is escaped, as it may come from results."""
     return f"[{plain(text)}]({target.replace(' ', '%20')})"
 
 
 def marked(text: Any, word: str) -> str:
-    """Bold text in the colour of a verdict, ``word``."""
+    """Bold Markdown text in the colour of ``word``, a verdict: good, partly, bad or unjudged."""
     return f"**{{{word}}}{text}**"
 
 
 def docstring(text: str) -> str:
-    """A docstring, or a line of one, as Markdown: its code marked, its papers and repositories linked."""
+    """A docstring as Markdown: names in roles become code, arXiv papers and repositories become links."""
     text = _ARXIV.sub(r"[arXiv \1](https://arxiv.org/abs/\1)", _ROLE.sub(r"`\1`", inspect.cleandoc(text)))
     return _GITHUB.sub(r"[\1](https://\1)", text)
 
 
 def dated(commits: str) -> str:
-    """Commits that spaces separate, each with its day if git has it."""
+    """A text that names commits (separated by spaces in ``commits``), each with its day if git knows it."""
     days = {commit: day_of(commit) for commit in commits.split()}
     return ", ".join(f"{commit} ({day})" if day else commit for commit, day in days.items())
 
 
-#: units that end the names of quantities, as people write them
+#: the units in which names of quantities may end, as people write them
 _UNITS = {"gib": "GiB", "gb": "GB", "mb": "MB", "mib": "MiB", "ms": "ms", "s": "s", "bytes": "bytes"}
 
 
 def quantity_words(name: str) -> str:
-    """The name of a quantity for people: "throughput (tokens/s)" of "throughput_tokens_per_s"."""
+    """The name of a quantity in words: "throughput (tokens/s)" for "throughput_tokens_per_s"."""
     if name == "max_seq_len":
         return "longest sequence (tokens)"
     rate = name.endswith("_per_s")
@@ -122,7 +122,7 @@ def quantity_words(name: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as tables show it: numbers rounded to five significant digits, thousands set apart."""
+    """A value as text for tables: a number is rounded to five digits, with commas between thousands."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -134,7 +134,7 @@ def shown(value: Any) -> str:
 
 # -- whether published numbers reproduce ------------------------------------------------------------
 
-#: by word, how a sentence in Markdown says it, in its colour: grey where nothing was judged
+#: the Markdown for each verdict on a paper, in the verdict's colour: grey where nothing was judged
 BADGES: dict[Word, str] = {
     "yes": "**{good}reproduces**",
     "in part": "**{partly}reproduces in part**",
@@ -144,7 +144,8 @@ BADGES: dict[Word, str] = {
 
 
 def most_misses(records: DataFrame) -> tuple[str, str] | None:
-    """The scenario with the most misses and their number, as "2 of 8"; None if all are met."""
+    """The name of the scenario with the most numbers that are not met, and how many: "2 of 8"; None if all
+    numbers are met."""
     verdicts = {name: verdict_on(some) for name, some in groups(records, "scenario")}
     name = max(verdicts, key=lambda one: verdicts[one].judged - verdicts[one].met, default=None)
     if name is None or verdicts[name].met == verdicts[name].judged:
@@ -155,14 +156,14 @@ def most_misses(records: DataFrame) -> tuple[str, str] | None:
 # -- pages ------------------------------------------------------------------------------------------------
 
 _FOLDER = Path(__file__).parent
-#: the place of a part in a document that is filled in
+#: the mark that stands in a filled-in document for a table, figure or HTML
 _PART = re.compile("\x02(\\d+)\x03")
 #: filters for values in documents; text from results needs ``plain`` or ``code``
 _FILTERS = (plain, code, codes, link, marked, dated, shown, docstring, quantity_words)
 
 
 class Html(str):
-    """A part of a page that is HTML, in which text from results is escaped."""
+    """HTML for a page; text from results in it is already escaped."""
 
 
 @cache
@@ -175,18 +176,18 @@ def _html_environment() -> Environment:
 
 
 def from_template(name: str, **values: Any) -> Html:
-    """A template of this folder, filled in with values, which are escaped."""
+    """The HTML template ``name`` of this folder, filled in with values, which are escaped."""
     return Html(_html_environment().get_template(name).render(values))
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture: a file of results/reproduction/figures, or drawn for the page.
+    """A picture on a page: a file of results/reproduction/figures, or drawn for the page.
 
     Attributes:
-        path: on the site.
-        content: of the file: an SVG or a PNG.
-        title: what it shows.
+        path: the file's path on the site.
+        content: the bytes of the file, an SVG or a PNG.
+        title: the caption.
         alt: the text for readers who cannot see the picture; empty: the title.
     """
 
@@ -201,14 +202,15 @@ class DataTable:
     """Numbers, shown as a table and written as a CSV file that readers can download.
 
     Attributes:
-        name: unique on its page; letters, digits and hyphens.
-        caption: what it shows, with units.
-        rows: the value of each column; None is shown as a blank. Floats are shown rounded, and written whole.
-        columns: in order; empty: those of the first row.
-        sortable: whether readers sort and search it; for tables of more than a few lines.
-        percent: columns of parts of one that are shown in percent.
-        most: lines that the page shows, the first ones; the file has all. 0: the page shows no table.
-        drawn: a picture of the numbers, below which they are folded.
+        name: a name that is unique on the page; letters, digits and hyphens.
+        caption: what the numbers are, with units.
+        rows: the values of each line by column; None is shown as a blank. The page shows floats rounded, the
+            file has all digits.
+        columns: the shown columns in order; empty: the columns of the first row.
+        sortable: whether readers can sort and search the table; for tables of more than a few lines.
+        percent: the columns of fractions that are shown in percent.
+        most: the number of lines that the page shows; the file has all lines. 0: the page shows no table.
+        drawn: a picture of the numbers; the table is folded below it.
     """
 
     name: str
@@ -227,7 +229,7 @@ class DataTable:
 
 
 def folded(summary: str, text: str) -> Html:
-    """A text as it is, such as a file, that readers unfold."""
+    """A block headed ``summary`` that readers unfold to see ``text``, for example of a file, verbatim."""
     block = '<details><summary>{}</summary><pre tabindex="0">{}</pre></details>\n'
     return Html(Markup(block).format(summary, text))
 
@@ -237,16 +239,16 @@ class Page:
     """A page of the site.
 
     Attributes:
-        path: its file's name; all pages are in one folder, so that links between them are names.
-        title: of the window, the heading and the navigation.
-        document: a file in the folder pages, or Markdown that has a line break.
-        values: by the names that the document has for them. Texts are Markdown; None is left out.
-        group: the heading in the navigation that it stands under; empty: at the top level.
-        order: in the navigation; pages of a group stand where the first of them is.
+        path: the file's name; all pages are in one folder, so that links between pages are names.
+        title: the title of the window, of the heading and in the navigation.
+        document: the name of a file in the folder pages, or Markdown text with a line break.
+        values: the values by their names in the document. Texts are Markdown; None is shown as nothing.
+        group: the heading in the navigation under which the page is listed; empty: at the top level.
+        order: the position in the navigation; a group stands where its first page would.
         summary: one sentence, shown below the heading.
-        short_title: in the navigation; empty: the title.
-        files: further files of the site, by path, such as data for scripts.
-        scripts: of these and of assets/, what the page runs.
+        short_title: the title in the navigation; empty: ``title``.
+        files: the contents of further files of the site, by path, such as data for scripts.
+        scripts: the scripts that the page runs, from ``files`` or assets/.
     """
 
     path: str
@@ -261,7 +263,7 @@ class Page:
     scripts: Sequence[str] = ()
 
     def blocks(self) -> Iterator[Html | DataTable | Figure]:
-        """The document, filled in: HTML of its paragraphs, and the parts between these."""
+        """The filled-in document in order: HTML of its text, and the tables and figures between."""
         parts: list[Any] = []
 
         def placed(value: Any) -> Any:
@@ -270,14 +272,14 @@ class Page:
             if isinstance(value, (DataTable, Figure, Html)):
                 parts.append(value)
                 return f"\n\n\x02{len(parts) - 1}\x03\n\n"
-            # no text of results is the place of a part
+            # the mark is removed from texts, so that no text of results can stand for a part
             return value.replace("\x02", "") if isinstance(value, str) else "" if value is None else value
 
         environment = Environment(
             loader=FileSystemLoader(_FOLDER / "pages"),
             undefined=StrictUndefined,
             finalize=placed,
-            comment_start_string="{##",  # {#place} names the place of a heading
+            comment_start_string="{##",  # because {#place} names the address of a heading
             comment_end_string="##}",
             trim_blocks=True,
             lstrip_blocks=True,
@@ -293,10 +295,10 @@ class Page:
     def rendered(
         self, navigation: Sequence[tuple[str, Sequence[Page]]] = (), documentation: str = ""
     ) -> dict[str, str | bytes]:
-        """The content by path: of the page, with links to all pages, and of the files that come with it.
+        """The contents of files by path: the page with links to all pages, its tables, figures and files.
 
         Raises:
-            ValueError: two tables have one name.
+            ValueError: two tables have the same name.
             jinja2.UndefinedError: the document names a value that the page does not have.
         """
         files, blocks = dict(self.files), list(self.blocks())
@@ -321,7 +323,7 @@ class Page:
 
 
 def navigation(pages: Sequence[Page]) -> list[tuple[str, list[Page]]]:
-    """All pages in order, under the headings of their groups."""
+    """All pages in the order of the navigation: for each heading of a group ("": none), its pages."""
     first: dict[str, int] = {}
     for page in pages:
         first[page.group] = min(first.get(page.group, page.order), page.order)

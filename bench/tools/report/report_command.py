@@ -12,7 +12,7 @@ from spbench.bench.command_line.options import path_option, printed
 from spbench.bench.command_line.output import Output, Table
 from spbench.bench.errors import UserError
 
-#: modules of the extra `report`
+#: the modules that the extra `report` installs
 NEEDED = ("itables", "jinja2", "markdown_it")
 _LISTED = 5
 

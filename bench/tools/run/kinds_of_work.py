@@ -1,4 +1,4 @@
-"""The rates of a cluster by kind of work in words, and what counts where a cluster has none of its own."""
+"""The rates of a cluster as text, by kind of work (matmuls, attention, ...), or what a simulation assumes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from spbench.bench.measure import (
 )
 from spbench.bench.units import shown_time
 
+#: the beginning of the text for a rate that the cluster's file does not have
 GAP = "not known"
-#: before what stands for a figure of its own
+#: the words before the name of another card or cluster whose rate the file uses
 STANDS_IN = "not its own"
 
 
@@ -25,9 +26,9 @@ class KindOfWork(NamedTuple):
     """A kind of work on a cluster.
 
     Attributes:
-        work: as "matmuls, bf16".
-        figure: its rate or time, for people, or "not known: " and what counts instead.
-        source: of the figure; "" where there is none.
+        work: the kind of work, such as "matmuls, bf16".
+        figure: the rate or time as text, or "not known: " and what a simulation assumes instead.
+        source: the source of the rate; "" if there is none.
     """
 
     work: str
@@ -36,19 +37,19 @@ class KindOfWork(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether there is a figure."""
+        """Whether the cluster's file has a rate or time for this kind of work."""
         return not self.figure.startswith(GAP)
 
 
 def kinds_of_work(cluster: Cluster) -> list[KindOfWork]:
-    """All kinds of work with the figures of the cluster's file, also kinds for which the file has none."""
+    """All kinds of work with their rates in the cluster's file, also kinds without a rate there."""
     of_device = *_matmuls(cluster), *_attention(cluster), *_kernels(cluster)
     return [*of_device, *_host(cluster), *_host_memory(cluster), *_links(cluster)]
 
 
 def without_own_rates(cluster: Cluster) -> list[str]:
-    """The kinds of work of which a cluster has no rate of its own, so that times by it rest on something
-    else: in one word each."""
+    """The kinds of work, a word or two each, for which a cluster has no rate of its own, so that simulated
+    times use the datasheet or another cluster's rates."""
     device, host, node = cluster.device, cluster.host, cluster.node_link
     rates = {cluster.rates_of(precision) for precision in device.peak_flops_per_s}
     if not rates - {"datasheet"}:
@@ -81,16 +82,16 @@ def _lacks(link: Link) -> bool:
 def _of(
     work: str, figure: Sourced[Any], text: str | Callable[[float], str], without: str, per: float = 1e9
 ) -> KindOfWork:
-    """The kind of one figure: ``text`` with its value, {gb} in billions or in ``per``; or what counts without
-    it."""
+    """The kind of work of one rate: ``text`` formats its value (``{gb}``: the value divided by ``per``), and
+    ``without`` says what a simulation assumes if there is no value."""
     if figure.value is None:
         return KindOfWork(work, f"{GAP}: {without}")
-    said = text(figure.value) if callable(text) else text.format(figure.value, gb=figure.value / per)
-    return KindOfWork(work, said + _substitute(figure), _source(figure))
+    words = text(figure.value) if callable(text) else text.format(figure.value, gb=figure.value / per)
+    return KindOfWork(work, words + _substitute(figure), _source(figure))
 
 
 def _substitute(figure: Sourced[Any]) -> str:
-    """What stands for the figure's own value, after it; "" where that is its own."""
+    """The text that names the card or cluster whose value is used instead; "" for a value of its own."""
     return f" ({STANDS_IN}: {figure.substitute})" if figure.substitute else ""
 
 
@@ -99,7 +100,7 @@ def _source(figure: Sourced[Any]) -> str:
 
 
 def _table(work: str, table: Sourced[str], words: str) -> Iterator[KindOfWork]:
-    """The kind of a table of measured calls, if there is one."""
+    """The kind of work of a table of measured calls; none if the cluster has no table."""
     if table.value is not None:
         yield KindOfWork(work, f"{table_in_words(table.value)}{words}{_substitute(table)}", _source(table))
 
@@ -150,12 +151,12 @@ def _attention(cluster: Cluster) -> Iterator[KindOfWork]:
 
 
 def _kept(part: Sourced[Any]) -> str:
-    """The share of a single call's rate that remains through a step, in words; "" without one."""
+    """The share of a single call's rate that remains through a whole step, as text; "" if not known."""
     return "" if part.value is None else f"; {part.value:.3g} of it through a step"
 
 
 def _attention_words(rate: AttentionRate) -> str:
-    """The rate in words, such as "195 TFLOP/s / (1 + 530 / length), head 128, causal"."""
+    """The rate as text, such as "195 TFLOP/s / (1 + 530 / length), head 128, causal"."""
     curve = f" / (1 + {rate.half_length.value:g} / length)" if rate.half_length.value else ""
     limit = (rate.limit_flops_per_s.value or 0.0) / 1e12
     values = f" (values {rate.value_head_size})" if rate.value_head_size else ""
@@ -192,7 +193,7 @@ _HOST = {
 
 
 def _host(cluster: Cluster) -> Iterator[KindOfWork]:
-    """The times of the measured host's work, then how far this host launches ahead and its scale of times."""
+    """The times of a host's work, the number of kernels launched ahead, and the scale of these times."""
     host = cluster.host
     if host is None:
         yield KindOfWork("host", f"{GAP}: it launches in no time")
@@ -231,7 +232,7 @@ def _links(cluster: Cluster) -> Iterator[KindOfWork]:
 
 
 def _collectives(cluster: Cluster, link: Link, where: str) -> Iterator[KindOfWork]:
-    """The kinds that have rates of their own, and the rest."""
+    """The collectives that have rates of their own, then "other collectives"."""
     without = "by latency and bandwidth of a send's hops"
     if cluster.collective_model == "nccl":
         yield KindOfWork(f"collectives, {where}", "by NCCL's own model", "nccl")

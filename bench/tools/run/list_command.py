@@ -1,9 +1,8 @@
-"""`spbench list`: what there is to run and to ask for.
+"""`spbench list`: the scenarios, strategies, models, clusters and other names that commands take.
 
 Scenarios, clusters, figures and other functions are read from their files; for classes and models the modules
-are imported, and torch with them.
-
-What `spbench list cluster NAME` shows: what is known of a cluster by kind of work, and what is not.
+are imported, and torch with them. `spbench list cluster NAME` shows the rates of a cluster by kind of work,
+and which rates are not known.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ COLUMNS = ("work", "figure", "source")
 
 
 def cluster_output(name: str, figure: Path | None = None) -> Output:
-    """The packaged cluster of that name, or that of a file; UserError if there is none.
+    """The output of `spbench list cluster NAME` for a packaged cluster or a file; UserError if there is none.
 
     Args:
-        figure: where its rates are drawn, as NAME.png, .svg and .pdf; None: they are not drawn.
+        figure: the path of a drawing of the rates, as NAME.png, .svg and .pdf; None: nothing is drawn.
     """
     cluster = load_cluster(name)
     files = [] if figure is None else _drawn(cluster, figure)
@@ -73,7 +72,8 @@ def cluster_output(name: str, figure: Path | None = None) -> Output:
 
 
 def _drawn(cluster: Cluster, figure: Path) -> list[Path]:
-    """The files of the figure of a cluster's rates; UserError if it has none, or they cannot be written."""
+    """Draw a cluster's rates; return the paths of the files. UserError if the cluster has no rates, or a file
+    cannot be written."""
     from spbench.bench.tools.run.rate_curves import attention_curves, link_curves, product_curves
     from spbench.plots.rates import draw_cluster_rates
 
@@ -87,7 +87,7 @@ def _drawn(cluster: Cluster, figure: Path) -> list[Path]:
         raise UserError(f"cannot write {figure}: {error.strerror}") from error
 
 
-#: the package and the key that says what a file is
+#: for each kind that is files: the package with the files, and the key of a file whose text describes it
 _OF_FILES = {
     "scenarios": ("spbench.scenarios", "title"),
     "clusters": ("spbench.scenarios.clusters", "about"),
@@ -99,19 +99,19 @@ _OF_FUNCTIONS: dict[str, FunctionModules] = {
     "jobs": JOBS,
     "figures": FIGURES,
 }
-#: in the order in which they are printed
+#: all kinds, in the order in which they are printed
 _KINDS = (
     *("scenarios", "strategies", "peers", "as-published", "models", "clusters", "backends", "engines"),
     *("meters", "quantities", "answers", "forms", "exports", "logs", "jobs", "figures"),
 )
-#: of a kind that are named where all kinds are listed
+#: the number of entries that the list of all kinds names for each kind
 _NAMED = 3
-#: the kind of which one can be shown, by its name
+#: the word before the name of one cluster to be shown
 _ONE = "cluster"
 
 
 class _KindOrText(click.Choice[str]):
-    """A kind; any other word is a text, which is looked for in names of all kinds."""
+    """A parameter that is a kind or any other word; another word is searched in the names of all kinds."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return str(value)
@@ -165,8 +165,8 @@ def command(kind: str | None, text: str | None, figure: Path | None) -> Output:
 
 
 def _named(kinds: Sequence[str], text: str | None) -> dict[str, dict[str, str]]:
-    """The entries of each kind by name; only those with ``text`` in their name (in either case), if it is
-    given. UserError if no name has it."""
+    """The line about each entry, by kind and name; with ``text``, only entries whose name contains the text
+    (in either case). UserError if no name contains the text."""
     every = {kind: entries(kind) for kind in kinds}
     if text is None:
         return every
@@ -181,13 +181,13 @@ def _named(kinds: Sequence[str], text: str | None) -> dict[str, dict[str, str]]:
 
         if (fitting := that_fit(kinds[0], text)) is not None:
             return {kinds[0]: {name: about for name, about in every[kinds[0]].items() if name in fitting}}
-    (of, known) = (f" of {kinds[0]}", []) if len(kinds) == 1 else ("", kinds)
-    hint = suggestion(text, [*known, *itertools.chain(*every.values())], f"spbench list{of[3:]}")
+    (of, others) = (f" of {kinds[0]}", []) if len(kinds) == 1 else ("", kinds)
+    hint = suggestion(text, [*others, *itertools.chain(*every.values())], f"spbench list{of[3:]}")
     raise UserError(f"no name{of} has {shown(text)} in it{hint}")
 
 
 def _overview(content: Mapping[str, Mapping[str, str]]) -> Table:
-    """How many entries each kind has, and the first of them."""
+    """A table of the kinds: the number of entries of each kind, and its first three names."""
     lines = [
         {"kind": kind, "": len(of_kind), "such as": ", ".join([*of_kind][:_NAMED])}
         for kind, of_kind in content.items()
@@ -197,7 +197,7 @@ def _overview(content: Mapping[str, Mapping[str, str]]) -> Table:
 
 
 def entries(kind: str) -> dict[str, str]:
-    """The entries of a kind by name, each with a line about it."""
+    """The line about each entry of a kind, by the entry's name."""
     if kind in _OF_FUNCTIONS:
         return _OF_FUNCTIONS[kind].summaries()
     if kind not in _OF_FILES:
@@ -209,7 +209,7 @@ def entries(kind: str) -> dict[str, str]:
 
 
 def _lacking(name: str) -> str:
-    """The rates of a cluster that are not its own, in words; "" if all are, or its file is wrong."""
+    """A text on the kinds of work for which a cluster has no own rate; "" if none, or its file is wrong."""
     try:
         lacking = without_own_rates(load_cluster(name))
     except UserError:

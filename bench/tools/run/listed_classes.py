@@ -1,4 +1,4 @@
-"""What `spbench list` says of classes and models, whose modules it imports, and torch with them."""
+"""The lines of `spbench list` on classes and models; to read them, the modules and torch are imported."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spbench.plots.series import grouped
 
 
 def of_classes(kind: str) -> dict[str, str]:
-    """The classes of a kind by name, each with a line about it."""
+    """The line about each class of a kind, by the class's name."""
     by_kind = {LISTED[name]: classes for name, classes in OF_CLASSES.items()} | {"answers": answer_kinds}
     about = _ABOUT.get(kind, _first_sentence)
     texts = {name: about(each) for name, each in sorted(by_kind[kind]().items())}
@@ -39,8 +39,8 @@ def of_classes(kind: str) -> dict[str, str]:
 
 
 def that_fit(kind: str, text: str) -> Collection[str] | None:
-    """The strategies that take the model called ``text``, or the models that the strategy of that name takes,
-    whatever their sizes; None if nothing has that name."""
+    """The names of the strategies that support the model called ``text``, or, if ``kind`` is "models", of the
+    models that the strategy ``text`` supports, whatever their sizes; None if nothing is called ``text``."""
     if kind == "models":
         if (cls := all_strategies().get(text)) is None:
             return None
@@ -53,7 +53,8 @@ def that_fit(kind: str, text: str) -> Collection[str] | None:
 
 
 def _sites(model: Any) -> list[Site]:
-    """The sites at which a model's step uses a strategy, at the longest length that a grid, too, can have."""
+    """The sites at which a model's step uses a strategy, at the longest sequence up to 4096 that it supports
+    (a model on grids does not support every length)."""
     for length in range(_LENGTH, 0, -1):
         try:
             return list(model.sites(1, length))
@@ -71,7 +72,7 @@ def _about_strategy(cls: type[Strategy]) -> str:
 
 
 def _about_model(model: Any) -> str:
-    """The sizes that a table of models shows, and its other whole numbers where they are not as usual."""
+    """A text of a model's sizes and its whole numbers that are no defaults: "layers 32, hidden 4096"."""
     always = {names[0] for names in _SIZES.values()}
     sizes = {field.name: (getattr(model, field.name), field.default) for field in fields(model)}
     return ", ".join(
@@ -87,9 +88,9 @@ def _first_sentence(documented: object) -> str:
 
 
 _LENGTH = 4096
-#: markup of docstrings around a name, as :class:`Name`
+#: a role around a name in a docstring, such as :class:`Name`
 _ROLE = re.compile(r":[a-z]+:`~?([^`]+)`")
-#: what is said of a class, or of a model, where that is not the first sentence of its docstring
+#: the functions that describe classes of a kind; other kinds are described by a docstring's first sentence
 _ABOUT: dict[str, Callable[[Any], str]] = {
     "strategies": _about_strategy,
     "peers": _about_strategy,
@@ -99,7 +100,7 @@ _ABOUT: dict[str, Callable[[Any], str]] = {
 }
 
 
-#: what a column shows, by the names of the field in a preset and in a config.json
+#: for each column, the names of its field in a preset and in files config.json
 _SIZES = {
     "layers": ("layers", "num_hidden_layers", "n_layer"),
     "hidden": ("hidden", "hidden_size", "n_embd"),
@@ -109,21 +110,21 @@ _SIZES = {
     "vocabulary": ("vocabulary", "vocab_size"),
 }
 _IMPORTANT = ("name", "parameters", "layers", "hidden", "heads", "experts", "kv heads", "vocabulary")
-#: presets for tests, and what a terminal says in their place
+#: the names of presets for tests, and the text that a terminal shows instead of them
 _SMALL = re.compile(r"-(tiny|mini)\b")
 FOLDED = "small sizes, for verification and tests"
-#: in the order of size
+#: the units of numbers of parameters, the smallest first
 _UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
-#: where a name says which of its family it is: a size, a version, or a kind of tuning
+#: the part of a model's name after its family: a size, a version, or a kind of tuning
 _MEMBER = re.compile(r"[-_](?:v?\d|[A-Z]\d|Instruct).*")
 
 
 def tables_of_models(names: Sequence[str], *, each: bool) -> list[Table]:
-    """The sizes of presets, and how many names of Hugging Face there are by owner.
+    """A table of the sizes of presets, and a table of the models on Hugging Face.
 
     Args:
-        names: of the models that are shown.
-        each: whether names of Hugging Face have a line each; else an owner of some has one.
+        names: the names of the models that are shown.
+        each: whether each model on Hugging Face has a line; else each owner has one.
     """
     wanted = {*names}
     ours = {name: model for name, model in sorted(all_models().items()) if name in wanted}
@@ -141,7 +142,7 @@ def tables_of_models(names: Sequence[str], *, each: bool) -> list[Table]:
 
 
 def _sizes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's sizes by column; if not given, keys and values have as many heads as queries."""
+    """A model's sizes by column; None for a size that the preset or config.json does not have."""
     return {
         column: next((values[name] for name in names if values.get(name)), None)
         for column, names in _SIZES.items()
@@ -149,7 +150,7 @@ def _sizes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _owners(models: Sequence[Published]) -> Iterator[dict[str, Any]]:
-    """A line for each owner: how many names, from which to which size, and what they are called."""
+    """A line for each owner of models: the number of names, the range of parameters, and the families."""
     owners = grouped(models, lambda model: model.name.partition("/")[0])
     for owner, own in sorted(owners.items(), key=lambda item: item[0].lower()):
         families = dict.fromkeys(_MEMBER.sub("", model.name.partition("/")[2]) for model in own)
@@ -162,13 +163,13 @@ def _owners(models: Sequence[Published]) -> Iterator[dict[str, Any]]:
 
 
 def _range(models: Sequence[Published]) -> str:
-    """How many parameters the smallest and the largest have; "" where no count is published."""
+    """The numbers of parameters of the smallest and the largest model ("7B to 70B"); "" if not published."""
     counts = sorted(_count(model.parameters) for model in models if model.parameters)
     return " to ".join(dict.fromkeys(map(_rounded, counts[:1] + counts[-1:])))
 
 
 def _count(text: str) -> float:
-    """The number that a text is: 671B and all digits of a number alike."""
+    """The number that a text means: "671B" is 671e9, and a text of digits is the number itself."""
     return float(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else float(text)
 
 

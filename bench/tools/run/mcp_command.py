@@ -1,4 +1,4 @@
-"""`spbench mcp`: the commands that only read, for agents, by the Model Context Protocol."""
+"""`spbench mcp`: commands that only read, offered to agents by the Model Context Protocol."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The server of `spbench mcp`: tools whose arguments are the options of commands, and whose answers are what
-these print as JSON, cut by :func:`short_answer`, as a long one would fill the context of an agent.
+"""The server of `spbench mcp`. A tool's arguments are the options of a command, and its answer is the JSON
+that the command prints, cut by :func:`short_answer`, because a long answer would fill an agent's context.
 
-A tool runs its command in a process of its own (:func:`program`), so that its answer is the
-command's, whatever else this process does. That process reads files as data alone, and ends with the server.
-The options that write files, or that use other machines, are no arguments of a tool.
+A tool runs its command in a process of its own (:func:`program`), so that the state of the server's process
+cannot change the answer. The command's process reads files only as data, and ends with the server. Options
+that write files, or that use other machines, are no arguments of a tool.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from spbench.bench.errors import UserError, shown, suggestion
 from spbench.bench.measure import when_parent_is_gone
 from spbench.impls import ONLY_DATA, installed_version
 
-#: options that write, that use other machines, or that say how much a terminal shows
+#: the options that write files, use other machines, or say how much a terminal shows
 _LEFT_OUT = {"figure", "snapshot", "output", "executor", "form", "wide", "details", "jobs", "explain"}
-#: commands that run at once, and answers that are kept for calls that ask for a further part
+#: how many commands run at once, and how many answers are kept for calls that ask for a further part
 _AT_ONCE, _KEPT = 2, 8
-#: seconds that a command may take: some searches for a layout take several minutes
+#: the seconds that a command may take, because some searches for a layout take several minutes
 LIMIT_S = 900.0
 
 
 @dataclass(frozen=True)
 class CommandTool:
-    """A command as a tool.
+    """A command of spbench as a tool of the server.
 
     Attributes:
         fixed: words that follow the command's name in each call.
@@ -48,8 +48,7 @@ class CommandTool:
 
     @property
     def parameters(self) -> Mapping[str, click.Parameter]:
-        """The options and arguments that a call may give, by the names of a tool's arguments: `--seq-len`
-        as seq_len."""
+        """The options and arguments that a call may give, by the names that the tool has for them."""
         return {
             max(each.opts, key=len).lstrip("-").replace("-", "_"): each
             for each in COMMANDS.load(self.command).params  # type: ignore[attr-defined]
@@ -58,7 +57,7 @@ class CommandTool:
 
     @property
     def description(self) -> str:
-        """The command's help."""
+        """The help text of the command."""
         text: str = COMMANDS.load(self.command).help or ""  # type: ignore[attr-defined]
         return "\n".join(line.strip() for line in text.splitlines()).strip()
 
@@ -74,20 +73,20 @@ class CommandTool:
         }
 
     def command_line(self, arguments: Mapping[str, Any]) -> list[str]:
-        """The words of the command for a call.
+        """The words of the command line that answers a call with these arguments.
 
         Raises:
-            UserError: an argument that the tool does not have.
+            UserError: the tool does not have one of the arguments.
         """
-        known, words, placed = self.parameters, [self.command, *self.fixed], []
+        parameters, words, positional = self.parameters, [self.command, *self.fixed], []
         for name, value in arguments.items():
-            if name not in known:
-                raise UserError(f"{self.name} has no argument {shown(name)}{suggestion(name, known)}")
-            if isinstance(known[name], click.Argument):
-                placed += [str(each) for each in _several(value)]
+            if name not in parameters:
+                raise UserError(f"{self.name} has no argument {shown(name)}{suggestion(name, parameters)}")
+            if isinstance(parameters[name], click.Argument):
+                positional += [str(each) for each in _several(value)]
             else:
-                words += _option(known[name], value)
-        return [*words, "--format", "json", "--quiet", "--", *placed]
+                words += _option(parameters[name], value)
+        return [*words, "--format", "json", "--quiet", "--", *positional]
 
 
 TOOLS = {
@@ -132,15 +131,15 @@ def _option(parameter: click.Parameter, value: Any) -> Iterator[str]:
 
 
 class ToolError(Exception):
-    """What a call did wrong, or why its command failed, in a line."""
+    """A wrong call, or the failure of a call's command; the message is one line."""
 
 
 @dataclass
 class Calls:
-    """Runs the commands of calls, a few at a time; the others wait.
+    """Runs the commands of calls, at most two at a time, so that further calls wait.
 
     Attributes:
-        kept: the last answers, by the words of their command.
+        kept: the last answers, by the words of their command lines.
     """
 
     limit_s: float = LIMIT_S
@@ -148,8 +147,7 @@ class Calls:
     turns: anyio.Semaphore = field(default_factory=lambda: anyio.Semaphore(_AT_ONCE))
 
     async def answer(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The answer of a tool's command, or of the part of it that a call asks for; that of an answer which
-        is kept needs no other run.
+        """The answer of a tool's command, or a part of it, which needs no further run if the answer was kept.
 
         Raises:
             ToolError: the call or its command failed.
@@ -169,9 +167,9 @@ class Calls:
             raise ToolError(str(error)) from error
 
     async def _printed(self, name: str, words: Sequence[str]) -> Any:
-        """The JSON that a command prints. Exit code 1 is an answer, as of a job that does not fit."""
+        """The JSON that a command prints. Exit code 1 is an answer too, as for a job that does not fit."""
         run = [sys.executable, "-c", _PROGRAM.format(sys.path), *words]
-        # the second, so that no module in the working folder is taken for one of Python or of a package
+        # PYTHONSAFEPATH: Python does not import modules of the working folder by accident
         data = {ONLY_DATA: "1", "PYTHONSAFEPATH": "1"}
         async with self.turns:
             with anyio.move_on_after(self.limit_s) as limit:
@@ -189,7 +187,7 @@ class Calls:
 
 
 def _in_words(text: str) -> str:
-    """An error of a command, in which an option has the name of the tool's argument."""
+    """The error text of a command, in which a wrong option is named as the tool's argument."""
     text = text.removeprefix("spbench: ")
     if at := re.match(r"Invalid value for '(?:--)?([\w-]+)[^']*': ", text):
         return f"{at[1].replace('-', '_')} {text[at.end() :]}"
@@ -197,7 +195,7 @@ def _in_words(text: str) -> str:
 
 
 def server() -> Any:
-    """The server of the SDK.
+    """The MCP server, an object of the SDK of the Model Context Protocol.
 
     Raises:
         UserError: the SDK is not installed.
@@ -241,7 +239,7 @@ def server() -> Any:
 
 
 def serve() -> int:
-    """Serve until standard input ends; returns the exit code."""
+    """Serve until standard input ends, and return the exit code."""
     served = server()
     from mcp.server.stdio import stdio_server
 
@@ -253,34 +251,34 @@ def serve() -> int:
     return 0
 
 
-#: runs a command by the code that the server runs
+#: the Python program of a call's process; it imports the same code as the server
 _PROGRAM = f"import sys; sys.path[:] = {{}}; from {__name__} import program; program()"
 
 
 def program() -> None:
-    """The command `spbench`, in the process of a call: it ends with the server."""
+    """Run the command `spbench` in the process of a call; the process ends when the server ends."""
     when_parent_is_gone()
     main()
 
 
-#: characters of an answer, what it says of its own cuts included
+#: the most characters of an answer, including its lines on what was left out
 MOST = 6000
-#: the arguments of a call that asks for more of an answer, by name, as their JSON schemas
+#: the JSON schemas of the arguments by which a call asks for more of an answer, by name
 FURTHER: dict[str, dict[str, Any]] = {
     "part": {"type": "string", "description": "Of a long answer: a JSON pointer to a part, as /0/layouts."},
     "start": {"type": "integer", "minimum": 0, "description": "Of that part: the first entry to show."},
 }
-#: entries of lists and tables, and characters of texts: the first pair with which all has room is taken
+#: the most entries of lists and tables, and characters of texts; the first pair that has room is taken
 _CUTS = ((1000, 4000), (100, 1000), (50, 500), (20, 400), (10, 300), (5, 300), (3, 200), (2, 120), (1, 80))
-#: cuts that are named, reasons that are counted, and characters of each
+#: how many cuts are named, how many reasons are counted, and the characters of a reason
 _MOST_NAMED, _MOST_REASONS, _REASON = 12, 6, 120
 
 
 def part_of(content: Any, pointer: str, start: int) -> Any:
-    """A part of an answer, from its entry ``start`` on.
+    """The part of an answer at a JSON pointer, from its entry ``start`` on.
 
     Raises:
-        UserError: there is no such part.
+        UserError: the answer has no such part, or ``start`` is not a whole number of at least 0.
     """
     for escaped in str(pointer).split("/")[1:]:
         name, entries = escaped.replace("~1", "/").replace("~0", "~"), _entries(content)
@@ -295,7 +293,7 @@ def part_of(content: Any, pointer: str, start: int) -> Any:
 
 
 def short_answer(content: Any, pointer: str = "", start: int = 0) -> str:
-    """The JSON of an answer or a part, with six digits, and what is left out, in :data:`MOST` characters."""
+    """The JSON of an answer or a part in at most :data:`MOST` characters, with lines on omitted parts."""
     for entries, characters in _CUTS:
         cuts: list[str] = []
         shown_part = _cut(content, pointer, start, entries, characters, cuts)
@@ -311,7 +309,8 @@ def short_answer(content: Any, pointer: str = "", start: int = 0) -> str:
 
 
 def _cut(content: Any, at: str, start: int, entries: int, characters: int, cuts: list[str]) -> Any:
-    """A value with at most so many entries and characters; ``cuts`` gets a line for each cut."""
+    """The value, whose JSON pointer is ``at``, with lists and tables cut to ``entries`` and texts to
+    ``characters``; ``cuts`` gets a line for each cut."""
     if isinstance(content, float):
         return float(f"{content:.6g}")
     if isinstance(content, str) and (left := len(content) - characters) > 0:
@@ -329,7 +328,7 @@ def _cut(content: Any, at: str, start: int, entries: int, characters: int, cuts:
 
 
 def _reasons(table: Any) -> str:
-    """How often a table has each of its texts, where many entries share one: "" else."""
+    """The most frequent texts of a table with their counts; "" if most entries have texts of their own."""
     counts = Counter(table.values()) if isinstance(table, dict) else Counter[str]()
     if not counts or len(counts) > len(table) / 2:
         return ""
@@ -339,7 +338,8 @@ def _reasons(table: Any) -> str:
 
 
 def _entries(content: Any, start: int = 0) -> dict[str, Any]:
-    """The entries of a table, or of a list from a place on, by their names in a pointer."""
+    """The entries of a table, or of a list whose first entry has the index ``start``, by their names in a
+    JSON pointer; {} for any other value."""
     if isinstance(content, list):
         return {str(i): each for i, each in enumerate(content, start)}
     return content if isinstance(content, dict) else {}

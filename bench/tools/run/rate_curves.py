@@ -1,4 +1,4 @@
-"""What a cluster's matmuls, attention kernels and links reach by size, as a simulation prices them."""
+"""The rates that a cluster's matmuls, attention kernels and links reach by size, as a simulation has them."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from spbench.bench.measure import (
 )
 from spbench.impls import WIRE_SHARE
 
-#: n of a product [n, n] x [n, n], tokens of a sequence, bytes of a message
+#: n of a matmul [n, n] x [n, n], tokens of a sequence, bytes of a message
 SIZES = [2**n for n in range(7, 16)]
 LENGTHS = [2**n for n in range(9, 18)]
 MESSAGES = [2**n for n in range(14, 34)]
-#: of attention whose rates are in a table: heads, and groups that share keys and values
+#: the query heads and the key/value heads for which attention rates in a table are drawn
 HEADS, GROUPS = 32, 8
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-#: ranks of a group within a node, and nodes of a group on several
+#: the numbers of ranks of groups within a node, and the numbers of nodes of larger groups
 _RANKS, _NODES = (2, 4, 8, 16, 32, 72), (2, 4, 16, 64)
 
 
 @dataclass(frozen=True)
 class RateCurve:
-    """A line of a panel.
+    """A line of a panel: a rate by size.
 
     Attributes:
-        panel: the panel's title.
-        name: of the line in it.
-        sizes: along the panel.
-        rates: at each size, in FLOPs or bytes a second.
-        measured: by size, what the source of the rate has.
+        panel: the title of the panel.
+        name: the name of the line.
+        sizes: the sizes along the x axis: n of a matmul, tokens of a sequence, or bytes of a message.
+        rates: the simulated rate at each size, in FLOPs or bytes a second.
+        measured: the measured rates in the cluster's file, by size.
     """
 
     panel: str
@@ -52,7 +52,7 @@ class RateCurve:
 
 
 def product_curves(cluster: Cluster) -> Iterator[RateCurve]:
-    """FLOP/s of square matmuls by size, a curve for each precision that the card has."""
+    """Curves of the FLOPs a second of square matmuls by size, one for each precision that the card has."""
     device, costs = cluster.device, Costs(cluster, Calibration())
     for precision in get_args(Precision):
         peak, own = device.peak_flops_per_s.get(precision), (device.matmul or {}).get(precision)
@@ -77,7 +77,7 @@ def _measured(rate: MatmulRate | AttentionRate) -> Mapping[int, float]:
 
 
 def attention_curves(cluster: Cluster) -> Iterator[RateCurve]:
-    """FLOPs a second of attention without scores, a panel a kernel."""
+    """Curves of the FLOPs a second of attention by sequence length, in a panel for each kernel."""
     attention = cluster.device.attention
     for kernel, rates in attention.kernels.items() if attention is not None else ():
         for rate in rates:
@@ -91,8 +91,8 @@ def attention_curves(cluster: Cluster) -> Iterator[RateCurve]:
 
 
 def link_curves(cluster: Cluster) -> Iterator[RateCurve]:
-    """Bus bandwidth, wire bytes a second of a rank, of collectives and sends: of each kind within a node and
-    on two nodes, and of an all-reduce by ranks."""
+    """Curves of bus bandwidth (the bytes a second that a rank sends over the wire) by message size: each
+    collective and a send, within a node and on two nodes, and an all-reduce by number of ranks."""
     node, costs = cluster.devices_per_node, Costs(cluster, Calibration())
     within = node > 1 and cluster.node_link is not None and cluster.node_link.known
     between = cluster.network.known and (node == 1 or within)
@@ -112,8 +112,8 @@ def _collective(costs: Costs, kind: str, ranks: int) -> Callable[[int], float]:
 
 
 def _send(costs: Costs, sources: Sequence[int], peer: int) -> Callable[[int], float]:
-    """Seconds of a send by bytes: from each device of a node to its like on the other node, or from one
-    device to its neighbour."""
+    """A function from bytes to the seconds of simultaneous sends, from each rank of ``sources`` to the rank
+    ``peer`` places after it."""
     latency, per_byte = costs.transfers(sources, [rank + peer for rank in sources], 1)
     return lambda nbytes: float((latency + per_byte * nbytes).max())
 

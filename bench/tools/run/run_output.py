@@ -1,5 +1,5 @@
-"""What `spbench run` prints: the cells that would run; or what they have measured, published numbers beside
-it, and a verdict."""
+"""The output of `spbench run`: the measurements of cells, comparisons with published numbers, and a verdict;
+with --dry-run the cells that would run."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ from spbench.bench.tools.papers.sources import unknown_paper
 from spbench.bench.units import gib, mib, shown_share, three_digits
 from spbench.plots.series import differing, grouped
 
-#: a row as :func:`flat`, with its ``tie``, ``options`` and ``communication``
+#: a row on one level (:func:`flat`), with its ``tie``, ``options`` and ``communication``
 Entry = Mapping[str, Any]
 
-#: shown once in the title where all rows agree
+#: columns that are shown once, in the title, where all rows have the same value
 _SHARED = ("batch", "seq_len", "precision", "cluster", "engine", "variant")
 
-#: what tells rows apart and what people look for first, in the order in which a terminal gives them room
+#: the columns that differ between rows or that people read first, in the order in which they get room
 _IMPORTANT = (
     *("model", "strategy", "GPUs", "mesh", "options", "max seq_len", "max batch", "batch", "seq_len"),
     *("step", "status", "peak GiB", "sent MiB/GPU", "tokens/s", "MFU", "reserved GiB"),
 )
-#: what tells planned cells apart, in the order in which a terminal gives it room
+#: the columns in which planned cells differ, in the order in which they get room on a terminal
 _PLANNED = ("model", "strategy", "GPUs", "now", "batch", "seq_len", "mesh", "variant", "engine", "asked")
 
-#: cells of a status that are named
+#: the most cells of a status that a note names
 _NAMED = 3
 
 
@@ -77,10 +77,10 @@ def run(
     unverified: bool,
     dry_run: bool,
 ) -> Output:
-    """The outcome of `spbench run`, whose options the arguments are."""
+    """Run a scenario, and return the output of `spbench run`; the arguments are the command's options."""
     loaded = load_scenario(scenario)
     if loaded.has_answers:
-        # a run without published numbers beside it does without all that reads them
+        # imported only if the scenario has published numbers
         from spbench.bench.tools.papers.answer import set_beside, with_answers
 
         loaded = with_answers(loaded)
@@ -101,7 +101,7 @@ def run(
 
 
 def planned(scenario: Scenario, narrowing: Narrowing, folder: Path, fresh: bool) -> Output:
-    """The cells that would run, those that cannot, and those that are kept from before."""
+    """A table that says of each cell whether it would run, is unsupported, or has a row from before."""
     cells = narrowing.cells(scenario)
     rows, problems = ([], []) if fresh else read_rows(folder)
     for problem in problems:
@@ -154,8 +154,8 @@ def results(
     files: list[Path],
     memory: bool,
 ) -> Output:
-    """The output of a scenario: what its cells measured beside the published numbers; with ``memory`` also a
-    table of each rank class's memory."""
+    """The output of a scenario: a table of its rows, comparisons with published numbers, and a verdict; with
+    ``memory`` also a table of the memory of each class of ranks."""
     ties = tied(rows)
     sections: list[Table | str] = [result_table(scenario.document.title, rows)]
     if any(ties):
@@ -184,15 +184,15 @@ def _answer(quantity: str) -> Callable[[Entry], int | None]:
 
 
 def _other_formula(entry: Entry) -> float | None:
-    """The bytes of the closed form where the metered ones differ. An N-th of a payload may be a fraction of a
-    byte, and such sums are rounded by their order."""
+    """The bytes by the closed form if the metered bytes differ from them; None if both are equal. Half a byte
+    is allowed, because an N-th of a payload may be a fraction of a byte."""
     sent, formula = entry["sent_bytes"], entry["formula_sent_bytes"]
     is_same = formula == sent or (formula and sent and abs(formula - sent) < 0.5)
     return None if is_same else formula
 
 
 def _share(*parts: str) -> Callable[[Entry], float | None]:
-    """The share of a step that some parts of its breakdown take; None where it is too little to show."""
+    """A function from an entry to the share of its step that some parts take; None below half a percent."""
 
     def share(entry: Entry) -> float | None:
         step_time_s = entry.get("step_time_s")
@@ -203,7 +203,7 @@ def _share(*parts: str) -> Callable[[Entry], float | None]:
 
 
 def _sent_by_axis(entry: Entry) -> str:
-    """MiB that a GPU sends over the ranks along each axis, or along several, as "tp 5760.00, dp_sp 1.20"."""
+    """A text of the MiB that a GPU sends along each axis or group of axes: "tp 5760.00, dp_sp 1.20"."""
     sent: Counter[str] = Counter()
     for each in entry["communication"] or ():
         sent[each["axis"]] += each["sent_bytes"]
@@ -224,7 +224,7 @@ _MEASURED = (
     Column("sent MiB/GPU", "sent_bytes", mib),
     Column("imbalance", "imbalance", "{:.2f}".format),
     Column("expert imbalance", "expert_imbalance", "{:.2f}".format),
-    # none where no expert has a capacity that is full
+    # blank where no token is dropped
     Column("dropped tokens", "dropped_tokens", of=lambda entry: entry.get("dropped_tokens") or None),
     Column("routing", "routing"),
     Column("by formula", "formula_sent_bytes", mib, _other_formula),
@@ -241,9 +241,9 @@ _MEASURED = (
 
 
 def result_table(title: str, rows: Sequence[Row]) -> Table:
-    """A line for each row, with a column for each loss of the models trained, and two where cells differ in
-    the mesh and not in the number of GPUs: the mesh, and what a GPU sends along its axes; what all rows have
-    in common stands in the title. A terminal counts the rows that are unsupported by their reasons."""
+    """A table with a line for each row; settings that all rows share are in the title. If cells of one number
+    of GPUs have several meshes, the mesh and the MiB sent by axis are columns; losses and errors are columns
+    too. A terminal counts unsupported rows by their reasons."""
     cells = [Cell.model_validate(row.cell) for row in rows]
     options = _options(cells)
     unsupported = {at: row.reason for at, row in enumerate(rows) if row.status == "unsupported"}
@@ -283,14 +283,14 @@ def result_table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def _engine(row: Row, entry: Entry) -> dict[str, Any]:
-    """The engine of times that a CPU took, which says so, as its cluster is another machine; else nothing."""
+    """The column ``engine`` of a row whose time a CPU took, which is not the row's cluster; else {}."""
     measured_here = entry.get("step_time_s") and not entry["rates"] and row.cell.get("device") != "cuda"
     return {"engine": f"{entry['engine']} on a CPU"} if measured_here else {}
 
 
 def _unsupported(cells: Sequence[Cell], reasons: Mapping[int, str]) -> dict[int, str]:
-    """By index of a cell that is unsupported, what a terminal shows for it: the reason, and other strategies
-    that share the reason."""
+    """For each unsupported cell's index, the text that a terminal shows instead of the row: the reason, and
+    the strategies that share the reason."""
     sharing: dict[str, dict[str, None]] = {}
     for index, reason in reasons.items():
         names = sharing.setdefault(reason, {})
@@ -301,8 +301,8 @@ def _unsupported(cells: Sequence[Cell], reasons: Mapping[int, str]) -> dict[int,
 
 
 def _options(cells: Sequence[Cell]) -> list[str]:
-    """The options and training settings, but for defaults, in which each cell differs from others that the
-    table would show alike; empty texts where there are no such cells."""
+    """A text for each cell of its options and training settings, if the table would otherwise show two cells
+    alike: only settings that differ between cells; "" for every cell if none are alike."""
     shown = [(c.model, c.strategy, c.mesh_text, *(getattr(c, name) for name in _SHARED)) for c in cells]
     if len(set(shown)) == len(cells):
         return [""] * len(cells)
@@ -313,9 +313,9 @@ def _options(cells: Sequence[Cell]) -> list[str]:
 
 
 def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> Iterator[str]:
-    """How far ours are from published numbers, which cells failed or do not fit (those that are unsupported
-    are counted alone), and last how many cells have which status."""
-    # our own closed forms, as sent_bytes, are none
+    """Notes: our errors against published numbers, the cells that failed or do not fit, and last the number
+    of cells by status."""
+    # sent_bytes are compared with our own closed forms, which nobody published
     if published := [entry for entry in comparisons if entry.quantity != "sent_bytes"]:
         yield f"published numbers: {errors_by_role(frame_of(published))}"
     for status in (*FAULTS, "oom"):
@@ -331,12 +331,12 @@ def verdict(rows: Sequence[Row], comparisons: Sequence[Comparison]) -> Iterator[
 
 
 def _fits(row: Row) -> tuple[str | None, str | None]:
-    """Whether the cell of a row fits, is tight or does not fit, and why it is tight; None: not known."""
+    """Whether the cell of a row fits, is tight or does not fit, and why it is tight; None if not known."""
     return certainty(Cell.model_validate(row.cell), row.measurement) or (None, None)
 
 
 def _tight(rows: Sequence[Row]) -> Iterator[str]:
-    """The cells that fit, but may not fit on a real card, by the reason."""
+    """A note for each reason why cells that fit may not fit on a real card, with the first such cells."""
     verdicts = ((_fits(row), "/".join(row.key.split("/")[:5])) for row in rows)
     tight = [(reason, cell) for (word, reason), cell in verdicts if word == TIGHT]
     for reason, of in grouped(tight, lambda each: each[0]).items():

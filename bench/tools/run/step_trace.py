@@ -1,4 +1,4 @@
-"""The simulated step of one cell, written event by event, and what `spbench trace` says of it."""
+"""`spbench trace` at work: the simulated step of one cell, written event by event, and the text on it."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def traced(
     ranks: Sequence[int],
     output: Path,
 ) -> Output:
-    """The outcome of `spbench trace`, whose options the arguments are."""
+    """Trace a cell, and return the output of `spbench trace`; the arguments are the command's options."""
     narrowing = dataclasses.replace(narrowing, engines=("virtual",))
     return write_trace(narrowing.only_cell("a trace", load_scenario(scenario), shape), ranks, output)
 
 
 def write_trace(cell: Cell, ranks: Sequence[int], output: Path) -> Output:
-    """Simulate a cell, and write ranks' timelines; none named: the first of each pipeline stage.
+    """Simulate a cell, and write the timelines of ``ranks``; if empty, of the first of each class of ranks.
 
     Raises:
-        UserError: the cell cannot be timed or run, or it has no such rank.
+        UserError: the cell cannot be timed or run, or has no such rank.
     """
     world = cell.sizes.world
     try:
@@ -98,11 +98,11 @@ def _report(cell: Cell, measurement: Measurement, output: Path) -> Output:
     )
 
 
-#: parts of a step whose names in rows are not the words for people
+#: the words for parts of a step, where the part's name in a row with blanks would not do
 _WORDS = {"memory_bound": "memory-bound", "intra_node": "intra-node links", "inter_node": "inter-node links"}
 
 
 def _spoken(seconds: Mapping[str, float]) -> str:
-    """Parts of a step as words, such as "bubble 2.31 ms"."""
+    """The parts of a step as text, such as "bubble 2.31 ms, host 1.2 ms"; ``seconds`` is by part."""
     named = {part.removesuffix("_s"): shown_time(value) for part, value in seconds.items()}
     return ", ".join(f"{_WORDS.get(name, name.replace('_', ' '))} {time}" for name, time in named.items())

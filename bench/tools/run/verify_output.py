@@ -1,5 +1,5 @@
-"""What `spbench verify` does and prints: the verdict, where strategies go wrong, verdicts by strategy, and
-what is not green, like cases together."""
+"""`spbench verify` at work and its output: the verdict, where strategies go wrong, verdicts by strategy, and
+cases that are not green, grouped by strategy, model and reason."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from spbench.bench.setting_values import names_a_file, read_model_file
 from spbench.impls import DEFAULT_BACKEND, PRECISIONS, absent, all_models, all_pairs, all_peers
 from spbench.plots.series import grouped
 
-#: what no case is wrong for
+#: the statuses that are no faults
 _NO_FAULTS = {"green", "unsupported", "as published"}
-#: what is said of bytes where no case has anything to compare
+#: the text on bytes where no case compares them with a closed form
 NOT_COMPARED = "not compared, as closed forms count whole models"
-#: sections of settings, and the option that names whose they are
+#: the sections of settings, with the option that names the owner of a section's settings
 _OWNERS = {"model_options": "--model", "strategy_options": "--strategy", "training": "--backend"}
 
 Pairs = Sequence[tuple[str, str]]
@@ -61,10 +61,10 @@ def verified(
     device: Literal["cpu", "cuda"] | None,
     output: Path | None,
 ) -> Output:
-    """The verdicts on strategies; the arguments are those of the command line.
+    """Verify strategies, and return the output of `spbench verify`; the arguments are the command's options.
 
     Raises:
-        UserError: nothing has a name, or an option or its value cannot be.
+        UserError: a name is unknown, or an option or its value is refused.
     """
     if peers:
         strategy = [
@@ -122,7 +122,7 @@ def _output(verdicts: Sequence[Verdict], named: Sequence[str], files: list[Path]
 
 
 def _spelled(row: VerifyRow) -> str:
-    """The case of a row, in words."""
+    """The case of a row as text: strategy, model, variant, part, number of ranks, precision and mesh."""
     case = [row.strategy, row.model, row.variant, row.part, f"N={row.size}", row.dtype]
     case += [row.mesh] if "x" in row.mesh else []
     return " ".join(word for word in case if word)
@@ -135,10 +135,10 @@ def _check_names(
     parts: Sequence[str],
     backend: str,
 ) -> None:
-    """Refuse a name that nothing has.
+    """Refuse an unknown name.
 
     Raises:
-        UserError: with the nearest name that there is.
+        UserError: a name is unknown; the message suggests the nearest.
     """
     for name in strategies:
         if problem := strategy_problem(name):
@@ -150,13 +150,13 @@ def _check_names(
 
 
 def _options(changes: Pairs, owners: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """The options that ``--set`` gives, such as "model_options.window=8", by section and name.
+    """The values of ``--set``, such as "model_options.window=8", by section and option.
 
     Args:
-        owners: the models, strategies and backends whose options they are.
+        owners: the named models, the named strategies and the backends, which have these options.
 
     Raises:
-        UserError: the owner of a setting is not named, or an owner lacks it, or takes no such value.
+        UserError: no owner of an option is named, or an owner lacks the option or refuses its value.
     """
     by_section = dict(zip(_OWNERS, owners, strict=True))
     options: dict[str, dict[str, Any]] = {section: {} for section in by_section}
@@ -176,8 +176,8 @@ def _options(changes: Pairs, owners: Sequence[Sequence[str]]) -> dict[str, dict[
 
 
 def _sections(rows: Sequence[Verdict]) -> list[Table | str]:
-    """How many cases are RED, and where they go wrong; then verdicts by strategy; then cases that are not
-    green, like ones together."""
+    """The output's sections: the number of RED cases and where they go wrong; verdicts by strategy; then the
+    cases that are not green, grouped."""
     if not rows:
         return []
     faults = _faults(rows)
@@ -193,8 +193,8 @@ def _faults(rows: Sequence[Verdict]) -> list[Verdict]:
 
 
 def _explanations(wrong: Sequence[Verdict]) -> Iterator[str]:
-    """For each strategy that is RED: where its step goes wrong first, in the case that was run once more, and
-    the bytes of all its cases beside the closed forms."""
+    """A section for each strategy that is RED: where its step goes wrong first, in the case that was run once
+    more, and whether the bytes of its cases equal the closed forms."""
     for strategy in dict.fromkeys(row["strategy"] for row in wrong):
         mine = [row for row in wrong if row["strategy"] == strategy]
         row = next((row for row in mine if row["explanation"]), mine[0])
@@ -203,8 +203,8 @@ def _explanations(wrong: Sequence[Verdict]) -> Iterator[str]:
         unequal = [*dict.fromkeys(each["bytes"] for each in mine if each["bytes"] not in ("", EQUAL))]
         compared = EQUAL if any(each["bytes"] == EQUAL for each in mine) else NOT_COMPARED
         where = row["verdict"].split(": ")[0] if row["verdict"] else row["reason"]
-        said = [where, *row["explanation"].splitlines(), f"bytes sent: {'; '.join(unequal) or compared}"]
-        yield "\n".join([f"Where it goes wrong, {case}:", *(f"  {line}" for line in said)])
+        lines = [where, *row["explanation"].splitlines(), f"bytes sent: {'; '.join(unequal) or compared}"]
+        yield "\n".join([f"Where it goes wrong, {case}:", *(f"  {line}" for line in lines)])
 
 
 def _by_strategy(rows: Sequence[Verdict]) -> Table:
@@ -232,7 +232,7 @@ def _count(status: str, rows: Sequence[Verdict]) -> int | None:
 
 
 def _bytes_of(rows: Sequence[Verdict]) -> str | None:
-    """In how many cases bytes are those of the closed forms; None: no case was compared."""
+    """A text on how many cases have bytes that differ from the closed forms; None if none was compared."""
     compared = [row["bytes"] for row in rows if row["bytes"]]
     unequal = sum(each != EQUAL for each in compared)
     if not compared:
@@ -240,17 +240,17 @@ def _bytes_of(rows: Sequence[Verdict]) -> str | None:
     return f"unequal in {unequal}" if unequal else f"equal in {len(compared)}"
 
 
-#: reasons, and rows of like cases, that a terminal shows without --details
+#: how many reasons, and how many rows of grouped cases, a terminal shows without --details
 _FIRST, _MOST = 2, 6
 _ALIKE = ("strategy", "model", "part", "dtype", "status")
 
-#: of like cases
+#: the columns of grouped cases
 _FOLDED = (
     *(Column(name, name) for name in (*_ALIKE, "cases")),
     Column("worst error", "error", "{:.1e}".format),
     *(Column(name, name) for name in ("tensor", "why")),
 )
-#: of each verdict, with the number of the text that says why
+#: the columns of single verdicts; ``why`` is the number of a text below the table
 _COLUMNS = (
     Column("strategy", "strategy"),
     Column("model", "model"),
@@ -264,8 +264,8 @@ _COLUMNS = (
 
 
 def _folded(title: str, rows: Sequence[Verdict], texts: int | None = None) -> list[Table | str]:
-    """Cases of one strategy, model and reason in a row, with the worst of them, and so many reasons; None:
-    all. What is unsupported is one row for each reason."""
+    """A table with a row for the cases of one strategy, model, part, precision and reason, with the worst
+    error (unsupported cases: a row for each reason); then the first ``texts`` reasons (None: all)."""
     reasons = [*dict.fromkeys(filter(None, map(_why, rows)))]
     alike = grouped(
         rows, lambda row: (_why(row), *(row[n] for n in _ALIKE if row["status"] != "unsupported"))
@@ -286,7 +286,7 @@ def _folded(title: str, rows: Sequence[Verdict], texts: int | None = None) -> li
 
 
 def _each(rows: Sequence[Verdict]) -> list[Table | str]:
-    """The table of verdicts; below it the reasons of those that are not green, each text once."""
+    """The table of single verdicts, then the distinct reasons of verdicts that are not green."""
     if not rows:
         return []
     texts = [*dict.fromkeys(filter(None, map(_why, rows)))]
@@ -298,11 +298,11 @@ def _each(rows: Sequence[Verdict]) -> list[Table | str]:
 
 
 def _numbered(texts: Sequence[str]) -> list[str]:
-    """A section of texts with the numbers that tables have for them; none without texts."""
-    said = [f"({number}) {text}" for number, text in enumerate(texts, 1)]
-    return ["\n".join(["Why, by the numbers of the table:", *said])] if said else []
+    """A section with the texts and their numbers in the table; no section without texts."""
+    lines = [f"({number}) {text}" for number, text in enumerate(texts, 1)]
+    return ["\n".join(["Why, by the numbers of the table:", *lines])] if lines else []
 
 
 def _why(row: Verdict) -> str:
-    """What is wrong, by the verdict or by what was raised."""
+    """Why a case is not green: its verdict's text, or the reason why it could not be run; "" if green."""
     return row["verdict"] or row["reason"]

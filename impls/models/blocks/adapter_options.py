@@ -60,7 +60,7 @@ class AdapterOptions:
     frozen_bits: int = HOLDER
 
     def check_adapters(self: Any) -> None:
-        """Raise ValueError for options of adapters that do not fit each other, or the model."""
+        """Raise ValueError for options of adapters that contradict each other or the model."""
         for name in ("lora_targets", "lora_whole"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # a list has no hash
         for name in self.lora_targets:
@@ -133,7 +133,7 @@ class AdapterOptions:
         return bool(self.lora_rank) and not words.isdisjoint(names)
 
     def adapted_apart(self: Any, names: Sequence[str]) -> list[int] | None:
-        """The indices in ``names`` of the projections with an adapter of their own; None: all share one."""
+        """The indices in ``names`` of projections with their own adapter; None: all share one adapter."""
         if not self.separate_projections:
             return None
         return [place for place, name in enumerate(names) if self.adapts([name])]

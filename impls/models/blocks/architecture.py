@@ -38,7 +38,7 @@ class Mixer(ABC):
 
     @abstractmethod
     def gathers_once(self, model: DecoderOptions) -> bool:
-        """Whether a strategy that gathers the mixer's input keeps it whole for backward (several matmuls)."""
+        """Whether a strategy that gathers the mixer's input keeps the whole input for backward."""
 
     @abstractmethod
     def parameters(self, model: DecoderOptions) -> dict[str, int]:
@@ -103,7 +103,7 @@ class Architecture(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
     norms: ClassVar[str] = "before"
     #: whether embedded words are multiplied by the root of ``hidden``
     embedding_scaled: ClassVar[bool] = False
-    #: c, where logits x become c tanh(x / c); 0: they stay as they are
+    #: c, where logits x become c tanh(x / c); 0: logits stay as they are
     logit_cap: ClassVar[float] = 0.0
     #: whether norms have a weight
     weighted_norms: ClassVar[bool] = True
@@ -146,7 +146,7 @@ class Architecture(ExpertOptions, DecoderOptions, PaddedVocabulary, Model):
         return self.tied or self.mtp_layers > 0
 
     def prediction_layers(self, stage: Stage) -> range:
-        """The layer numbers of a stage's modules of multi-token prediction; only the last stage has any."""
+        """The layer numbers of a stage's modules of multi-token prediction, empty but for the last stage."""
         return range(self.layers, self.layers + self.mtp_layers * stage.last)
 
     @property

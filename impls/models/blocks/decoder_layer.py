@@ -119,8 +119,8 @@ def make_norm(model: Architecture) -> nn.Module:
 
 
 class LoneDecoderLayer(nn.Module):
-    """A mixer or a block that takes its own inputs, for verification; backward recomputes it as the model's
-    options say."""
+    """A mixer or a whole layer that takes its own inputs, for verification; backward recomputes the layer as
+    the model's options say."""
 
     def __init__(self, layer: nn.Module, model: Architecture, strategy: Strategy, seq_len: int):
         super().__init__()

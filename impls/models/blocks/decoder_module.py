@@ -41,7 +41,7 @@ from spbench.impls.strategies.layers import Linear, full_precision
 
 
 class Decoder(nn.Module):
-    """A pipeline stage of the model, or all of it.
+    """The module of a pipeline stage, or of the whole model.
 
     ``forward(inputs, hidden)`` takes ``hidden`` [B, L, H] of the stage before (None on the first stage). It
     returns ``hidden`` [B, L, H] before the final norm; on the last stage also ``token_loss`` [B, L] and this
@@ -174,7 +174,7 @@ class Decoder(nn.Module):
     def _further_losses(
         self, further: list[Tensor], inputs: Mapping[str, Tensor], loss: Tensor
     ) -> dict[str, Tensor]:
-        """``mtp_loss``, the weighted mean of the losses of multi-token prediction, and ``loss`` plus it."""
+        """``mtp_loss``, the weighted mean of multi-token prediction's losses, and ``loss`` + ``mtp_loss``."""
         labels, weights = (inputs[f"mtp_{name}"] for name in ("labels", "weights"))
         total = loss.new_zeros(())
         for place in reversed(range(len(further))):
@@ -224,8 +224,8 @@ class _LoaderMask(nn.Module):
 
 
 class TokenPrediction(nn.Module):
-    """A module of multi-token prediction: from hidden states and embedded tokens, each [B, L, H], it makes
-    hidden states [B, L, H], and these normalised for the head."""
+    """A module of multi-token prediction, which takes hidden states and embedded tokens, each [B, L, H], and
+    returns new hidden states [B, L, H], and the same states normalised for the head."""
 
     def __init__(self, model: Architecture, strategy: Strategy, layer: int):
         super().__init__()

@@ -132,7 +132,7 @@ class EncoderAttention(nn.Module):
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """The attention [B, Z, L, A] of q, k and v [B, Z, L, A], by Linformer if the model has it."""
+        """The attention [B, Z, L, A] of q, k and v [B, Z, L, A], or Linformer's with ``linformer``."""
         how: dict[str, Any] = {"dropout": self.model.dropout, "softmax": self.model.softmax}
         if self.model.linformer is None:
             return self.strategy.attention(q, k, v, mask, **how)
@@ -223,8 +223,8 @@ def attention_mask(padding: Tensor, model: BlockOptions, strategy: Strategy) -> 
     """The boolean mask, true where a query must not attend to a key, from padding [B, L] (1: padded), which
     every rank has whole.
 
-    The mask is [B, 1, 1, L] for mask_shape "keys" and for layers that make their own square masks. Else it is
-    [B, 1, queries, L], with padded queries masked too, and comes from an int64 tensor [B, L, L], which
+    The mask is [B, 1, 1, L] for mask_shape "keys" and for layers that make their own square masks. Else the
+    mask is [B, 1, queries, L], with padded queries masked too, from an int64 tensor [B, L, L], which
     Megatron-LM builds whole whatever rows a rank needs."""
     if model.mask_shape == "keys" or model.masks_by_layer:
         return (padding > 0)[:, None, None, :]

@@ -85,7 +85,7 @@ class SeparateExperts(nn.ModuleDict):
         return grouped_project(x, weights, lengths)
 
     def with_bias(self, y: Tensor, lengths: Sequence[int], weights: Tensor | None) -> Tensor:
-        """y [R, H] plus the closing bias, if there is one, times the weights [R] of rows."""
+        """y [R, H] plus the closing bias, if any, times the weight [R] of each row (None: 1)."""
         biases = [each.closes.bias for each in self._experts if each.closes.bias is not None]
         shared = [SharedBias.apply(bias, self.parts) for bias in biases]
         return add_grouped_bias(y, shared, lengths, weights) if shared else y
@@ -139,7 +139,7 @@ class StackedExperts(nn.Module):
         return stacked_project(x, self.closes.weight, lengths)
 
     def with_bias(self, y: Tensor, lengths: Sequence[int], weights: Tensor | None) -> Tensor:
-        """y [R, H] plus the closing bias, if there is one, times the weights [R] of rows."""
+        """y [R, H] plus the closing bias, if any, times the weight [R] of each row (None: 1)."""
         if self.closes.bias is None:
             return y
         return add_grouped_bias(y, SharedBias.apply(self.closes.bias, self.parts).unbind(), lengths, weights)

@@ -157,7 +157,7 @@ class MixtureModule(nn.Module):
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
 
     def _beside(self, x: Tensor) -> BesideDispatch | None:
-        """The shared experts for the dispatcher to run; None: no shared experts, or they run before it."""
+        """The shared experts for the dispatcher to run; None: no ``shared_overlap``, or no shared experts."""
         shared, gate = self.shared, self.shared_gate
         if shared is None or not self.model.shared_overlap:
             return None
@@ -195,8 +195,8 @@ class MixtureModule(nn.Module):
         return experts.repeat(batch, 1).to(x.device)
 
     def _counts(self, chosen: Tensor, batch: int, length: int) -> Counts | None:
-        """The tokens that each rank sends to each expert: the ranks gather them, or, without values or with
-        padded capacity, the plan says them. None: the dispatcher needs no counts, or gathers the choices."""
+        """How many tokens each rank sends to each expert: the ranks gather these counts, or the routing plan
+        says them (forced, padded, or no values). None: the dispatcher needs no counts, or gathers choices."""
         parts, padded, counts_of_ranks = self.dispatcher.parts, self.model.capacity_padded, None
         if self.dispatcher.by_counts and not self.dispatcher.gathers_choices and not padded:
             met = [chosen.unflatten(1, (part, -1)).any(2).sum(0) for part in parts]
@@ -212,7 +212,7 @@ class MixtureModule(nn.Module):
             self._planned[batch, length] = planned
         return self._planned[batch, length]
 
-    # -- what experts do ---------------------------------------------------------------------------------
+    # -- the experts' computation ------------------------------------------------------------------------
 
     def _experts(self, x: Tensor, weights: Tensor | None, lengths: Sequence[int]) -> Tensor:
         """The experts' results [R, H] of rows x [R, H], times the rows' weights [R] unless None."""

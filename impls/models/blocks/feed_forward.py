@@ -60,8 +60,8 @@ def mlp_sites(
     spared: bool,
     once: bool = False,
 ) -> list[Site]:
-    """The sites of an MLP with ``inner`` features; ``once``: a gathered input is kept whole for backward. For
-    ``again`` and ``spared`` see :meth:`FeedForward.sites`."""
+    """The sites (calls of the strategy) of an MLP with ``inner`` features; ``once``: backward has a gathered
+    input whole. For ``again`` and ``spared`` see :meth:`FeedForward.sites`."""
     hidden = {"B": batch, "L": seq_len, "H": model.hidden, "F": inner} | model.mlp_tiling.dims
     weights, bias = model.hidden * inner, {"bias": 1} if model.biases else {}
     gathered = {"gathered_once": 1} if once or model.separate_projections else {}

@@ -1,7 +1,7 @@
 """Models whose positions lie on a grid (the frames and the places of a video), as single-device code.
 
-A block mixes positions along one dim of the grid after another. Before each such stage it asks its strategy
-to lay out the grid, so that this dim is whole. The models learn to predict the noise in a noisy latent.
+A block mixes positions along one dim of the grid after another. Before each such stage a block asks the
+strategy for a layout in which this dim is whole. The models learn to predict the noise in a noisy latent.
 
 Shape letters: B batch, n1, .., nK the grid (this rank's part of it, where a strategy cuts it), H hidden,
 Z heads (this rank's), A head size, C channels of a token.
@@ -115,8 +115,8 @@ class GridModel(AttentionHeads, Model):
         return [{"checkpointing": True}, {"fused_bias_gelu": False, "heads": 3}]
 
     def block_sites(self, batch: int, sizes: Sequence[int], projections: Sequence[int]) -> list[Site]:
-        """The sites of all blocks: for each of ``projections`` a projection from H to that many features and
-        one back, and for each of :meth:`stages` attention along its dim."""
+        """The sites (calls of the strategy) of all blocks: a projection from H features to each number of
+        ``projections`` and one back, and attention along the dim of each of :meth:`stages`."""
         grid, again = {"B": batch, **grid_letters(sizes)}, self.checkpointing
         sites = [
             Site(kind, self.layers, {**grid, "H": self.hidden, "F": width}, again)

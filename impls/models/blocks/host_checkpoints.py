@@ -1,7 +1,7 @@
 """Activation checkpoints on the host: the inputs of recomputed layers, copied off the device until backward.
 
 Forward copies the input of each run of layers to pinned memory of the host, on a copy stream, while the run
-computes. When the next run begins, it waits for the copy and frees the device's tensor. While backward runs
+computes. The next run waits for the copy and then frees the device's tensor. While backward runs
 a run of layers again, the copy stream fetches the input of the run before, so that two inputs are on the
 device. The last input of a forward stays on the device until the next input is kept, so that a backward that
 follows at once need not fetch the last input. Each wait for the :class:`CopyStream` is for the newest copy.

@@ -207,7 +207,7 @@ class LatentAttentionMixer(AttentionMixer):
         return torch.cat((plain, self._turned(turned, places)), -1), torch.cat((k, shared), -1), v
 
     def _turned(self, x: Tensor, places: Places) -> Tensor:
-        """x [B, L, Z, R] turned by RoPE, if the layer has it."""
+        """x [B, L, Z, R], turned by RoPE if the layer has RoPE."""
         if self.kind.rotary_base is None:
             return x
         return self.rotated(x.transpose(1, 2), places).transpose(1, 2)

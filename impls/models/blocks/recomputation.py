@@ -101,7 +101,7 @@ def recomputed(
 
 def _keeping(*, exchanges: bool = False) -> tuple[Any, Any]:
     """The contexts of a block's forward and of its second run, which share the kept results: of every other
-    matmul, and of operators within :func:`kept`."""
+    matmul, and of operators in :func:`spbench.impls.kernels.kept_results.kept`."""
     results = KeptResults(products=True, exchanges=exchanges)
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -123,7 +123,7 @@ def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) 
 
 
 class _Remade:
-    """Results that are made again when backward first reads one; all operators that kept one share them."""
+    """Results that are made again, once, when backward first reads one of these results."""
 
     def __init__(self, make: Callable[[], Sequence[Tensor]]):
         self._make = make
@@ -163,7 +163,7 @@ def remade(results: Sequence[Tensor], make: Callable[[], Sequence[Tensor]]) -> A
 
 
 class _Ending(torch.autograd.Function):
-    """The last operator of a block: it keeps the block's results, so that the second run saves them."""
+    """The last operator of a block, which keeps the block's results, so that its second run has them."""
 
     @staticmethod
     def forward(ctx: Any, *results: Tensor) -> tuple[Tensor, ...]:

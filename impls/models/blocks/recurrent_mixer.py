@@ -142,7 +142,7 @@ class RecurrentMixer(nn.Module, ABC):
         # the released code draws decays and steps between these bounds; here they are spread evenly
         self.A_log = by_feature(torch.linspace(1.0, 16.0, kind.heads).log())
         steps = torch.linspace(math.log(1e-3), math.log(0.1), kind.heads).exp()
-        self.dt_bias = by_feature(steps + torch.log(-torch.expm1(-steps)))  # softplus of it is the step
+        self.dt_bias = by_feature(steps + torch.log(-torch.expm1(-steps)))  # softplus(dt_bias) is the step
         self.out = strategy.linear_out(kind.heads * kind.value_size, model.hidden)
 
     def by_head(self) -> Sequence[Tensor]:

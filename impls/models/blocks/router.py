@@ -1,5 +1,5 @@
-"""The router of a mixture of experts: it chooses each token's experts and their weights, and adds the losses
-that balance the experts' loads.
+"""The router of a mixture of experts, which chooses each token's experts and their weights, and adds the
+losses that balance the experts' loads.
 
 Letters: T tokens of this rank, H hidden, E experts, k experts a token.
 """
@@ -55,7 +55,7 @@ class Router(nn.Module):
         self.group = strategy.place.group(*self.balanced) if model.aux_loss != "none" else None
 
     def forward(self, x: Tensor, batch: int, forced: Tensor | None) -> Routed:
-        """The routing of x [T, H], tokens of ``batch`` samples; ``forced``: each token's experts [T, k]."""
+        """The routing of x [T, H], tokens of ``batch`` samples; ``forced`` [T, k] replaces chosen experts."""
         model = self.model
         dtype = _at_least_float32(x.dtype) if model.router_dtype == "float32" else x.dtype
         logits = router_logits(x, self.weight, self.bias, dtype)

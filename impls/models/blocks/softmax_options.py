@@ -147,8 +147,8 @@ TINY_LATENT: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class LatentOptions:
-    """The options of multi-head latent attention (MLA, arXiv 2405.04434, section 2.1), which replaces softmax
-    attention in every layer that has it, and of multi-token prediction (arXiv 2412.19437, section 2.2).
+    """The options of multi-head latent attention (MLA, arXiv 2405.04434, section 2.1), which replaces plain
+    softmax attention, and of multi-token prediction (arXiv 2412.19437, section 2.2).
 
     Keys and values of all heads are projected from one latent vector for each position; queries may come
     from a latent of their own. A head's query and key have features without a position and features that
@@ -190,7 +190,7 @@ class LatentOptions:
 
     @property
     def of_one_head_size(self) -> Mapping[str, Any]:
-        """The options with which values have the head size of keys, {} if they have; see :class:`Model`."""
+        """The change of options that pads values to the head size of keys; {}: no padding is needed."""
         keys = self.qk_nope_head_dim + self.qk_rope_head_dim
         return {"padded_values": True} if self.kv_lora_rank and self.v_head_dim < keys else {}
 

@@ -1,7 +1,7 @@
 """Real text for language models to learn from: the reference topics that Python's own help() prints.
 
 `pydoc_data.topics` comes with every Python: half a megabyte of English about the language, so training needs
-no download and no file. The text is of the running Python's version; runs that are compared share it.
+no download and no file. The text is of the running Python's version; compared runs share this version.
 
 A batch follows from the seed and the step alone, so every rank of every strategy makes the same global batch
 and takes its part of the batch.
@@ -119,7 +119,7 @@ def masked_language_batches(
     """Endless whole batches with the inputs of :class:`BertModel`.
 
     A sequence is [CLS] A [SEP] B [SEP], where A and B are runs of sentences that follow each other in a
-    document; half of the sequences have them in the wrong order (``order_labels`` 1), for ALBERT's
+    document; half of the sequences have A and B in the wrong order (``order_labels`` 1), for ALBERT's
     sentence-order prediction. The weights of each loss sum to one over the batch."""
     if seq_len < 8:
         raise ValueError(f"a pair of sentences needs a sequence length of at least 8, not {seq_len}")

@@ -30,8 +30,8 @@ RunLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class WeightsOf:
-    """The weights of a module at the time of a call, because a backend may replace them: FSDP's tensors are
-    not parameters of the module, or other tensors than those that the module was built with."""
+    """The current weights of a module, which a backend may have replaced: FSDP's tensors are not parameters
+    of the module, or other tensors than those that the module was built with."""
 
     def __init__(self, module: nn.Module):
         self._places = [

@@ -85,7 +85,7 @@ OLDER_NAMES = {
 
 
 class GptNeoxConfig(RotaryConfig):
-    """GPT-NeoX's and Pythia's layers, with RoPE on a quarter of each head where a file says no share."""
+    """GPT-NeoX's and Pythia's layers, by default with RoPE on a quarter of each head."""
 
     name: ClassVar[str] = "gpt_neox"
     fixed: ClassVar[Mapping[str, Sequence[Any]]] = {"attention_bias": [True], "is_decoder": [False]}

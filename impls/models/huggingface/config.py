@@ -28,9 +28,9 @@ from spbench.impls.options import LARGEST, LARGEST_OF
 #: the preset that is most like a model whose file no family here reads, by ``model_type``
 _PRESETS = {"minimax": "minimax-01-dense", "minimax_text_01": "minimax-01-dense"}
 
-#: fields of any family that change neither shapes nor costs of a training step: what the file is and who
-#: wrote it, types of stored weights, ids of tokens, initial values, the length that it was trained for, and
-#: what only generation, classification or transformers' own interface reads
+#: fields of any family that change neither shapes nor costs of a training step: the file's kind and origin,
+#: dtypes of stored weights, ids of tokens, initial values, the length of training sequences, and fields that
+#: only generation, classification or transformers' own interface reads
 IGNORED = frozenset(
     {
         "_attn_implementation",

@@ -153,7 +153,7 @@ class WindowedConfig(LlamaConfig):
 
 
 def windowed(model: CausalTransformerModel, letters: str, window: int) -> CausalTransformerModel:
-    """The model with that window in the layers whose letter is W; ``letters`` has one for each layer."""
+    """The model with a window in the layers whose letter is W; ``letters`` has a letter for each layer."""
     if set(letters) == {"W"}:
         return replace(model, window=window)
     if "W" not in letters:

@@ -77,7 +77,7 @@ class QwenExpertsConfig(Config):
     router_aux_loss_coef: NonNegativeFloat = 0.001
 
     def expert_options(self, experts: int) -> dict[str, Any]:
-        """The options of a model with that many routed experts; {} for 0 experts."""
+        """The options of a model with ``experts`` routed experts; {} for 0 experts."""
         if not experts:
             return {}
         if others := [i for i in self.mlp_only_layers if i >= self.num_hidden_layers]:

@@ -41,7 +41,7 @@ class Published(NamedTuple):
 
 @cache
 def _by_name() -> Mapping[str, Published]:
-    """All published models by the name in lower case, an instruction-tuned model of the same sizes too."""
+    """All published models by the name in lower case. An instruction-tuned model has an entry of its own."""
     table = json.loads((files(__package__) / "published.json").read_text(encoding="utf-8"))
     models: dict[str, Published] = {}
     for name, entry in table.items():

@@ -18,7 +18,7 @@ _LETTERS = {"linear_attention": "G", "full_attention": "S"}
 
 
 class GatedDeltaConfig(LlamaConfig):
-    """Layers of Gated DeltaNet, and by default softmax attention in each ``full_attention_interval``-th."""
+    """Layers of Gated DeltaNet, by default with softmax attention in one of ``full_attention_interval``."""
 
     head_dim: PositiveInt | None = 256
     partial_rotary_factor: PositiveFloat = 0.25

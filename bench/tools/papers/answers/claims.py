@@ -1,6 +1,6 @@
-"""Claims: values of some cells' quantities, such as a ratio, beside a published number or alone; published
-formulas in shape letters, evaluated at the sizes of a cell, beside metered bytes; and loss curves, how far a
-training run's losses are from another's at the same steps::
+"""Claims: values computed from some cells' quantities, such as a ratio, with or without a published number;
+published formulas in shape letters, evaluated at the sizes of a cell and compared with metered bytes; and
+loss curves, the distance of a training run's losses from another run's at the same steps::
 
 values:
   - claim: rsa-max-batch-base
@@ -39,15 +39,15 @@ from spbench.impls import PRECISIONS, model_preset
 
 _MEASURED = ("ok", "oom")
 LETTERS = ("B", "L", "H", "Z", "A", "N")
-#: the name of the cell, of several, whose value an expression is
+#: the name, in an expression, of each of several cells in turn
 EACH = "each"
 Losses = Sequence[Mapping[str, float | None]]
-#: number of last steps whose mean is the final loss: one batch's loss says little
+#: the final loss is the mean of this many last steps, because one batch's loss says little
 LAST_STEPS = 20
 
 
 class CurveClaim(Answer):
-    """A claim that a cell's training run has the losses of another's, shown by curves that coincide.
+    """A claim that a cell's training run has the same losses as another cell's, shown by coinciding curves.
 
     For each loss, two numbers are compared: the largest relative deviation from the reference's over all
     steps, and the final loss, the mean of the last steps. ``bound``: a larger deviation is not rounding.
@@ -62,7 +62,7 @@ class CurveClaim(Answer):
     note: str = ""
 
     def sides(self) -> dict[str, Selector]:
-        """The two cells, by their keys in the file."""
+        """The selectors of the two cells, by their keys in the scenario's file."""
         return {"cell": self.cell, "reference": self.reference}
 
     def selected(self, declared: Sequence[Cell]) -> list[Cell]:
@@ -111,13 +111,13 @@ class CurveClaim(Answer):
 
 
 def deviations(ours: Losses, theirs: Losses, loss: str) -> list[float]:
-    """|ours - theirs| / |theirs| of each step."""
+    """The relative deviation |ours - theirs| / |theirs| of a loss at each step."""
     pairs: list[Any] = [(a[loss], b[loss]) for a, b in zip(ours, theirs, strict=True)]
     return [0.0 if a == b else abs(a - b) / abs(b) if b else math.inf for a, b in pairs]
 
 
 def final(losses: Losses, loss: str) -> float:
-    """The mean of the last steps."""
+    """The final loss: the mean over :data:`LAST_STEPS`."""
     last = [value for at in losses[-LAST_STEPS:] if (value := at[loss]) is not None]
     return sum(last) / len(last)
 
@@ -130,12 +130,12 @@ def _learning(cells: Sequence[Cell]) -> list[Cell]:
 
 
 class Value(Answer):
-    """An expression, and the published number that is set beside it.
+    """The value of an expression on cells' quantities, and the published number that it is compared with.
 
     Attributes:
         published: the number in the row with the claim's name; None: nothing was published.
-        ours: what :func:`evaluate` takes, on the names of the cells.
-        unit: of the published number, in units of the quantity.
+        ours: an expression for :func:`evaluate` in the names of the cells; "": the only cell's quantity.
+        unit: the unit of the published number, in units of the quantity.
     """
 
     name = "values"
@@ -156,12 +156,12 @@ class Value(Answer):
 
     @property
     def names(self) -> list[str]:
-        """The names in the expression, in its order."""
+        """The names of cells in the expression, in the order of the expression."""
         return list(dict.fromkeys(re.findall(r"\b[A-Za-z_]\w*", self.expression)))
 
     @property
     def is_ratio(self) -> bool:
-        """Whether it is the ratio of two cells' quantities."""
+        """Whether the expression is the ratio of two cells' quantities."""
         return self.expression.replace(" ", "") == "/".join(self.names) and len(self.names) == 2
 
     def numbers(self, folder: Path) -> list[PublishedNumber]:
@@ -182,7 +182,7 @@ class Value(Answer):
         names = [*self.cells, *([EACH] if self.each else [])]
         if not self.names:
             yield ["ours"], f"{self.ours!r} has no name of a cell"
-        try:  # differences of these are not zero, so that they may be divided by
+        try:  # differences of these values are not zero, so dividing by them works
             evaluate(self.expression, {name: 2.5**at for at, name in enumerate(names)})
         except UserError as error:
             yield ["ours"], str(error)
@@ -241,12 +241,12 @@ class Value(Answer):
 
 
 class FormulaClaim(Answer):
-    """A published formula of what a GPU sends for one layer, set beside the metered elements of every cell
-    that it speaks of.
+    """A published formula of the elements that a GPU sends for one layer, compared with the metered elements
+    of every cell that ``cells`` selects.
 
     Attributes:
-        published: where the formula stands; see :func:`evaluate`.
-        cells: any number of cells, none of which searches.
+        published: the place of the formula, whose form :func:`evaluate` describes.
+        cells: selects any number of cells, none of which searches for a size.
         less: model options; the elements of the same cell with these options are subtracted, so that those of
             one layer are left.
         phases: the phases of the step whose elements count.
@@ -296,8 +296,8 @@ class FormulaClaim(Answer):
 
     @classmethod
     def compare_all(cls, entries: Sequence[Self], results: ScenarioResults) -> Iterator[Comparison]:
-        """Each formula beside each cell that it speaks of; then, if there is any formula, each cell's own
-        closed form beside its metered bytes."""
+        """The comparisons of each formula with its cells; then, if there is any formula, of each cell's own
+        closed form with its metered bytes."""
         for entry in entries:
             yield from entry.compare(results)
         for cell in results.cells if entries else ():
@@ -317,7 +317,7 @@ def _of_cell(
 
 
 def letters(cell: Cell) -> dict[str, float]:
-    """What LETTERS stand for at a cell."""
+    """The values of the shape letters :data:`LETTERS` at a cell."""
     preset: Any = model_preset(*cell.model_arguments)
     hidden, heads = preset.hidden, preset.heads
     return dict(zip(LETTERS, (*cell.shape, hidden, heads, hidden // heads, cell.sizes.world), strict=True))

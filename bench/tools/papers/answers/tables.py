@@ -1,4 +1,4 @@
-"""Published tables: every row of a CSV file, matched to the cell that it speaks of.
+"""Published tables: every row of a CSV file, matched to the cell that the row is about.
 
 A scenario says which column names which field of a cell, and which column holds which quantity::
 
@@ -57,18 +57,18 @@ from spbench.bench.yaml_files import PublishedNumber, Scalar, StrictModel, stand
 
 #: the word for a run that a paper shows, as a bar or in words, without a number that could be copied
 UNSTATED = "unstated"
-#: what a published row may say became of its run
+#: the outcomes of a run that a published row may state
 STATUSES = ("ok", "oom", UNSTATED)
 
 
 class TableFile(StrictModel):
-    """A CSV file beside the scenario, or one that comes with the package."""
+    """A CSV file in the scenario's folder, or one that comes with the package."""
 
     file: str
 
 
 class PublishedTable(Answer):
-    """A published table; the module's text shows one."""
+    """A published table, an entry of ``tables`` in a scenario's file; the module shows an example."""
 
     name = "tables"
     naming_field = "table"
@@ -88,7 +88,7 @@ class PublishedTable(Answer):
 
     @property
     def by_name(self) -> dict[str, QuantityColumn]:
-        """The first column of each quantity, by the name that it has in comparisons."""
+        """The first column of each quantity, by the quantity's name in comparisons."""
         columns: dict[str, QuantityColumn] = {}
         for column, quantity in self.quantities.items():
             columns.setdefault(quantity.named or column, quantity)
@@ -97,8 +97,8 @@ class PublishedTable(Answer):
     def matched(
         self, rows: Sequence[PublishedRow], cells: Sequence[Cell]
     ) -> list[tuple[PublishedRow, list[Cell]]]:
-        """Each row, and the cells that it speaks of."""
-        # asked of each cell once, not for each row
+        """Each published row with the cells that the row is about."""
+        # the values of each cell are looked up once, not for each row
         values = [
             (cell, [field_value(cell, field) for field in self.match.values()])
             for cell in self.selected(cells)
@@ -115,12 +115,12 @@ class PublishedTable(Answer):
         )
 
     def _same(self, column: str, text: str, value: Any) -> bool:
-        """Whether the word of a column in a published row stands for our value."""
+        """Whether the text of a column in a published row means our value."""
         names = self.names.get(column, {})
         return names[text] == value if text in names else stands_for(text, value)
 
     def rows(self, folder: Path) -> list[PublishedRow]:
-        """The rows that the scenario asks for, or UserError."""
+        """The rows of the published file that ``where`` selects; UserError if the file cannot be read."""
         rows = published_file(self.published.file, folder).rows
         return [
             PublishedRow(line, row)
@@ -163,7 +163,7 @@ class PublishedTable(Answer):
         yield from self._wrong_matches(rows, declared)
 
     def _wrong_words(self, columns: Sequence[str]) -> Iterator[Mistake]:
-        """A mistake for each name of a column that the file lacks, and each unknown field."""
+        """A mistake for each column that the file lacks, and for each unknown field."""
         keys = ("match", "where", "names", "settings", "quantities")
         named = [([key, column], column) for key in keys for column in getattr(self, key)]
         named += [(["named_by"], column) for column in self.named_by]
@@ -231,7 +231,7 @@ class PublishedTable(Answer):
     def _entry(
         self, row: PublishedRow, number: PublishedNumber, rank: RankName, cell: Cell, results: ScenarioResults
     ) -> Comparison:
-        """One number of the table, or the status of a run that has none."""
+        """The comparison of one number of the table, or of the status of a run that has no number."""
         column, quantity = number.quantity, self.quantities[number.quantity]
         result = results.rows.get(cell.key)
         ours = None if result is None else quantity.ours(result["measurement"], cell, rank)
@@ -253,7 +253,7 @@ class PublishedTable(Answer):
         )
 
     def _outcome(self, row: PublishedRow, result: Row | None, lacks: str) -> str:
-        """How the run ended otherwise than published, or else ``lacks``, why it has no number."""
+        """How our run ended, if unlike the published run; else ``lacks``, why our run has no number."""
         if result is None:
             return "was not run"
         status = self._status(row)
@@ -263,17 +263,17 @@ class PublishedTable(Answer):
         return f"published {status}, ours {ended}" if result["status"] != status else lacks
 
     def label(self, row: PublishedRow, column: str, rank: RankName = None) -> str:
-        """A name for one number of the table that nothing else in the scenario has."""
+        """A name for one number of the table, unique in the scenario."""
         columns = dict.fromkeys((*self.named_by, *self.match))
         where = [f"{name} {row.text[name]}" for name in columns]
         return f"{self.table}: {column}, {', '.join([*where, *self.quantities[column].words(rank)])}"
 
     def _options(self, row: PublishedRow) -> str:
-        """The options that a row gives; in their place, the name of its cell has a hash."""
+        """In words, the options that a row gives, because the cell's key has only a hash of its options."""
         optional = [column for column, field in self.match.items() if is_option(field)]
         return ", ".join(f"{column} {row.text[column]}" for column in optional if row.text[column])
 
 
 def _word(column: str, text: str) -> str:
-    """What stands in a column, after the column's name if it is a number."""
+    """The text of a column, after the column's name if the text is a number."""
     return f"{column} {text}" if text.replace(".", "", 1).isdecimal() else text

@@ -1,1 +1,1 @@
-"""The pages of the site: each module has a function ``pages(gathered)``, see :mod:`tools.report.page`."""
+"""The pages of the site: each module here has a function ``pages(gathered)`` (:mod:`tools.report.page`)."""

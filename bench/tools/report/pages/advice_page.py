@@ -1,4 +1,4 @@
-"""The page of kept answers of `spbench advise`: the best layouts of each question, beside their floors."""
+"""The page of saved answers of `spbench advise`: the best layouts for each question, with lower bounds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from spbench.bench.units import GIB
 from spbench.plots.fit_and_advise import layouts_figure
 from spbench.plots.style import backend_name, length_text, model_name, strategy_name
 
-#: the folder in results/ of CSV files of `spbench advise --format csv`
+#: the folder in results/ with CSV files that `spbench advise --format csv` printed
 FOLDER = "advice"
-#: what makes lines of one question, and what all have that were written by that command
+#: the columns that are equal in all lines of a question, and the columns that a file must have
 _QUESTION = ("model", "cluster", "gpus", "seq_len", "batch")
 _NEEDED = (*_QUESTION, "strategy", "mesh", "backend", "step_time_s", "peak_memory_bytes")
 _NUMBERS = {
@@ -34,7 +34,7 @@ _NUMBERS = {
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
-    """The page advice.html, if answers were kept."""
+    """The page advice.html; no page if results/advice has no answers."""
     questions = kept(gathered.results / FOLDER)
     if questions:
         yield Page(
@@ -48,7 +48,7 @@ def pages(gathered: Gathered) -> Iterator[Page]:
 
 
 def kept(folder: Path) -> list[list[dict[str, str]]]:
-    """The lines of each question, in the order of the files; a file with other columns is left out."""
+    """The lines (layouts) of each question in all files; a file without the needed columns is left out."""
     questions: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
@@ -60,7 +60,7 @@ def kept(folder: Path) -> list[list[dict[str, str]]]:
 
 
 def drawing(name: str, lines: Sequence[Mapping[str, str]]) -> DataTable:
-    """The layouts of a question as bars, with their table; ``name`` is the table's and the picture's."""
+    """The table of a question's layouts, with a picture of their step times; ``name`` names both files."""
     first, layouts = lines[0], [{**line, **_interval(line)} for line in lines]
     title = (
         f"{model_name(first['model'])} on {first['gpus']} GPUs of {first['cluster']}, "
@@ -92,16 +92,16 @@ def _layout(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bar(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A layout as :func:`layouts_figure` takes it; kept answers do not have the parts of a step."""
+    """A layout for :func:`layouts_figure`, with the step's time as one part, as answers lack its parts."""
     numbers = {name: _number(line, name) for name in _NUMBERS.values()}
     return {**line, **numbers, "parts": {"time of a step": numbers["step_time_s"]}}
 
 
 def _interval(line: Mapping[str, str]) -> dict[str, Any]:
-    """The ends of the interval of a step time as this version has them, whatever the file has; {}: none."""
+    """The ends in seconds of a step time's interval, computed by this version; None without an interval."""
     measurement: dict[str, Any] = {name: line.get(name) for name in ("rates", "bound")}
     measurement["step_time_s"] = float(line["step_time_s"])
-    with suppress(ValueError, SyntaxError):  # damaged
+    with suppress(ValueError, SyntaxError):  # the text in the file may be damaged
         measurement["priced_by"] = ast.literal_eval(line.get("priced_by") or "[]")
     with_ends = with_band({"cell": line, "measurement": measurement})["measurement"]
     return {name: with_ends.get(name) for name in ("step_time_low_s", "step_time_high_s")}

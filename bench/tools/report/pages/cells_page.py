@@ -1,4 +1,4 @@
-"""The page of cells: every row, to be filtered, sorted and searched, with the details of each."""
+"""The page of cells: every row in a table that readers filter, sort and search, with details of each row."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from spbench.bench.row import finite
 from spbench.bench.tools.report.gathered import CellResult, Gathered
 from spbench.bench.tools.report.page import Page, from_template
 
-#: columns that readers choose values of, where there are several values
+#: the columns by whose values readers can filter, if the column has several values
 _CHOSEN = ("scenario", "model", "strategy", "cluster", "engine", "precision", "variant", "status", "origin")
-#: columns that are shown at first
+#: the columns that the page shows before readers choose others
 _SHOWN = (
     *("scenario", "model", "strategy", "world_size", "mesh", "batch", "seq_len", "cluster", "status"),
     *("answer", "peak_memory_bytes", "step_time_s", "step_time_low_s", "step_time_high_s", "bound"),
@@ -24,7 +24,7 @@ _SHOWN = (
 
 
 def pages(gathered: Gathered) -> Iterator[Page]:
-    """The page cells.html, with cells.csv and the scripts that hold the same data."""
+    """The page cells.html, with cells.csv and two scripts that have the same data."""
     lines = [finite(cell.flat) for cell in gathered.cells]
     columns = list(dict.fromkeys(name for line in lines for name in line))
     rows = [{name: line.get(name) for name in columns} for line in lines]
@@ -56,8 +56,8 @@ def pages(gathered: Gathered) -> Iterator[Page]:
 
 
 def _column(values: Sequence[Any]) -> dict[str, Any]:
-    """The values of a column; if most are repeated, its distinct values (``of``), and for each line the place
-    of its value among them (``at``)."""
+    """The values of a column as ``values``; or, if most values are repeated, the distinct values (``of``) and
+    for each line the index of its value among the distinct ones (``at``)."""
     texts = [json.dumps(value) for value in values]
     places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
     if 2 * len(places) > len(texts):
@@ -66,8 +66,8 @@ def _column(values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _pooled(details: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The details with each part once, and the names of columns and settings once: many cells have the same
-    settings and closed form. A part is the number of its names in ``heads``, and its values or lines."""
+    """The details of all cells, with equal parts stored once: ``cells`` has for each cell and title an index
+    into ``parts``, and a part is an index into ``heads`` (its names), with its values or lines."""
     heads, pool = dict[str, int](), dict[str, int]()
 
     def numbered(part: Mapping[str, Any]) -> int:
@@ -84,19 +84,19 @@ def _pooled(details: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def script_json(value: Mapping[str, Any] | Sequence[Any]) -> str:
-    """JSON that can stand in a script of the site."""
+    """The JSON of a value, with signs escaped that could end a script of the site."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _details(cell: CellResult) -> dict[str, Any]:
-    """What is shown of a chosen row, by title: a table as columns and lines, or names with values."""
+    """The details of a row by title: each is a table (columns and lines), or values by name."""
     row, measured = cell.row, cell.row["measurement"]
     provenance = {**(row.get("provenance") or {}), "commit": commit_of(row), "time": row.get("time")}
     return {
         "": {"reason": row["reason"]} if row["reason"] else {},
         "Sent bytes a rank, by phase and collective": _compact(measured.get("communication") or []),
-        "The strategy's closed form": _compact(_counted(measured.get("formula") or [])),
+        "The strategy's closed form": _compact(_count_equal(measured.get("formula") or [])),
         "Memory held at the peak, by category (bytes)": measured.get("peak_held") or {},
         "Time of a step (s)": {
             name: seconds and float(f"{seconds:.6g}")  # the page shows five digits
@@ -113,14 +113,14 @@ def _details(cell: CellResult) -> dict[str, Any]:
     }
 
 
-def _counted(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Distinct lines, each with how many ``times`` it comes, as equal layers have equal lines."""
+def _count_equal(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The distinct lines, each with the number of equal lines as ``times``: equal layers have equal lines."""
     times = Counter(tuple(line.items()) for line in lines)
     return [{"times": count, **dict(line)} for line, count in times.items()]
 
 
 def _compact(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A table as its columns and the values of each line, which takes a third of the room."""
+    """A table as its ``columns`` and ``lines`` of values, a third of the bytes; {} if there are no lines."""
     columns = list(dict.fromkeys(name for line in lines for name in line))
     return (
         {"columns": columns, "lines": [[line.get(name) for name in columns] for line in lines]}

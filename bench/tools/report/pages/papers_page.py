@@ -1,6 +1,6 @@
-"""The first page: whether papers reproduce and what changed; ours over published numbers, and how the methods
-compare; then errors and machines. And a page for each paper: its tables and claims beside ours, what is not
-met, and the scenarios' own text."""
+"""The first page: whether papers reproduce, what changed, our numbers against published ones, a comparison of
+methods, errors and machines. And a page for each paper: its tables and claims with our numbers, which numbers
+are not met, and the scenarios' text."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from spbench.bench.tools.report.pages.advice_page import FOLDER, drawing, kept
 from spbench.bench.tools.report.pages.regressions_page import changes
 from spbench.plots.series import grouped
 
-#: lines that a table has at least, if readers can sort it
+#: readers can sort a table of more lines than this
 _LONG = 12
 _STATUSES = {"ok": "ok", "oom": "out of memory", "unsupported": "unsupported", "failed": "failed"}
-#: lines of the table of errors on the page
+#: the most lines of the table of errors on the page
 _MOST_ERRORS = 100
-#: the question whose kept answer compares methods: model, cluster, GPUs, length
+#: the question whose saved answer compares methods: model, cluster, number of GPUs, sequence length in tokens
 _COMPARED = ("llama3-8b", "dgx-h100", "64", "131072")
 
 
@@ -55,12 +55,12 @@ def pages(gathered: Gathered) -> Iterator[Page]:
 
 
 def _is_compared(line: Mapping[str, str]) -> bool:
-    """Whether a line of kept answers belongs to the question that the first page shows."""
+    """Whether a line of saved answers belongs to the question that the first page shows."""
     return tuple(line[name] for name in ("model", "cluster", "gpus", "seq_len")) == _COMPARED
 
 
 def _paper(paper: PaperResults) -> dict[str, Any]:
-    """Whether a paper reproduces, and why, in numbers; and what is known of others on its page."""
+    """The first page's values for a paper: its verdict with counts, and the scenario with the most misses."""
     records = paper.records_of("")
     verdict, misses = verdict_on(records), most_misses(records)
     scenario = paper.scenarios.get(misses[0]) if misses else None
@@ -75,7 +75,7 @@ def _paper(paper: PaperResults) -> dict[str, Any]:
 
 
 def _by_role(gathered: Gathered) -> DataTable | None:
-    """A line for each paper and role."""
+    """A table with a line for each paper and role of numbers: median and worst error, and the verdict."""
     lines = []
     for paper in gathered.papers:
         records = paper.findings.records
@@ -95,14 +95,14 @@ def _by_role(gathered: Gathered) -> DataTable | None:
 
 
 def _lines(records: DataFrame, *columns: str) -> list[dict[str, Any]]:
-    """Records as lines for people: with the columns "ours" and its "error", and quantities in words."""
+    """The ``columns`` of records as lines, with "ours", its relative "error", and quantities in words."""
     names = {"relative_error": "error", "reproduced": "ours"}
     in_words = records.assign(quantity=records["quantity"].map(quantity_words))
     return as_lines(in_words.rename(columns=names), columns)
 
 
 def _errors(gathered: Gathered) -> DataTable | None:
-    """The error of every published number that is no closed form, the largest first."""
+    """A table of the error of every published number except closed forms, the largest error first."""
     numbers = [(paper.paper.label, distinct(paper.findings.records)) for paper in gathered.papers]
     records = joined(some.assign(where=f"{label}: " + some["table"]) for label, some in numbers)
     records = records[records["relative_error"].notna() & (records["role"] != "formula")]
@@ -117,7 +117,7 @@ def _errors(gathered: Gathered) -> DataTable | None:
 
 
 def _measured(gathered: Gathered) -> dict[str, Any]:
-    """The table of README.md: errors by who measured, beside other predictors' errors; then each number."""
+    """The values on real machines: README.md's table of errors by source, a figure, and all numbers."""
     records = joined(each.findings.records for each in gathered.papers if each.paper.name == MEASURED)
     heads = ["quantity", "median error", "worst", "measured by, on", "numbers", "role", "other predictors"]
     columns = ("what", "error", "measured", "ours", "quantity", "role", "note")
@@ -139,7 +139,7 @@ def _measured(gathered: Gathered) -> dict[str, Any]:
 
 
 def _machines(gathered: Gathered) -> DataTable | None:
-    """A line for each engine and cluster whose numbers are measured, not computed; None: there is none."""
+    """A table with a line for each cluster and engine with measured, not simulated, numbers; None without."""
     exact = {name for name, engine in engine_classes().items() if engine.is_exact}
     measured = [c.row for c in gathered.cells if c.row["cell"].get("engine", "virtual") not in exact]
     groups = grouped(measured, lambda row: (row["cell"]["engine"], row["cell"]["cluster"]))
@@ -162,20 +162,20 @@ def _machines(gathered: Gathered) -> DataTable | None:
 
 
 def _cells(gathered: Gathered) -> dict[str, Any]:
-    """How many cells there are, how they ended, and what made them."""
+    """The number of cells, their statuses, and the commits and versions of torch that made them."""
     rows = [cell.row for cell in gathered.cells]
     return {
         "cells": len(rows),
         "statuses": Counter(row["status"] for row in rows).most_common(),
         "made_by": {
-            "from commit": _named(dated(commit_of(row)) for row in rows),
-            "with torch": _named((row.get("provenance") or {}).get("torch") for row in rows),
+            "from commit": _frequencies(dated(commit_of(row)) for row in rows),
+            "with torch": _frequencies((row.get("provenance") or {}).get("torch") for row in rows),
         },
     }
 
 
-def _named(values: Iterable[str | None]) -> str:
-    """The values with how often they occur, the most frequent first; without counts if there is one."""
+def _frequencies(values: Iterable[str | None]) -> str:
+    """The distinct values with their frequencies, the most frequent first; one value has no frequency."""
     counted = Counter(filter(None, values)).most_common()
     return counted[0][0] if len(counted) == 1 else ", ".join(f"{name}: {n} cells" for name, n in counted)
 
@@ -211,7 +211,8 @@ def _pages_of_papers(gathered: Gathered) -> Iterator[Page]:
 
 
 def _verdicts(paper: PaperResults) -> DataTable | None:
-    """A line for each table and quantity, and for the claims, formulas and curves of a scenario."""
+    """A table of errors and verdicts, with a line for each published table and quantity, and for the claims,
+    formulas and curves of each scenario; None if nothing was run."""
     if not paper.findings.runs:
         return None
     lines = []
@@ -240,10 +241,10 @@ def _scenario(gathered: Gathered, paper: PaperResults, scenario: Scenario) -> di
     document, name, identifier = scenario.document, scenario.name, scenario.name.replace("_", "-")
     tables = []
     for number, (title, lines) in enumerate(paper.findings.blocks(name), start=1):
-        # such as "claims", which several scenarios have
+        # a title of one word, such as "claims", gets the scenario's title, because several scenarios have it
         caption = f"{title[:1].upper()}{title[1:]}" + f": {document.title}" * (" " not in title)
         heads = [head for head in lines[0] if any(line[head] not in (None, "") for line in lines)]
-        # the error is the second, where a phone shows it
+        # the error is the second column, so that a phone shows it
         heads = sorted(heads, key=lambda head: (head != heads[0], head != "relative error"))
         tables.append(DataTable(f"{identifier}-{number}", caption, lines, heads, sortable=len(lines) > _LONG))
     settings = [

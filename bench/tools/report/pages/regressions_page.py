@@ -1,8 +1,8 @@
-"""What changed: each run beside the committed baseline, as `spbench compare` judges it, and metrics over the
-commits of the history, drawn with their steps and targets.
+"""The page of changes: each run compared with its committed baseline, as `spbench compare` judges it, and
+metrics over the commits of the history, drawn with their steps and targets.
 
-Series with a step or a target are drawn one beside the other, by suite and metric; an exact series without
-either is as good as constant, so that a line of a table says all of it. Measured ones are drawn too.
+Series with a step or a target are drawn in panels, by suite and metric, and so are measured series without
+either. An exact series without a step or a target is nearly constant, so that it has only a table line.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ GATES, HISTORY = f"{PAGE}#gates", f"{PAGE}#history"
 
 @dataclass(frozen=True)
 class Gate:
-    """A baseline, and the results that were run to compare with it.
+    """A baseline, and the results that are compared with it.
 
     Attributes:
-        scenario: whose cells they are.
+        scenario: the name of the scenario.
         base: the folder of the baseline.
-        before: its rows; None: they cannot be read.
-        suite: the results beside it; None: nothing was run here, or it cannot be compared.
+        before: the baseline's rows; None: they cannot be read.
+        suite: the new results; None: the scenario was not run here, or its results cannot be compared.
         problem: why there is no judgement.
-        was_run: whether something was run here.
+        was_run: whether the scenario was run here.
     """
 
     scenario: str
@@ -56,51 +56,51 @@ class Gate:
 
     @property
     def judgement(self) -> Judgement | None:
-        """What the gate says; None where there are no results beside the baseline."""
+        """The judgement of the new results against the baseline; None without new results."""
         return self.suite.judgement if self.suite else None
 
     @property
     def commits(self) -> list[list[str]]:
-        """The commits of the baseline and of the results."""
+        """Two lists: the commits of the baseline, and of the new results."""
         return [side.commits if side else [] for side in (self.before, self.suite)]
 
     @property
     def machines(self) -> list[list[str]]:
-        """The machines of the baseline and of the results, as far as rows name them."""
+        """Two lists of the machines that rows name: of the baseline, and of the new results."""
         return [[*filter(None, side.machines)] if side else [] for side in (self.before, self.suite)]
 
     @property
     def days(self) -> list[str]:
-        """The days of the baseline's commits, as far as git knows them."""
+        """The days of those commits of the baseline that git knows."""
         return [day for day in map(day_of, self.commits[0]) if day]
 
     @property
     def table_name(self) -> str:
-        """The name of the table of differences on its page."""
+        """The name of the table of differences, unique on the page."""
         return f"gate-{self.scenario.replace('_', '-')}"
 
     @property
     def counts(self) -> Counter[str]:
-        """Differences by what they are: worse, missing, better, new; and what is ``equal``."""
+        """The numbers of differences by verdict, and of cells and claims that are ``equal``."""
         assert self.judgement is not None
         counts = Counter[str](difference.verdict for difference in self.judgement.differences)
         return counts + Counter({"equal": self.judgement.equal.total()})
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """The differences as lines of a table, the worst first; ``worse by (%)`` is of the base."""
+        """The differences as table lines, the worst first; ``worse by (%)`` is in percent of the base."""
         return [] if self.judgement is None else [_line(each) for each in self.judgement.differences]
 
     @property
     def table(self) -> DataTable | None:
-        """The table of differences; None where there are none."""
+        """The table of differences; None if nothing differs."""
         caption = f"{self.scenario}: what differs from the baseline, the worst first"
         lines = self.lines
         return DataTable(self.table_name, caption, lines, sortable=len(lines) > 1) if lines else None
 
 
 def gates(baseline: Path, runs: Path) -> Iterator[Gate]:
-    """The baselines in a folder, each beside the run of its name."""
+    """The baselines in a folder, each compared with the run of the same name in ``runs``."""
     for path in sorted(baseline.glob(f"*/{RESULTS_FILE}")):
         yield _gate(path.parent, runs / path.parent.name)
 
@@ -134,16 +134,16 @@ def _line(difference: Difference) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Change:
-    """How many results are worse, better and new since an earlier state, or why nobody can tell.
+    """The numbers of results that are worse, better and new since an earlier state, or why there are none.
 
     Attributes:
-        place: the page's address of the details.
+        place: the address of the details on the page of regressions.
         since: the earlier state, in words.
         against: the results that were judged, in words.
-        counts: ``worse``, ``better``, ``new`` and ``judged``.
-        worst: for each of the first that are worse, a link's text and address, to its details.
-        problem: why nothing was judged; empty: something was.
-        word: for the problem, "Not run" or "Not judged".
+        counts: the numbers of results: ``worse``, ``better``, ``new`` and ``judged``.
+        worst: the text and address of a link to the details of each of the first results that are worse.
+        problem: why nothing was judged; empty if results were judged.
+        word: the problem in a word, "Not run" or "Not judged".
     """
 
     place: str
@@ -156,8 +156,7 @@ class Change:
 
 
 def changes(gathered: Gathered) -> Iterator[Change]:
-    """The changes since the baselines, then those that the newest commit of the history brought, if there is
-    a history."""
+    """The change since the baselines; then, if there is a history, the change at its newest commit."""
     yield _since_baselines(list(gates(gathered.baseline, gathered.results / "runs")))
     if gathered.history is not None:
         history, problem, assessments = assessed(gathered.history)
@@ -165,7 +164,8 @@ def changes(gathered: Gathered) -> Iterator[Change]:
 
 
 def assessed(folder: Path | None) -> tuple[History | None, str, list[Assessment]]:
-    """The history in a folder, "", and its assessed series; or None, why there is none, and no series."""
+    """The history in a folder, "" and its assessed series; or None, the reason, and no series if the history
+    cannot be read."""
     if folder is None:
         return None, "There is no history here.", []
     try:
@@ -198,18 +198,18 @@ def _since_baselines(baselines: Sequence[Gate]) -> Change:
 
 
 def _short(key: str) -> str:
-    """Model, strategy and sizes of a cell's key."""
+    """The first three parts of a cell's key: model, strategy and sizes."""
     return "/".join(key.split("/")[:3])
 
 
 def _commits_of(assessments: Iterable[Assessment]) -> list[Commit]:
-    """The commits that any series has, by date."""
+    """The commits of all series, sorted by date."""
     commits = {point.commit.hash: point.commit for one in assessments for point in one.series.points}
     return sorted(commits.values(), key=lambda commit: (commit.date, commit.hash))
 
 
 def _in_history(assessments: Sequence[Assessment]) -> Change:
-    """What came with the newest commit that any series has, beside the one before it."""
+    """The change from the last commit but one of all series to the newest commit."""
     *_, before, newest = [None, None, *_commits_of(assessments)]
     assert newest is not None
     now = [one for one in assessments if one.series.points[-1].commit.hash == newest.hash]
@@ -231,7 +231,7 @@ def _in_history(assessments: Sequence[Assessment]) -> Change:
 
 # -- the page --------------------------------------------------------------------------------------------
 
-#: panels in the drawings of one group; further series are only in the table
+#: the most panels of a drawing; further series are only in the table
 MOST_PANELS = 12
 
 
@@ -260,11 +260,11 @@ def pages(gathered: Gathered) -> Iterator[Page]:
 
 
 def history_drawings(assessments: Sequence[Assessment], *, quiet: bool = False) -> Iterator[DataTable]:
-    """A drawing for each suite and metric, with a panel for each series that has a step or a target; those
-    with a regression that stands or a target that is missed come first.
+    """A table for each suite and metric with a drawing, which has a panel for each series with a step or a
+    target. Series with a regression that stands or a missed target come first.
 
     Args:
-        quiet: the measured series that have neither, in place of these.
+        quiet: draw the measured series without a step or a target instead.
     """
     chosen = [
         a for a in assessments if (not a.series.exact and not is_notable(a) if quiet else is_notable(a))
@@ -279,11 +279,11 @@ def history_drawings(assessments: Sequence[Assessment], *, quiet: bool = False) 
         places = {commit.hash: at for at, commit in enumerate(of_suite)}
         caption = f"{metric} of {suite} over commits{f', in {unit}' if unit else ''}{more}"
         name = f"{'quiet' if quiet else 'steps'}-{number}"
-        said = (
+        texts = (
             f"{label_of(a.series)}: {'; '.join(step_words(a, each) for each in a.steps) or 'no step'}"
             for a in panels
         )
-        alt = f"A line for each of {len(panels)} series; {'; '.join(said)}"
+        alt = f"A line for each of {len(panels)} series; {'; '.join(texts)}"
         drawn = Figure(f"figures/history-{name}.svg", svg(history_figure(panels, places)), caption, alt)
         yield series_table(name, caption, group, drawn=drawn)
 
@@ -294,7 +294,7 @@ def is_notable(assessment: Assessment) -> bool:
 
 
 def step_words(of: Assessment, step: Step) -> str:
-    """A step in words: its verdict, its size, the levels before and after, and what else changed with it."""
+    """A step in words: verdict, size, levels before and after, commits, and versions that changed with it."""
     series, kind = of.series, f"meant: {step.meant}" if step.meant else step.verdict
     kind += ", stands" * any(step is each for each in of.regressions) + " (drift)" * step.drift
     size = series.difference(step.before, step.after)
@@ -304,7 +304,7 @@ def step_words(of: Assessment, step: Step) -> str:
 
 
 def series_table(name: str, caption: str, assessments: Sequence[Assessment], **further: Any) -> DataTable:
-    """A line for each series: what `spbench history` says of it, its range over commits, and its steps."""
+    """A table with a line for each series: its ends, its lowest and highest value, and its steps in words."""
     lines = []
     for of in assessments:
         values = [point.value for point in of.series.points]
@@ -315,7 +315,7 @@ def series_table(name: str, caption: str, assessments: Sequence[Assessment], **f
 
 
 def quiet_table(assessments: Sequence[Assessment]) -> DataTable | None:
-    """The series without a step or a target; None: there is none."""
+    """The table of series without a step or a target; None if there are no such series."""
     quiet = [each for each in assessments if not is_notable(each)]
     caption = "Series without a step or a target: the last value, and the range over all commits"
     return series_table("others", caption, quiet, sortable=True) if quiet else None

@@ -1,5 +1,5 @@
-"""A page of all strategies, and a page of each: one layer drawn, bytes by closed form and by meter, memory at
-the peak, verdicts of verification, and the cells of results that use it."""
+"""A page of all strategies, and a page for each strategy: a drawing of one layer, bytes by closed form and by
+meter, memory at the peak, verdicts of verification, and the cells of results that use the strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spbench.impls import absent, all_peers, all_strategies
 from spbench.plots.series import grouped
 from spbench.plots.style import model_name, strategy_name
 
-#: statuses of cells that a strategy has run
+#: the statuses of cells that ran, so that they have numbers
 _RAN = ("ok", "oom", "mismatch")
 
 
@@ -68,19 +68,19 @@ def pages(gathered: Gathered) -> Iterator[Page]:
 
 
 def _at(cell: Cell) -> str:
-    """In words, the model and the shape of a cell."""
+    """The model and the shape of a cell, in words."""
     return f"{model_name(cell.model)}, batch {cell.batch}, {cell.seq_len:,} positions, {cell.precision}"
 
 
 def _made(row: Row, cell: Cell) -> dict[str, Any]:
-    """The cell of a row, the commit and the day that the row was made, and what has changed since."""
+    """The cell, commit and day of a row, and the parts of the code that have changed since that commit."""
     day = str(row.get("time") or "an unknown day")[:10]
     commit = f"{commit_of(row) or 'unknown'} on {day}"
     return {"cell": cell, "at": _at(cell), "commit": commit, "changed": changed_parts(cell, row)}
 
 
 def _layers(gathered: Gathered, name: str) -> Iterator[dict[str, Any]]:
-    """One layer of a strategy from the kept traces, for each choice of its options."""
+    """A drawing of one layer of a strategy, and a table of its times, for each of the saved traces."""
     for row in read_rows(gathered.strategies / LAYERS)[0]:
         cell = Cell.model_validate(row["cell"])
         trace = read_trace(gathered.strategies, cell) if cell.strategy == name else None
@@ -100,8 +100,8 @@ def _layers(gathered: Gathered, name: str) -> Iterator[dict[str, Any]]:
 
 
 def _measured(name: str, gathered: Gathered, cells: Sequence[CellResult]) -> Mapping[str, Any]:
-    """The strategy's bytes by closed form and by meter beside other strategies' memory, from the row that
-    sets them beside each other (None: there is none), and the cells where bytes differ."""
+    """The page's values on a strategy's bytes by closed form and by meter, its memory next to others', and
+    the keys of cells whose bytes differ; ``made`` is None if no row compares the strategy with others."""
     ran = [row for row in gathered.strategy_rows if row["status"] in _RAN]
     row = next((row for row in ran if row["cell"]["strategy"] == name), None)
     wrong = [each.row["key"] for each in cells if each.row["measurement"].get("formula_difference")]
@@ -126,7 +126,7 @@ def _measured(name: str, gathered: Gathered, cells: Sequence[CellResult]) -> Map
 
 
 def _proof(name: str, verdicts: Sequence[Verdict]) -> Mapping[str, Any] | None:
-    """The outcome of verifying a strategy, alone and with others around it; None: it was not verified."""
+    """The outcome of verifying a strategy, by itself and combined with others; None: it was not verified."""
     alone = [verdict for verdict in verdicts if verdict["strategy"] == name]
     own = [verdict for verdict in verdicts if name in verdict["strategy"].split("+")]
     if not own:
@@ -153,9 +153,9 @@ _FORMULA, _METERED = "closed form (bytes)", "metered (bytes)"
 
 
 def formula_lines(row: Row) -> list[Line]:
-    """The bytes that a rank sends in a step, by phase, collective and axis: by the closed form, as metered,
-    and the difference, which is 0 where both are right. Where the row says that another rank differs, that
-    rank has a line of its own."""
+    """A line for each phase, collective and axis with the bytes that one rank sends in a step: by the closed
+    form, as metered, and the difference, which is 0 where both are right. Where the row says that another
+    rank's bytes differ, that rank has a line of its own."""
     measured, lines = row["measurement"], {}
     formula, metered = (grouped(measured.get(name) or [], _place) for name in ("formula", "communication"))
     for place in formula | metered:
@@ -180,8 +180,8 @@ def _line(place: Sequence[str], purpose: str, formula: float, metered: float) ->
 
 
 def memory_lines(rows: Iterable[Row]) -> list[Line]:
-    """The memory held at the peak of the fullest rank, in GiB: a line for each row, the largest first, with
-    ``in all`` and a column for each category of which any row holds bytes."""
+    """The memory at the peak of the rank that needs most, in GiB: a line for each row, the largest first,
+    with ``in all`` and a column for each category of tensors that has bytes in any row."""
     held = {row["cell"]["strategy"]: row["measurement"].get("peak_held") or {} for row in rows}
     categories = list(dict.fromkeys(name for of in held.values() for name, nbytes in of.items() if nbytes))
     ordered = sorted(held.items(), key=lambda entry: -sum(entry[1].values()))
@@ -196,7 +196,7 @@ def memory_lines(rows: Iterable[Row]) -> list[Line]:
 
 
 def time_lines(trace: Mapping[str, Any]) -> list[Line]:
-    """The parts of each rank's time in a traced step, in ms."""
+    """A line for each rank with the parts of its time in a traced step, in ms."""
     return [
         {
             "rank": rank,
@@ -213,7 +213,7 @@ def time_lines(trace: Mapping[str, Any]) -> list[Line]:
 
 
 def verdict_lines(verdicts: Iterable[Verdict]) -> list[Line]:
-    """Verdicts by model, part, precision and backend; red ones first, and of several cases the worst."""
+    """A line for each strategy, model, part, precision and backend, those with most red verdicts first."""
     names = ("strategy", "model", "part", "dtype", "backend")
     groups = grouped(verdicts, lambda verdict: tuple(str(verdict[name]) for name in names))
     lines = [_verdict_line(key, group) for key, group in groups.items()]
@@ -238,7 +238,7 @@ def _verdict_line(key: tuple[str, ...], group: Sequence[Verdict]) -> Line:
 
 
 def _excess(verdict: Verdict) -> float:
-    """An error over its limit; infinite for a red verdict without an error."""
+    """The ratio of a verdict's error to its limit; infinite for a red verdict without an error."""
     if verdict["error"] is None or not verdict["limit"]:
         return float("inf") if verdict["status"] == "RED" else 0.0
     return float(verdict["error"] / verdict["limit"])
@@ -250,7 +250,7 @@ def _of(verdict: Verdict) -> str:
 
 
 def count_by_status(verdicts: Iterable[Verdict]) -> dict[str, int]:
-    """How many are green, red and unsupported."""
+    """The numbers of green, red and unsupported verdicts."""
     counts = Counter(verdict["status"].lower() for verdict in verdicts)
     return {status: counts[status] for status in ("green", "red", "unsupported")}
 
@@ -259,12 +259,12 @@ def count_by_status(verdicts: Iterable[Verdict]) -> dict[str, int]:
 
 
 def uses(strategy: str, cells: Iterable[CellResult]) -> list[CellResult]:
-    """The cells whose strategy it is, alone or with others around it or within it."""
+    """The cells that use the strategy, by itself or combined with others ("A+B")."""
     return [cell for cell in cells if strategy in cell.row["cell"].get("strategy", "").split("+")]
 
 
 def scenario_lines(cells: Iterable[CellResult]) -> list[Line]:
-    """Cells by scenario and name of the strategy: how they ended, and a link to them on the page of cells."""
+    """A line for each scenario and strategy: the number of cells, their statuses, and a link to the cells."""
     groups = grouped(cells, lambda cell: (cell.scenario, cell.row["cell"]["strategy"]))
     lines = []
     for (scenario, strategy), some in sorted(groups.items()):
