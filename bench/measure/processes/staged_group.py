@@ -21,7 +21,7 @@ STAGED = "spbench_staged"
 
 
 class _Staged(dist.Work):
-    """A collective under way on copies of tensors in the host's memory; wait copies the results back."""
+    """A collective in progress on copies of tensors in the host's memory; wait copies the results back."""
 
     def __init__(self, work: dist.Work, back: Sequence[tuple[Tensor, Tensor]]):
         super().__init__()
@@ -50,7 +50,7 @@ class StagedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return STAGED
 
-    # torch sets the name of what is written in C++ only
+    # torch sets the names only of groups that are written in C++
     @property
     def pg_name(self) -> str:
         return self._name
@@ -60,7 +60,7 @@ class StagedGroup(dist.ProcessGroup):
         return self._name
 
     def _on_copies(self, run: Callable[..., Any], filled: Any, *given: Any) -> dist.Work:
-        """Call ``run`` with copies of tensors, or of nested lists; those of ``filled`` are copied back."""
+        """Call ``run`` with copies of tensors, or of nested lists; copies of ``filled`` are copied back."""
         back: list[tuple[Tensor, Tensor]] = []
         into = _copied(filled, back)
         return _Staged(run(into, *(_copied(each, []) for each in given)), back)
@@ -89,7 +89,7 @@ class StagedGroup(dist.ProcessGroup):
         sizes = out_sizes, given_sizes
         return self._on_copies(lambda o, i: self._gloo.alltoall_base(o, i, *sizes, opts), out, given)
 
-    # as newer releases of torch call them
+    # the names in newer releases of torch
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
     all_to_all_single = alltoall_base

@@ -38,7 +38,7 @@ def flat(row: Row) -> dict[str, Any]:
     sizes = cell.get("sizes", {})
     searched = (cell.get("search") or {}).get("quantity", "")
     losses, errors = measured.get("losses"), measured.get("errors") or {}
-    unmetered = losses or errors  # of a training run, or of ranks in turn
+    unmetered = losses or errors  # of a training run, or of lockstep ranks
     return {
         **{name: cell.get(name) for name in ("model", "strategy")},
         "world_size": math.prod(whole_mesh(sizes).values()),
