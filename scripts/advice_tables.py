@@ -139,19 +139,19 @@ def write_page() -> None:
     heads = ["model", "GPUs", "length", "best", "tokens/s per GPU", "MFU", "tie with"]
     rows = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
     for line in _read(FOLDER / "questions.csv"):
-        found = best.get(line["name"])
+        layout = best.get(line["name"])
         cells = [line["model"], f"{line['gpus']} {line['cluster']}", length_text(int(line["seq_len"]))]
-        if found is None:
+        if layout is None:
             cells += ["nothing fits", *[""] * 3]
         else:
-            rate = float(found["tokens_per_s"]) / int(line["gpus"])
+            rate = float(layout["tokens_per_s"]) / int(line["gpus"])
             others = [
-                each for each in ties.get(line["name"], []) if not each.startswith(f"{found['strategy']} ")
+                each for each in ties.get(line["name"], []) if not each.startswith(f"{layout['strategy']} ")
             ]
             cells += [
-                f"{found['strategy']} {found['mesh']}, {found['backend']}",
+                f"{layout['strategy']} {layout['mesh']}, {layout['backend']}",
                 f"{float(f'{rate:.3g}'):,.0f}",
-                f"{float(found['mfu']):.0%}" if found["mfu"] else "",
+                f"{float(layout['mfu']):.0%}" if layout["mfu"] else "",
                 ", ".join([*others[:_TIES], *([f"{len(others) - _TIES} more"] if others[_TIES:] else [])]),
             ]
         rows.append(f"| {' | '.join(cells)} |")

@@ -52,12 +52,12 @@ def main() -> int:
     shares: defaultdict[str, list[float]] = defaultdict(list)
     for path in parser.parse_args().files:
         for row in read_rows(path)[0]:
-            if (found := held(row)) is None:
+            if (problem := held(row)) is None:
                 continue
             checked += 1
-            if found:
+            if problem:
                 wrong += 1
-                print(f"{row['key']}: {found}")
+                print(f"{row['key']}: {problem}")
             elif flops := row["measurement"].get("flops"):
                 training = row["cell"].get("training") or {}
                 times = 1 if training.get("step") == "inference" else 3

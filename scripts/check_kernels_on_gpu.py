@@ -1,10 +1,11 @@
-"""The linear-attention kernels on the GPU at hand: are they right, and how far from the card's limits?
+"""Check the linear-attention kernels on this machine's GPU, and compare their times with the card's limits.
 
     python scripts/check_kernels_on_gpu.py [--output results/kernels]
 
-Writes linear_attention_<gpu>_errors.csv (each tensor against float64, beside the plain-torch form of the same
-precision) and linear_attention_<gpu>.csv (milliseconds of each operator in bfloat16, beside the plain-torch
-form and the least time that this card's own measured rates allow). Exit code 1: wrong; 2: no GPU.
+Writes linear_attention_<gpu>_errors.csv (the error of each tensor against float64, and the error of the
+plain-torch form of the same precision) and linear_attention_<gpu>.csv (milliseconds of each operator in
+bfloat16, of the plain-torch form, and of the least time that this card's own measured rates allow). Exit
+code 1: an error is too large; 2: no GPU.
 """
 
 from __future__ import annotations
@@ -84,13 +85,13 @@ def plain(name: str) -> Any:
 
 def tensors(run: Callable[[str], Any], *case: Any) -> dict[str, Tensor]:
     """Every result of a step's operators, by name."""
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for name, _, result in arguments(run, *case):
         if name == "input_gradients":
-            found |= dict(zip(("d_q", "d_k", "d_v"), result, strict=True))
+            results |= dict(zip(("d_q", "d_k", "d_v"), result, strict=True))
         else:
-            found[name] = result
-    return found
+            results[name] = result
+    return results
 
 
 def compile_all(device: str) -> None:

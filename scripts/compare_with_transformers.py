@@ -490,15 +490,15 @@ def difference(family: str) -> float:
             parameter.copy_(weights[name].reshape(parameter.shape))
     inputs = model.inputs(BATCH, LENGTH, torch.Generator().manual_seed(1))
     inputs = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-    found = ours(inputs)
-    found["token_loss"].sum().backward()
+    outputs = ours(inputs)
+    outputs["token_loss"].sum().backward()
     expected = transformers_losses(theirs, inputs)
     expected.sum().backward()
     sums = [
         sum(p.grad.square().sum() for p in module.parameters() if p.grad is not None)
         for module in (ours, theirs)
     ]
-    of_losses = ((found["token_loss"] - expected) / expected).abs().max()
+    of_losses = ((outputs["token_loss"] - expected) / expected).abs().max()
     return max(of_losses.item(), abs((sums[0] / sums[1]).item() - 1))
 
 
@@ -516,10 +516,10 @@ def transformers_losses(theirs: nn.Module, inputs: Mapping[str, Tensor]) -> Tens
 
 def main() -> int:
     """Print a line for each family, or for the families on the command line; 1 if one differs."""
-    found = {family: difference(family) for family in sys.argv[1:] or TINY}
-    for family, error in found.items():
+    differences = {family: difference(family) for family in sys.argv[1:] or TINY}
+    for family, error in differences.items():
         print(f"{family}: {error:.1e}{'' if error <= LIMIT else ' DIFFERS'}")
-    return int(any(not error <= LIMIT for error in found.values()))
+    return int(any(not error <= LIMIT for error in differences.values()))
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The Markdown of a page, with links to the site's paths of their targets."""
+    """The Markdown of a page, whose links lead to the site's paths instead of the repository's."""
     uri = page.file.src_uri
     path = repository_path(uri)
     if Path(uri.removesuffix(".md")).suffix in LANGUAGES:

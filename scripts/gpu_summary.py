@@ -36,7 +36,7 @@ def pairs(rows: list[Row]) -> list[dict[str, Any]]:
         cell = Cell.model_validate(row["cell"])
         same = cell.model_copy(update={"engine": "", "device": "cpu", "rank": None})
         by_engine.setdefault(cell.engine, {})[same.key] = row
-    found = []
+    lines = []
     for key, measured in by_engine["emulated"].items():
         virtual = by_engine["virtual"].get(key)
         if virtual is None:
@@ -55,8 +55,8 @@ def pairs(rows: list[Row]) -> list[dict[str, Any]]:
             ours, theirs = virtual["measurement"].get(name), measured["measurement"].get(name)
             line |= {f"virtual_{name}": ours, f"measured_{name}": theirs}
             line[f"{name}_error"] = theirs / ours - 1 if ours and theirs else None
-        found.append(line)
-    return found
+        lines.append(line)
+    return lines
 
 
 def summary(folder: Path) -> tuple[str, bool]:

@@ -67,8 +67,8 @@ ATTENTIONS = (
 def attention_call(
     backend: SDPBackend, grad: bool, causal: bool, *shapes: tuple[int, ...]
 ) -> Callable[[], Any]:
-    """One call of attention on q, k and v; with ``grad`` its backward too. ``shapes``: of q, k, v and the
-    gradient of the output, [B, L, Z, A] in memory, as layers have them."""
+    """A function that runs attention on q, k and v, with ``grad`` also its backward. ``shapes``: [B, L, Z, A]
+    of q, k, v and the gradient of the output, the order in which layers have them in memory."""
     q, k, v, d_o = (normal(*shape).transpose(1, 2).detach().requires_grad_(grad) for shape in shapes)
 
     def call() -> None:

@@ -116,14 +116,14 @@ def flash_kernels(heads: int, size: int, length: int, causal: bool) -> Iterator[
 
 def rates() -> dict[str, tuple[float, float]]:
     """The peak bfloat16 FLOPs per second and the bytes per second of memory, by card."""
-    found = {}
+    by_card = {}
     for card, name in CARDS.items():
         device = load_cluster(name).device
         flops, bandwidth = device.peak_flops_per_s["bf16"].value, device.memory_bandwidth_bytes_per_s.value
         assert flops is not None
         assert bandwidth is not None
-        found[card] = flops, bandwidth
-    return found
+        by_card[card] = flops, bandwidth
+    return by_card
 
 
 def models() -> Iterator[list[Kernel]]:

@@ -28,8 +28,8 @@ def parser_of(
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace | None:
-    """The arguments of the command line, whose folder is made; None, and a line on standard error, if the
-    script would measure (so without ``--predict``) on a GPU that does not exist."""
+    """The arguments of the command line, after the output folder was created; None, and a line on standard
+    error, if there is no GPU but the script would measure on one (so without ``--predict``)."""
     asked = parser.parse_args()
     measures = asked.device == "cuda" and not vars(asked).get("predict")
     if measures and not torch.cuda.is_available():

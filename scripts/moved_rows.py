@@ -27,10 +27,10 @@ NUMBERS = {
 
 def number(row: dict[str, Any], places: tuple[str, ...]) -> float | None:
     """The number of a row's measurement under nested keys ``places``; None if there is none."""
-    found: Any = row["measurement"]
+    value: Any = row["measurement"]
     for place in places:
-        found = found.get(place) if found else None
-    return found
+        value = value.get(place) if value else None
+    return value
 
 
 def moved(before: dict[str, Any], after: dict[str, Any], least: float) -> Iterator[tuple[str, str]]:
@@ -58,10 +58,10 @@ def main() -> None:
     old, new = ({row["key"]: row for row in read_rows(path)[0]} for path in (asked.before, asked.after))
     counts: Counter[str] = Counter()
     for key in sorted(old.keys() & new.keys()):
-        found = dict(moved(old[key], new[key], asked.least))
-        counts.update(found.keys() or {"nothing"})
-        if found:
-            print(f"{key}: " + ", ".join(f"{name} {change}" for name, change in found.items()))
+        changes = dict(moved(old[key], new[key], asked.least))
+        counts.update(changes.keys() or {"nothing"})
+        if changes:
+            print(f"{key}: " + ", ".join(f"{name} {change}" for name, change in changes.items()))
     alone = {"gone": len(old.keys() - new.keys()), "new": len(new.keys() - old.keys())}
     print("; ".join(f"{name}: {count}" for name, count in (*counts.items(), *alone.items())))
 

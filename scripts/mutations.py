@@ -99,7 +99,7 @@ class Tests:
         files = {test.split("::")[0] for test in self.cost}
         about = {f for f in files if module in self._text(f)}
         about |= {f for f in files if Path(f).name == f"test_{Path(path).name}"}  # which may run it elsewhere
-        if path.startswith("impls/"):  # what ranks run is not in the coverage data
+        if path.startswith("impls/"):  # the coverage data lack code that ranks run
             about |= {f for f in files if f.startswith("tests/impls/") and "RankPool" in self._text(f)}
         return {t for t in self.cost if t.split("::")[0] in about or names.search(t)}
 

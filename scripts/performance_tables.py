@@ -22,13 +22,13 @@ Benchmarks = Sequence[Mapping[str, Any]]
 
 def benchmarks(path: Path = FILE) -> Benchmarks:
     """The results in a file of pytest-benchmark, in the order of the run."""
-    found: Benchmarks = json.loads(path.read_text(encoding="utf-8"))["benchmarks"]
-    return found
+    results: Benchmarks = json.loads(path.read_text(encoding="utf-8"))["benchmarks"]
+    return results
 
 
-def of(found: Benchmarks, test: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def of(results: Benchmarks, test: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Pairs of parameters ("" if there are none) and result, for the benchmarks of a test function."""
-    for each in found:
+    for each in results:
         name, _, parameters = each["name"].removesuffix("]").partition("[")
         if name == test:
             yield parameters, each
@@ -40,10 +40,10 @@ def median(benchmark: Mapping[str, Any]) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"
 
 
-def scale(found: Benchmarks) -> list[Line]:
+def scale(results: Benchmarks) -> list[Line]:
     """The table of CPU seconds and memory by the number of ranks, with a line for each strategy."""
     table = []
-    for name, each in of(found, "test_a_step_by_the_number_of_ranks"):
+    for name, each in of(results, "test_a_step_by_the_number_of_ranks"):
         about = each["extra_info"]
         by_ranks = {one["ranks"]: one for one in about["by_ranks"]}
         seconds = {n: one["trace_cpu_s"] + one["simulation_cpu_s"] for n, one in by_ranks.items()}
@@ -63,9 +63,9 @@ def beside(ours: Mapping[str, Any], theirs: Mapping[str, Any], names: tuple[str,
     return {names[0]: median(ours), names[1]: median(theirs), "ratio": f"{ratio:.1f}"}
 
 
-def trackers(found: Benchmarks) -> list[Line]:
+def trackers(results: Benchmarks) -> list[Line]:
     """The table of the times to find a rank's peak, by spbench and by torch's MemTracker."""
-    by_name = {tuple(name.split("-")): each for name, each in of(found, "test_peak")}
+    by_name = {tuple(name.split("-")): each for name, each in of(results, "test_peak")}
     names = ("spbench", "MemTracker")
     return [
         {"ranks": ranks} | beside(by_name["spbench", ranks], by_name["MemTracker", ranks], names)
@@ -76,7 +76,7 @@ def trackers(found: Benchmarks) -> list[Line]:
 def times_of(*tests: str) -> Callable[[Benchmarks], list[Line]]:
     """A function that makes the table of tests' medians, with a line for each test and its parameters."""
 
-    def table(found: Benchmarks) -> list[Line]:
+    def table(results: Benchmarks) -> list[Line]:
         return [
             {
                 "what": test.removeprefix("test_").replace("_", " "),
@@ -84,7 +84,7 @@ def times_of(*tests: str) -> Callable[[Benchmarks], list[Line]]:
                 "median": median(each),
             }
             for test in tests
-            for parameters, each in of(found, test)
+            for parameters, each in of(results, test)
         ]
 
     return table

@@ -20,7 +20,7 @@ from spbench.bench.measured_code import code_digest
 from spbench.impls.loose_files import LOOSE_FILES
 from tests.slow import leave_out_slow_cases, slow_ones_are_left_out, thin
 
-# torch is imported where it is used: the first process of xdist, for which the others wait, needs none
+# functions import torch, because the first process of xdist, for which the others wait, does not need it
 if TYPE_CHECKING:
     from spbench.bench.measure.processes.rank_pool import RankPool
 

@@ -86,7 +86,7 @@ def faults(
         whole: lines that are never broken, and may go past the edge.
     """
     lines = screen.splitlines()
-    found = [
+    problems = [
         f"past the edge: {line!r}"
         for line in lines
         if len(line) > width and _can_be_broken(line) and line not in whole
@@ -94,10 +94,10 @@ def faults(
     known = _OF_THE_FORM | {*words}
     for word in dict.fromkeys(text_of(_ESCAPES.sub("", screen)).split()):
         if not {word, word.rstrip(",;:")} & known and not set(word) <= {"─"} and not _COUNT.fullmatch(word):
-            found.append(f"a broken word: {word!r}")
+            problems.append(f"a broken word: {word!r}")
     if most_lines is not None and len(lines) > most_lines:
-        found.append(f"{len(lines)} lines, at most {most_lines} are wanted")
-    return found
+        problems.append(f"{len(lines)} lines, at most {most_lines} are wanted")
+    return problems
 
 
 def _can_be_broken(line: str) -> bool:
@@ -144,17 +144,17 @@ def faults_of(output: Output, most_lines: int | None = None, view: View | None =
 def outputs_checked() -> Iterator[None]:
     """Inside, check each output that is printed as tables for faults on terminals; AssertionError at the end
     if there was one."""
-    found: list[str] = []
+    problems: list[str] = []
 
     def checked(output: Output, out: TextIO, err: TextIO) -> None:
         _SHOW(output, out, err)
-        found.extend(faults_of(output))
+        problems.extend(faults_of(output))
 
     try:
         with patch.object(as_table, "show", checked):
             yield
     finally:  # not inside, because the command line turns errors into exit codes
-        assert not found, "\n".join(found)
+        assert not problems, "\n".join(problems)
 
 
 def run_in_a_terminal(

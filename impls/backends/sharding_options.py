@@ -137,7 +137,7 @@ class ShardingOptions(OptimizerOptions):
 
     @classmethod
     def searched(cls, heeded: Collection[str] = ()) -> Iterator[Mapping[str, Any]]:
-        """See :meth:`Options.searched`."""
+        """Yields the settings that a search for the fastest layout tries (:meth:`Options.searched`)."""
         yield {}
         yield {"optimizer": "host"}
         yield {"optimizer": "host", "parameters": "host"}

@@ -1,7 +1,7 @@
 """NVIDIA's management library, through nvidia-ml-py: opening it, finding a GPU, readings that may be missing.
 
-It comes with the driver and needs no CUDA build of torch. What it cannot give is None where only one reading
-is concerned, and an :class:`NvmlProblem`, one line, where nothing can be read.
+The library comes with the driver and needs no CUDA build of torch. A single missing reading is None; where
+nothing can be read, an :class:`NvmlProblem` of one line is raised.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Self
 
-#: errors that end everything, by the names of nvidia-ml-py: what they mean, and what to do
+#: errors after which nothing can be read, by their names in nvidia-ml-py: the meaning and the remedy
 _MEANINGS = {
     "NVML_ERROR_LIBRARY_NOT_FOUND": ("no libnvidia-ml.so.1 can be loaded", "install the NVIDIA driver"),
     "NVML_ERROR_DRIVER_NOT_LOADED": (
@@ -33,7 +33,7 @@ _FATAL = (
 
 
 class NvmlProblem(Exception):
-    """Nothing can be read; the text is one line: ``what``, and what to do about it, the ``remedy``."""
+    """Nothing can be read; the text is one line: the problem (``what``) and the ``remedy``."""
 
     def __init__(self, what: str, remedy: str):
         super().__init__(f"{what}: {remedy}")
@@ -41,10 +41,10 @@ class NvmlProblem(Exception):
 
 
 class Nvml:
-    """The library, open from ``with`` to its end; its functions and constants are given by their names.
+    """The library, open inside ``with``; its functions and constants are called by their names.
 
     Raises:
-        NvmlProblem: on entry, if the library cannot be used; on any reading, if none can be made any more.
+        NvmlProblem: on entry, if the library cannot be used; on a reading, if none is possible any more.
     """
 
     def __enter__(self) -> Self:
@@ -64,16 +64,16 @@ class Nvml:
             self._library.nvmlShutdown()
 
     def constant(self, name: str) -> Any:
-        """A constant of the library; None where this nvidia-ml-py lacks it."""
+        """A constant of the library; None if this version of nvidia-ml-py lacks it."""
         return getattr(self._library, name, None)
 
     def read(self, functions: str, *arguments: Any, on_refusal: Callable[[], object] | None = None) -> Any:
-        """What a function returns; None where this GPU, driver or nvidia-ml-py lacks it, or the user may not
-        read it; in the latter case ``on_refusal`` is called.
+        """The result of a function; None if this GPU, driver or nvidia-ml-py lacks the function, or the user
+        may not call it; in the last case ``on_refusal`` is called.
 
         Args:
-            functions: "newer|older": the first of these that driver and nvidia-ml-py have is called.
-            arguments: texts are names of constants.
+            functions: names as "newer|older": the first function that driver and nvidia-ml-py have is called.
+            arguments: the function's arguments; a text is the name of a constant.
         """
         library = self._library
         *newer, oldest = functions.split("|")
@@ -93,7 +93,7 @@ class Nvml:
         return None
 
     def gpus(self) -> list[Any]:
-        """The handles of all GPUs, in the library's order; None for one that has no handle."""
+        """The handles of all GPUs, in the library's order; None for a GPU without a handle."""
         count = self.read("nvmlDeviceGetCount") or 0
         return [self.read("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
 
@@ -104,7 +104,7 @@ class Nvml:
             uuid: with the prefix "GPU-" or "MIG-", as nvidia-smi -L prints it, or without, as CUDA gives it.
 
         Raises:
-            NvmlProblem: there is none, or it cannot be used.
+            NvmlProblem: there is no such GPU, or it cannot be used.
         """
         library = self._library
         prefixes = ("",) if uuid.startswith(("GPU-", "MIG-")) else ("GPU-", "MIG-")

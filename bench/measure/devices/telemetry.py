@@ -1,8 +1,8 @@
-"""Telemetry of a GPU while steps run on it: power, energy, clocks and what slowed them, links, memory errors.
+"""Telemetry of a GPU while steps run on it: power, energy, clocks and reasons for low ones, links, errors.
 
 A :class:`Telemetry` is a context around timed steps. It reads NVIDIA's management library in a thread of its
-own, so that a driver that hangs, or a GPU that falls off the bus, costs the row a line and not the cell. Each
-rank reads the GPU that it runs on.
+own, so that a driver that hangs, or a GPU that falls off the bus, adds a line to the row but does not fail
+the cell. Each rank reads the GPU that it runs on.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from typing import Any, Self
 
 from spbench.bench.measure.devices.nvml import Nvml, NvmlProblem
 
-#: seconds of rest between two samples; one takes 40 ms where PCIe's throughput is read, 20 ms each way
+#: seconds between two samples; a sample takes 40 ms, of which reading PCIe's throughput is 20 ms each way
 INTERVAL_S = 0.1
-#: seconds to wait for the library: until it is open, and at the end of the steps
+#: seconds to wait until the library is open, and until the thread ends after the steps
 _OPENING_S, _CLOSING_S = 30.0, 2.0
-#: bytes of the units in which PCIe's throughput and NVLink's are given; of the first the library's
-#: documentation says KB, but not which
+#: bytes in the units of PCIe's throughput (the library's documentation says KB, but not which) and NVLink's
 _KB, _KIB = 1000, 1024
 _ALL_LINKS = 2**32 - 1
 
-#: below this share of the clock that it could have, a clock has fallen; less are steps of the governor
+#: a clock below this share of the possible clock has fallen; smaller changes are steps of the governor
 FALLEN = 0.95
 _IDLE = 0x001
 #: why a clock is below its highest, as NVML's clocks event reasons: bit -> words
@@ -40,7 +39,7 @@ _REASONS = {
     0x080: "hardware power brake",
     0x100: "display clock setting",
 }
-#: reasons that slow a GPU which has work and which nobody has asked to be slower
+#: reasons that slow a busy GPU without a user's request
 _SLOWING = {0x004, 0x008, 0x010, 0x020, 0x040, 0x080}
 
 _STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"min": min, "mean": mean, "max": max}
@@ -48,14 +47,14 @@ _STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"min": min, "mean"
 
 @dataclass(frozen=True)
 class _Quantity:
-    """One thing that is read.
+    """A quantity that is read from the GPU.
 
     Attributes:
-        name: in rows, without the statistic and the unit; of what only grows the whole name.
-        function: of the library, see :meth:`Nvml.read`; its arguments after the GPU are ``arguments``.
-        statistics: of its samples, in ``unit``; empty of what only grows, of which a row has the growth.
-        times, over: what a value in the library's unit is multiplied with and divided by.
-        attribute: of what the function returns; "": all of it.
+        name: the name in rows, without the statistic and the unit; for a counter the whole name.
+        function: the library's function, see :meth:`Nvml.read`; ``arguments`` follow the GPU.
+        statistics: statistics of the samples in ``unit``; empty for a counter, of which a row has the growth.
+        times, over: the factor and the divisor from the library's unit to that of rows.
+        attribute: the attribute of the function's result that is the value; "": the result itself.
     """
 
     name: str
@@ -68,7 +67,7 @@ class _Quantity:
     attribute: str = ""
 
     def read(self, library: Nvml, gpu: Any, on_refusal: Callable[[], object]) -> Any:
-        """The value in the unit of rows; None where it cannot be read."""
+        """The quantity's value in the unit of rows; None where the value cannot be read."""
         if self.function == "nvmlDeviceGetFieldValues":
             return self._field(library, gpu, on_refusal)
         value = library.read(self.function, gpu, *self.arguments, on_refusal=on_refusal)
@@ -76,7 +75,7 @@ class _Quantity:
         return self._in_unit(value)
 
     def _field(self, library: Nvml, gpu: Any, on_refusal: Callable[[], object]) -> Any:
-        """The sum over all links of a field that counts for each link; None if it cannot be read."""
+        """The sum over all links of a counter that each link has; None where it cannot be read."""
         if (number := library.constant(self.arguments[0])) is None:
             return None
         fields = library.read(self.function, gpu, [(number, _ALL_LINKS)], on_refusal=on_refusal)
@@ -108,7 +107,7 @@ _QUANTITIES = (
     _Quantity("pcie_sent", _PCIE, (_SENT,), "bytes_per_s", ("mean",), times=_KB),
     _Quantity("pcie_received", _PCIE, (_RECEIVED,), "bytes_per_s", ("mean",), times=_KB),
 )
-#: what only grows
+#: the counters, which only grow
 _COUNTERS = (
     _Quantity("energy_j", "nvmlDeviceGetTotalEnergyConsumption", over=1000),
     _Quantity("nvlink_sent_bytes", _FIELDS, (_LINKS_SENT,), times=_KIB),
@@ -122,17 +121,17 @@ _CLOCK_REASONS = _Quantity("clock_reasons", _EVENTS)
 
 
 class Telemetry:
-    """Watches one GPU from ``with`` to its end; after that, :meth:`summary` has what a row says of it.
+    """Watches one GPU inside ``with``; afterwards :meth:`summary` returns the fields of a row.
 
     Args:
-        uuid: of the GPU, as nvidia-smi -L prints it or without the prefix; None watches nothing.
-        interval_s: rest between two samples.
+        uuid: the GPU's UUID, as nvidia-smi -L prints it or without the prefix; None watches nothing.
+        interval_s: seconds between two samples.
     """
 
     def __init__(self, uuid: str | None, interval_s: float = INTERVAL_S):
         self._uuid, self._interval_s = uuid, interval_s
         self._ready, self._stop = threading.Event(), threading.Event()
-        # a daemon: the library may never answer
+        # a daemon, because the library may never answer
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._begin_s = self._seconds = 0.0
         self._gpu_name: str | None = None
@@ -166,7 +165,7 @@ class Telemetry:
 
     @property
     def is_watching(self) -> bool:
-        """Whether more samples can come."""
+        """Whether the thread still runs, so that more samples can come."""
         return self._thread.is_alive()
 
     # -- the thread: all calls of the library ------------------------------------------------------------
@@ -202,22 +201,22 @@ class Telemetry:
         while not self._stop.wait(self._interval_s):
             self._samples.append(sample())
         self._counted.append(read(_COUNTERS))
-        if not self._samples:  # of steps that are over before the first is due
+        if not self._samples:  # the steps ended before the first sample
             self._samples.append(sample())
 
     # -- what was seen -----------------------------------------------------------------------------------
 
     def summary(self, steps: int) -> dict[str, Any]:
-        """What was seen, as plain data; None where the GPU, the driver or the user's rights do not give it.
-        Empty where nothing was watched.
+        """The telemetry as fields of a row; a field is None where the GPU, the driver or the user's rights do
+        not give its value. {} if no GPU was watched.
 
         ``energy_source``: "counter", the GPU's own, or "power", the mean power times the seconds. The counter
         advances many times a second, not continuously, so steps of less than a second in all are inexact.
-        ``clocks_fell``: see :meth:`_fall`; ``clocks_note`` says so in a line. ``clock_reasons``: all
-        that held clocks down in any sample. ``problem``: a line about what could not be read.
+        ``clocks_fell``, ``clocks_note``: see :meth:`_fall`. ``clock_reasons``: all reasons for low clocks in
+        any sample. ``problem``: a line on values that could not be read.
 
         Args:
-            steps: that have run inside of the context; each has an equal part of the energy.
+            steps: the number of steps inside the context; each gets an equal part of the energy.
         """
         if self._uuid is None:
             return {}
@@ -241,16 +240,15 @@ class Telemetry:
         return row | {"problem": self._problem or refusals}
 
     def _growth(self, name: str) -> float | None:
-        """How much a counter grew while steps ran."""
+        """How much a counter grew while steps ran; None where it could not be read twice."""
         values = [counted[name] for counted in self._counted]
         return values[1] - values[0] if len(values) == 2 and None not in values else None
 
     def _fall(self, clocks: Sequence[dict[str, Any]]) -> tuple[bool | None, str | None]:
-        """Whether the clock fell, and a line on where it was lowest if so; (None, None) if no sample is of a
-        busy GPU.
+        """Whether the clock fell, and if so a line on its lowest sample; (None, None) for an idle GPU.
 
-        A clock has fallen that is below 95% of the highest of the stretch; while something slows the GPU,
-        below 95% of the highest that it has, so that one that is slow from the beginning counts as well.
+        A clock has fallen if it is below 95% of the highest sample. While a reason slows the GPU, the GPU's
+        highest clock is the reference, so that a clock that is low from the beginning counts as well.
         """
         busy = [sample for sample in clocks if _IDLE not in _bits(sample)]
         if not busy:
@@ -271,12 +269,12 @@ class Telemetry:
 
 
 def _bits(sample: dict[str, Any]) -> set[int]:
-    """The bits of the reasons that hold the clock down at a sample."""
+    """The bits of the reasons for a low clock at a sample."""
     held = int(sample["clock_reasons"] or 0)
     return {1 << place for place in range(held.bit_length()) if held >> place & 1}
 
 
 def reasons(samples: Sequence[dict[str, Any]]) -> list[str]:
-    """In words, the reasons that held clocks down in any of the samples."""
+    """The reasons for low clocks in any of the samples, in words."""
     bits = sorted({bit for sample in samples for bit in _bits(sample)})
     return [_REASONS.get(bit, f"reason {bit:#x}") for bit in bits]

@@ -1,13 +1,11 @@
 """The trace of a rank: the real training step of one rank of N, on fake tensors and a fake process group.
 
-No data exists, so a laptop plays any rank of any world at the paper's full shapes. What is measured
-comes from the same meters that watch real ranks.
+Tensors have no data, so a laptop plays any rank of any world at the paper's full shapes. The measurements
+come from the same meters that watch real ranks.
 
-Stages of a pipeline that differ only in how many micro-batches they hold: a short step of one is traced,
-and theirs are put together from its parts (:mod:`measure.engines.turn_parts`).
-
-Stages whose modules have the same form do the same in an action of the same kind
-(:mod:`measure.engines.rank_turns`), however many micro-batches they hold.
+Pipeline stages whose modules have the same form do the same work in an action of the same kind
+(:mod:`measure.engines.rank_turns`), however many micro-batches they hold. So a short step of one such stage
+is traced, and the other stages' traces are put together from its parts (:mod:`measure.engines.turn_parts`).
 """
 
 from __future__ import annotations
@@ -56,8 +54,8 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def no_cyclic_collection() -> Iterator[None]:
-    """Leave reference cycles alone: what dies in a trace must die by the program, not when Python looks for
-    garbage; and while a million events are timed, it would look at all that is made, and find none."""
+    """Within the context, Python collects no reference cycles, because tensors in a trace must die by the
+    program, and because the collector would often walk over millions of live objects and free none."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -68,7 +66,7 @@ def no_cyclic_collection() -> Iterator[None]:
 
 
 def only_plain_traces() -> AbstractContextManager[None]:
-    """Inside, this process and those that it starts take the plain path; see :data:`PLAIN_TRACE`."""
+    """Within the context, this process and its child processes take the plain path (:data:`PLAIN_TRACE`)."""
     return environment_with({PLAIN_TRACE: "1"})
 
 
@@ -81,12 +79,12 @@ def takes_plain_path() -> bool:
 def fake_mesh(
     sizes: Mapping[str, int], rank: int, device: str = "cpu", backend: str = "fake"
 ) -> Iterator[DeviceMesh]:
-    """A device mesh as ``rank`` of a world of fake ranks sees it.
+    """Yields the device mesh of ``rank`` in a world of fake ranks.
 
     Args:
-        sizes: ranks along each axis, in the order of the mesh; axes that are left out have one.
-        device: type of the device on which tensors are.
-        backend: of torch.distributed, whose groups need no other process.
+        sizes: the number of ranks along each axis, in the order of the mesh; an absent axis has 1 rank.
+        device: the type of the tensors' device.
+        backend: a backend of torch.distributed whose groups need no other process.
     """
     if dist.is_initialized():
         raise RuntimeError("a process group exists already; the virtual engine makes its own")
@@ -108,16 +106,16 @@ def trace(
     checked: bool = False,
     turns: Turns | Ahead | None = None,
 ) -> Trace:
-    """Run the steps of ``rank`` on fake tensors and return what the meters saw, with the workspaces of the
-    cell's cluster; with ``events`` also the order of operators and communication, which a step time needs.
+    """Run the steps of ``rank`` on fake tensors and return the trace, with the workspaces of the cell's
+    cluster; with ``events`` also the order of operators and communication, which a step time needs.
 
     Args:
-        effort: how many layers are run. "whole": all. "proved": those of models of 3, 4 and 5 layers, from
-            which a deep one is put together where that is proved to be exact; else all. "guess": those of
-            models of 3 and 5 layers, from which a deep one is put together without a proof where it can be;
-            else all. "few": the model of 3 layers alone in place of a guess, which says as well which program
-            runs. Further meters, and the plain path (:data:`PLAIN_TRACE`), see all layers.
-        checked: whether the cell was planned already, which takes as long as to build all of its modules.
+        effort: how many layers are run. "whole": all layers. "proved": models of 3, 4 and 5 layers, from
+            which the trace is put together if the proof holds; else all layers. "guess": models of 3 and 5
+            layers, from which the trace is put together without a proof if possible; else all layers. "few":
+            in place of a guess the trace of 3 layers, which suffices to tell which program runs. Further
+            meters and the plain path (:data:`PLAIN_TRACE`) always run all layers.
+        checked: whether the cell was planned before; planning takes as long as building all its modules.
         turns: see :func:`record_step`.
 
     Raises:
@@ -128,20 +126,20 @@ def trace(
     if cell.meters or takes_plain_path():
         rank_trace = _traced(cell, rank, events, turns)
     else:
-        # what is put together is not kept: that takes longer than putting it together again
+        # a trace that is put together is not kept on disk: writing takes longer than putting it together
         together = _put_together(cell, rank, events, effort, turns)
         rank_trace = together or _kept(cell, rank, events, turns)
     return replace(rank_trace, memory=rank_trace.memory.with_workspaces(workspace_bytes(cell)))
 
 
-#: :func:`trace` at the door, where a room has that name
+#: the name of :func:`trace` outside this package, in which ``trace`` is the name of a package
 trace_rank = trace
 
 
 def _put_together(
     cell: Cell, rank: int, events: bool, effort: Effort, turns: Turns | Ahead | None
 ) -> Trace | None:
-    """The trace put together from those of few layers; None where that is not quicker, or not exact."""
+    """The trace put together from the traces of few layers; None if that is not quicker, or not exact."""
     try:
         few = few_layers(cell, rank, effort)
         if few is None:
@@ -160,7 +158,7 @@ def _put_together(
 
 
 def _kept(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None = None) -> Trace:
-    """The trace with all layers of the cell, from disk if it is there."""
+    """The trace of a rank with all layers of the cell, read from disk if it is kept there."""
     with making(cell, rank, events, turns) as kept:
         if kept.trace is None:
             kept.trace = _traced(cell, rank, events, turns)
@@ -177,7 +175,7 @@ def _traced(cell: Cell, rank: int, events: bool, turns: Turns | Ahead | None = N
         if further or takes_plain_path():
             recorder, cache = Recorder(mesh, events=events, further=further), nullcontext()
         else:
-            # what it remembers stands before the mode's own cache, which would only cost its entries
+            # the recorder's memory answers before the mode's own cache, which would only cost time
             recorder, cache = FastRecorder(mode, mesh, events=events), disable_fake_tensor_cache(mode)
         with mode, recorder, cache, too_large_unsupported():
             record_step(cell, mesh, recorder, turns=turns)
@@ -189,11 +187,11 @@ ShortSteps = dict[Hashable, dict[RankTurns, Trace]]
 
 
 def without_one(cell: Cell, classes: Sequence[RankClass], traces: Sequence[Trace]) -> list[Trace]:
-    """The traces of rank classes with programs of one micro-batch less, which is neither the first nor the
-    last in any stretch of a step. Memory stays as it is in the cell.
+    """The traces of rank classes, with programs of one micro-batch less. The missing one is neither the first
+    nor the last in any stretch of a step. The memory logs stay those of all micro-batches.
 
     Raises:
-        NotAlike: the traces do not show it: the schedule is interleaved, or there are few micro-batches.
+        NotAlike: the schedule is not 1F1B, or the cell has too few micro-batches.
     """
     count, schedule, fewer = cell.training.micro_batches, cell.training.schedule, []
     if schedule != "1f1b" or count < cell.sizes.pp + 2:
@@ -213,15 +211,15 @@ def stage_traces(
     micro_batches: int | None = None,
     short: ShortSteps | None = None,
 ) -> list[Trace]:
-    """The trace of the first rank of each of the rank classes of a cell that was planned; arguments as of
-    :func:`trace`.
+    """The trace of the first rank of each class in ``classes``, for a cell that was planned before.
+    ``events``: see :func:`trace`.
 
     Args:
-        micro_batches: of a step with fewer than the cell has. Inputs are those of all of them.
-        short: what was traced already, to which further steps are added.
+        micro_batches: the number in the step, if fewer than in the cell; inputs are those of the cell.
+        short: the short steps that were traced before, to which further short steps are added.
 
     Raises:
-        NotAlike: the traces do not say what fewer micro-batches do.
+        NotAlike: no short step determines the trace with fewer micro-batches.
     """
     alike: dict[tuple[Hashable, RankTurns, RankTurns], list[int]] = {}
     for each in classes:
@@ -242,8 +240,8 @@ def stage_traces(
 
 
 def trace_of_class(cell: Cell, ranks: RankClass, *, events: bool = False, effort: Effort = "proved") -> Trace:
-    """The trace of the first rank of a class alone; arguments as of :func:`trace`. Stages of a pipeline are
-    not guessed."""
+    """The trace of the first rank of one class; arguments as of :func:`trace`. ``effort`` has no effect on
+    pipeline stages, whose traces are always proved."""
     if cell.sizes.pp > 1 and not cell.meters and not takes_plain_path():
         check_sizes(cell)
         return stage_traces(cell, [ranks], events=events)[0]
@@ -263,11 +261,11 @@ def _turns(cell: Cell, each: RankClass, micro_batches: int | None = None) -> Ran
 def _from_short_step(
     turns: RankTurns, whole: RankTurns, traced: dict[RankTurns, Trace], cell: Cell, rank: int
 ) -> Trace | None:
-    """The trace of a rank with these turns, and events, from a shorter step than its whole one; None: no
-    shorter step tells it.
+    """The trace of a rank with ``turns``, and with events, put together from a step shorter than its
+    ``whole`` step; None if no shorter step determines the trace.
 
     Args:
-        traced: short steps, to which further ones are added.
+        traced: the traces of short steps, to which further short steps are added.
     """
     for short in whole.shorter():
         if len(short) > len(whole):
@@ -283,8 +281,8 @@ def _from_short_step(
 
 
 def _form(cell: Cell, each: RankClass) -> Hashable:
-    """What the trace of a rank depends on, beside how many micro-batches its stage holds: whether the stage
-    is the first or the last, the rank's place in its strategy, and its modules with their settings."""
+    """A key of all that a rank's trace depends on, except the micro-batches of its stage: whether the stage
+    is the first or the last, the rank's coordinates, and its modules with their settings."""
     modules = tuple(_settings(module) for module in stage_module(cell, each).modules())
     return each.stage.first, each.stage.last, tuple(each.coordinates.items()), modules
 

@@ -1,8 +1,8 @@
-"""A trace cut into the turns of a step, and put together in the order of another step's.
+"""A trace cut into the turns of a step, and put together in the order of another step's turns.
 
-What runs micro-batches through a stage does the same in turns of the same kind, however many there are. So
-the trace of a step is put together from copies of the parts of another. What a part refers to is in the turn
-that its like refers to, as seen from the other step.
+A turn is the forward or backward of one micro-batch in a stage, and turns of the same kind do the same work.
+So the trace of a step is put together from copies of the parts of another step. If a part refers to the turn
+of some micro-batch, its copy refers to the turn with the same relation to the copy.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from spbench.bench.measure.simulator.program import COLLECTIVE, RECV, SEND, Prog
 from spbench.bench.measure.trace.memory_log import MemoryLog
 from spbench.bench.measure.trace.meter import CommunicationMeter
 
-#: the phases of a turn; all others come after the last turn
+#: the phases of turns; all other phases come after the last turn of a step
 OF_TURNS = ("forward", "backward")
 
-#: (step, turn); the last turn of a step is followed by its end, and set-up is before the first
+#: (step, turn) of a part; the number after the last turn is the end of the step, and step -1 is set-up
 _Key = tuple[int, int]
 _SET_UP = (-1, 0)
 
@@ -39,12 +39,12 @@ class TurnParts:
     """A list cut into set-up, the turns of each step, and the ends of steps.
 
     Attributes:
-        keys: of the parts, in order.
-        starts: the first entry of each part, and the length of the list.
-        first: of each part the number of targets before it, and the number of all.
+        keys: the key of each part, in order.
+        starts: the first entry of each part, then the length of the list.
+        first: for each part the number of targets before it, then the number of all targets.
 
     Raises:
-        NotAlike: the phases are not those of turns.
+        NotAlike: the phases of the list are not the phases of the turns.
     """
 
     def __init__(self, listed: Listed, turns: RankTurns, steps: int):
@@ -71,17 +71,18 @@ class TurnParts:
         self.first = self._numbers[self.starts]
 
     def entries(self, part: int) -> np.ndarray:
-        """The entries of a part."""
+        """The places of a part's entries in the list."""
         return np.arange(self.starts[part], self.starts[part + 1])
 
     def in_turns(self, turns: RankTurns) -> tuple[np.ndarray, np.ndarray]:
         """The list of a stage with other turns.
 
         Returns:
-            (for each entry, the entry of this list that it is a copy of; the entry that it refers to, or -1)
+            (for each new entry, the entry of this list of which it is a copy; the new entry that it refers
+            to, or -1)
 
         Raises:
-            NotAlike: it cannot be told what one refers to.
+            NotAlike: the new entry to which some entry refers cannot be determined.
         """
         keys, part_of = _keys(turns, self.steps), {key: part for part, key in enumerate(self.keys)}
         alike = _likes(turns, self.turns)
@@ -103,8 +104,8 @@ class TurnParts:
         return like, np.concatenate(pieces)
 
     def _references(self, part: int) -> tuple[np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]]:
-        """The entries that a part's entries refer to; then, for each part in which these lie: the part, which
-        of the entries refer to it, and to which of its targets."""
+        """(the entry that each entry of a part refers to, or -1; for each part with such entries: the part,
+        which entries refer to it, and the numbers of the targets in it)."""
         refers = self.listed.references[self.entries(part)]
         entries = np.flatnonzero(refers >= 0)
         numbers = self._numbers[refers[entries]]
@@ -113,11 +114,11 @@ class TurnParts:
         return refers, [(owner, entries[own], numbers[own] - self.first[owner]) for owner, own in apart]
 
     def _within(self, owner: int, copied: int, within: np.ndarray) -> np.ndarray:
-        """The targets in the part ``copied`` that stand for the targets ``within`` the part ``owner``: the
-        first, second and so on of the same kind.
+        """The numbers of the targets in the part ``copied`` that correspond to the targets ``within`` of the
+        part ``owner``: the n-th of a kind to the n-th of the same kind.
 
         Raises:
-            NotAlike: a part has more of a kind than the other.
+            NotAlike: the two parts have different numbers of targets of a kind.
         """
         mine, theirs = self._kinds(owner), self._kinds(copied)
         if copied == owner or np.array_equal(mine, theirs):
@@ -135,11 +136,12 @@ class TurnParts:
         return self.listed.tokens[self._targets[self.first[part] : self.first[part + 1]]]
 
     def _referred(self, owner: int, of_like: _Key, of: _Key, turns: RankTurns) -> _Key:
-        """The part to which the part ``of`` of other turns refers, if its like refers to ``owner``."""
+        """The key of the part to which the part ``of`` in other turns refers, if the part of which it is a
+        copy, ``of_like``, refers to the part ``owner``."""
         (step, turn), (_, at), (there, to) = self.keys[owner], of_like, of
         if step < 0:
             return self.keys[owner]
-        if step < there:  # as seen from the end of that step
+        if step < there:  # a later step counts from the end of the earlier step
             at, to = len(self.turns), len(turns)
         return step, self.turns.moved(at, turn, turns, to)
 
@@ -150,15 +152,15 @@ def _keys(turns: RankTurns, steps: int) -> list[_Key]:
 
 @lru_cache(maxsize=16)
 def _likes(turns: RankTurns, held: RankTurns) -> list[int]:
-    """The like turn of ``held`` for each turn and for the end; it is the same for all lists of a trace."""
+    """For each turn of ``turns``, and the end, the like turn of ``held``; all lists of a trace share this."""
     return [turns.like(turn, held) for turn in range(len(turns) + 1)]
 
 
 def put_together(trace: Trace, held: RankTurns, turns: RankTurns) -> Trace:
-    """The trace of a stage with other turns than the traced one, which has ``held``.
+    """The trace of a stage with the turns ``turns``, from the trace of a stage with the turns ``held``.
 
     Raises:
-        NotAlike: it cannot be told from that trace.
+        NotAlike: the trace does not determine the other stage's trace.
     """
     program, communication = None, trace.communication
     if trace.program is not None:
@@ -169,10 +171,10 @@ def put_together(trace: Trace, held: RankTurns, turns: RankTurns) -> Trace:
 
 
 def program_of(program: Program, held: RankTurns, turns: RankTurns) -> tuple[Program, np.ndarray]:
-    """The program of a stage with other turns than the one that has ``held``, and :attr:`Order.source`.
+    """(the program of a stage with the turns ``turns``, :attr:`Order.source`), from a program with ``held``.
 
     Raises:
-        NotAlike: it cannot be told from that program.
+        NotAlike: the program does not determine the other stage's program.
     """
     parts = TurnParts(listed_program(program), held, 1)
     order = parts.listed.order(*parts.in_turns(turns))
@@ -180,13 +182,13 @@ def program_of(program: Program, held: RankTurns, turns: RankTurns) -> tuple[Pro
 
 
 def _in_order(meter: CommunicationMeter, program: Program, source: np.ndarray) -> CommunicationMeter:
-    """The counts of communication for a program that is put in another order.
+    """The meter with the counts of communication of a program that is put in another order.
 
     Args:
-        source: as :attr:`Order.source`.
+        source: :attr:`Order.source` of the new program.
 
     Raises:
-        NotAlike: the meter has counts alone.
+        NotAlike: the meter has counts but not the order of calls.
     """
     communicates = np.isin(program.kind, (COLLECTIVE, SEND, RECV))
     number = np.cumsum(communicates) - 1
@@ -212,11 +214,11 @@ def _memory(log: MemoryLog, held: RankTurns, turns: RankTurns) -> MemoryLog:
 def _with_all_deaths(
     listed: Listed, like: np.ndarray, references: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The list, with deaths of what is kept of each micro-batch to the end of a step, where it has more of
-    these than the list that it is put together from.
+    """The list (its entries' sources and references), with the deaths at the end of a step of storages kept
+    for each micro-batch, if the list has more micro-batches than the list from which it is put together.
 
     Raises:
-        NotAlike: something dies twice, or dies and its like does not.
+        NotAlike: a storage dies twice, or dies although its like does not.
     """
     dies, has_death = listed.references >= 0, np.zeros(len(listed), dtype=bool)
     has_death[listed.references[dies]] = True
@@ -228,7 +230,7 @@ def _with_all_deaths(
     left[targets] = False
     if not left.any():
         return like, references
-    # where the like of each of them dies, after those that were made before it
+    # each death goes where its like dies, after the deaths of storages that were born earlier
     death_of = np.full(len(listed), -1)
     death_of[listed.references[dies]] = np.flatnonzero(dies)
     born = np.flatnonzero(left)

@@ -1,10 +1,9 @@
-"""Which ranks along a strategy's axis have other work than others, and which of them stand for which.
+"""Ranks with unlike work along a strategy's axis, and the ranks that are traced for them.
 
 Under a causal mask a rank's work follows from the positions that it holds. With contiguous chunks rank r
-meets r + 1 blocks of keys; with zigzag all ranks meet as many; with packed documents each meets what its
-documents leave. Ranks of equal work are one class. Where there are more than MOST_SETS kinds of work, ranks
-of much the same work are put together (:func:`roles_by_load`), and :func:`work_error` says how far that can
-be off.
+attends to r + 1 blocks of keys; with zigzag all ranks attend to equally many; with packed documents the work
+depends on the documents. Ranks of equal work are one class. If there are more than MOST_SETS kinds of work,
+ranks of similar work share a class (:func:`roles_by_load`), and :func:`work_error` bounds the error.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ from spbench.impls import (
     rows_of_ranks,
 )
 
-#: sets of ranks at most, of those that have much the same work
+#: the most sets into which the ranks of a role are divided by their work
 MOST_SETS = 8
 
 
 class Load(NamedTuple):
-    """The work of a rank where positions meet; sorted loads have the heaviest last.
+    """A rank's work in layers where positions attend to each other; sorted loads have the heaviest last.
 
     Attributes:
-        pairs: queries and keys that meet, in a head of each layer; summed over layers.
-        documents, parts: where states begin anew in each document, how many it has some of, and their parts'
-            lengths: each has states of its own.
+        pairs: pairs of a query and a key that the rank computes in one head, summed over layers.
+        documents: the documents of which the rank has a part, if each document has states of its own.
+        parts: the length of the rank's part of each of these documents.
     """
 
     pairs: int
@@ -48,12 +47,12 @@ class Load(NamedTuple):
     parts: tuple[int, ...] = ()
 
 
-#: layers where positions meet under a causal mask: (kind of their sites, window, how many)
+#: layers with attention under a causal mask: (the kind of their sites, their window, the number of layers)
 _Layers = tuple[tuple[str, int | None, int], ...]
 
 
 def _attention_of(cell: Cell) -> tuple[Attended, _Layers]:
-    """To what the positions of the cell's sequences attend, in all layers and in each layer."""
+    """(the positions to which a position of the cell's sequences attends, the layers with attention)."""
     return _attention_in(json.dumps(cell.model_arguments), cell.shape[1])
 
 
@@ -69,7 +68,7 @@ def _attention_in(model: str, length: int) -> tuple[Attended, _Layers]:
 
 
 def loads_along(cell: Cell, axis: str) -> Sequence[Load]:
-    """What each of the ranks along an axis of the strategy has to do."""
+    """The load of each rank along an axis of the strategy."""
     options = json.dumps(cell.strategy_options, sort_keys=True)
     attended, layers = _attention_of(cell)
     mesh = tuple(cell.mesh_sizes.items())
@@ -103,26 +102,26 @@ def _loads(
         return load(nested.configured(Place(sizes, {axis: rank}), chosen))
 
     first, last = of_rank(0), of_rank(sizes[axis] - 1)
-    # of one text the work grows with the rank, or is even
+    # for one text the work grows with the rank, or is even, so equal ends mean equal loads
     if sizes[axis] == 1 or (not attended.documents and first == last):
         return [first] * sizes[axis]
     return [first, *map(of_rank, range(1, sizes[axis] - 1)), last]
 
 
 def _is_plain_text(cell: Cell) -> bool:
-    """Whether no layer attends to anything but all earlier positions of one text."""
+    """Whether every layer attends to all earlier positions of one text, without windows or documents."""
     attended, layers = _attention_of(cell)
     return attended.plain and all(window is None for _, window, _ in layers)
 
 
 def is_uneven_text(cell: Cell) -> bool:
-    """Whether ranks have unlike work of one text, which a balanced placement would even out."""
+    """Whether ranks have unlike work in one text, so that a balanced placement would help."""
     return _is_plain_text(cell) and bool(_unlike(cell))
 
 
 def marked_axis(cell: Cell) -> str | None:
-    """The axis along which ranks have unlike work, all of which the last rank's step contains
-    (``marks_work``), so that the ranks are of one class; None: there is no such axis."""
+    """The axis along which ranks have unlike work, but the last rank's step contains and marks the work of
+    all ranks (``marks_all_work``), so that the ranks are one class; None: there is no such axis."""
     if not _is_plain_text(cell):
         return None
     strategy = nesting(cell.strategy)
@@ -137,14 +136,14 @@ def marked_axis(cell: Cell) -> str | None:
 
 
 def _unlike(cell: Cell) -> list[Sequence[Load]]:
-    """The loads along each axis of the strategy on which ranks have unlike work."""
+    """The ranks' loads along each axis of the strategy on which ranks have unlike loads."""
     along = (loads_along(cell, axis) for axis in nesting(cell.strategy).axes)
     return [loads for loads in along if len(set(loads)) > 1]
 
 
 def imbalance(cell: Cell) -> float | None:
-    """The pairs of the rank that has most, over the mean of all ranks; None if all ranks have the same in one
-    unpacked text."""
+    """The most query-key pairs of any rank over the mean of all ranks (1 or more); None if all ranks have
+    equal loads in one unpacked text."""
     unlike = _unlike(cell)
     if not unlike and _attention_of(cell)[0].plain:
         return None
@@ -174,8 +173,8 @@ def expert_load(cell: Cell) -> dict[str, Any]:
 
 
 def expert_rows(cell: Cell) -> np.ndarray | None:
-    """How many tokens the experts of each rank of a pipeline stage get, by the routing that the cell forces;
-    None where routing is even, and without experts."""
+    """[ranks of a pipeline stage]: the tokens that each rank's experts get, by the routing that the cell
+    forces; None if routing is even, or the model has no experts."""
     asked = _asked_of_experts(cell)
     return None if asked is None or asked[0].plan.routing == EVEN else rows_of_ranks(*asked)
 
@@ -193,11 +192,12 @@ def _asked_of_experts(cell: Cell) -> tuple[ExpertCall, Strategy, int, int] | Non
 
 
 def fullest_rank(cell: Cell, ranks: Sequence[int], rows: np.ndarray, marked: str | None) -> int:
-    """The rank of a class whose experts get most tokens. The others wait for it, and its peak is the largest.
+    """The rank of a class whose experts get most tokens. The other ranks wait for this rank, whose peak is
+    the largest.
 
     Args:
         rows: see :func:`expert_rows`.
-        marked: see :func:`marked_axis`; ranks of another place along it than the first do not count.
+        marked: see :func:`marked_axis`; only ranks with the first rank's place along this axis count.
     """
     places = {rank: Place.of_rank(cell.mesh_sizes, rank) for rank in ranks}
     first = places[ranks[0]]
@@ -206,8 +206,8 @@ def fullest_rank(cell: Cell, ranks: Sequence[int], rows: np.ndarray, marked: str
 
 
 def work_error(cell: Cell) -> float | None:
-    """The most by which a rank's pairs differ from those of the rank that is traced for it, over the mean of
-    all ranks; None where each rank has exactly the pairs of the one that is traced for it."""
+    """The largest difference in query-key pairs between a rank and the rank that is traced for it, over the
+    mean of all ranks; None if each rank has exactly the pairs of its traced rank."""
     strategy, error, marked = nesting(cell.strategy), 0.0, marked_axis(cell)
     for axis in strategy.axes:
         if axis == marked:
@@ -221,11 +221,11 @@ def work_error(cell: Cell) -> float | None:
 
 
 def roles_by_load(roles: Sequence[Sequence[int]], loads: Sequence[Load]) -> list[list[int]]:
-    """The roles of ranks, with those of a role apart that have more or less to do: MOST_SETS sets of each at
-    most. The first rank of each set is traced for it.
+    """The ranks of each role, divided by their load into at most MOST_SETS sets. The first rank of each set
+    is traced for the set.
 
-    Where there are more kinds of work, the rank that has most is a set of its own, since others wait for it
-    and its peak is the largest; the others are in sets of neighbours by load (:func:`odd_sets`).
+    If a role has more kinds of load, its heaviest rank is a set of its own, since other ranks wait for it and
+    its peak is the largest; the other ranks are in sets of neighbours by load (:func:`odd_sets`).
     """
     groups: list[list[int]] = []
     for ranks in roles:

@@ -1,4 +1,4 @@
-"""The virtual engine: a rank of each class of ranks is traced, and the time of all is simulated."""
+"""The virtual engine: one rank of each class of ranks is traced, and the time of all ranks is simulated."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class VirtualEngine(Engine):
-    """Traces one rank of each class of ranks that run the same program, and simulates the time of all."""
+    """Traces one rank of each class of ranks with the same program, and simulates the time of all ranks."""
 
     name = "virtual"
     summary = "fake tensors on fake ranks: exact bytes and memory, simulated time; no GPU, no data"
@@ -51,13 +51,13 @@ class VirtualEngine(Engine):
     )
 
     def check(self, cell: Cell) -> None:
-        """As other engines do; but searches, which are this engine's own, are not refused."""
+        """Refuse what :meth:`Engine.check` refuses, except searches, which need no probes on this engine."""
         if cell.search is None:
             super().check(cell)
 
     def measure(self, cell: Cell) -> Measurement:
-        """Peak and reserved memory, whether it fits the card, communication, and the step time where the
-        cluster has rates.
+        """A cell's peak and reserved memory, its status (oom if the memory does not fit the card), its
+        communication, and its step time if the cluster has rates.
 
         Raises:
             Unsupported: the strategy cannot run these sizes.
@@ -66,17 +66,17 @@ class VirtualEngine(Engine):
 
 
 def largest(by_rank: Sequence[Measurement]) -> Measurement:
-    """The measurement with the largest peak, or of a rank that runs out of memory."""
+    """The measurement of a rank that runs out of memory, or else the one with the largest peak."""
     return max(by_rank, key=lambda m: (m.status == "oom", m.peak_memory_bytes or 0))
 
 
 def merged(cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
-    """The measurement of a cell from those of its ranks, of which there is at least the first of each class.
+    """The measurement of a cell from the measurements of at least the first rank of each class.
 
-    Memory is that of the rank with the largest peak, or of one that runs out of memory, and of a node's host
-    where its ranks hold something there: status oom if that is more than it has. Communication and
-    closed form are those of the ranks that send most in its pipeline stage (the last of a ring may send
-    nothing). A rank that sends other bytes than its closed form says makes the status mismatch.
+    Memory is that of a rank that runs out of memory, or else of the rank with the largest peak. The status is
+    oom if the ranks of a node hold more in host memory than the node has. Communication and closed form are
+    those of the ranks that send most in that rank's pipeline stage (the last rank of a ring may send
+    nothing). The status is mismatch if the bytes of any rank differ from its closed form.
     """
     worst = largest(by_rank)
     by_class = [entry for m in by_rank for entry in m.by_class if entry["rank"] == m.peak_rank]
@@ -95,7 +95,7 @@ def merged(cell: Cell, by_rank: Sequence[Measurement]) -> Measurement:
 
 
 def mismatched(measurement: Measurement) -> Measurement:
-    """The measurement, with the status mismatch where meter and closed form disagree."""
+    """The same measurement, with the status mismatch if meter and closed form disagree."""
     if measurement.formula_difference:
         measurement.status, measurement.reason = "mismatch", _mismatch(measurement.formula_difference)
     return measurement
@@ -116,8 +116,8 @@ class ClassTraces:
 
     Attributes:
         planned: the plan of the cell.
-        fold: whether a simulation leaves out ranks that do as others do, see :class:`Simulator`.
-        of_all: the measurements of classes in a step of all micro-batches, where the traces are of few.
+        fold: whether a simulation leaves out ranks with equal times, see :class:`Simulator`.
+        of_all: the measurement of each class in a step of all micro-batches, if the traces have only a few.
     """
 
     cell: Cell
@@ -128,20 +128,20 @@ class ClassTraces:
 
     @property
     def classes(self) -> Sequence[RankClass]:
-        """The classes of ranks."""
+        """The cell's rank classes."""
         return self.planned.classes
 
     @cached_property
     @no_cyclic_collection()
     def by_class(self) -> list[Measurement]:
-        """The measurement of each class, without times."""
+        """The measurement of each class's first rank, without times."""
         if self.of_all is not None:
             return [*self.of_all]
         capacity = usable_memory_bytes(self.cell, self.planned)
         return [trace.measurement(capacity, self.planned) for trace in self.traces]
 
     def measurement(self) -> Measurement:
-        """The cell's measurement, with times where the programs were recorded and the step fits."""
+        """The cell's measurement, with times if the programs were recorded and the step fits."""
         measurement = self.memory_measurement()
         if measurement.status == "ok":
             self.add_time(measurement)
@@ -151,11 +151,11 @@ class ClassTraces:
     def add_time(
         self, measurement: Measurement, simulated: Callable[[], Timeline | StepNumbers] | None = None
     ) -> None:
-        """Set the step time and what it is made of, where the programs were recorded; where the cluster lacks
-        a rate that they need, the reason says so.
+        """Set a measurement's step time and its parts, if the programs were recorded; if the cluster lacks a
+        rate that the programs need, the measurement's reason says so.
 
         Args:
-            simulated: gives the step; None: it is that of these programs.
+            simulated: returns the simulated step; None: a simulation of these programs.
         """
         if not self.timed:
             return
@@ -180,17 +180,17 @@ class ClassTraces:
         """These traces with programs of one micro-batch less; see :func:`.tracing.without_one`.
 
         Raises:
-            NotAlike: the traces do not determine them.
+            NotAlike: the traces do not determine those programs.
         """
         return replace(self, traces=without_one(self.cell, self.classes, self.traces))
 
     def worst(self) -> Trace:
-        """The trace of the class with the largest peak, or of one that runs out of memory."""
+        """The trace of a class that runs out of memory, or else of the class with the largest peak."""
         return self.traces[self.by_class.index(largest(self.by_class))]
 
     def simulator(self, cluster: Cluster | None = None, kernel: str | None = None) -> Simulator:
-        """The simulation of the whole world; on the cell's own cluster, and by its model's own attention
-        kernel, if none is given.
+        """A simulator of all ranks. ``cluster`` and ``kernel`` replace the cell's cluster and its model's
+        attention kernel.
 
         Raises:
             RatesUnknown: the cluster lacks a figure.
@@ -232,12 +232,12 @@ def trace_classes(cell: Cell, *, events: bool = False, short: ShortSteps | None 
 def measured(
     cell: Cell, short: ShortSteps | None = None, *, also_too_large: bool = False
 ) -> tuple[Measurement, ClassTraces]:
-    """The measurement of a cell, with times where its cluster has rates and it fits, and the traces that it
-    comes from: of few micro-batches where it has very many, and these say what more of them take.
+    """(the measurement of a cell, its traces), with times if the cluster has rates and the step fits. For a
+    cell of very many micro-batches the traces are those of a step with few.
 
     Args:
         short: see :func:`stage_traces`.
-        also_too_large: time what does not fit, too.
+        also_too_large: add times even if the step does not fit.
 
     Raises:
         Unsupported: the strategy cannot run these sizes.
@@ -259,15 +259,15 @@ def measured(
 def measured_on_line(
     cell: Cell, counts: Sequence[int], short: ShortSteps, *, also_too_large: bool = False
 ) -> tuple[Measurement, ClassTraces]:
-    """The measurement of a cell with very many micro-batches, from steps of a few
-    (:mod:`measure.engines.step_line`), and the traces of the longest of these steps.
+    """(the measurement of a cell with very many micro-batches, from three steps with few
+    (:mod:`measure.engines.step_line`); the traces of the longest of the three steps).
 
     Args:
-        counts: of micro-batches, three.
+        counts: the three numbers of micro-batches.
         short, also_too_large: as of :func:`measured`.
 
     Raises:
-        NotAlike: the steps do not determine it.
+        NotAlike: the three steps do not determine the cell's step.
         Unsupported: the strategy cannot run these sizes.
     """
     planned, micro_batches = plan(cell), cell.training.micro_batches
@@ -291,8 +291,8 @@ def measured_on_line(
 
 
 def _class_on_line(of: ClassTraces, counts: Sequence[int], traces: Sequence[Trace]) -> Measurement | None:
-    """The measurement of a rank class from its traces with those numbers of micro-batches; None: its memory
-    differs between them, for example if something is kept of each micro-batch."""
+    """The measurement of a rank class, from its traces with ``counts`` micro-batches; None if its memory
+    differs between the traces, for example because tensors are kept of each micro-batch."""
     micro_batches = of.cell.training.micro_batches
     calls = calls_on_line(counts, [trace.communication.counts for trace in traces], micro_batches)
     operators = [trace.program.unpriced_calls() for trace in traces if trace.program is not None]

@@ -1,4 +1,4 @@
-"""A process that this one starts, talks with over a pipe, and ends: a worker of a sweep, a rank, an agent."""
+"""A child process that this process starts, talks with over a pipe, and ends: a worker, a rank, an agent."""
 
 from __future__ import annotations
 
@@ -23,26 +23,25 @@ from spbench.bench.measure.processes.starting import (
     starting_context,
 )
 
-#: seconds that a process whose pipe has ended has to end too
+#: seconds that a process has to end after the end of its pipe
 GRACE_S = 5.0
 
 
 class ChildGone(Exception):
-    """The process has ended; the text says how, as the rest of a sentence."""
+    """The process has ended; the text says how it ended, as the rest of a sentence."""
 
 
 class Child:
     """A process that runs a function of a module, with this process's surroundings.
 
-    Ctrl-C, which a terminal sends to all of its processes, never reaches it. It ends with this process if
-    ``main`` calls :func:`when_parent_is_gone`. Both sides send plain pickles: multiprocessing's would pass
-    tensors on as shared memory.
+    Ctrl-C, which a terminal sends to all of its processes, never reaches the child. The child ends with this
+    process if ``main`` calls :func:`when_parent_is_gone`. Both sides send plain pickles, because
+    multiprocessing's would pass tensors on as shared memory.
 
     Args:
-        main: called in the process with its end of the pipe and ``args``; it ends when the pipe does
-            (:func:`requests`).
+        main: called in the child with its end of the pipe and ``args``; returns when the pipe ends.
         environment: variables of the process; None: those of this process.
-        leads_group: whether it leads a process group, which all signals then go to.
+        leads_group: whether the child leads a process group, to which all signals then go.
 
     Raises:
         UserError: no process can start.
@@ -71,16 +70,16 @@ class Child:
         return self.process.is_alive()
 
     def send(self, content: Any) -> None:
-        """Send what can be pickled. Nothing is raised if the process is dead: :meth:`receive` finds out."""
+        """Send an object that can be pickled. A dead process raises nothing here, but in :meth:`receive`."""
         message = pickle.dumps(content)
         with suppress(OSError):
             self.connection.send_bytes(message)
 
     def receive(self) -> Any:
-        """Wait for what the process sends.
+        """Wait for the next object that the process sends, and return it.
 
         Raises:
-            ChildGone: it has ended.
+            ChildGone: the process has ended.
         """
         try:
             return pickle.loads(self.connection.recv_bytes())
@@ -89,7 +88,7 @@ class Child:
             raise ChildGone(fate(self.process.exitcode)) from error
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, or to its group, in which there may be others when it is dead."""
+        """Send a signal to the process, or to its group, which may outlive the process."""
         assert self.process.pid is not None
         if self.leads_group:
             with suppress(ProcessLookupError):  # it has no group yet, or the whole group is gone
@@ -105,7 +104,7 @@ class Child:
         self.signal(signal.SIGTERM)
 
     def end(self, grace_s: float = 0.0) -> None:
-        """Wait so many seconds for its end, then kill it and its group."""
+        """Wait ``grace_s`` seconds for the process to end, then kill it and its group."""
         self.connection.close()
         if grace_s:
             self.process.join(grace_s)
@@ -115,7 +114,7 @@ class Child:
 
 
 def requests(connection: Connection) -> Iterator[Any]:
-    """In the process: what is sent to it, one after another, until the other end is closed."""
+    """In the child: yields the objects that the parent sends, in order, until the parent closes the pipe."""
     with suppress(EOFError, OSError):
         while True:
             yield pickle.loads(connection.recv_bytes())
@@ -129,7 +128,7 @@ def _begin(
     args: tuple[Any, ...],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # before there are other threads, which inherit it: only one that waits for the signal may get it
+    # before other threads start and inherit the mask: only a thread that waits for the signal may get it
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
     surroundings.take_on()
     if leads_group:
@@ -139,12 +138,12 @@ def _begin(
 
 
 def when_parent_is_gone(act: Callable[[], object] = lambda: os._exit(1)) -> threading.Thread:
-    """Call ``act``, by default the end of this process, in a thread once the process that has started this
-    one is gone, however that ended; returns the thread."""
+    """Call ``act``, by default the end of this process, in a thread once the process that started this one is
+    gone, however that process ended; returns the thread."""
     starter, parent = multiprocessing.parent_process(), os.getppid()
 
     def watch() -> None:
-        if starter is not None:  # one that was forked from a server has that for its parent
+        if starter is not None:  # the server is the parent of a process that was forked from it
             starter.join()
         else:
             while os.getppid() == parent:

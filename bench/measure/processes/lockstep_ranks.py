@@ -1,10 +1,10 @@
 """All ranks of a job in this process, in turns: one computes until it has to wait for another.
 
-Every rank is a thread with process groups of its own, and runs the code that a process would run. One lock is
-held by the rank that computes, and released where it waits for a message. So a job has the same result in
-every run, and what is global to the process, such as torch's default dtype, is one rank's at a time. Where
-all wait for each other, nobody will ever answer, and the job fails at once. It is for values, not for
-times: 64 ranks need no processes and no ports, and nothing is measured on it that a clock says.
+Every rank is a thread with process groups of its own, and runs the code that a process would run. The rank
+that computes holds a lock, and releases the lock while it waits for a message. So a job has the same result
+in every run, and globals of the process, such as torch's default dtype, are one rank's at a time. If all
+ranks wait for each other, the job fails at once. These ranks are for values, not for times: 64 ranks need no
+processes and no ports, but their times mean nothing.
 
 A sum over ranks adds their tensors one after another, in their order, and rounds to the tensors' dtype each
 time, as a ring of NCCL or Gloo does from hop to hop (there each chunk begins at another rank).
@@ -39,7 +39,7 @@ from spbench.impls import device_mesh, printed, told
 
 #: how torch.distributed names it
 LOCKSTEP = "spbench_lockstep"
-#: of a sum over ranks, in place, by what dist.ReduceOp calls it
+#: in-place operators of a reduction over ranks, by dist.ReduceOp
 _OPERATORS = {
     dist.ReduceOp.SUM: Tensor.add_,
     dist.ReduceOp.MAX: lambda x, y: torch.maximum(x, y, out=x),
@@ -48,12 +48,12 @@ _OPERATORS = {
 
 
 class _Board:
-    """Messages and collectives under way among the ranks of a job.
+    """Messages and collectives in progress among the ranks of a job.
 
     Attributes:
-        lock: of the rank whose turn it is.
-        messages: tensors under way, by (group, sender, receiver) as each group numbers its ranks.
-        meetings: what ranks bring to a collective, by (group, its number in the group).
+        lock: held by the rank whose turn it is.
+        messages: tensors that are sent but not received, by (group, sender, receiver), ranks of the group.
+        meetings: the inputs of a collective by rank, by (group, the collective's number in the group).
     """
 
     def __init__(self, ranks: int):
@@ -65,7 +65,7 @@ class _Board:
         self.running, self.over = ranks, ""
 
     def wait(self, rank: int, ready: Callable[[], bool]) -> None:
-        """Let other ranks have turns until ``ready()``; RuntimeError if it can never become true."""
+        """Let other ranks have turns until ``ready()``; RuntimeError if the job ends before."""
         if ready():
             return
         self.stuck[rank] = ready
@@ -76,7 +76,7 @@ class _Board:
             raise RuntimeError(self.over)
 
     def tell(self, *ranks: int) -> None:
-        """Wake these ranks: each looks again whether it has to wait."""
+        """Wake these ranks: each rank checks again whether it has to wait."""
         for rank in ranks:
             self.changed[rank].notify()
 
@@ -96,7 +96,7 @@ _here = threading.local()
 
 
 class _Meeting(dist.Work):
-    """A collective, or a message, complete when ``ready``; ``finish`` then fills this rank's tensors."""
+    """A collective or a message, complete once ``ready()``; then ``finish`` fills this rank's tensors."""
 
     def __init__(self, board: _Board, rank: int, ready: Callable[[], bool], finish: Callable[[], object]):
         super().__init__()
@@ -133,8 +133,8 @@ class LockstepGroup(dist.ProcessGroup):
     def _meet(
         self, brought: Any, make: Callable[[list[Any]], Any], take: Callable[[Any], object]
     ) -> dist.Work:
-        """A collective to which this rank brings ``brought``. ``make`` is called once, with what all ranks
-        bring, by rank; then each rank calls ``take`` with its result."""
+        """A collective with this rank's input ``brought``. ``make`` is called once, with the inputs of all
+        ranks in order; then each rank calls ``take`` with the result of ``make``."""
         key, size = (self._key, self._number), self.size()
         self._number += 1
         meeting = self._board.meetings[key]
@@ -210,7 +210,7 @@ def _fill(out: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
 
 
 def _sum_by(opts: Any) -> Callable[[list[Tensor]], Tensor]:
-    """The sum, or what ``opts`` says, of the tensors of all ranks, one after another in their dtype."""
+    """A function that reduces the tensors of all ranks, in their order and dtype, as ``opts`` says."""
     operator = _OPERATORS[opts.reduceOp.op if opts else dist.ReduceOp.SUM]
 
     def reduced(brought: list[Tensor]) -> Tensor:
@@ -224,13 +224,13 @@ def _sum_by(opts: Any) -> Callable[[list[Tensor]], Tensor]:
 
 @contextmanager
 def _worlds() -> Iterator[None]:
-    """Inside, torch.distributed has a world for each thread."""
+    """A context in which torch.distributed has a world for each thread."""
     if LOCKSTEP not in dist.Backend.backend_list:
         dist.Backend.register_backend(LOCKSTEP, LockstepGroup, extended_api=True, devices=["cpu"])
     threads = torch.get_num_threads()
     threaded._install_threaded_pg()
-    _set_thread_isolation_mode(True)  # names of groups, which every rank gives
-    torch.set_num_threads(1)  # a sum that threads share rounds otherwise
+    _set_thread_isolation_mode(True)  # every rank makes the same names of groups
+    torch.set_num_threads(1)  # a sum by several threads rounds differently
     try:
         yield
     finally:
@@ -274,4 +274,4 @@ class LockstepRanks(Ranks):
         return collect(job.ranks, 0.0, lambda waiting, timeout_s: answers.popleft())
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because no process or connection is open."""

@@ -1,8 +1,7 @@
-"""What the server that workers and ranks are forked from imports (:mod:`measure.processes.starting`): all
-that a cell needs, so that no process imports it again. Nothing is computed here, which could start threads.
-
-Plug-ins are left out, as nothing is known of what they do when they are imported. This module is in no room
-whose modules are found by being there: each process that looks would import torch's compiler with it.
+"""The imports of the server from which workers and ranks are forked (:mod:`measure.processes.starting`): all
+modules that a cell needs, so that no process imports them again. This module computes nothing, because that
+could start threads. Plug-ins are left out, because their import may do anything. This module is in no package
+whose modules are all imported, for that would import torch's compiler in each process.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import importlib
 import pkgutil
 from contextlib import suppress
 
-#: packages of which each module is found by being there; these import all of this room
+#: packages of which each module is imported
 _ROOMS = (
     *("impls.strategies", "impls.models", "impls.backends", "impls.training"),
     *(f"bench.measure.{room}" for room in ("engines", "trace", "simulator", "clusters", "sweep")),
 )
 
 _collecting = gc.isenabled()
-gc.disable()  # all stays, and a quarter of the time would go to looking for garbage among it
+gc.disable()  # all objects stay, and a collection would take a quarter of the time
 try:
     for _room in _ROOMS:
         for _module in pkgutil.iter_modules(importlib.import_module(f"spbench.{_room}").__path__):

@@ -1,4 +1,4 @@
-"""An agent: what a process of torchrun, or of a launcher like it, becomes.
+"""An agent is what a process becomes that torchrun, or a launcher like it, has started.
 
 An agent starts a process for its rank, hands it the jobs that the coordinator posts
 (:mod:`measure.processes.torchrun`), and posts how each job ended. A rank that crashes, hangs or runs out of
@@ -9,8 +9,8 @@ a process that can connect to the store's port can run code here. Its keys:
 
 - ``jobs``: how many jobs have been posted; ``job/K``: a :class:`RankJob`, or None to end the agents;
 - ``claimed/K``, ``answer/K/I``: the answers of the agents to job K, in the order in which they came;
-- ``over/K``: job K is over, its processes are to be ended; ``stacks/K``: with their stacks in the answers;
-- ``left/K``: how many agents have ended on job K; ``left/K/I``: at least I have;
+- ``over/K``: job K is over, so end its processes; ``stacks/K``: the answers must have their stacks;
+- ``left/K``: how many agents have ended on job K; ``left/K/I``: set once at least I agents have;
 - ``beat/R``, ``host/R``: a number that agent R changes as long as it lives, and the name of its machine.
 """
 
@@ -37,7 +37,7 @@ from spbench.bench.measure.processes.rank_pool import RankProcess, Rendezvous
 from spbench.bench.measure.processes.stacks import STACKS_FOLDER, RankAnswer, RankJob, stacks_of
 from spbench.bench.measure.processes.starting import starting_context
 
-#: seconds between two signs of life of an agent, and without one until its machine is taken for lost
+#: seconds between two signs of life of an agent, and seconds without one after which its machine is lost
 BEAT_S, LOST_S = 1.0, 15.0
 #: seconds between two looks at the store
 _POLL_S = 0.05
@@ -45,10 +45,10 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Launched:
-    """A launcher's facts about this process.
+    """A process's rank and rendezvous, as its launcher has set them.
 
     Attributes:
-        rank, local_rank: its number among all processes, and on its machine.
+        rank, local_rank: the process's number among all processes, and on its machine.
         agents: how many processes there are.
     """
 
@@ -82,7 +82,7 @@ _NO_LAUNCHER = (
 
 
 def _number(name: str) -> int:
-    """A variable of the environment that a launcher sets to a number of at least 0."""
+    """The number, at least 0, in an environment variable of a launcher; UserError for another value."""
     text = os.environ[name]
     if not (text.isascii() and text.isdigit()) or (name == "MASTER_PORT" and not 0 < int(text) < 2**16):
         raise UserError(_NO_LAUNCHER.format(f"{name}={text[:40]!r}"))
@@ -94,7 +94,7 @@ def serve(launched: Launched) -> int:
 
     If the store or the launcher is gone, the process ends with exit code 1 and a line that says so.
     """
-    if launched.rank:  # that of rank 0 is no child of the launcher
+    if launched.rank:  # the agent of rank 0 is no child of the launcher
         when_parent_is_gone(lambda: _leave(launched, "the launcher that has started it is gone"))
     with tempfile.TemporaryDirectory(prefix="spbench-agent-", ignore_cleanup_errors=True) as folder:
         try:
@@ -122,7 +122,7 @@ class _Agent:
         self.store.set(f"host/{launched.rank}", platform.node())
         self.process: RankProcess | None = None
         self.leaving = False
-        # a connection of its own, as one that waits for an answer is not free for anything else
+        # a connection of its own, because a connection that waits for an answer is blocked
         threading.Thread(target=self._beat, args=(launched.rendezvous.store(),), daemon=True).start()
         starting_context()  # now, while the coordinator reads its scenario
 
@@ -142,7 +142,7 @@ class _Agent:
         self.store.set(f"left/{number}/{left}", "")
 
     def _work(self, job: RankJob) -> RankAnswer:
-        """Have the rank's process do the job, unless the job is over before."""
+        """The answer of the rank's process to a job; if the job is over before, the process is ended."""
         if job.fresh:
             self._end_process()
         if self.process is None:
@@ -167,7 +167,7 @@ class _Agent:
             self.process = None
 
     def _beat(self, store: dist.Store) -> None:
-        """Show that this agent lives, and end it once the store does not answer."""
+        """Change this agent's number in the store, as a sign of life; end the agent if the store is gone."""
         while True:
             silence = threading.Timer(LOST_S, self._lost, ["no answer from its store"])
             silence.daemon = True
@@ -186,7 +186,8 @@ class _Agent:
 
 
 def wait_for(store: dist.Store, key: str, seconds: float = math.inf) -> bool:
-    """Wait for a key; returns whether it is there in time. The store's own wait prints a warning if not."""
+    """Wait for a key of the store; returns whether the key is there within ``seconds``. The store's own wait
+    would print a warning if not."""
     deadline = time.monotonic() + seconds
     while not store.check([key]):
         if time.monotonic() >= deadline:

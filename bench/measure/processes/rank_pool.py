@@ -1,5 +1,5 @@
 """Ranks as processes that run one job after another, each job in a process group of its own: how a process
-acts as a rank, and the pool of those on this machine.
+acts as a rank, and a pool of such processes on this machine.
 
 The processes are started once. A job takes as many of them as it needs.
 """
@@ -45,15 +45,15 @@ from spbench.impls import device_mesh, exits_refused, printed, share_files, told
 
 __all__ = ["RankError", "RankPool", "Ranks"]
 
-#: of torch.distributed, by the type of the devices on which tensors are
+#: backends of torch.distributed, by the type of the tensors' devices
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 _LOOPBACK = "127.0.0.1"
-#: seconds that a connection on this machine may take
+#: seconds that a connection on the loopback interface may take
 _REACHED_S = 10.0
-#: a collective that waits for a rank fails so many seconds after its job, whose end says which rank it was
+#: seconds after its job's limit at which a collective fails: the job's own failure names the silent rank
 _LATER_S = 60.0
-#: how torch's CPU allocator begins what it says when the system gives it no memory
+#: the beginnings of torch's messages when its CPU allocator gets no memory from the system
 _NO_CPU_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 
 
@@ -62,7 +62,7 @@ class Ranks(ABC):
 
     Attributes:
         size: the largest number of ranks that a job can have.
-        timeout_s: the limit of a job that is given none.
+        timeout_s: seconds that a job may take by default.
     """
 
     size: int
@@ -77,20 +77,20 @@ class Ranks(ABC):
         device: str = "cpu",
         backend: str = "",
     ) -> list[Any]:
-        """Call ``function(mesh, *args)`` on every rank of a mesh; returns what each returned, by rank.
+        """Call ``function(mesh, *args)`` on every rank of a mesh; returns the results in the order of ranks.
 
         Args:
-            sizes: ranks along each axis of the mesh; axes that are left out have 1.
-            function: of a module that the processes can import; its arguments and result are pickled.
-            timeout_s: after it the job has failed and the processes are killed; the next job gets new ones.
-            device: type of the devices on which the ranks' tensors are.
-            backend: of torch.distributed; "": Gloo on CPUs, NCCL on GPUs, one a rank.
+            sizes: the number of ranks along each axis of the mesh; 1 along an axis without an entry.
+            function: a function of a module that the ranks can import; its arguments and result are pickled.
+            timeout_s: seconds after which the job fails and its processes are killed, and then replaced.
+            device: the type of the devices of the ranks' tensors.
+            backend: a backend of torch.distributed; "": Gloo on CPUs, NCCL with a GPU for each rank.
 
         Raises:
             RankError: a rank raised, ran out of memory, died, or did not answer in time.
             ValueError: the mesh has no such axis, or more than ``size`` ranks.
         """
-        # pickled here, so that what cannot be pickled is the caller's error and reaches no rank
+        # pickled before any rank starts, so that the caller gets the error if this cannot be pickled
         work = pickle.dumps((function, args))
         limit = self.timeout_s if timeout_s is None else timeout_s
         job = RankJob(0, whole_mesh(sizes), device, backend or BACKENDS[device], limit, work)
@@ -100,11 +100,11 @@ class Ranks(ABC):
 
     @abstractmethod
     def _run(self, job: RankJob) -> list[Any]:
-        """Run a job, which has no number yet; returns what each rank returned."""
+        """Run a job, which has no number yet; returns the ranks' results in order."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of processes and connections; a further job starts them again."""
+        """Release processes and connections; another job starts new ones if needed."""
 
     def __enter__(self) -> Self:
         return self
@@ -115,17 +115,17 @@ class Ranks(ABC):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where ranks meet: a TCPStore that another process holds, and the prefix of their keys in it."""
+    """The meeting place of ranks: a TCPStore of another process, and the prefix of keys in that store."""
 
     host: str
     port: int
     prefix: str = "spbench"
 
     def store(self) -> dist.Store:
-        """A connection to it, with a timeout of 300 seconds.
+        """A connection to the store, with a timeout of 300 seconds.
 
         Raises:
-            torch.distributed.DistError: nobody listens there.
+            torch.distributed.DistError: nobody listens at that place.
         """
         return dist.PrefixStore(self.prefix, dist.TCPStore(self.host, self.port, is_master=False))
 
@@ -134,8 +134,8 @@ class RankProcess(Child):
     """A process that acts as a rank of one job after another; ``busy`` while it owes an answer.
 
     Args:
-        local_rank: its number on this machine, which is also that of its GPU.
-        environment: of the process.
+        local_rank: the process's number on this machine, and the number of its GPU.
+        environment: the variables of the process.
     """
 
     def __init__(self, rendezvous: Rendezvous, local_rank: int, environment: Mapping[str, str]):
@@ -148,7 +148,7 @@ class RankProcess(Child):
         self.send((job, rank))
 
     def answer(self) -> RankAnswer:
-        """Wait for its answer; the answer of a dead process, which stays busy, is that it failed."""
+        """Wait for the process's answer. A dead process's answer says so, and it stays ``busy``."""
         try:
             answer: RankAnswer = self.receive()
         except ChildGone as gone:
@@ -172,7 +172,7 @@ def _serve_jobs(connection: Connection, rendezvous: Rendezvous, local_rank: int)
             _check_open_files(job, ending)
             answer = pickle.dumps(RankAnswer(rank, _run(store, job, rank, local_rank)))
         except BaseException as error:
-            # counted before the group is destroyed, and so before other ranks fail for that reason
+            # counted before the group is destroyed, which makes other ranks fail
             place = store.add(f"failures{job.number}", 1)
             answer = pickle.dumps(_answer_of(error, rank, place))
         connection.send_bytes(answer)  # first, as NCCL may not end a group in which a collective hangs
@@ -184,7 +184,7 @@ def _serve_jobs(connection: Connection, rendezvous: Rendezvous, local_rank: int)
 
 def _let_go_of_groups() -> threading.Thread:
     """Destroy the groups of a job and close their connections, so that ranks that wait for this one fail too.
-    Returns a thread that waits for Gloo's, which end up to 10 ms later for each group, after the job."""
+    Returns a thread that waits until Gloo's groups have ended, up to 10 ms for each."""
     groups = list(dist.distributed_c10d._world.pg_map)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -194,7 +194,8 @@ def _let_go_of_groups() -> threading.Thread:
 
 
 def _check_open_files(job: RankJob, ending: threading.Thread) -> None:
-    """Refuse a job that needs more open files than this process may have, after the last job's are closed."""
+    """Refuse a job that needs more open files than this process may have, after those of the last job are
+    closed."""
     needed = FILES_OF_GROUP + job.ranks, f"to be one of {job.ranks} ranks"
     with suppress(UserError):
         check_open_files(*needed)
@@ -239,14 +240,14 @@ def _run(store: dist.Store, job: RankJob, rank: int, local_rank: int) -> Any:
 
 
 def _wait_for_all(store: dist.Store, job: RankJob) -> None:
-    """Wait until all ranks are connected: a rank that ended earlier would fail those that still connect."""
+    """Wait until all ranks are connected, because others could not connect to a rank that ended."""
     if store.add("connected", 1) == job.ranks:
         store.set("all connected", "")
     store.wait(["all connected"], timedelta(seconds=job.timeout_s + _LATER_S))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a GPU or in main memory."""
+    """Whether the error is a failed allocation, on a GPU or in main memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_CPU_MEMORY)
@@ -260,7 +261,7 @@ class RankPool(Ranks):
 
     Args:
         size: the largest number of ranks that a job can have.
-        timeout_s: the limit of jobs that are given none.
+        timeout_s: seconds that a job may take by default.
 
     Raises:
         UserError: this process may open too few files, or the loopback interface is down.
@@ -316,12 +317,12 @@ class RankPool(Ranks):
 
 
 def loopback_store(port: int = 0) -> tuple[dist.TCPStore, int]:
-    """A store that listens on the loopback interface alone, and its port; 0: one that the system chooses.
+    """A store that listens only on the loopback interface, and its port; for port 0 the system chooses one.
 
     A store that opens its socket itself listens on all interfaces.
 
     Raises:
-        UserError: processes of this machine cannot reach each other there; ranks would wait for minutes.
+        UserError: processes of this machine cannot connect on that interface.
     """
     try:
         listening = socket.create_server((_LOOPBACK, port))

@@ -1,5 +1,5 @@
-"""What the server that workers and ranks are forked from imports last (:mod:`measure.processes.starting`);
-this makes it one, so no other process may import it."""
+"""The last import of the server from which workers and ranks are forked (:mod:`measure.processes.starting`).
+It makes a process that server, so no other process may import this module."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import sys
 
 from spbench.bench.measure.processes.starting import server_is_ready
 
-# the signals on which a worker and all that it has started write what they do; the server does nothing
+# on these signals workers and ranks write their stacks and collectives; the server does nothing
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-gc.freeze()  # no process looks for garbage in what has been imported
+gc.freeze()  # no process looks for garbage among imported objects
 atexit.register(os._exit, 0)  # taking all of torch apart would take half a second
 server_is_ready()
-# what is buffered would be printed by each process that is forked
+# each forked process would print text that is still in the buffers
 sys.stdout.flush()
 sys.stderr.flush()

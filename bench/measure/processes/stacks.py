@@ -1,5 +1,5 @@
 """Jobs of ranks and their answers, which of several failures is the cause, and what hanging processes write
-of themselves on signals: the stacks of their threads and their last collectives. Does not import torch.
+on signals: the stacks of their threads and their last collectives. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any, Literal
 
 from spbench.impls import file_digests
 
-#: of the environment: the folder into which a worker and its ranks write their stacks
+#: the environment variable with the folder into which a worker and its ranks write their stacks
 STACKS_FOLDER = "SPBENCH_STACKS_FOLDER"
 
 #: seconds that processes have to write their stacks
 STACKS_S = 6.0
 
-#: the collectives of a rank that are written down when it hangs, the last ones
+#: how many of its last collectives a hanging rank writes
 _LAST_COLLECTIVES = 20
 
 
@@ -65,7 +65,7 @@ def write_collectives_on_signal(name: str) -> None:
 def _last_collectives() -> str:
     """A line for each of the last collectives of this process, from torch's flight recorder: number, name,
     shapes, group, state."""
-    from torch._C import _distributed_c10d as c10d  # a rank has it already; a worker needs no torch here
+    from torch._C import _distributed_c10d as c10d  # a rank has imported torch; a worker needs none
 
     dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
     if dump is None:  # an older release, built without NCCL
@@ -79,8 +79,8 @@ def _last_collectives() -> str:
 
 
 def stacks_of(folder: Path, pids: Iterable[int | None]) -> str:
-    """Have processes write their stacks and last collectives into a folder; return each file under its name,
-    then, if py-spy is installed, what it sees, which names the lines of Python below C code.
+    """Make processes write their stacks and last collectives into a folder; returns the text of each file
+    under its name, then, if py-spy is installed, its view, which has Python lines below C code.
 
     Takes up to twice :data:`STACKS_S` seconds.
     """
@@ -99,8 +99,8 @@ def written_stacks(folder: Path, files: int | None = None) -> str:
     """The stacks that signalled processes write into files of a folder, each under its file's name.
 
     Args:
-        files: how many files have something; None: all that there are. They are waited for, and until nothing
-            more is written, for up to :data:`STACKS_S` seconds.
+        files: how many files will have text; None: all in the folder. The call waits until they do and
+            nothing more is written, for up to :data:`STACKS_S` seconds.
     """
     deadline, before, sizes = time.monotonic() + STACKS_S, [-1], [0]
     while time.monotonic() < deadline:
@@ -124,21 +124,21 @@ def _seen_by_py_spy(pid: int) -> str:
     command = [program, "dump", "--nonblocking", "--pid", str(pid)]
     try:
         seen = subprocess.run(command, capture_output=True, text=True, timeout=STACKS_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):  # mostly that it may not look into the process
+    except (OSError, subprocess.SubprocessError):  # mostly because py-spy may not read the process
         return ""
     return f"-- process {pid} as py-spy sees it --\n{seen.rstrip()}\n"
 
 
-#: of the environment, for the workers of rank 0's sweep: the number of agents and where the store is, pickled
+#: the environment variable with the number of agents and the rendezvous of their store, pickled
 AGENTS = "SPBENCH_AGENTS"
 
 #: after one rank failed, seconds that the others have to notice it before they are killed
 GRACE_S = 5.0
 
-#: how the reason begins where ranks have not answered in time
+#: the beginning of the reason if ranks have not answered in time
 NO_END = "no end within its limit of"
 
-#: of a cell whose ranks failed; a subset of :data:`spbench.bench.measurement.Status`
+#: the status of a cell whose ranks failed; a subset of :data:`spbench.bench.measurement.Status`
 Fate = Literal["failed", "oom", "timeout"]
 
 
@@ -146,9 +146,9 @@ class RankError(RuntimeError):
     """A rank raised, ran out of memory, died or did not answer; the text holds the rank and its traceback.
 
     Attributes:
-        status: of the cell that the ranks ran.
+        status: the status of the cell that the ranks ran.
         reason: one line: the rank and what it raised, or who did not answer in time.
-        silent: the ranks that had not answered by then.
+        silent: the ranks that had not answered when the error was raised.
         log: the stacks and last collectives of ranks that hung; "" where these are unknown.
     """
 
@@ -168,13 +168,13 @@ class RankJob:
 
     Attributes:
         number: unique among the jobs with the same store.
-        sizes: ranks along every axis of the mesh, in its order.
-        device: type of the devices on which tensors are: "cpu" or "cuda".
-        backend: of torch.distributed.
+        sizes: the number of ranks along every axis of the mesh, in order.
+        device: the type of the devices of the tensors: "cpu" or "cuda".
+        backend: a backend of torch.distributed.
         timeout_s: after so many seconds the job has failed.
         work: a function of a module and its arguments, pickled; it is called with the mesh before these.
         fresh: whether processes are started for this job alone.
-        files: those of users that the work may need (:func:`file_digests`).
+        files: the digests of users' files that the work may need (:func:`file_digests`).
     """
 
     number: int
@@ -188,20 +188,20 @@ class RankJob:
 
     @property
     def ranks(self) -> int:
-        """How many ranks it has."""
+        """How many ranks the job has."""
         return math.prod(self.sizes.values())
 
 
 @dataclass(frozen=True)
 class RankAnswer:
-    """What a rank made of a job.
+    """A rank's answer to a job: its result, or how it failed.
 
     Attributes:
         value: what the function returned; None unless status is ok.
-        place: in the order in which ranks failed; 0 for a rank that died, which cannot count itself.
+        place: the rank's place among the failures, from 1; 0 for a rank that died, which cannot count itself.
         text: a traceback, or what happened.
-        raised: type and message of what it raised; "" if it raised nothing.
-        log: its stacks and last collectives, if it was ended and these were asked for.
+        raised: type and message of the rank's exception; "" without one.
+        log: the rank's stacks and last collectives, if it was ended and these were asked for.
     """
 
     rank: int
@@ -216,7 +216,7 @@ class RankAnswer:
 def collect(
     ranks: int, timeout_s: float, next_answer: Callable[[Collection[int], float], RankAnswer | None]
 ) -> list[Any]:
-    """What each rank returned, by rank.
+    """The results of all ranks, in order.
 
     Args:
         next_answer: called with the ranks that have not answered and seconds; returns the answer of one of

@@ -21,7 +21,7 @@ STAGED = "spbench_staged"
 
 
 class _Staged(dist.Work):
-    """A collective under way on copies of tensors in the host's memory; wait copies the results back."""
+    """A collective in progress on copies of tensors in the host's memory; wait copies the results back."""
 
     def __init__(self, work: dist.Work, back: Sequence[tuple[Tensor, Tensor]]):
         super().__init__()
@@ -39,7 +39,7 @@ class _Staged(dist.Work):
 
 
 class StagedGroup(dist.ProcessGroup):
-    """Gloo on copies of the tensors; see :mod:`measure.processes.staged_group`."""
+    """A process group that runs Gloo on copies of tensors; see :mod:`measure.processes.staged_group`."""
 
     def __init__(self, place: Any, options: object = None):
         super().__init__(place.group_rank, place.group_size)
@@ -50,7 +50,7 @@ class StagedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return STAGED
 
-    # torch sets the name of what is written in C++ only
+    # torch sets the names only of groups that are written in C++
     @property
     def pg_name(self) -> str:
         return self._name
@@ -60,7 +60,7 @@ class StagedGroup(dist.ProcessGroup):
         return self._name
 
     def _on_copies(self, run: Callable[..., Any], filled: Any, *given: Any) -> dist.Work:
-        """Call ``run`` with copies of tensors, or of nested lists; those of ``filled`` are copied back."""
+        """Call ``run`` with copies of tensors, or of nested lists; copies of ``filled`` are copied back."""
         back: list[tuple[Tensor, Tensor]] = []
         into = _copied(filled, back)
         return _Staged(run(into, *(_copied(each, []) for each in given)), back)
@@ -89,7 +89,7 @@ class StagedGroup(dist.ProcessGroup):
         sizes = out_sizes, given_sizes
         return self._on_copies(lambda o, i: self._gloo.alltoall_base(o, i, *sizes, opts), out, given)
 
-    # as newer releases of torch call them
+    # the names in newer releases of torch
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
     all_to_all_single = alltoall_base
@@ -108,7 +108,7 @@ class StagedGroup(dist.ProcessGroup):
 
 
 def _copied(tensors: Any, back: list[tuple[Tensor, Tensor]]) -> Any:
-    """Copies in the host's memory, nested as they are; each is appended to ``back`` after its original."""
+    """Copies in the host's memory, nested like ``tensors``; appends pairs (original, copy) to ``back``."""
     if isinstance(tensors, Tensor):
         copy = tensors.detach().to("cpu", copy=True).contiguous()
         back.append((tensors.detach(), copy))

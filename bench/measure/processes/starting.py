@@ -1,9 +1,9 @@
-"""What processes share: how they start, their environment and cores, and why they cannot start.
+"""How child processes start, their environment and cores, and why they cannot start.
 
-On Linux they are forked from a server (multiprocessing's start method forkserver), which has imported what a
-cell needs and does nothing else. A process with torch is then there in milliseconds instead of seconds. The
-server has one thread, so that a fork is safe. Where system libraries do not bear a fork, as on macOS, each
-process is spawned and imports everything itself.
+On Linux they are forked from a server (multiprocessing's start method forkserver), which has imported all
+modules that a cell needs and does nothing else. A process with torch is then there in milliseconds instead of
+seconds. The server has one thread, so that a fork is safe. Where system libraries do not bear a fork, as on
+macOS, each process is spawned and imports everything itself.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from spbench.bench.errors import UserError
 #: how processes are started, for multiprocessing and for torchrun's launcher
 START_METHOD: Literal["forkserver", "spawn"] = "forkserver" if sys.platform == "linux" else "spawn"
 
-#: files that a process opens for a process group, beside one for each of its ranks: its store, what Gloo
-#: listens on and polls
+#: files that a process opens for a process group, besides one for each rank: its store, Gloo's sockets
 FILES_OF_GROUP = 4
 #: files that the parent of a rank opens for it at least: pipes, and sockets to the server that forks it
 FILES_OF_RANK = 4
-#: of the environment: whether ranks that make a group wait in its store until all of its ranks have connected
+#: the environment variable for whether ranks that make a group wait until all of its ranks have connected
 MEET = "TORCH_DIST_INIT_BARRIER"
 
-#: what the server imports first and last
+#: the modules that the server imports first and last
 _PRELOADED, _SERVER = "spbench.bench.measure.processes.preloaded", "spbench.bench.measure.processes.server"
 
-#: where multiprocessing looks up what starts a process, and what it finds there
+#: the module where multiprocessing looks up the function that starts a process, and that function
 _multiprocessing: Any = util
 _SPAWNED: Callable[..., int] = util.spawnv_passfds
 
@@ -66,19 +65,19 @@ def _cores() -> frozenset[int]:
 
 @contextmanager
 def beginning_server() -> Iterator[None]:
-    """Where there is a server, have it run at the end, forked from this process with what was imported
-    inside, so that torch is imported once; it imports the rest while this process goes on. If this process
-    has threads by then, one of which may hold a lock, another one is started for the server."""
-    with environment_with(environment_of_child()):  # for numpy, which a process imports once
+    """A context at whose end the server runs, forked from this process with the modules that were imported
+    inside, so that torch is imported once; the server imports the rest while this process goes on. If this
+    process then has several threads, one of which may hold a lock, the server is a new process."""
+    with environment_with(environment_of_child()):  # because numpy reads variables when it is imported
         yield
     if START_METHOD == "forkserver" and not _server_is_shared:
         forked = len(os.listdir("/proc/self/task")) == 1
-        with suppress(OSError):  # raised again where a process is started
+        with suppress(OSError):  # the start of a process raises the error again
             _run_server(_forked if forked else _SPAWNED)
 
 
 def _run_server(start: Callable[..., int] = _SPAWNED) -> None:
-    """Have the server run; ``start`` is what multiprocessing calls for it."""
+    """Start the server if it does not run; ``start`` is the function by which multiprocessing starts it."""
     _make_folder_of_sockets()
     with interrupts_blocked(), environment_with(environment_of_child()):
         forkserver.set_forkserver_preload([_PRELOADED, _SERVER])
@@ -90,17 +89,17 @@ def _run_server(start: Callable[..., int] = _SPAWNED) -> None:
 
 
 def _forked(_: bytes, arguments: list[str], files: Sequence[int]) -> int:
-    """In place of :func:`multiprocessing.util.spawnv_passfds`: fork this process, and run there the program
-    that ``python -c`` would run, with these files alone; returns the pid."""
+    """A replacement of :func:`multiprocessing.util.spawnv_passfds`: fork this process, and run in the child
+    the program that ``python -c`` would run, with only these files open; returns the child's pid."""
     sys.stdout.flush()
     sys.stderr.flush()
     if pid := os.fork():
         return pid
     try:
         _multiprocessing.spawnv_passfds = _SPAWNED
-        sys.stdout = sys.__stdout__  # not what a command prints through
+        sys.stdout = sys.__stdout__  # a command may have replaced it
         for number in {int(each) for each in os.listdir("/proc/self/fd")} - {0, 1, 2, *files}:
-            with suppress(OSError):  # that of the listing
+            with suppress(OSError):  # the listing's own file is closed already
                 os.close(number)
         tracker: Any = resource_tracker._resource_tracker
         tracker._fd = tracker._pid = None
@@ -142,20 +141,20 @@ def starting_context() -> BaseContext:
 
 
 def allow_children() -> None:
-    """Let this process start others. multiprocessing ends daemons at the exit of the one that has started
-    them, as is wanted, but refuses them children: a worker's ranks, or a worker below a Dask worker."""
+    """Let this process, which multiprocessing has made a daemon, start processes. Daemons end with their
+    parent, as is wanted, but multiprocessing refuses them children, such as a worker's ranks."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
 
 
 def stop_server() -> None:
-    """End the server of this process, if there is one: the next one imports the code as it is then."""
+    """End the server of this process, if it runs; the next server imports the code as it is then."""
     if START_METHOD == "forkserver" and not _server_is_shared:
         server: Any = forkserver._forkserver
         server._stop()
 
 
 def _do_nothing() -> None:
-    """The work of a server's first process, which ends once the server has imported all."""
+    """The work of a server's first process, whose end shows that the server's imports are done."""
 
 
 # multiprocessing would have each process start a server of its own, with seconds of imports; from Python 3.14
@@ -187,18 +186,18 @@ def _make_folder_of_sockets() -> None:
 
 
 def environment_of_child() -> dict[str, str]:
-    """Variables for a Python process: it finds modules where this one does, never in its working folder, and
-    starts no threads for linear algebra."""
+    """Variables for a Python process, which finds modules where this process does, never in its working
+    folder, and starts no threads for linear algebra."""
     return {
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         "PYTHONSAFEPATH": "1",
-        "OPENBLAS_NUM_THREADS": "1",  # numpy's would start its threads as it is imported
+        "OPENBLAS_NUM_THREADS": "1",  # numpy's OpenBLAS would start threads at its import
     }
 
 
 @contextmanager
 def environment_with(changes: Mapping[str, str]) -> Iterator[None]:
-    """Inside, this process and processes that it starts also have these variables."""
+    """A context in which this process, and processes that it starts, also have the variables ``changes``."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -212,13 +211,13 @@ def environment_with(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def server_is_ready() -> None:
-    """Note the environment after the server's imports: variables that they have set are not a launcher's."""
+    """Keep the environment after the server's imports, whose variables do not count as a launcher's."""
     global _environment_at_start
     _environment_at_start = dict(os.environ)
 
 
 def limits_of_process() -> dict[int, tuple[int, int]]:
-    """The limits of resources of this process, soft and hard, by the numbers of :mod:`resource`; none but on
+    """The soft and hard limits of this process's resources, by the numbers of :mod:`resource`; {} except on
     Linux."""
     if sys.platform != "linux":
         return {}
@@ -228,9 +227,9 @@ def limits_of_process() -> dict[int, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Environment, usable cores, limits of resources and server of the process that starts another.
+    """The environment, usable cores, limits and server of a process, for a process that it starts.
 
-    A process that is forked from a server would have those of the server, as they were when it started.
+    A process that is forked from a server would otherwise have the server's, from the time of its start.
     """
 
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -239,7 +238,7 @@ class Surroundings:
     server: str = field(default_factory=_server_address)
 
     def take_on(self) -> None:
-        """Set these surroundings for this process. Variables that a launcher has set since it began stay."""
+        """Set these surroundings for this process; variables that a launcher has set since the start stay."""
         of_launcher = {
             name: value for name, value in os.environ.items() if _environment_at_start.get(name) != value
         }
@@ -256,8 +255,8 @@ class Surroundings:
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Inside, a process that is started never sees Ctrl-C, which a terminal sends to all of its processes.
-    This process gets it afterwards, and ends the other."""
+    """A context in which a new process never sees Ctrl-C, which a terminal sends to all of its processes.
+    This process gets the signal afterwards, and ends the other."""
     resource_tracker.ensure_running()  # or else the first start does it, and unblocks signals behind our back
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -268,10 +267,10 @@ def interrupts_blocked() -> Iterator[None]:
 
 @contextmanager
 def main_module_hidden() -> Iterator[None]:
-    """Inside, a process that multiprocessing starts does not import this process's main module.
+    """A context in which a process that multiprocessing starts does not import this process's main module.
 
-    A script may then ask for processes without a guard ``if __name__ == "__main__"``, and is not run again in
-    each of them. What the processes need must be in other modules.
+    So a script needs no guard ``if __name__ == "__main__"``, and is not run again in each process. The code
+    of the processes must be in other modules.
     """
     main = sys.modules["__main__"]
     # without a spec or a file, as in an interactive session, so that multiprocessing finds nothing to import
@@ -283,15 +282,14 @@ def main_module_hidden() -> Iterator[None]:
 
 
 def check_open_files(further: int, purpose: str) -> None:
-    """Refuse what needs more files than this process may open: Gloo would wait for minutes, and then name
-    addresses.
+    """Refuse to open more files than this process may: Gloo would wait for minutes and not say why.
 
     Args:
-        further: files beside those that are open.
+        further: the number of files to open in addition to the open ones.
         purpose: as the end of a sentence, "to start 4 ranks".
 
     Raises:
-        UserError: names the limit.
+        UserError: the limit is too low; the text names it.
     """
     if not (limits := limits_of_process()):
         return
@@ -305,11 +303,11 @@ def check_open_files(further: int, purpose: str) -> None:
 
 
 def no_process(error: BaseException, server: int | None) -> str:
-    """Why this process could not have one forked, and what to do.
+    """Why the server could not fork a process for this one, and what to do.
 
     Args:
-        error: what was raised as it tried.
-        server: pid of the server that forks processes, a child of this process; None: it is no child.
+        error: the exception of the attempt.
+        server: the pid of the server, if it is a child of this process; else None.
     """
     what = f"{type(error).__name__}: {error}".removesuffix(": ")
     gone = isinstance(error, EOFError | ConnectionError | FileNotFoundError)
@@ -328,7 +326,7 @@ def no_process(error: BaseException, server: int | None) -> str:
 
 
 def _exit_code(pid: int | None) -> int | None:
-    """The exit code of a child of this process, as multiprocessing has it; None: it has not ended within a
+    """The exit code of a child of this process, negative for a signal; None: it has not ended within a
     second. The child stays for its parent to wait for."""
     for _ in range(20) if pid is not None else ():
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # type: ignore[arg-type]
@@ -339,7 +337,7 @@ def _exit_code(pid: int | None) -> int | None:
 
 
 def fate(exitcode: int | None) -> str:
-    """How a process ended, as the rest of a sentence."""
+    """How a process with this exit code ended, as the rest of a sentence."""
     if exitcode is None or exitcode >= 0:
         return f"ended by itself with exit code {exitcode}"
     guess = " (was the machine out of memory?)" if exitcode == -signal.SIGKILL else ""

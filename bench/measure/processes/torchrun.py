@@ -40,16 +40,16 @@ from spbench.impls import Unavailable
 
 #: seconds that an agent has to appear before a job of its rank fails
 _START_S = 120.0
-#: seconds that agents have to end once they are told to
+#: seconds that agents have to end after they are told to end
 _LEAVE_S = 10.0
 
 
 def run_launched(command: Callable[[], int]) -> int:
-    """The exit code of a process that torchrun, or a launcher like it, has started. The first process runs
-    the command, on the ranks of all of them; each other process runs its rank.
+    """Run a process that torchrun, or a launcher like it, has started; returns its exit code. The first
+    process runs the command, on the ranks of all processes; each other process runs its rank.
 
     Raises:
-        UserError: the launcher's variables are no ranks, or nobody can meet where it says.
+        UserError: the launcher's variables are no ranks, or processes cannot connect at its address.
     """
     launched = Launched.here()
     if launched.rank:
@@ -60,11 +60,11 @@ def run_launched(command: Callable[[], int]) -> int:
 
 @contextmanager
 def coordinating(launched: Launched) -> Iterator[None]:
-    """Inside, this process coordinates all agents and starts rank 0's; at the end the agents end too.
+    """A context in which this process coordinates all agents and starts rank 0's; at its end all agents end.
 
     Raises:
         KeyboardInterrupt: the launcher is gone.
-        UserError: nobody can meet where the launcher says.
+        UserError: processes cannot connect at the launcher's address.
     """
     holder = None
     try:
@@ -89,20 +89,20 @@ def coordinating(launched: Launched) -> Iterator[None]:
 
 
 def _listening(place: Rendezvous) -> dist.TCPStore:
-    """The store for all agents; on the loopback interface alone if that is where they look for it."""
+    """The store for all agents, only on the loopback interface if the launcher's address is there."""
     if ip_address(socket.gethostbyname(place.host)).is_loopback:
         return loopback_store(place.port)[0]
     return dist.TCPStore(place.host, place.port, is_master=True, wait_for_workers=False)
 
 
 def _be_agent(connection: Connection, launched: Launched) -> None:
-    """The agent of rank 0, in a process of its own, which the coordinator hands jobs by the store alone."""
+    """Act as the agent of rank 0, in a process of its own, which gets its jobs only through the store."""
     when_parent_is_gone()
     serve(launched)
 
 
 def _post(store: dist.Store, job: RankJob | None) -> int:
-    """End the previous job, if it still runs, and post this one; None ends the agents. Returns its number."""
+    """End the previous job, and post ``job``, or None to end the agents; returns the job's number."""
     number = store.add("jobs", 1) - 1
     if number:
         store.set(f"over/{number - 1}", "")
@@ -111,7 +111,7 @@ def _post(store: dist.Store, job: RankJob | None) -> int:
 
 
 class Agents(Ranks):
-    """The agents, the first of which are the ranks of a job. A rank whose machine is lost has failed.
+    """The agents, of which the first run a job's ranks. A rank on a lost machine counts as failed.
 
     Args:
         size: how many agents there are.
@@ -147,7 +147,7 @@ class Agents(Ranks):
 
 
 class _Answers:
-    """The answers of the agents to a job, one after another."""
+    """Reads the answers of the agents to a job from the store, one after another."""
 
     def __init__(self, store: dist.Store, number: int):
         self.store, self.number = store, number
@@ -155,7 +155,7 @@ class _Answers:
         self.beats: dict[int, tuple[bytes, float]] = {}
 
     def next(self, waiting: Collection[int], timeout_s: float) -> RankAnswer | None:
-        """The next answer of a rank, in the form that :func:`collect` asks for."""
+        """The next answer of a rank, for :func:`collect`; None after ``timeout_s`` seconds without one."""
         deadline = time.monotonic() + timeout_s
         while True:
             key, left = f"answer/{self.number}/{self.read}", deadline - time.monotonic()
@@ -179,7 +179,7 @@ class _Answers:
         return "".join(logs[rank] for rank in sorted(logs))
 
     def _lost(self, rank: int) -> str:
-        """Why an agent that shows no sign of life is taken for lost; "" if it is not."""
+        """Why an agent without a sign of life counts as lost; "" if it does not."""
         key, now = f"beat/{rank}", time.monotonic()
         beat = self.store.get(key) if self.store.check([key]) else b""
         before, since = self.beats.setdefault(rank, (beat, now))
@@ -194,10 +194,10 @@ class _Answers:
 
 
 def check_gpus(ranks: int, device: str) -> None:
-    """Refuse ranks on GPUs of which this machine has fewer. Agents bring their own.
+    """Refuse to run more ranks on GPUs than this machine has GPUs. Agents bring GPUs of their own.
 
     Raises:
-        Unavailable: names how many there are.
+        Unavailable: there are fewer GPUs; the text says how many.
     """
     if device == "cuda" and AGENTS not in os.environ and ranks > torch.cuda.device_count():
         there = torch.cuda.device_count()
@@ -210,7 +210,7 @@ def shared_backend(ranks: int, device: str) -> str:
     Nothing should be timed on the staged backend.
 
     Raises:
-        Unavailable: the ranks are to have GPUs, and this machine has none.
+        Unavailable: ``device`` is "cuda", and this machine has no GPU.
     """
     check_gpus(1, device)
     try:
@@ -221,13 +221,13 @@ def shared_backend(ranks: int, device: str) -> str:
 
 
 def ranks_for(size: int, *, fresh: bool = False) -> Ranks:
-    """Ranks for jobs of up to that size: agents, if a launcher has started this process, else a pool.
+    """Ranks for jobs of up to ``size`` ranks: agents, if a launcher has started this process, else a pool.
 
     Args:
-        fresh: each job of the agents gets new processes; those of a pool are as old as the pool.
+        fresh: whether each job of the agents gets new processes; a pool keeps its processes.
 
     Raises:
-        Unavailable: there are fewer agents.
+        Unavailable: there are fewer than ``size`` agents.
     """
     if AGENTS not in os.environ:
         return RankPool(size)

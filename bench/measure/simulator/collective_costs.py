@@ -1,17 +1,16 @@
-"""Collectives on the links of a process group: by the rates of each hop, or by what was measured.
+"""Seconds of collectives on the links of a process group, by three models: ring, measured and nccl.
 
-By hops: the ring algorithms (Thakur, Rabenseifner, Gropp 2005; as NCCL uses for large messages), and pairwise
-exchange for all-to-all. Measured: latency + wire bytes / bus bandwidth, with the rates that stand with the
-links of a cluster (:class:`BusRate`), or within a node by a table of measured collectives. There a group on
-several nodes moves its bytes on rings that leave the nodes by their cards, at the slower of the intra-node
-link and the group's share of the cards. Between nodes, where no rate was measured, an all-reduce adds the
-latency of a tree of nodes, and what NCCL sends by rings alone takes that of each hop of its ring
-(:func:`ring_hops`), which grows with the ranks.
+Ring: the ring algorithms (Thakur, Rabenseifner, Gropp 2005; NCCL uses them for large messages), priced hop by
+hop, and pairwise exchange for all-to-all. Measured: latency + wire bytes / bus bandwidth, by measured rates
+in the cluster's file (:class:`BusRate`), or within a node by a table of measured collectives. A group on
+several nodes moves its bytes on rings that leave the nodes by their network cards, at the slower of the
+intra-node link and the group's share of the cards. Between nodes without a measured rate, an all-reduce adds
+the latency of a tree of nodes, and a collective that NCCL sends only by rings adds the latency of each hop of
+the ring (:func:`ring_hops`), which grows with the ranks.
 
-Collectives as NCCL's tuning model times them: the least over its algorithms and protocols.
-
-Ring and tree, each by the protocols LL (8-byte flags), LL128 (128-byte lines) and Simple: latency + bytes /
-bandwidth. So small messages go by the protocols of low latency and, in an all-reduce, by trees. Facts from
+Nccl: NCCL's tuning model, the least seconds over its algorithms and protocols: ring and tree, each by the
+protocols LL (8-byte flags), LL128 (128-byte lines) and Simple, at latency + bytes / bandwidth. So small
+messages go by protocols of low latency and, in an all-reduce, by trees. Facts from
 NCCL 2.30.7, github.com/NVIDIA/nccl commit 5067397c2676d5aed50042fc39e5c8ee96eb0027, src/graph/tuning.cc
 (ncclTunerConstantsDefaults, ncclTopoTuneModel, treeCorrectionFactor, ncclTopoGetAlgoTime). NVLS, CollNet and
 PAT are not modelled. NCCL's correction of a tree's bandwidth jumps at powers of two of the size; here it is
@@ -48,7 +47,7 @@ def ring_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
         NotImplementedError: an unknown kind.
     """
     n, crossings = group.size, group.nodes - 1
-    # a piece passes N - 1 links, one less than there are nodes of them between nodes (as NCCL counts)
+    # a piece passes N - 1 links; between nodes, one less than there are nodes (as NCCL counts)
     latency = (n - 1 - crossings) * group.within.latency + crossings * group.between.latency
     bandwidth = group.bandwidth
     if kind in ROUNDS:
@@ -63,8 +62,8 @@ def ring_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
 
 
 def pairwise_seconds(piece: float, group: GroupLinks) -> float:
-    """Seconds of N - 1 exchanges of a piece of that many bytes; exchanges within a node and between nodes go
-    on at the same time."""
+    """Seconds in which each of a group's N ranks sends a piece of ``piece`` bytes to each other rank.
+    Exchanges within a node and between nodes run at the same time."""
     worst = 0.0
     for node, devices in group.on_node.items():
         inside = (
@@ -72,7 +71,7 @@ def pairwise_seconds(piece: float, group: GroupLinks) -> float:
         )
         outside = 0.0
         if devices < group.size:
-            # the group's devices leave by its share of the node's cards
+            # the group's devices share the group's part of the node's cards
             each = group.between.bandwidth * group.cards_of(node) / devices
             outside = (group.size - devices) * (group.between.latency + piece / each)
         worst = max(worst, inside, outside)
@@ -106,7 +105,7 @@ def _node_link(group: GroupLinks) -> Link:
 
 
 def _within(kind: str, nbytes: float, group: GroupLinks) -> tuple[float, float]:
-    """Latency and bus bandwidth of the part of a collective that is within a node."""
+    """(latency in seconds, bus bandwidth in bytes/s) of the part of a collective within a node."""
     link, ranks = _node_link(group), group.most_on_a_node
     if (by_table := latency_and_bandwidth(link, kind, nbytes, ranks)) is not None:
         return by_table[0], by_table[1] * group.efficiency
@@ -117,7 +116,7 @@ def _within(kind: str, nbytes: float, group: GroupLinks) -> tuple[float, float]:
 
 
 def _between(kind: str, group: GroupLinks) -> tuple[float, float]:
-    """Latency and bus bandwidth of the part of a collective that is between nodes."""
+    """(latency in seconds, bus bandwidth in bytes/s) of the part of a collective between nodes."""
     latency, card = group.between
     rate = group.cluster.network.rate_of(kind, group.nodes)
     if rate is not None:
@@ -131,7 +130,7 @@ def _between(kind: str, group: GroupLinks) -> tuple[float, float]:
 _US, _GB = 1e-6, 1e9
 
 _Way = tuple[NcclAlgorithm, NcclProtocol]
-#: of an algorithm and protocol
+#: a number for each algorithm and protocol
 _ByWay = dict[NcclAlgorithm, dict[NcclProtocol, float]]
 
 
@@ -153,19 +152,19 @@ _BASE, _NVLINK, _NETWORK = (
     for facts in (_FACTS.base, _FACTS.nvlink, _FACTS.network)
 )
 _TREE_SHARE = {protocol: [each / 100 for each in of] for protocol, of in _FACTS.tree_percent.items()}
-#: factor of the latency of an all-reduce in a ring over nodes by Simple, on Volta another, for messages of at
-#: least so many bytes for each rank and channel
+#: factors of the latency of a ring all-reduce over nodes by Simple, on other cards and on Volta; and the
+#: bytes for each rank and channel from which on the factors hold
 _PLATEAU, _PLATEAU_VOLTA, _PLATEAU_BYTES = 1.4, 1.9, 64
 
-#: collectives that NCCL sends by rings alone, and the share of a link's bandwidth that protocols reach
+#: collectives that NCCL sends only by rings, and the share of a link's bandwidth that each protocol reaches
 _BY_RINGS = ("all_gather", "reduce_scatter", "broadcast", "reduce")
 _REACHED: dict[NcclProtocol, float] = {"ll128": 0.92, "simple": 1.0}
 
 
 def nccl_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
-    """Seconds of a collective, by the algorithm and protocol that take least; see :func:`ring_seconds`.
+    """Seconds of a collective by the fastest algorithm and protocol; arguments as of :func:`ring_seconds`.
 
-    All-to-all, which NCCL sends pair by pair, takes as long as there.
+    NCCL sends an all-to-all pair by pair (:func:`pairwise_seconds`).
     """
     if kind == "all_to_all":
         return pairwise_seconds(nbytes / group.size, group)
@@ -177,8 +176,8 @@ def nccl_seconds(kind: str, nbytes: float, group: GroupLinks) -> float:
 
 
 def ring_hops(kind: str, group: GroupLinks) -> list[tuple[float, float]]:
-    """For a ring over several nodes by LL128 and by Simple: seconds of latency, a hop for each step, and the
-    share of the bandwidth that the protocol reaches. NCCL takes the protocol that is faster for a message."""
+    """For LL128 and for Simple, (seconds of latency over all hops of a ring on several nodes, the share of
+    the bandwidth that the protocol reaches). NCCL takes the protocol that is faster for a message."""
     n, crossings, ways = group.size, group.nodes - 1, []
     for protocol, reached in _REACHED.items():
         way: _Way = ("ring", protocol)
@@ -191,7 +190,7 @@ def ring_hops(kind: str, group: GroupLinks) -> list[tuple[float, float]]:
 
 
 def _ways(kind: str, group: GroupLinks) -> list[_Way]:
-    """The algorithms and protocols that a collective may take. Only all-reduce goes by trees."""
+    """The (algorithm, protocol) pairs that a collective may take. Only an all-reduce may take trees."""
     settings = _settings(group)
     algorithms = [a for a in settings.algorithms if a == "ring" or kind == "all_reduce"]
     return list(product(algorithms or ["ring"], settings.protocols))
@@ -203,7 +202,7 @@ def _settings(group: GroupLinks) -> NcclSettings:
 
 
 def way_seconds(kind: str, nbytes: float, group: GroupLinks, way: _Way) -> float:
-    """Seconds of a collective by one algorithm and protocol."""
+    """Seconds of a collective by one (algorithm, protocol); other arguments as of :func:`ring_seconds`."""
     latency = _ring_latency(kind, nbytes, group, way) if way[0] == "ring" else _tree_latency(group, way)
     bandwidth = _bus_bandwidth(kind, group, way)
     if way[0] == "ring":
@@ -219,7 +218,7 @@ def _steps(kind: str, n: int) -> int:
 
 
 def _bus_bandwidth(kind: str, group: GroupLinks, way: _Way) -> float:
-    """Bytes a second that each rank sends."""
+    """The bus bandwidth of an algorithm and protocol: the bytes/s that each rank sends."""
     settings, (algorithm, protocol) = _settings(group), way
     limits, on = _FACTS.limits[settings.generation], min(group.nodes, 3) - 1
     channels = settings.channels.value or float("inf")
@@ -239,7 +238,7 @@ def _bus_bandwidth(kind: str, group: GroupLinks, way: _Way) -> float:
 
 
 def _ring_latency(kind: str, nbytes: float, group: GroupLinks, way: _Way) -> float:
-    """Microseconds: a hop for each step. In each round one hop less than there are nodes is between nodes."""
+    """The latency of a ring in microseconds: one hop a step, of which nodes - 1 a round are between nodes."""
     n, nodes, hop = group.size, group.nodes, _NVLINK[way]
     if kind in ("broadcast", "reduce"):
         # on one node all channels go the same way, and pieces follow each other closely
@@ -258,7 +257,7 @@ def _ring_latency(kind: str, nbytes: float, group: GroupLinks, way: _Way) -> flo
 
 
 def _tree_latency(group: GroupLinks, way: _Way) -> float:
-    """Microseconds of an all-reduce up and down a tree of nodes, with a chain of devices in each."""
+    """The latency in microseconds of an all-reduce up and down a tree of nodes, each a chain of devices."""
     chain = group.size // group.nodes - 1
     depth = int(log2(group.nodes))
     return _BASE[way] + 2 * (chain * _NVLINK[way] + depth * _NETWORK[way])

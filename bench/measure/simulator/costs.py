@@ -1,13 +1,12 @@
-"""What a kernel, a transfer and a collective cost on a cluster.
+"""The seconds of kernels, transfers and collectives on a cluster.
 
-Kernels: the roofline, max(FLOPs / rate, bytes / bandwidth), plus a launch overhead, or at least the cluster's
-floor; matmuls and attention by the rates of their kind (:mod:`measure.clusters.rates`), or by tables of
-measured calls. Copies between
-device and host: bytes over the device's share of the link; what the host's cores do: bytes over their share.
-Communication: latency plus bytes over bandwidth; of collectives by the model that the cluster names.
-Ranks fill nodes in order. Within a node each device has a link of its own; between nodes, those that send at
-once share the node's network cards, and within it the ways out of its parts
-(:mod:`measure.simulator.group_links`). Collectives that overlap in time do not slow each other down.
+Kernels cost the roofline, max(FLOPs / rate, bytes / bandwidth), but at least the cluster's floor, plus a
+launch overhead. Matmuls and attention have rates of their kind (:mod:`measure.clusters.rates`), or tables of
+measured calls. Copies between device and host cost bytes over the device's share of the link; weight updates
+on the host's cores cost bytes over a rank's share of the cores. Communication costs latency plus bytes over
+bandwidth, collectives by the model that the cluster names. Ranks fill nodes in order. Within a node each
+device has its own link. Ranks that send at once share the node's network cards and, within the node, the
+links of its parts (:mod:`measure.simulator.group_links`). Overlapping collectives do not slow each other.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from spbench.bench.measure.simulator.table_prices import (
 )
 from spbench.impls import FROM_PAGEABLE, GROUPED_MATMULS, TO_PAGEABLE
 
-#: seconds of a collective of that kind, with that payload in bytes, of a group of two ranks or more
+#: by model, a function of (collective, payload in bytes, group of two ranks or more) that returns seconds
 _COLLECTIVES: dict[CollectiveModel, Callable[[str, float, GroupLinks], float]] = {
     "ring": ring_seconds,
     "measured": measured_seconds,
@@ -66,7 +65,7 @@ _COLLECTIVES: dict[CollectiveModel, Callable[[str, float, GroupLinks], float]] =
 
 
 Ranks = TypeVar("Ranks", int, np.ndarray)
-#: of each group its ranks
+#: the global ranks of each group
 Groups = Sequence[Sequence[int]]
 
 
@@ -76,18 +75,18 @@ def node_of(ranks: Ranks, cluster: Cluster) -> Ranks:
 
 
 class Costs:
-    """Prices on a cluster, with calibration.
+    """The prices of a cluster, corrected by a calibration.
 
     Args:
-        cluster: the profile.
-        calibration: its correction; the default takes datasheets at their word.
-        parameters: of the whole model.
+        cluster: the cluster's profile.
+        calibration: the correction; the default uses the datasheets' figures.
+        parameters: the number of parameters of the whole model.
         attention: the kernel of softmax attention, "flash" for the card's default.
 
     Attributes:
-        step_overhead_s: of a step, beside its kernels and its communication.
-        host: figures of the process that launches; None: launching takes no time.
-        overlap_loss: seconds of computing lost for each second that communication runs beside it.
+        step_overhead_s: seconds of a step in addition to its kernels and communication.
+        host: the figures of the process that launches kernels; None: launching takes no time.
+        overlap_loss: seconds of computing lost for each second of communication that overlaps it.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Costs:
             for name in PRECISION_NAMES
         ]
         network, node = cluster.network, cluster.node_link or cluster.network
-        # a missing figure is refused by check_rates where it matters; here it only must not be used
+        # check_rates refuses missing figures that matter; the others are nan, so that no price can use them
         self.between, self.within = self._link(network), self._link(node)
         self.nics = network.nics_per_node
 
@@ -121,7 +120,7 @@ class Costs:
         return node_of(rank, self.cluster)
 
     def kernels(self, program: Program) -> np.ndarray:
-        """Seconds of each event that is a kernel, without launch overhead; 0 for the others."""
+        """[events]: the seconds of each kernel, without launch overhead; 0 for other events."""
         calibration = self.calibration
         computing = program.flops > 0
         rate, operands_s = self._rates(program)
@@ -145,8 +144,8 @@ class Costs:
         return np.where(program.kind == KERNEL, np.maximum(seconds, self._floors(program)), 0.0)
 
     def _set_matmuls(self, program: Program, seconds: np.ndarray) -> None:
-        """Put into ``seconds`` what matmuls take by the card's table, if it has one; lengthen matmuls whose
-        rows are not aligned, if it has a rate for them."""
+        """Put the seconds of matmuls by the card's table, if the card has one, into ``seconds``; lengthen
+        matmuls with unaligned rows, if the card has a rate for them."""
         for number, matmuls in self._matmuls():
             of_kind = (program.category == MATMUL) & (program.precision == number)
             if matmuls.table.value is not None:
@@ -164,8 +163,8 @@ class Costs:
                 seconds[of_kind & (program.aligned == nbytes)] /= part.value or 1.0
 
     def _set_grouped_matmuls(self, program: Program, seconds: np.ndarray) -> None:
-        """Put what matmuls of several experts in one call take into ``seconds``, where the card has rates of
-        their own."""
+        """Put the seconds of grouped matmuls (several experts in one call) into ``seconds``, if the card has
+        rates of grouped matmuls."""
         for precision, rate in self.cluster.device.grouped_matmul.items():
             number = PRECISION_NAMES.index(precision)
             calls = program.calls_of(GROUPED_MATMULS) & (program.precision == number)
@@ -180,7 +179,7 @@ class Costs:
                 seconds[calls] = operator_seconds(times.value or (), program.nbytes[calls])
 
     def _set_host_copies(self, program: Program, seconds: np.ndarray) -> None:
-        """Put what copies between device and host take into ``seconds``."""
+        """Put the seconds of copies between device and host into ``seconds``."""
         copies, memory = program.category == HOST_COPY, self.cluster.host_memory
         if not copies.any():
             return
@@ -203,7 +202,7 @@ class Costs:
         return figure
 
     def _set_host_updates(self, program: Program, seconds: np.ndarray) -> None:
-        """Put into ``seconds`` the weight updates on the host's cores, which a node's ranks share at once."""
+        """Put the seconds of weight updates on host cores, which a node's ranks share, into ``seconds``."""
         updates, rate = program.category == HOST_UPDATE, self.cluster.host_memory.update_bytes_per_s.value
         if updates.any():
             rate = self._known(rate, "update_bytes_per_s", "at which the host's cores update weights")
@@ -211,8 +210,8 @@ class Costs:
             seconds[updates] = program.nbytes[updates] * sharing / rate
 
     def _set_host_reads(self, program: Program, seconds: np.ndarray) -> None:
-        """Put what the host takes to read tensors of int64 element by element into ``seconds``: of each a
-        view, a kernel, and the wait for it."""
+        """Put the seconds in which the host reads int64 tensors element by element into ``seconds``: for each
+        element a view, a kernel, and the wait for the kernel."""
         if self.host is None:
             return
         each = self.floor_s + sum(map(self.host.seconds, ("view_s", "operator_s", "launch_latency_s")))
@@ -220,15 +219,15 @@ class Costs:
         seconds[reads] = program.nbytes[reads] / 8 * each
 
     def _floors(self, program: Program) -> np.ndarray:
-        """The least seconds of each event if it is a kernel. A softmax alone, though of the attention
-        category, has the floor of others."""
+        """[events]: the least seconds of each event as a kernel. A softmax without matmuls is of the
+        attention category, but has the floor of other kernels."""
         attention = self.cluster.device.attention_floor_s.value or 0.0
         computes = (program.category == ATTENTION) & (program.flops > 0)
         return np.where(computes, max(attention, self.floor_s), self.floor_s)
 
     def _rates(self, program: Program) -> tuple[np.ndarray, np.ndarray]:
-        """[events]: FLOP/s of each event by its precision and category (0: not known); and [events]: the
-        seconds that moving a matmul's operands adds to multiplying them."""
+        """([events]: the FLOP/s of each event, by its precision and category, 0 if not known; [events]: the
+        seconds that moving a matmul's operands adds to its FLOPs)."""
         peak, device = np.array(self.rates), self.cluster.device
         efficiency = (device.compute_efficiency.value or 1.0) * self.calibration.compute_efficiency
         reached, own = (peak * efficiency)[program.precision], device.attention_efficiency.value
@@ -248,13 +247,13 @@ class Costs:
         return reached, operands_s
 
     def _matmuls(self) -> list[tuple[int, MatmulRate]]:
-        """The rates of matmuls that the card has, with the index of their precision."""
+        """(index of a precision, the card's rate of matmuls in that precision), for each such rate."""
         of_precision = self.cluster.device.matmul or {}
         return [(PRECISION_NAMES.index(name), matmuls) for name, matmuls in of_precision.items()]
 
     def _set_attention_rates(self, program: Program, rates: AttentionRates, reached: np.ndarray) -> None:
-        """Put the rates of attention without scores, in half precisions, into ``reached``, where the card has
-        one for the kernel."""
+        """Put the FLOP/s of attention kernels that store no scores, in half precision, into ``reached``, if
+        the card has a rate of the kernel."""
         share, cores = self.calibration.efficiency, self.cluster.device.multiprocessors.value
         on_grid = (rates.default if self.attention == "flash" else self.attention) == "flash_attention_2"
         for call, events in attention_calls(program):
@@ -274,7 +273,7 @@ class Costs:
                     reached[events] *= backward_share(call.heads, call.keys, call.head_size, cores)
 
     def memory_bandwidth(self) -> float:
-        """Bytes a second of the device's own memory that kernels reach; nan: not known."""
+        """The bytes/s of the device's memory that kernels reach; nan: not known."""
         device = self.cluster.device
         bandwidth = device.memory_bandwidth_bytes_per_s.value or float("nan")
         return bandwidth * (device.memory_efficiency.value or 1.0) * self.calibration.memory_efficiency
@@ -282,9 +281,8 @@ class Costs:
     def transfers(
         self, sources: Sequence[int], destinations: Sequence[int], at_once: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(latency in seconds, seconds a byte) of the transfer from each source to its destination.
-
-        All sources send at once, each to ``at_once`` peers.
+        """([sends] latency in seconds, [sends] seconds for each byte) of the transfers from source ranks to
+        destination ranks. All sources send at once, each to ``at_once`` peers.
         """
         ends = np.array([sources, destinations], dtype=int)
         here, there = node_of(ends, self.cluster)
@@ -295,19 +293,19 @@ class Costs:
         shared = np.array(seconds_a_byte(self.cluster, ends[:, ~apart].T.tolist()))[other[~apart]]
         per_byte[inside] = np.maximum(at_once / self.within[1], shared / self.calibration.link_efficiency)
         users = np.bincount(here[apart], minlength=1)[here[apart]]
-        # a card is shared by all that leave its node
+        # all sends that leave a node share its cards
         per_byte[apart] = at_once / (self.between[1] * np.minimum(1.0, self.nics / users))
         return latency, per_byte
 
     def links(self, groups: Groups) -> list[GroupLinks]:
-        """The links of each group, while all groups run one collective at once."""
+        """The links of each group, while all groups run the same collective at once."""
         return links_of(groups, self.cluster, self.within, self.between, self.calibration.link_efficiency)
 
     def collectives(
         self, kind: str, nbytes: float, groups: Groups, links: Sequence[GroupLinks] = ()
     ) -> list[float]:
-        """Seconds of one collective on each of the groups, which all run it at once; ``links``: the result of
-        :meth:`links`, if it is there already."""
+        """Seconds of one collective on each group, while all groups run the same collective at once.
+        ``links``: the result of :meth:`links`; empty: this method asks for it."""
         seconds, links = _COLLECTIVES[self.cluster.collective_model], links or self.links(groups)
         least = shared_seconds(self.cluster, kind, nbytes, groups)
         distinct = {id(each): each for each in links if each.size > 1}

@@ -1,9 +1,9 @@
-"""The links of process groups on a cluster, while all of them run the same collective; and what sends and
-collectives share within a node: the ways out of PCIe switches, host bridges and sockets.
+"""The links of process groups on a cluster, while all groups run the same collective; and the links that
+sends and collectives share within a node: those out of PCIe switches, host bridges and sockets.
 
-A cluster's file names the parts of a node (:class:`Crossing`). All that leaves a part at once shares its way
-out; a ring leaves each part once, as NCCL orders it by the topology, and all-to-alls go from each device to
-each. What shares nothing is priced as if there were no parts.
+A cluster's file names the parts of a node (:class:`Crossing`). All bytes that leave a part at once share its
+link. A ring leaves each part once, because NCCL orders rings by the topology; an all-to-all goes from each
+device to each. Communication within one part is priced as if nodes had no parts.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from spbench.impls import WIRE_SHARE
 
 
 class LinkRate(NamedTuple):
-    """A link, one way: latency in seconds, bandwidth in bytes a second."""
+    """The rate of a link in one direction: latency in seconds, bandwidth in bytes/s."""
 
     latency: float
     bandwidth: float
 
 
 class GroupLinks(NamedTuple):
-    """A process group on a cluster, while other groups of its kind run the same collective.
+    """The links of a process group, while other groups of its kind run the same collective.
 
     Attributes:
-        size: ranks of the group.
-        on_node: of each node that it has devices on, how many.
-        users: of each node, how many of the groups leave it at once.
-        within, between: intra-node links and from one network card, as a calibration corrects them.
+        size: the number of ranks in the group.
+        on_node: by node, how many devices the group has on the node.
+        users: by node, how many of the groups leave the node at once.
+        within, between: the rates of intra-node links and of one network card, after calibration.
         efficiency: the calibration's share of every link's bandwidth.
     """
 
@@ -45,28 +45,28 @@ class GroupLinks(NamedTuple):
 
     @property
     def nodes(self) -> int:
-        """Nodes that the group has devices on."""
+        """The number of nodes on which the group has devices."""
         return len(self.on_node)
 
     @property
     def most_on_a_node(self) -> int:
-        """How many devices the group has on the node with most of them."""
+        """The number of the group's devices on the node with most of them."""
         return max(self.on_node.values())
 
     @property
     def bandwidth(self) -> float:
-        """The bandwidth of a ring through the group: of links within a node or of its cards, the slower."""
+        """The bytes/s of a ring through the group: of the links within a node or of its cards, the slower."""
         within = self.within.bandwidth if self.most_on_a_node > 1 else float("inf")
         return min(within, self.between.bandwidth * self.cards) if self.nodes > 1 else within
 
     @property
     def cards(self) -> float:
-        """Network cards of a node for each group that leaves it, on the node with fewest. Each group has a
-        ring on its cards: alone on its node, it has all of them, as far as its devices can feed them."""
+        """The group's share of a node's network cards, on the node where the share is smallest. Each group
+        has rings on its cards; the only group of a node uses as many cards as its devices can feed."""
         return min(map(self.cards_of, self.on_node))
 
     def cards_of(self, node: int) -> float:
-        """Cards by which the group leaves one of its nodes."""
+        """The number of network cards (a fraction if shared) by which the group leaves one of its nodes."""
         network, devices = self.cluster.network, self.on_node[node]
         most = 1 if network.one_card_a_part and devices < self.cluster.devices_per_node else devices
         return min(network.nics_per_node / self.users[node], most)
@@ -75,8 +75,8 @@ class GroupLinks(NamedTuple):
 def links_of(
     groups: Sequence[Sequence[int]], cluster: Cluster, within: LinkRate, between: LinkRate, efficiency: float
 ) -> list[GroupLinks]:
-    """The links of groups that all run the same collective at once. Two groups share one object if their
-    nodes have equally many members and are left by equally many groups."""
+    """The links of each group, while all groups run the same collective at once. Two groups share one object
+    if their nodes have equally many members and equally many groups leave the nodes."""
     of_node, known = cluster.devices_per_node, dict[tuple[tuple[int, int], ...], GroupLinks]()
     on_nodes = [Counter([rank // of_node for rank in members]) for members in groups]
     users = Counter([node for each in on_nodes if len(each) > 1 for node in each])
@@ -87,23 +87,23 @@ def links_of(
     return [known[key] for key in keys]
 
 
-#: of these the whole payload passes each link of a chain
+#: collectives whose whole payload passes each link of a chain
 _IN_CHAINS = ("broadcast", "reduce")
 
 
 def crossings_of(cluster: Cluster) -> list[Crossing]:
-    """The ways between parts of a node that its devices share; none if they are not known."""
+    """The links between parts of a node that its devices share; empty if the cluster's file has none."""
     return list((cluster.node_link and cluster.node_link.crossings) or ())
 
 
 def crossed(cluster: Cluster, one: int, other: int) -> list[Crossing]:
-    """The crossings between two ranks of a node, from the smallest parts to the largest."""
+    """The shared links between two ranks of a node, from the smallest parts of the node to the largest."""
     return [each for each in crossings_of(cluster) if one // each.devices != other // each.devices]
 
 
 def seconds_a_byte(cluster: Cluster, sends: Sequence[tuple[int, int]]) -> list[float]:
-    """The least seconds a byte of each send, as (source, destination), within nodes; all go on at once, so
-    sends share the links by which they leave a part of a node."""
+    """For each send (source, destination) within a node, the least seconds for each byte, while all sends go
+    on at once and share the links by which they leave a part of the node."""
     ways = [[(each, one // each.devices) for each in crossed(cluster, one, other)] for one, other in sends]
     leaving = Counter((each.devices, part) for way in ways for each, part in way)
     return [
@@ -115,8 +115,8 @@ def seconds_a_byte(cluster: Cluster, sends: Sequence[tuple[int, int]]) -> list[f
 def shared_seconds(
     cluster: Cluster, kind: str, nbytes: float, groups: Sequence[Sequence[int]]
 ) -> list[float]:
-    """The least seconds of one collective on each of the groups, which all run it at once, by the bytes that
-    leave the parts of a node.
+    """The least seconds of one collective on each group, by the bytes that leave the parts of a node, while
+    all groups run the same collective at once.
 
     Args:
         nbytes: the payload, as :data:`WIRE_SHARE` defines it.
@@ -136,7 +136,7 @@ def shared_seconds(
 def _leaving(
     cluster: Cluster, crossing: Crossing, kind: str, nbytes: float, members: Sequence[int]
 ) -> dict[int, int]:
-    """By part of a node, the bytes of a group that leave it for other parts of the same node."""
+    """By part of a node, the bytes of a group that leave the part for other parts of the same node."""
     in_part = Counter(rank // crossing.devices for rank in members)
     a_node = cluster.devices_per_node // crossing.devices
     on_node: Counter[int] = Counter()

@@ -1,16 +1,16 @@
-"""The host's clock of each rank: when the process that launches a rank's kernels comes to each of them.
+"""The host's clock of each rank: when the process that launches a rank's kernels comes to each kernel.
 
-A host works through the program's events in order: what it did since the event before, as
-:attr:`Program.host` counts it, then the event's dispatch. A kernel starts when its stream has done what is
-before it, and no sooner than a launch's latency after its dispatch; communication is posted no sooner either.
-Where the host waits for its device (a join), its clock goes on from the compute stream's. It is at most some
-launches ahead: at the ends of pieces of a program (:data:`PIECE`) it waits until the device has begun a
-kernel so many before.
+A host works through the program's events in order: first its own work since the event before, as
+:attr:`Program.host` counts it, then the event's dispatch. A kernel starts after the kernels before it on its
+stream, and at the earliest a launch latency after its dispatch; communication is posted no sooner either.
+Where the host waits for its device (a join), its clock continues from the compute stream's clock. The host is
+a limited number of launches ahead: at the end of each piece of a program (:data:`PIECE`) it waits until the
+device has begun the kernel that many launches before.
 
-Between two steps of a simulation the compute stream runs kernels alone. What they make of both clocks is a
-map of sums and maxima, so that it is known beforehand, and a step costs the same however many kernels are
-before it: stream' = max(stream + T, host + M), host' = host + H. T is the kernels' time, H the host's, and M
-the longest way through both: up to the launch of a kernel on the host, then on the stream.
+Between two steps of a simulation the compute stream runs only kernels. Their effect on both clocks is a map
+of sums and maxima that is computed once, so that a step costs the same however many kernels come before it:
+stream' = max(stream + T, host + M), host' = host + H. T is the seconds of the kernels, H those of the host,
+and M the longest path through both: on the host up to the launch of some kernel, then on the stream.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from spbench.bench.measure.simulator.costs import Costs
 from spbench.bench.measure.simulator.program import COMPUTE_STREAM, HOST_WORK, KERNEL, RECORD, WAIT, Program
 from spbench.bench.measure.simulator.steps import Steps
 
-#: the most events between two moments at which the host waits for a device that is too far behind
+#: the most events between two points at which the host waits for a device that is too far behind
 PIECE = 128
 _FIGURES = dict(zip(HOST_WORK, ("view_s", "node_s", "module_s", ""), strict=True))
 _JOINS = HOST_WORK.index("joins")
-#: steps whose pieces are made at once
+#: the number of steps whose pieces are made into rows at once
 _BLOCK = 256
-#: M of a run of events without a kernel of the compute stream
+#: the M (see above) of events without a kernel of the compute stream
 _NO_KERNEL = float("-inf")
 
 
 def host_seconds(host: Host, program: Program) -> np.ndarray:
-    """[events]: seconds that the host takes for each event, with its work since the event before."""
+    """[events]: the host's seconds for each event: the work since the event before, and the dispatch."""
     kinds = program.kind
     dispatch = np.where(kinds == KERNEL, host.seconds("operator_s"), host.seconds("collective_s"))
     dispatch[(kinds == WAIT) | (kinds == RECORD)] = 0.0
@@ -48,13 +48,13 @@ class HostClock:
     """The hosts of the simulated ranks that run a program.
 
     Args:
-        costs: of a cluster with a host.
-        taken: seconds of each event's kernel, with the gap after it.
-        work: of each event, see :func:`host_seconds`.
+        costs: the costs of a cluster with figures of its hosts.
+        taken: [events]: seconds of each kernel, with the gap after the kernel.
+        work: [events]: see :func:`host_seconds`.
 
     Attributes:
-        now: the clock of each rank.
-        latency: of a launch.
+        now: [ranks]: the clock of each rank's host, in seconds.
+        latency: seconds of a launch.
     """
 
     def __init__(self, costs: Costs, steps: Steps, taken: np.ndarray, work: np.ndarray):
@@ -68,7 +68,7 @@ class HostClock:
         cut = np.append(joins, True)
         cut[::PIECE] = True
         cut[steps.at + 1] = True
-        #: events at which pieces begin, and the end
+        #: the first event of each piece, then the number of events
         self.cuts = np.flatnonzero(cut)
         first, end = self.cuts[:-1], self.cuts[1:]
         host_s = np.concatenate([[0.0], np.cumsum(self.work)])
@@ -81,14 +81,14 @@ class HostClock:
         behind = np.searchsorted(launched[end], allowed, side="right") - 1
         others = np.diff(behind, prepend=-1) != 0
         waited_for = behind[others]
-        #: [pieces that are waited for, ranks]: when the compute stream has done them
+        #: [pieces for which a host waits, ranks]: when the compute stream has ended the piece
         self._done = np.zeros((len(waited_for), len(steps.ranks)))
         noted = np.full(len(first), -1)
         noted[waited_for] = np.arange(len(waited_for))
         self._behind = np.cumsum(others) - 1
-        #: of each piece: whether the host waits for the compute stream before it; T, H and M; where its end
-        #: is noted, for later ones to wait for, and where that of the one is noted which the device must have
-        #: done before the host ends this one. -1: nowhere; it is never so far ahead, or has waited before
+        #: columns of the pieces: whether the host waits for the compute stream before the piece; T, H and M;
+        #: the row of ``_done`` that gets the piece's end (-1: no host waits for it); the row of the piece
+        #: which the device must have ended before the host ends this piece (-1: none, or waited for before)
         self._pieces = (
             joins[first],
             np.diff(kernels_s[self.cuts]),
@@ -97,23 +97,23 @@ class HostClock:
             noted,
             np.where(others, self._behind, -1),
         )
-        #: by the number of their steps' block, the first of the pieces, and a row of each
+        #: by block of steps: (the block's first piece, the row of each of its pieces)
         self._blocks: dict[int, tuple[int, list[tuple[Any, ...]]]] = {}
-        #: of the pieces before each step, and of those after the last, the first; and the end
+        #: the first of the pieces before each step, then the first piece after the last step, then the end
         before = np.searchsorted(steps.at, first)
         self._first_of = np.searchsorted(before, np.arange(len(steps) + 2)).tolist()
 
     def reach(
         self, step: int, stream: np.ndarray, host: np.ndarray, who: slice | np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The clocks of ranks' compute streams and hosts once they come to a step and the host has dispatched
-        it, from the clocks after the step before."""
+        """(stream, host): the clocks of ranks' compute streams and hosts when the host has dispatched a step,
+        from their clocks after the step before. ``who``: the ranks."""
         first, end, larger = self._first_of[step], self._first_of[step + 1], self._larger
         begin, rows = self._blocks.get(step // _BLOCK) or self._block(step // _BLOCK)
         for joins, kernels_s, host_s, through_s, noted, behind in rows[first - begin : end - begin]:
             if joins:
                 host = larger(host, stream)
-            if through_s != _NO_KERNEL:  # else the stream stays where it is
+            if through_s != _NO_KERNEL:  # without a kernel the stream's clock stays
                 stream = larger(stream + kernels_s, host + through_s)
             if host_s:
                 host = host + host_s
@@ -124,7 +124,7 @@ class HostClock:
         return stream, host
 
     def _block(self, number: int) -> tuple[int, list[tuple[Any, ...]]]:
-        """Make a block of pieces when it is needed; of millions of pieces most are never gone through."""
+        """Make the rows of a block's pieces when first needed, since most of millions of pieces never are."""
         first = self._first_of[number * _BLOCK]
         end = self._first_of[min((number + 1) * _BLOCK, len(self._first_of) - 1)]
         rows = list(zip(*(column[first:end].tolist() for column in self._pieces), strict=True))
@@ -132,8 +132,8 @@ class HostClock:
         return first, rows
 
     def of_rank(self, place: int) -> Callable[[int, float], float]:
-        """For one simulated rank, when each event can start at the earliest; to be called with an event and
-        the compute stream's clock before it, event by event."""
+        """A function for one simulated rank that returns the earliest start of an event in seconds. Call it
+        for each event in order, with the event and the compute stream's clock before the event."""
         joins = self._pieces[0]
         begins = dict(
             zip(self.cuts.tolist(), zip(joins.tolist(), self._behind.tolist(), strict=True), strict=False)
@@ -155,16 +155,16 @@ class HostClock:
 
     @property
     def serial_s(self) -> float:
-        """Seconds that a rank takes at most for launching all."""
+        """The most seconds that a rank's host can take to launch all events."""
         return self._begun + float(self.work.sum()) + len(self.work) * self.latency
 
 
 def posted_late(steps: Steps, reached: np.ndarray, left: np.ndarray) -> np.ndarray:
-    """Seconds of each simulated rank in which its compute stream waits for communication that its host has
+    """[ranks]: the seconds in which a rank's compute stream waits for communication that the rank's host has
     not posted yet.
 
     Args:
-        reached, left: [steps, ranks]: when its stream reaches a step, and leaves a wait.
+        reached, left: [steps, ranks]: when a step's stream reaches the step, and leaves a wait, in seconds.
     """
     kinds, streams, partners = steps.columns
     waits = np.flatnonzero((kinds == WAIT) & (streams == COMPUTE_STREAM))

@@ -1,13 +1,13 @@
-"""Ranks that run one program but have more or less of its work, as under a causal mask on contiguous chunks.
+"""Ranks that run one program with unlike work, for example under a causal mask on contiguous chunks.
 
-The program is that of the last rank of an axis, which has most. It says which of its kernels are for blocks
-of lower ranks (:attr:`Program.whose`), so it says what each other rank computes: rank r has the blocks of its
-r nearest ones.
+The program is that of the last rank of an axis, which has most work. The program marks its kernels for blocks
+of lower ranks (:attr:`Program.whose`), so it determines the kernels of every other rank: rank r computes the
+blocks of its r nearest lower ranks.
 
-Messages are the same on all ranks, and go at the pace of the rank that has most, for which the others wait.
-So the world is simulated as if all had the last rank's work, which is an upper bound of the step time; what a
-lighter rank computes, waits for and hides behind computing is then worked out from its own kernels, with the
-messages where they are.
+Messages are the same on all ranks, and the rank with most work sets their pace. So the world is simulated as
+if all ranks had the last rank's work, which gives an upper bound of the step time. Then the computing, the
+waits and the hidden communication of a lighter rank are computed from its own kernels, while the messages
+keep their times.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from spbench.bench.measure.simulator.steps import Steps
 from spbench.bench.measure.simulator.waits import Times
 from spbench.impls import ALL_LOWER, EVERYONE
 
-#: steps, times the sets of ranks for which they are worked out; of more ranks, some stand for others
+#: the most steps x sets of ranks for which times are computed; beyond, a set has several coordinates
 _MOST_TIMES = 2**19
-#: sets of ranks, at least
+#: the fewest sets of ranks
 _FEWEST_SETS = 3
 
 
 def odd_sets(count: int, most: int) -> list[list[int]]:
     """The numbers 0 to ``count`` - 1 in at most ``most`` sets: the first number by itself, the others in
-    consecutive sets, each of an odd size if there are enough sets, its middle number first. Where something
-    grows evenly, the middle number has the mean of its set, so that weighted means are exact."""
+    consecutive sets, each of an odd size if there are enough sets, its middle number first. If a quantity is
+    linear in the number, the middle number has the mean of its set, so that weighted means are exact."""
     sets = [[0]]
     if count <= most:
         return [[i] for i in range(count)]
@@ -51,8 +51,8 @@ class Alike:
     """Ranks that do the same work of a program.
 
     Attributes:
-        ranks: global ones.
-        coordinate: along the axis: they do the work of the rank there; None: all of the program's.
+        ranks: the global ranks.
+        coordinate: the coordinate, along the axis, of the rank whose work they do; None: the whole program.
     """
 
     ranks: np.ndarray
@@ -60,18 +60,18 @@ class Alike:
 
 
 class UnlikeWork:
-    """Which part of a program's work each rank does.
+    """The share of a program's work that each rank does.
 
     Args:
-        steps: of the program.
-        axis: of the mesh, along which ranks have unlike work.
-        last: the coordinate of the rank that was traced, which does all of the work.
+        steps: the steps of the program.
+        axis: the index of the mesh axis along which ranks have unlike work.
+        last: the coordinate of the traced rank, which does the whole program.
     """
 
     def __init__(self, steps: Steps, axis: int, last: int):
         self.steps, self.last = steps, last
         program = steps.program
-        #: of each of ``all_ranks``, along the axis
+        #: for each of ``all_ranks``, its coordinate along the axis
         self.coordinates = np.unravel_index(steps.all_ranks, program.mesh)[axis]
         kernels = program.kind == KERNEL
         #: the kernels for blocks of lower ranks
@@ -80,16 +80,16 @@ class UnlikeWork:
         begins = (whose > 0) & (np.concatenate([[EVERYONE], whose[:-1]]) != whose)
         number = np.cumsum(begins)[self.marked] - 1
         blocks = np.maximum(whose[self.marked], 1)
-        #: of each of them, how many ranks back the block's owner is; 0: of all lower ranks
+        #: for each marked kernel, how many ranks back the block's owner is; 0: a kernel for all lower ranks
         self._back = np.where(whose[self.marked] == ALL_LOWER, 0, number % blocks + 1)
 
     def share(self, coordinate: int) -> np.ndarray:
-        """The share, from 0 to 1, that the rank at a coordinate does of each :attr:`marked` kernel."""
+        """[marked]: the share (0 to 1) of each :attr:`marked` kernel that the rank at a coordinate does."""
         joint = coordinate / self.last if self.last else 1.0
         return np.where(self._back == 0, joint, (self._back <= coordinate).astype(float))
 
     def weights(self, coordinate: int | None) -> np.ndarray:
-        """[events]: how much of each event the rank at a coordinate does."""
+        """[events]: the share (0 to 1) of each event that the rank at a coordinate does; None: all of it."""
         weights = np.ones(len(self.steps.program))
         if coordinate is not None:
             weights[self.marked] = self.share(coordinate)
@@ -97,9 +97,9 @@ class UnlikeWork:
 
     @cached_property
     def mean_weights(self) -> np.ndarray:
-        """[events]: how much of each event a rank does, in the mean over all."""
+        """[events]: the share (0 to 1) of each event that ranks do, in the mean over all ranks."""
         ranks = len(self.coordinates)
-        # of each number of ranks back, how many of the ranks have a block there
+        # for each number of ranks back, how many ranks have a block there
         reach = ranks - np.searchsorted(np.sort(self.coordinates), np.arange(self.last + 1))
         joint = self.coordinates.sum() / self.last if self.last else ranks
         mean = np.ones(len(self.steps.program))
@@ -108,7 +108,7 @@ class UnlikeWork:
 
     def alike(self) -> list[Alike]:
         """All ranks in sets: one set for each coordinate or, if the program is long, fewer sets of
-        neighbours, whose middle coordinate stands for all."""
+        neighbours, whose times are those of the middle coordinate."""
         there = np.unique(self.coordinates)[::-1]
         if not len(self.marked) or len(there) == 1:
             return [Alike(self.steps.all_ranks)]
@@ -121,13 +121,13 @@ class UnlikeWork:
     def times(
         self, coordinate: int, taken: np.ndarray, times: Times, computed: np.ndarray
     ) -> tuple[Times, np.ndarray]:
-        """When the rank at a coordinate is at the steps, and when its compute stream ends, if the messages go
-        as in ``times``.
+        """(the times of the steps, the end of the compute stream) of the rank at a coordinate, if messages
+        have the times in ``times``.
 
         Args:
-            taken: seconds of each event's kernel, with the gap after it.
-            times: of a rank that does all of the work, or of several such ranks.
-            computed: when the compute stream of that rank ends.
+            taken: [events]: seconds of each kernel, with the gap after the kernel.
+            times: the times of one or several ranks that do all of the work.
+            computed: when the compute stream of each of these ranks ends, in seconds.
         """
         steps, program = self.steps, self.steps.program
         kinds, streams, partners = steps.columns
@@ -145,9 +145,9 @@ class UnlikeWork:
         passed = reached - before[:-1] - spared[:-1]
         ends = np.full_like(reached, -np.inf)
         ends[waits] = times.end[partners[at[waits]]]
-        # what a wait adds that is no waiting: see Costs.overlap_loss
+        # seconds that a wait adds for Costs.overlap_loss, not for waiting
         lost = np.where(left > np.maximum(reached, ends), left - reached, 0.0)
-        # it leaves a step when it has done what is before it, or later, when what it waits for has ended
+        # the stream leaves a step after the work before it, and after the end of the awaited communication
         so_far = np.cumsum(passed + lost, axis=0)
         leaves = so_far + np.maximum(np.maximum.accumulate(ends - so_far, axis=0), 0.0)
         leaves_before = np.concatenate([begun, leaves])
@@ -158,7 +158,7 @@ class UnlikeWork:
 
 
 def unlike_work(steps: Sequence[Steps], axis: int | None) -> list[UnlikeWork | None]:
-    """For each program, which part of its work each rank does; None: all ranks do all of it."""
+    """For each program, the shares of its work that ranks do; None: every rank does the whole program."""
     if axis is None:
         return [None] * len(steps)
     works: list[UnlikeWork | None] = []

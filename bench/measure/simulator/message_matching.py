@@ -1,11 +1,11 @@
 """Matching of messages: pairs the sends, receives and collectives that the programs of a world post, before
 any time is known.
 
-Programs are static, so the k-th send from one rank to another meets the k-th receive there of that rank, and
-the k-th collective of a group on one member meets the k-th on the others, whenever each happens.
+Programs are static, so the k-th send from rank a to rank b meets the k-th receive on b from a, and the k-th
+collective of a group on one member meets the k-th collective on the other members, whenever they happen.
 
-What a program's communication takes of a cluster, and when it is free again: channels from a rank to each
-of its peers, and process groups.
+The channels from a rank to each of its peers and the process groups are here too, with the seconds that their
+messages take, and the time at which they are free again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from spbench.bench.measure.simulator.steps import Meeting, Steps
 
 
 class Deadlock(ValueError):
-    """Programs that cannot end: a rank waits for something that never comes."""
+    """Programs that cannot end, because a rank waits for a message that never comes."""
 
 
-#: by SEND or RECV and the peer's offset, the steps that are that
+#: by (SEND or RECV, the peer's offset), the steps of that kind with that peer
 _Posts = dict[tuple[int, tuple[int, ...]], list[int]]
 
 
@@ -56,27 +56,26 @@ def owners(programs: Sequence[Program], ranks_of: Sequence[Sequence[int]]) -> np
 
 
 class World:
-    """All programs with the ranks that run them, and their sends, receives and collectives in pairs and
-    groups.
+    """All programs with the ranks that run them, and with their sends, receives and collectives matched.
 
     Args:
-        programs: each distinct one.
+        programs: the distinct programs.
         program_of: for each rank of the world, the index of its program (see :func:`owners`).
-        shifts: only ranks whose coordinate along each axis of the mesh is below its shift are simulated;
-            those that are a multiple of it further do the same (see :func:`smallest_shifts`). The mesh: all
-            are simulated.
+        shifts: for each mesh axis, a number below which a rank's coordinate must be for the rank to be
+            simulated; ranks a multiple of it further have equal times (see :func:`smallest_shifts`). If
+            ``shifts`` is the mesh, all ranks are simulated.
 
     Attributes:
-        size: ranks of the world, simulated or not.
-        stands_for: for each rank of the world, the simulated rank that does the same.
+        size: the number of ranks of the world, simulated or not.
+        stands_for: for each rank of the world, the simulated rank with equal times.
         program_of, place_of: for each rank of the world, its program, and the position in ``Steps.ranks`` of
             the simulated rank.
-        meetings: by program, and by (SEND or RECV, index of the peer), the other halves.
-        alike: by program and step of a collective, the step of every program of the same collective.
+        meetings: by program, and by (SEND or RECV, index of the peer), where the messages meet.
+        alike: by program, and by step of a collective, the step of the same collective in every program.
 
     Raises:
-        Deadlock: a send without its receive, or the reverse; the rank and event.
-        ValueError: two halves disagree about the bytes.
+        Deadlock: a send has no receive, or a receive no send; names the rank and the event.
+        ValueError: a send and its receive have different bytes.
     """
 
     def __init__(self, programs: Sequence[Program], program_of: np.ndarray, shifts: Mesh):
@@ -149,12 +148,12 @@ class World:
 
 
 class Channel(NamedTuple):
-    """The state of a link when a send comes; arrays by position of the program's simulated ranks.
+    """The links of a program's simulated ranks to one peer, for a send; arrays are [simulated ranks].
 
     Attributes:
-        latency: in seconds.
-        seconds: of the bytes on the link.
-        free: when the transfer before it to the same peer has ended; to be set in place.
+        latency: the latency in seconds.
+        seconds: the seconds for the send's bytes.
+        free: when the last transfer to the same peer ends, in seconds; the simulation sets it in place.
     """
 
     latency: np.ndarray
@@ -171,12 +170,12 @@ class Channels:
         self._free: dict[tuple[int, int], np.ndarray] = {}
 
     def of(self, number: int, step: int) -> Channel:
-        """The channel of the send at this step of that program."""
+        """The channel of the send at a step of the program with that number."""
         steps = self._world.steps[number]
         peer, at_once, nbytes = steps.partners[step], steps.at_once[step], steps.nbytes[step]
         key = (number, peer, at_once, nbytes)
         if key not in self._found:
-            # ranks that are not simulated take their share of the network cards too
+            # ranks that are not simulated use network cards too
             latency, per_byte = self._costs.transfers(
                 steps.all_ranks.tolist(), steps.peers(peer).tolist(), at_once
             )
@@ -186,17 +185,16 @@ class Channels:
 
 
 class ProcessGroups:
-    """The process groups of one kind that the ranks of a program belong to.
+    """The process groups of one kind to which the ranks of a program belong.
 
     Attributes:
-        ranks: global ranks of each group, of all ranks that run the program.
-        simulated: for each group that is simulated, the one of ``ranks`` that it is.
-        of: the simulated group of each of the program's simulated ranks.
-        members: [simulated groups, size] positions in the program, or None where other programs take part or
-            sizes differ.
-        everywhere: of each simulated group, for each program that members run, the positions of these, each
-            once.
-        free: when the last collective of each rank's group ended.
+        ranks: the global ranks of each group, for all ranks that run the program.
+        simulated: for each simulated group, its index in ``ranks``.
+        of: for each simulated rank of the program, the number of its simulated group.
+        members: [simulated groups, size]: positions among the program's simulated ranks; None if groups
+            differ in size or have members that run other programs.
+        everywhere: for each simulated group, (program, positions of the members that run the program).
+        free: for each simulated rank, when the last collective of its group ends, in seconds.
     """
 
     def __init__(self, world: World, costs: Costs, number: int, group: int):
@@ -226,10 +224,10 @@ class ProcessGroups:
         self.free = np.zeros(len(steps.ranks))
 
     def seconds(self, collective: str, nbytes: float) -> np.ndarray:
-        """Seconds of one collective that all groups run at once, by simulated group."""
+        """[simulated groups]: the seconds of one collective, while all groups run it at once."""
         key = (collective, nbytes)
         if key not in self._seconds:
-            # groups that are not simulated take their share of the network cards too
+            # groups that are not simulated use network cards too
             seconds = self._costs.collectives(collective, nbytes, self.ranks)
             self._seconds[key] = np.array(seconds)[self.simulated]
         return self._seconds[key]

@@ -1,11 +1,11 @@
-"""A step program: what one rank does in a training step, as arrays, ready to be timed.
+"""A step program: the events of one rank in a training step, as arrays, ready to be timed.
 
-A program is traced on one rank and stands for all ranks that run the same one. So its groups and peers are
-kept relative to the mesh (row-major), not as rank numbers: a group by the coordinates of its members along
-the axes on which they differ, a peer by its distance along each axis.
+A program is traced on one rank and holds for all ranks that run the same program. So its groups and peers are
+relative to the mesh (row-major), not rank numbers: a group has the coordinates of its members along the axes
+on which they differ, a peer has its distance along each axis.
 
-What the kernels of a step are: seconds by their kind, the FLOPs of its model, and the calls of softmax
-attention by what their rate on a card depends on.
+Sums over a program's kernels are here too: seconds by kind, FLOPs, and the calls of softmax attention by the
+properties on which their rate depends.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from spbench.bench.measure.clusters.rates import Direction, Mask
 
 #: kinds of events of a program
 KERNEL, COLLECTIVE, SEND, RECV, WAIT, RECORD = range(6)
-#: the stream on which a step computes; others have the copies and collectives of a library's own streams
+#: the stream on which a step computes; other streams have a library's own copies and collectives
 COMPUTE_STREAM = 0
-#: categories of kernels, by what prices them
+#: categories of kernels, by the rate that prices them
 MEMORY_BOUND, MATMUL, ATTENTION, HOST_COPY, HOST_UPDATE, HOST_READ = range(6)
 CATEGORIES = ("memory-bound", "matmul", "attention", "host copy", "host update", "host read")
-#: bytes that rows of matrices are a multiple of where cuBLAS runs its fast kernels
+#: rows of matrices must be a multiple of this many bytes for cuBLAS's fast kernels
 ALIGNED = 16
 #: precisions of kernels, by their numbers in programs
 PRECISION_NAMES = ("fp16", "bf16", "fp32", "fp64", "other", "fp8")
 
-#: what a host does beside dispatching a program's events, as :attr:`Program.host` counts it: operators that
-#: launch nothing, nodes of autograd run, calls of modules, and waits of the host for its device
+#: kinds of host work other than dispatching events, as :attr:`Program.host` counts them: operators that
+#: launch no kernel, autograd nodes, calls of modules, and waits of the host for its device
 HOST_WORK = ("views", "nodes", "modules", "joins")
 
 Mesh = tuple[int, ...]
 
 
 def coordinates(rank: int, mesh: Mesh) -> tuple[int, ...]:
-    """Where a rank lies on the mesh."""
+    """The coordinates of a rank on the mesh."""
     return tuple(int(c) for c in np.unravel_index(rank, mesh))
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group as any of its members sees it.
+    """A kind of process group, relative to any of its members.
 
     Attributes:
         axes: indices of the mesh axes on which members differ.
         places: coordinates of each member along these axes, in the order of the group's ranks, counted
             from the start of the run.
-        runs: for each of these axes, the length of the runs of coordinates into which it is cut, each a group
-            of this kind; empty where no axis is cut.
-        steps: for each of these axes, the distance of its members; empty where all have neighbours.
-        stage: of a group along folded axes (:mod:`spbench.impls.folding`) that is no block of the mesh: the
-            index of the axis of pipeline stages, and the distance of members in the numbers of a stage's
-            ranks; ``places`` are then 0, 1, ... along no axis. Else empty.
+        runs: for each of these axes, the length of the runs of coordinates into which groups of this kind
+            cut the axis; empty if no axis is cut.
+        steps: for each of these axes, the distance between members; empty if all distances are 1.
+        stage: for a group along folded axes (:mod:`spbench.impls.folding`) that is no block of the mesh:
+            (the index of the axis of pipeline stages, the distance between members in the numbers of a
+            stage's ranks); ``places`` are then 0, 1, ... along no axis. Else empty.
     """
 
     axes: tuple[int, ...]
@@ -67,7 +67,7 @@ class Group:
 
     @classmethod
     def of(cls, ranks: Sequence[int], mesh: Mesh, pipeline: int | None = None) -> Group:
-        """The group of these global ranks.
+        """The kind of group to which the group of these global ranks belongs.
 
         Args:
             pipeline: the index of the axis of pipeline stages; None: no axes are folded.
@@ -90,11 +90,11 @@ class Group:
         return cls(axes, places, runs if cut else (), steps if max(steps, default=1) > 1 else ())
 
     def members(self, rank: int, mesh: Mesh) -> tuple[int, ...]:
-        """Global ranks of the group of this kind that a rank belongs to."""
+        """The global ranks of the group of this kind to which a rank belongs."""
         return tuple(self.members_by_rank(np.array([rank]), mesh)[0].tolist())
 
     def members_by_rank(self, ranks: np.ndarray, mesh: Mesh) -> np.ndarray:
-        """[ranks, size]: global ranks of the group of this kind that each of the ranks belongs to."""
+        """[ranks, size]: the global ranks of the group of this kind to which each of ``ranks`` belongs."""
         if self.stage:
             return self._members_in_stage(ranks, mesh)
         coords = list(np.unravel_index(ranks[:, None], mesh))
@@ -126,8 +126,8 @@ def _in_stage(ranks: np.ndarray, mesh: Mesh, pipeline: int) -> tuple[np.ndarray,
 
 
 def _distance(ranks: Sequence[int], mesh: Mesh, pipeline: int) -> int:
-    """By how much the ranks' numbers in their pipeline stage differ, one to the next, if groups of that
-    distance make up the stage; else 0."""
+    """The distance between consecutive ranks' numbers in their pipeline stage, if groups with that distance
+    fill the stage; else 0."""
     numbers, stages = _in_stage(np.array(ranks), mesh, pipeline)
     distance = int(numbers[1] - numbers[0])
     block = len(ranks) * distance
@@ -137,23 +137,23 @@ def _distance(ranks: Sequence[int], mesh: Mesh, pipeline: int) -> int:
 
 
 def _run(along: Sequence[int], size: int) -> int:
-    """How many consecutive coordinates a group has along an axis of ``size``, if runs of that length fill the
-    axis; else ``size``, as for a group that is the only one of its kind."""
+    """The number of consecutive coordinates that a group has along an axis of ``size``, if runs of that
+    length fill the axis; else ``size``, as for the only group of its kind."""
     first, length = min(along), len(set(along))
     consecutive = max(along) - first + 1 == length
     return length if consecutive and first % length == 0 and size % length == 0 else size
 
 
 def _step(along: Sequence[int], size: int) -> int:
-    """The distance of a group's coordinates along an axis of ``size``, if groups of that distance fill the
-    axis; else 1."""
+    """The distance between a group's coordinates along an axis of ``size``, if groups with that distance fill
+    the axis; else 1."""
     first, second = sorted({*along})[:2]
     step = second - first
     return step if {*along} == {*range(first, size, step)} and first < step and size % step == 0 else 1
 
 
 def offset(rank: int, peer: int, mesh: Mesh) -> tuple[int, ...]:
-    """The distance of a peer along each axis, counted upwards and round the end."""
+    """The distance from a rank to its peer along each mesh axis, counted upwards and round the end."""
     pairs = zip(coordinates(rank, mesh), coordinates(peer, mesh), mesh, strict=True)
     return tuple((b - a) % n for a, b, n in pairs)
 
@@ -173,34 +173,33 @@ def shifted_ranks(ranks: np.ndarray, by: Sequence[int], mesh: Mesh) -> np.ndarra
 
 @dataclass(frozen=True)
 class Program:
-    """One rank's events in order. Arrays have one entry an event.
+    """One rank's events in order. Arrays have one entry for each event.
 
     Attributes:
         mesh: ranks along each axis, from the slowest-varying to the fastest.
         kind: KERNEL, COLLECTIVE, SEND, RECV, WAIT or RECORD.
-        stream: on which the event was issued; events of a stream go in order, and a stream stands still at a
-            wait. COMPUTE_STREAM unless a library has streams of its own.
-        whose: of which ranks an event is, see :mod:`spbench.impls.unlike_work`: EVERYONE; ALL_LOWER, of
-            a kernel for the blocks of all lower ranks at once; or, of one for the block of one of them, how
-            many lower ranks there are.
+        stream: the stream on which the event was issued; a stream runs its events in order, and stands still
+            at a wait. COMPUTE_STREAM unless a library has streams of its own.
+        whose: the ranks that do the event's work, see :mod:`spbench.impls.unlike_work`: EVERYONE; ALL_LOWER
+            for a kernel on the blocks of all lower ranks at once; or, for a kernel on the block of one lower
+            rank, the number of lower ranks.
         name: index into ``names``: the operator, or the collective.
-        category: of a kernel: MEMORY_BOUND, MATMUL, ATTENTION, HOST_COPY, or HOST_UPDATE: the host's
-            cores do it, while the host and the compute stream stand still.
-        nbytes: of a kernel, bytes read and written, of a HOST_COPY those copied; of communication, bytes of
-            the payload as :data:`WIRE_SHARE` defines it.
+        category: for a kernel: MEMORY_BOUND, MATMUL, ATTENTION, HOST_COPY, HOST_UPDATE (on the host's cores,
+            while the host and the compute stream stand still) or HOST_READ.
+        nbytes: for a kernel, bytes read and written; for a HOST_COPY, bytes copied; for communication, bytes
+            of the payload as :data:`WIRE_SHARE` defines it.
         flops: floating-point operations.
-        precision: index into PRECISION_NAMES, of a kernel's operands.
-        shape: [events, 4]: batch, m, n, k of a matmul; sequences x heads, queries, keys and head
-            size of an attention without scores.
+        precision: index into PRECISION_NAMES, for a kernel's operands.
+        shape: [events, 4]: batch, m, n, k of a matmul; sequences x heads, queries, keys and head size of an
+            attention kernel that stores no scores.
         strided: elements of a matmul's operands and result that are blocks of wider matrices.
         aligned: bytes, up to ALIGNED, of which the rows of a matmul's operands and result are a multiple.
-        host: [events, kinds of HOST_WORK]: what the host did since the event before; the event's own dispatch
-            is not in it.
-        partner: of a collective an index into ``groups``, of a send or recv into ``peers``, of a wait
-            the event that is waited for: communication, or the record of a point of another stream; -1 for
+        host: [events, kinds of HOST_WORK]: the host's work since the event before, without the dispatch.
+        partner: for a collective an index into ``groups``; for a send or receive an index into ``peers``; for
+            a wait the event of the awaited communication, or of the awaited record of another stream; -1 for
             kernels and records.
-        marks: (phase, its first event), in order; a phase may come again.
-        unpriced: of ``names`` the operators whose cost is not known (:attr:`Price.known`).
+        marks: (phase, the phase's first event), in order; a phase may come again.
+        unpriced: the operators among ``names`` whose cost is not known (:attr:`Price.known`).
     """
 
     mesh: Mesh
@@ -235,15 +234,15 @@ class Program:
         return np.isin(self.name, [number for number, name in enumerate(self.names) if name in names])
 
     def unpriced_calls(self) -> dict[str, int]:
-        """How often each of the operators without a known price is called."""
+        """The number of calls of each operator without a known price, by its name."""
         return {name: int(self.calls_of([name]).sum()) for name in self.unpriced}
 
     def phase_of(self, event: int) -> str:
-        """The phase that an event belongs to."""
+        """The name of the phase to which an event belongs; "" before the first phase."""
         return next((name for name, first in reversed(self.marks) if first <= event), "")
 
     def describe(self, event: int, rank: int) -> str:
-        """An event in words, as a rank that runs the program sees it."""
+        """An event in words, with the ranks that communicate with ``rank``."""
         kind, partner = int(self.kind[event]), int(self.partner[event])
         if kind == WAIT:
             return "wait for " + self.describe(partner, rank)
@@ -258,17 +257,17 @@ class Program:
         return f"event {event} ({words}, {self.phase_of(event) or 'no phase'})"
 
 
-#: PRECISION_NAMES begin with so many half precisions, which attention kernels' rates are of
+#: the first names of PRECISION_NAMES that are half precisions, for which attention kernels have rates
 _HALVES = 2
 
 
 class AttentionCall(NamedTuple):
-    """Calls of a kernel that are alike.
+    """A kind of call of an attention kernel, for which a card has one rate.
 
     Attributes:
-        heads: of all sequences.
+        heads: the heads of all sequences together.
+        keys, queries: positions of keys and of queries in each head.
         length: the lesser of queries and keys.
-        queries: of each.
     """
 
     direction: Direction
@@ -281,10 +280,10 @@ class AttentionCall(NamedTuple):
 
 
 def attention_calls(program: Program) -> Iterator[tuple[AttentionCall, np.ndarray]]:
-    """The calls of attention in half precision that make no scores: each kind of call, with its events."""
+    """(kind of call, its events), for the attention kernels in half precision that store no scores."""
     attends = (program.category == ATTENTION) & (program.precision < _HALVES) & program.shape.any(axis=1)
     calls = np.column_stack([program.name[attends], program.shape[attends], program.flops[attends]])
-    # the calls of a ring are the same one after another
+    # a ring's consecutive calls are equal
     first = np.append(True, (calls[1:] != calls[:-1]).any(1))[: len(calls)]
     kinds, places = np.unique(calls[first], axis=0, return_inverse=True)
     places = places.ravel()[np.cumsum(first) - 1]
@@ -300,28 +299,28 @@ def attention_calls(program: Program) -> Iterator[tuple[AttentionCall, np.ndarra
 
 
 def seconds_by_kind(program: Program, kernel_s: np.ndarray) -> dict[str, float]:
-    """Seconds of the kernels of the compute stream by their kind.
+    """The seconds of the compute stream's kernels, by "matmul", "attention" and "memory_bound".
 
     Args:
-        kernel_s: of each event.
+        kernel_s: [events]: the seconds of each event as a kernel.
     """
     of_compute = (program.kind == KERNEL) & (program.stream == COMPUTE_STREAM)
-    attention = (program.category == ATTENTION) & (program.flops > 0)  # a softmax alone moves bytes
+    attention = (program.category == ATTENTION) & (program.flops > 0)  # a separate softmax only moves bytes
     matmuls = program.category == MATMUL
     kinds = {"matmul": matmuls, "attention": attention, "memory_bound": ~(matmuls | attention)}
     return {name: float(kernel_s[of_compute & of_kind].sum()) for name, of_kind in kinds.items()}
 
 
 class Flops(NamedTuple):
-    """FLOPs of matmuls and attention: of ``forward`` phases, of the softmax ``attention`` in these, and of
-    ``all`` phases, with what backward computes again."""
+    """FLOPs of matmuls and attention: in ``forward`` phases, of the ``attention`` in these phases, and in
+    ``all`` phases, with the recomputation in backward."""
 
     forward: float
     attention: float
     all: float
 
     def times(self, number: float) -> Flops:
-        """The FLOPs of ``number`` such ranks."""
+        """These FLOPs times ``number``, for example a number of ranks."""
         return Flops(*(number * each for each in self))
 
     def plus(self, other: Flops) -> Flops:
@@ -330,10 +329,10 @@ class Flops(NamedTuple):
 
 
 def flops_of(program: Program, weights: np.ndarray | None = None) -> Flops:
-    """The FLOPs of a rank.
+    """The FLOPs of a rank that runs a program.
 
     Args:
-        weights: how much of each event it does; None: all.
+        weights: [events]: the share of each event that the rank does; None: all of each event.
     """
     flops = program.flops if weights is None else program.flops * weights
     counted = np.where((program.kind == KERNEL) & (program.category != MEMORY_BOUND), flops, 0.0)

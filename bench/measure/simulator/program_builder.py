@@ -1,4 +1,4 @@
-"""How a step program is written, event by event."""
+"""The builder of a step program, which writes the program event by event."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from spbench.bench.measure.simulator.program import (
 )
 from spbench.impls import EVERYONE
 
-#: (kind, name, category, nbytes, flops, precision, (batch, m, n, k), strided, aligned, host, partner); host:
-#: what :attr:`Program.host` has, as one number, see VIEW
+#: (kind, name, category, nbytes, flops, precision, (batch, m, n, k), strided, aligned, host, partner); host
+#: is a row of :attr:`Program.host` packed into one number, see VIEW
 EventRow = tuple[int, int, int, float, float, int, tuple[int, int, int, int], float, int, int, int]
-#: the first fields of a kernel's row
+#: the first fields of a kernel's row, without host and partner
 KernelRow = tuple[int, int, int, float, float, int, tuple[int, int, int, int], float, int]
 NO_SHAPE = (0, 0, 0, 0)
 
 _BITS = 15
-#: one of each of HOST_WORK, to be added to :attr:`ProgramBuilder.host_work`
+#: one unit of each kind of HOST_WORK, to be added to :attr:`ProgramBuilder.host_work`
 VIEW, NODE, MODULE, JOIN = (1 << _BITS * number for number in range(len(HOST_WORK)))
 _SHIFTS = _BITS * np.arange(len(HOST_WORK))
 
@@ -51,13 +51,13 @@ class ProgramBuilder:
         self.mesh = tuple(mesh)
         self.rows: list[EventRow] = []
         self.marks: list[tuple[str, int]] = []
-        #: (stream, its first event), at each change of the stream on which events are issued
+        #: (stream, its first event), for each change of the stream on which events are issued
         self.switches: list[tuple[int, int]] = [(COMPUTE_STREAM, 0)]
-        #: (whose work it is, its first event), at each change; see :attr:`Program.whose`
+        #: (value of :attr:`Program.whose`, its first event), for each change
         self.works: list[tuple[int, int]] = [(EVERYONE, 0)]
         #: see :attr:`Program.unpriced`
         self.unpriced: set[str] = set()
-        #: what the host has done since the last event
+        #: the host's work since the last event, packed into one number
         self.host_work = 0
         self._names: dict[str, int] = {}
         self._groups: dict[Group, int] = {}
@@ -72,11 +72,11 @@ class ProgramBuilder:
         self.marks.append((name, len(self.rows)))
 
     def on_stream(self, stream: int) -> None:
-        """Issue the events that follow on that stream."""
+        """Issue the next events on ``stream``."""
         self.switches.append((stream, len(self.rows)))
 
     def work_of(self, whose: int) -> None:
-        """Events that follow belong to those ranks; see :attr:`Program.whose`."""
+        """Assign the next events to the ranks ``whose``; see :attr:`Program.whose`."""
         self.works.append((whose, len(self.rows)))
 
     def kernel(
@@ -98,8 +98,8 @@ class ProgramBuilder:
         return len(self.rows) - 1
 
     def add_kernel(self, row: KernelRow) -> None:
-        """Write down a kernel. What the host's cores do, and what the host reads, begins when its device is
-        idle, and the host goes on when it is done."""
+        """Write down a kernel from its row. The host waits for its device before and after an update on its
+        cores or a read of a tensor."""
         join = JOIN if row[2] in (HOST_UPDATE, HOST_READ) else 0
         self.rows.append((*row, self.host_work + join, -1))
         self.host_work = join
@@ -110,15 +110,15 @@ class ProgramBuilder:
         return self._communicate(COLLECTIVE, name, nbytes, partner)
 
     def send(self, nbytes: float, to: tuple[int, ...]) -> int:
-        """Begin a send to the rank at that offset (see :func:`offset`)."""
+        """Begin a send to the rank at the offset ``to`` (see :func:`offset`)."""
         return self._communicate(SEND, "send", nbytes, self._peer(to))
 
     def recv(self, nbytes: float, source: tuple[int, ...]) -> int:
-        """Begin a receive from the rank at that offset (see :func:`offset`)."""
+        """Begin a receive from the rank at the offset ``source`` (see :func:`offset`)."""
         return self._communicate(RECV, "recv", nbytes, self._peer(source))
 
     def wait(self, event: int) -> int:
-        """Let the current stream wait until that communication has ended, or that record is reached."""
+        """Let the current stream wait for the end of a communication, or for a record of another stream."""
         return self._communicate(WAIT, "wait", 0, event)
 
     def record(self) -> int:
@@ -173,7 +173,7 @@ class ProgramBuilder:
         )
 
     def _noted(self, changes: Sequence[tuple[int, int]], dtype: type) -> np.ndarray:
-        """[rows]: the value that holds for each row, from changes as (value, its first row)."""
+        """[rows]: the value of each row, from ``changes`` as (value, the first row with this value)."""
         what, first = zip(*changes, strict=True)
         lengths = np.diff(first, append=len(self.rows))
         return np.repeat(np.array(what, dtype=dtype), lengths)

@@ -1,13 +1,13 @@
-"""The time of a world's step on a cluster, under any calibration of it.
+"""The time of a world's step on a cluster, under any calibration of the cluster.
 
-Ranks that do the same at the same times are simulated once (folding), where the world has a symmetry.
+If the world has a symmetry, ranks with equal times are simulated once (folding).
 
-Let every rank take the place of the one p further along an axis of the mesh, the last p those of the first.
-If each then finds in its new place the program, process groups, node and part of a node that it had, only
-under other numbers, all ranks that are a multiple of p apart along the axis have equal times: these are sums
-and maxima of the same costs. So the first p along each axis are enough to simulate; peers, which are so far
-away along axes, follow. What a transfer or collective costs depends on all that share a network card or the
-way out of a part; costs are therefore those of the whole world.
+Let every rank take the place of the rank p further along a mesh axis, round the end. If every rank has in its
+new place the same program, and the same process groups, node and part of a node up to their numbers, then all
+ranks that are a multiple of p apart along the axis have equal times, because their times are sums and maxima
+of equal costs. So it is enough to simulate the first p ranks along each axis. The cost of a transfer or a
+collective depends on all ranks that share a network card or a link out of a part of a node, so costs are
+always computed for the whole world.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from spbench.bench.measure.simulator.timeline import Timeline
 
 
 class Simulator:
-    """A world on a cluster, ready to be timed under any calibration without matching it up anew.
+    """A world on a cluster, whose messages are matched once and which can be timed under any calibration.
 
     Args:
-        programs: one for each distinct program.
-        ranks_of: global ranks that run each.
-        precision: whose rates must be known, and whose calibration of the cluster is the default.
-        parameters: of the whole model, which a calibration may charge for.
+        programs: the distinct programs.
+        ranks_of: for each program, the global ranks that run it.
+        precision: the precision whose rates must be known, and whose calibration is the default.
+        parameters: the number of parameters of the whole model, for which a calibration may charge.
         attention: the model's kernel of softmax attention, see :class:`AttentionRates`.
-        fold: simulate only ranks that a shift of the world does not map onto each other, where there is such
-            a shift. The timeline is the same.
-        unlike_axis: of the mesh, along which ranks of one program have unlike work
-            (:mod:`measure.simulator.lighter_ranks`); the last of them runs all of it. None: nowhere.
+        fold: simulate only one of all ranks that a symmetry of the world maps onto each other. The timeline
+            is the same.
+        unlike_axis: the index of the mesh axis along which ranks of one program have unlike work
+            (:mod:`measure.simulator.lighter_ranks`); the last rank runs all of it. None: there is none.
 
     Raises:
         Deadlock, ValueError: see :class:`World` and :func:`owners`.
@@ -64,7 +64,7 @@ class Simulator:
         self.attention, self.unlike_axis = attention, unlike_axis
 
     def __call__(self, calibration: Calibration | None = None) -> Timeline:
-        """The timeline; without a calibration, with the cluster's own for the precision.
+        """The timeline of the step. ``calibration``: None for the cluster's own, for the precision.
 
         Raises:
             Deadlock: ranks wait for each other in a circle.
@@ -76,13 +76,13 @@ class Simulator:
 
 
 def smallest_shifts(programs: Sequence[Program], program_of: np.ndarray, cluster: Cluster) -> Mesh:
-    """Along each axis of the mesh the smallest p, a divisor of its ranks, such that ranks p apart have equal
-    times; all of its ranks if there is none below them.
+    """For each mesh axis, the smallest divisor p of its number of ranks such that ranks p apart have equal
+    times; the number of ranks itself if there is no smaller one.
 
     Args:
-        programs: each distinct one.
+        programs: the distinct programs.
         program_of: for each rank of the world, the index of its program.
-        cluster: whose nodes the ranks fill in order.
+        cluster: the cluster whose nodes the ranks fill in order.
     """
     mesh, ranks = programs[0].mesh, np.arange(len(program_of))
     nodes = [node_of(ranks, cluster), *(ranks // each.devices for each in crossings_of(cluster))]
@@ -103,9 +103,9 @@ def is_symmetric(
     """Whether a shift of all ranks along an axis of the mesh maps programs, nodes and groups onto themselves.
 
     Args:
-        program_of: the number of its program, of each rank of the world.
-        nodes: of each rank of the world, its node; further arrays: each part of the node that it is in.
-        image: of each rank of the world, the rank whose place it takes.
+        program_of: for each rank of the world, the number of its program.
+        nodes: for each rank of the world, its node; in further arrays, the parts of a node in which it is.
+        image: for each rank of the world, the rank whose place it takes.
     """
     same = np.array_equal(program_of[image], program_of)
     return (
@@ -123,8 +123,8 @@ def keeps_nodes(nodes: np.ndarray, image: np.ndarray) -> bool:
     """Whether images of ranks share a node exactly if the ranks do.
 
     Args:
-        nodes: of each rank of the world.
-        image: of each rank of the world, another or the same; a permutation.
+        nodes: for each rank of the world, its node.
+        image: for each rank of the world, the rank whose place it takes; a permutation.
     """
     return len(np.unique(np.stack([nodes, nodes[image]]), axis=1).T) == len(np.unique(nodes))
 
@@ -135,7 +135,7 @@ def keeps_groups(group: Group, program: Program, ranks: np.ndarray, image: np.nd
     members = group.members_by_rank(ranks, program.mesh)
     if not (members == ranks[:, None]).any(1).all():
         return False
-    # ranks with one first member have one group
+    # groups with the same first member are the same group
     _, some = np.unique(members[:, 0], return_index=True)
     theirs = group.members_by_rank(image[ranks[some]], program.mesh)
     return np.array_equal(np.sort(image[members[some]], axis=1), np.sort(theirs, axis=1))

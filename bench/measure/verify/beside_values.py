@@ -1,10 +1,9 @@
-"""What is checked of a verified step beside values: that all positions and all elements of weights are
-compared, as each lies on equally many ranks; what a rank sends beside the closed forms, exactly; and that
-packed documents do not see each other.
+"""Checks of a verified step other than those of values: that all positions and all elements of weights are
+compared, because each is on equally many ranks; that a rank sends exactly the bytes of the closed forms; and
+that packed documents do not see each other.
 
-The oracle's attention to documents and within windows is here too: it makes its mask from the definition
-alone, which document each position is of, and how far apart two positions are. It shares nothing with how
-strategies find what their ranks see.
+The oracle's attention with documents and windows is also in this module. Its mask follows from the
+definition: the document of each position, and the distance of two positions.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from spbench.bench.measure.verify.judged import Discrepancy, discrepancies
 from spbench.bench.measure.verify.verified_run import Case, OneDeviceRun, VerifiedRun
 from spbench.impls import Attended, Model, PlannedStep, Strategy, all_reduce, composed_traffic, planned_sums
 
-#: the name of what :func:`check_norm` compares
+#: the name of the norm that :func:`check_norm` compares
 NORM = "norm of all gradients"
 
 
 def check_positions(truth: OneDeviceRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
-    """Every position must lie on equally many ranks; else the shares prove nothing about the whole.
+    """Discrepancies of positions that are not on equally many ranks, by the size of the sequence or grid.
 
-    A strategy that gave all ranks the same chunk would be compared with that chunk alone.
+    Without this check a strategy that gave all ranks the same chunk would be compared only with that chunk.
     """
     strategy, part = checked.strategy, checked.part
     tensors = [(x, part.sequence_dims[name]) for name, x in truth.inputs.items()]
@@ -47,12 +46,12 @@ def check_positions(truth: OneDeviceRun, checked: VerifiedRun) -> Iterator[tuple
 
 
 def _all_ranks(strategy: Strategy) -> dist.ProcessGroup | None:
-    """The ranks over which a strategy and those within it spread one sample; None: one alone."""
+    """The group of ranks over which a strategy and its nested ones spread one sample; None: one rank."""
     return strategy.place.group(*strategy.nested_axes)
 
 
 def check_elements(truth: OneDeviceRun, checked: VerifiedRun) -> tuple[str, Discrepancy]:
-    """Every element of a parameter must lie on equally many ranks, for the same reason."""
+    """The discrepancy of weights of which some elements are on more ranks than others, or on none."""
     kept, counts = checked.backend.gradient_places() | checked.backend.frozen_parts(), []
     for name, shape in checked.shapes.items():
         if name not in checked.experts:
@@ -60,7 +59,7 @@ def check_elements(truth: OneDeviceRun, checked: VerifiedRun) -> tuple[str, Disc
             if name in kept:
                 kept[name].of(count).add_(1)
             counts.append(count.flatten())
-    for name in sorted(truth.experts):  # of which ranks have some alone, or parts
+    for name in sorted(truth.experts):  # a rank has only some of the experts, or parts of them
         whole = torch.zeros(truth.shapes[name], dtype=torch.int64, device=checked.device)
         if name in kept:
             held = torch.zeros(checked.shapes[name], dtype=torch.int64, device=checked.device)
@@ -75,10 +74,10 @@ def check_elements(truth: OneDeviceRun, checked: VerifiedRun) -> tuple[str, Disc
 
 
 def _evenness(held: Iterable[Tensor]) -> Discrepancy:
-    """No discrepancy if all of each tensor lies on equally many ranks, else one without a number.
+    """No discrepancy if all places of each tensor are on equally many ranks, else one without a number.
 
     Args:
-        held: on how many ranks each place of the tensors is.
+        held: for each tensor, the number of ranks that hold each of its places.
     """
     even = all(bool(count.min() == count.max() > 0) for count in held)
     return Discrepancy.none() if even else Discrepancy.without_number("are on more ranks than others of them")
@@ -87,13 +86,13 @@ def _evenness(held: Iterable[Tensor]) -> Discrepancy:
 def check_bytes(
     recorder: Recorder, case: Case, model: Model, checked: VerifiedRun
 ) -> Iterator[tuple[str, Discrepancy]]:
-    """Where the step was seen to send other bytes than the closed forms of its strategy and backend say, by
-    phase and collective; and where a rank holds other parameters than the model's sites say. For the
-    whole model alone, as closed forms are; the optimizer's step is run for its messages. Not on the staged
-    backend: torch calls a group that is written in Python without the operators that meters watch.
+    """Discrepancies of the bytes that the step sent from the closed forms of its strategy and backend, by
+    phase and collective; and of a rank's parameters from the model's sites. Only for the whole model, because
+    closed forms are of whole models. It runs the optimizer's step for its messages. Not on the staged
+    backend, where torch calls a group that is written in Python without the operators that meters watch.
 
     Args:
-        recorder: has seen the step.
+        recorder: the recorder of the step's communication.
     """
     if checked.part.build != model.build or (dist.is_initialized() and dist.get_backend() == STAGED):
         return
@@ -122,7 +121,7 @@ def check_bytes(
             f"{each['phase']} {each['collective']} over {each['axis']}",
             Discrepancy.without_number(f"sends {sent} bytes, {formula} by the closed form"),
         )
-    # a backend may have taken the parameters over, in parts or padded
+    # the module is built again, because a backend may have cut or padded its parameters
     held, counted = sum(p.numel() for p in build().parameters()), sum(each.elements for each in sums)
     counted += sum(strategy.held_elements(s) * s.count for s in sites if s.kind == "frozen_parameters")
     if held != counted:
@@ -130,8 +129,8 @@ def check_bytes(
 
 
 def check_norm(truth: OneDeviceRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
-    """The norm of all gradients, of which every rank holds a part, where the step that :func:`check_bytes`
-    has run took one. A norm that left some out, or counted them twice, would clip by a wrong factor."""
+    """The discrepancy of the norm of all gradients, if the optimizer's step in :func:`check_bytes` took one.
+    A norm that left gradients out or counted them twice would clip by a wrong factor."""
     norm = checked.backend.gradient_norm
     if norm is not None:
         of_weights = [x for n, x in truth.tensors.items() if n.removeprefix("gradient of ") in truth.shapes]
@@ -140,13 +139,13 @@ def check_norm(truth: OneDeviceRun, checked: VerifiedRun) -> Iterator[tuple[str,
 
 
 def document_of_positions(attended: Attended, length: int) -> Tensor:
-    """Which document each position of a sequence is of [L]."""
+    """[L]: the number of the document that each position of a sequence belongs to."""
     names = [number for number, n in enumerate(attended.documents or (length,)) for _ in range(n)]
     return torch.tensor(names)
 
 
 def seen_pairs(attended: Attended, length: int) -> Tensor:
-    """Whether a query (rows) sees a key (columns) [L, L]."""
+    """[L, L]: whether the query of a row sees the key of a column."""
     document, place = document_of_positions(attended, length), torch.arange(length)
     back = place[:, None] - place
     seen = (back >= 0) & (document[:, None] == document)
@@ -156,8 +155,8 @@ def seen_pairs(attended: Attended, length: int) -> Tensor:
 def masked_attention(
     q: Tensor, k: Tensor, v: Tensor, attended: Attended, sinks: Tensor | None = None
 ) -> Tensor:
-    """Softmax attention under the mask, by all scores: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L, A].
-    ``sinks`` [Z] are one more column of the scores, whose probability is dropped."""
+    """Softmax attention by the whole matrix of masked scores: q [B, Z, L, A], k, v [B, G, L, A] -> [B, Z, L,
+    A]. ``sinks`` [Z] are one more column of the scores, whose probability is dropped."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     hidden = ~seen_pairs(attended, q.shape[2]).to(q.device)
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, -torch.inf)
@@ -168,8 +167,8 @@ def masked_attention(
 
 
 def check_documents(truth: OneDeviceRun, checked: VerifiedRun) -> Iterator[tuple[str, Discrepancy]]:
-    """Where the outputs of a document change with the inputs of its neighbours, in two more forwards; nothing
-    for a model whose sequences are not packed."""
+    """Discrepancies of a document's outputs when only other documents' inputs change, in two more forwards;
+    none for a model whose sequences are not packed."""
     strategy, part = checked.strategy, checked.part
     attended = strategy.packed
     if len(attended.documents) < 2:

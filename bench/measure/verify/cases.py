@@ -1,19 +1,19 @@
 """`spbench verify`: every strategy against the single-device model, on real ranks.
 
 For each case :mod:`measure.verify.oracle` compares outputs, input gradients and every parameter
-gradient on all ranks, and of whole models the bytes sent with the closed forms; here the cases are chosen,
-run on a pool of ranks and judged.
+gradient on all ranks, and of whole models the bytes sent with the closed forms; this module chooses the
+cases, runs them on a pool of ranks and judges them.
 
 Limits. In float64 a fixed 1e-10: reordered sums in tiny models make errors of 1e-14, a wrong term makes
 far more than 1e-6. In lower precisions no fixed number is honest, for the error that one device makes
 differs by tensor. So that error, against the same float64 oracle, is measured for each tensor, and the
-strategy may make NOISE_FACTOR times as much. A parallel run adds up the same products in another order and
-rounds up to N more partial sums to the dtype, where one device keeps them in its accumulator; so its error
-is a sample from a somewhat wider distribution, and the largest of a few hundred tensors is judged. Over
-48 runs a dtype (two strategies, two models, 3 and 4 ranks, three seeds) the largest ratio seen was 2.9.
-A tensor whose noise is small by luck (a scalar, a bias of two numbers) is given the median noise of the
-case's tensors, and none is given less than the dtype's eps. The noise is that of torch's own kernels, so a
-bad kernel cannot widen its own limit.
+strategy may make NOISE_FACTOR times as much. A parallel run adds up the same terms in another order and
+rounds up to N more partial sums to the dtype, where one device keeps them in its accumulator; so its error is
+a sample from a somewhat wider distribution, and the largest of a few hundred tensors is judged. Over 48 runs
+a dtype (two strategies, two models, 3 and 4 ranks, three seeds) the largest ratio seen was 2.9. A tensor
+whose noise is small by luck (a scalar, a bias of two numbers) is given the median noise of the case's
+tensors, and none is given less than the dtype's eps. The noise is that of torch's own kernels, so a bad
+kernel cannot widen its own limit.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from spbench.impls import (
     spelled,
 )
 
-#: seconds that a case of a strategy may take of which one has not ended within the limit of the pool
+#: seconds that a case may take after another case of its strategy did not end within the pool's limit
 HUNG_S = 15.0
 
 
@@ -83,35 +83,33 @@ def verify_cases(
     expect: Callable[[int], None] = lambda cases: None,
     explain: int = 0,
 ) -> Iterator[VerifyRow]:
-    """Verify strategies; a row comes as soon as its case is done.
+    """Verify strategies; yields a row as soon as its case is done.
 
-    Every part of every model is tried as the preset has it; the largest part chosen also with each of the
-    model's variants.
+    Every part of every model is verified with the preset's options, and the largest chosen part also with the
+    options of each of the model's variants.
 
     Args:
-        strategies: names, of one strategy or of several around each other ("megatron_sp+ulysses"); None: all
-            that are registered, each alone.
+        strategies: names of strategies or of nested ones ("megatron_sp+ulysses"); None: each registered one.
         models: names, or paths of config.json files; these and large models are verified
             :meth:`Model.shrunk`; None: the registered presets with "-tiny" in their name.
-        world_sizes: ranks. Those of strategies around each other are split over their axes in every way that
-            leaves more than one to each: 6 ranks as 2 x 3 and 3 x 2.
+        world_sizes: numbers of ranks. Nested strategies get each split of the ranks into more than one along
+            each axis: 6 ranks as 2 x 3 and 3 x 2.
         dtypes: keys of :data:`PRECISIONS`.
-        parts: of the models, by name; None: all. One that a model does not have is passed over.
-        model_options: of every model, by name; with any, its variants are left out.
-        options: of every strategy, by name.
-        backend, backend_options: name of a backend, and its options.
-        device: type of the devices on which the ranks' tensors are, as "cuda".
-        batch: samples; odd, so that nothing hides in an even split.
-        seq_len: positions; 24 is divisible by 1 to 4.
-        pool: ranks to use; None: made here, and closed when the iterator ends.
-        expect: told how many cases there are, before the first is run.
-        explain: of how many RED rows of each strategy the :attr:`VerifyRow.explanation` is made, the first
-            ones.
+        parts: names of parts of the models; None: all. A model without such a part is passed over.
+        model_options: options of every model; if there are any, the models' variants are left out.
+        options: options of every strategy.
+        backend, backend_options: the name of a backend, and its options.
+        device: the type of the devices of the ranks' tensors, as "cuda".
+        batch: the number of samples; odd, so that an even split hides no fault.
+        seq_len: the number of positions; 24 is divisible by 1 to 4.
+        pool: the ranks to use; None: a pool that is closed when the iterator ends.
+        expect: called with the number of cases before the first is run.
+        explain: how many RED rows of each strategy get an :attr:`VerifyRow.explanation`.
 
     Raises:
         KeyError: an unknown strategy, model, dtype or backend.
         UserError: a config.json cannot be read, or has something that no model here has.
-        ValueError: strategies cannot be around each other.
+        ValueError: strategies cannot be nested in this way.
     """
     nestings = [nesting(name) for name in (all_strategies() if strategies is None else strategies)]
     of_models, tried = dict(model_options or {}), _tiny() if models is None else models
@@ -128,7 +126,7 @@ def verify_cases(
 
 
 class _Planned(NamedTuple):
-    """A case that is to be run: on which mesh, and the names of its model and of all options."""
+    """A case to run, its mesh (or number of ranks), the name of its model, and all options as text."""
 
     case: Case
     mesh: Mapping[str, int] | int
@@ -145,7 +143,7 @@ def _cases(
     of_models: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> Iterator[_Planned]:
-    """The cases of :func:`verify_cases`; ``of_models``: options of all models, ``settings``: of each case."""
+    """The cases of :func:`verify_cases`; ``of_models``: options of all models; ``settings``: of each case."""
     of_all = {**settings["options"], **settings["backend_options"]}
     for strategy, (name, preset) in itertools.product(nestings, presets.items()):
         tried = _parts_and_variants(preset, parts, () if of_models else preset.variants())
@@ -161,7 +159,7 @@ def _cases(
 
 
 def _rows(ranks: Ranks, cases: Sequence[_Planned], device: str, explain: int) -> Iterator[VerifyRow]:
-    """The row of each case, as soon as it is done."""
+    """The row of each case, as soon as the case is done."""
     failures: defaultdict[str, list[VerifyRow]] = defaultdict(list)  # the RED rows, by strategy
     for case, mesh, model, variant in cases:
         reds = failures[case.strategy.name]
@@ -178,14 +176,14 @@ def _rows(ranks: Ranks, cases: Sequence[_Planned], device: str, explain: int) ->
 
 
 def _check_known(dtypes: Sequence[str], backend: str) -> None:
-    """Raise a KeyError before any rank starts."""
+    """Raise a KeyError for an unknown dtype or backend before any rank starts."""
     for dtype in dtypes:
         if dtype not in PRECISIONS:
             raise KeyError(f"unknown dtype {dtype!r}; choices: {', '.join(PRECISIONS)}")
     backend_class(backend)
 
 
-#: features of a position; wider layers are shrunk, as float64 on a few ranks cannot hold many
+#: the most features of a position; wider models are shrunk, because float64 needs much memory
 LARGEST_HIDDEN = 512
 
 
@@ -194,7 +192,7 @@ def _tiny() -> list[str]:
 
 
 def _model(name: str) -> Model:
-    """The model of that name, in sizes for verification where it is large, or of the config.json there."""
+    """The model of that name or config.json; a large model, or one from a file, is shrunk."""
     model = model_preset(name, config=read_model_file(name) if names_a_file(name) else None)
     return model.shrunk() if names_a_file(name) or getattr(model, "hidden", 0) > LARGEST_HIDDEN else model
 
@@ -202,7 +200,7 @@ def _model(name: str) -> Model:
 def _parts_and_variants(
     preset: Model, parts: Sequence[str] | None, variants: Iterable[Mapping[str, Any]]
 ) -> list[tuple[str, Mapping[str, Any]]]:
-    """The chosen parts of a model as the preset has them, then the largest of them with each variant."""
+    """The chosen parts of a model with the preset's options, then the largest of them with each variant."""
     chosen = [part for part in preset.parts() if parts is None or part in parts]
     varied = [(part, varying) for part in chosen[-1:] for varying in variants]
     return [*((part, {}) for part in chosen), *varied]
@@ -223,11 +221,11 @@ def verify_case(
     explain: bool = False,
     timeout_s: float | None = None,
 ) -> VerifyRow:
-    """Run one case on a mesh of the pool's ranks, or on that many along the strategy's axis, and judge it.
+    """Run one case on a mesh of the pool's ranks, or on a number of ranks along one axis, and judge it.
 
     Args:
-        explain: run one that is RED once more, to say where its step goes wrong first.
-        timeout_s: after it the case has failed; None: the pool's limit.
+        explain: run a RED case once more, to say where its step goes wrong first.
+        timeout_s: seconds after which the case has failed; None: the pool's limit.
     """
     try:
         sizes = case.strategy.sizes_for(mesh) if isinstance(mesh, int) else mesh
@@ -271,7 +269,7 @@ def verify_case(
 
 
 def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> VerifyRow:
-    """The row with the worst of the findings of ranks 0, 1, ..."""
+    """The row with the worst of the findings, which are listed for ranks 0, 1, ..."""
     every = judged(PRECISIONS[row.dtype].parameters, findings)
     own = [each for each in every if each.finding.apart is None]
     wrong = [each for each in own if each.excess > 1]
@@ -292,14 +290,14 @@ def _judged(row: VerifyRow, case: Case, findings: list[list[Finding]]) -> Verify
 
 
 def _mesh(sizes: Mapping[str, int], folds: Mapping[str, int]) -> str:
-    """A mesh with every axis of the strategy, then the folded axes of several ranks."""
+    """A mesh as text: every axis of the strategy, then the folded axes that have several ranks."""
     folded = spelled(given_folds(folds)).removeprefix("1")
     return "x".join(f"{axis}{n}" for axis, n in sizes.items()) + folded
 
 
 def _foldings(case: Case, ranks: int) -> list[Mapping[str, int]]:
-    """The sizes of the folded axes with which a model's experts are verified on so many ranks, the largest ep
-    last; without experts there are none."""
+    """The sizes of the folded axes ep and etp with which a model's experts are verified on ``ranks`` ranks,
+    the largest ep last; for a model without experts one empty mapping."""
     sites = case.model.sites(case.batch, case.seq_len)
     experts = [site.dims["E"] for site in sites if site.kind == "experts"]
     sizes: list[Mapping[str, int]] = [

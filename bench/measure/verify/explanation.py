@@ -1,8 +1,7 @@
 """Why a case is RED: the first wrong tensor in the order of execution, on which ranks and positions, and the
 collectives that ranks call unequally. Each explanation runs the case once more.
 
-Collectives are written down before they run, as ranks that call different ones may die of it: Gloo aborts the
-process.
+Collectives are logged before they run, because Gloo aborts processes whose ranks call different ones.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from spbench.bench.measure.verify.oracle import BothRuns, both_runs
 from spbench.bench.measure.verify.verified_run import SITE_DIM, Case
 from spbench.impls import PRECISIONS, ModelPart
 
-#: columns of a map of errors: the sequence is cut into so many blocks
+#: the number of blocks of positions, which are the columns of a map of errors
 BLOCKS = 8
-#: wrong tensors named after the first
+#: how many wrong tensors are named after the first
 NAMED = 4
-#: seconds that a case whose ranks have failed may take once more
+#: the time limit in seconds of the second run of a case whose ranks have failed
 AGAIN_S = 15.0
-#: code that calls collectives for others: this package's, Python's with what is installed, torch's
+#: folders of code that calls collectives for its caller: of this package, of Python and of torch
 _PASSED = (Path(__file__).parents[2], Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent)
-#: these meet one other rank, which calls another of them
+#: messages between two ranks, of which one calls send and the other recv
 _PAIRED = ("send", "recv")
 
 
 def explain_values(pool: Ranks, case: Case, sizes: Mapping[str, int], device: str, backend: str) -> str:
-    """Lines on a case whose values are wrong, or "" where only its messages are."""
+    """Lines of text on a case whose values are wrong; "" where only its messages are wrong."""
     try:
         by_rank = pool.run(sizes, observed, case, device=device, backend=backend)
     except RankError as error:  # a fault that comes and goes
@@ -71,8 +70,8 @@ def explain_values(pool: Ranks, case: Case, sizes: Mapping[str, int], device: st
 
 
 def explain_failure(pool: Ranks, case: Case, sizes: Mapping[str, int], device: str, backend: str) -> str:
-    """Lines on a case in which a rank raised, died or did not answer: the collectives that ranks call
-    unequally; "" where they call the same."""
+    """A line on the collectives that ranks call unequally, in a case in which a rank raised, died or did not
+    answer; "" where all ranks call the same."""
     with tempfile.TemporaryDirectory(prefix="spbench-calls-") as folder:
         with suppress(RankError):
             pool.run(
@@ -82,7 +81,7 @@ def explain_failure(pool: Ranks, case: Case, sizes: Mapping[str, int], device: s
 
 
 def observed(mesh: DeviceMesh, case: Case) -> list[Finding]:
-    """A finding for each tensor compared on this rank of the mesh, and each at its attention sites."""
+    """A finding for each tensor that this rank compares, and for each tensor at its attention sites."""
     runs = both_runs(mesh, case, watch=True)
     at_sites, tensors = runs.sites(), runs.tensors()
     expected, got = {**at_sites.expected, **tensors.expected}, {**at_sites.got, **tensors.got}
@@ -96,7 +95,7 @@ def observed(mesh: DeviceMesh, case: Case) -> list[Finding]:
 
 
 def _sequence_dim(part: ModelPart, name: str) -> int | None:
-    """The sequence dim of an output or an input's gradient; None for other tensors and for grids."""
+    """The sequence dim of an output or of an input's gradient; None for other tensors and for grids."""
     kind, _, key = name.rpartition(" ")
     dims = {"output": part.output_dims, "gradient of input": part.sequence_dims}.get(kind, {})
     dim = dims.get(key)
@@ -106,7 +105,7 @@ def _sequence_dim(part: ModelPart, name: str) -> int | None:
 def _blocks(
     runs: BothRuns, expected: Tensor | None, got: Tensor | None, dim: int, length: int
 ) -> tuple[float | None, ...]:
-    """The relative error of each block of positions."""
+    """The relative error in each block of positions, None for a block without positions on this rank."""
     if expected is None or got is None or expected.shape != got.shape:
         return ()
     places = runs.checked.strategy.shard(torch.arange(length, device=got.device), 0)
@@ -121,8 +120,8 @@ def _blocks(
 
 
 def _place(name: str, order: Mapping[str, int]) -> tuple[int, float]:
-    """Where a tensor comes in the order of execution: backward goes through what forward came to, from its
-    end; gradients of weights come with those of their modules, and those of inputs last."""
+    """The place of a tensor in the order of execution, as a sort key: tensors of forward, then gradients of
+    weights in the reverse order of forward, and gradients of inputs last."""
     if not name.startswith("gradient of "):
         return 0, order.get(name, float("inf"))
     of = name.removeprefix("gradient of ")
@@ -132,7 +131,7 @@ def _place(name: str, order: Mapping[str, int]) -> tuple[int, float]:
 
 
 def _map(first: Sequence[Judged], limit: float, length: int) -> list[str]:
-    """The errors of one tensor by rank, and by block of positions where it has these."""
+    """Lines with the errors of one tensor by rank, and by block of positions if the tensor has positions."""
     if not any(each.finding.blocks for each in first):
         said = [f"rank {each.rank} {_error(each.finding.discrepancy.error, limit)}" for each in first]
         return [f"its error by rank (. is right): {', '.join(said)}"]
@@ -153,15 +152,15 @@ def _error(error: float, limit: float) -> str:
 
 
 def logged(mesh: DeviceMesh, run: Callable[..., Any], case: Any, folder: str) -> None:
-    """Run a case on this rank, with each of its collectives written into a file of the folder before it is
-    called. Last comes a line that says that the rank has come to the end."""
+    """Run a case on this rank, and write each of its collectives into a file of the folder before the call.
+    The file's last line says that the rank has come to the end."""
     with Path(folder, str(dist.get_rank())).open("w", buffering=1, encoding="utf-8") as file, _Log(file):
         run(mesh, case)
         file.write("{}\n")
 
 
 class _Log(TorchDispatchMode):
-    """Writes down each collective: its name, payload, group and the line of code that calls it."""
+    """Logs each collective: its name, payload bytes, ranks, and the line of code that calls it."""
 
     def __init__(self, file: Any):
         super().__init__()
@@ -176,8 +175,8 @@ class _Log(TorchDispatchMode):
 
 
 def _caller() -> str:
-    """FILE:LINE of the code of a strategy, model or backend that calls a collective: the nearest that is not
-    in :data:`_PASSED`; "" where there is none, as where autograd calls it from C++."""
+    """FILE:LINE of the code of a strategy, model or backend that calls a collective: the innermost frame
+    outside :data:`_PASSED`; "" where there is none, for example if autograd calls from C++."""
     frame = sys._getframe(2)
     while frame is not None:
         file = Path(frame.f_code.co_filename)
@@ -188,7 +187,7 @@ def _caller() -> str:
 
 
 def unequal_calls(folder: Path) -> str:
-    """A sentence on the first collectives in which ranks of one group differ; "" where all call the same."""
+    """A sentence on the first collective in which the ranks of a group differ; "" if none does."""
     calls = {int(file.name): _read(file) for file in folder.iterdir()}
     by_group: dict[tuple[int, ...], dict[int, list[Mapping[str, Any]]]] = defaultdict(
         lambda: defaultdict(list)
@@ -214,7 +213,7 @@ def _read(file: Path) -> list[Mapping[str, Any]]:
 
 
 def _said(call: Mapping[str, Any] | None, every: Sequence[Mapping[str, Any]]) -> str:
-    """What a rank does in the place of a call of the others."""
+    """A phrase on what a rank does where other ranks call a collective."""
     if call is not None:
         return f"is in {_spelled(call)}"
     if not every:

@@ -1,8 +1,8 @@
-"""How far a tensor is from its reference, and the verdict on what ranks find: what each error may be, whether
-the step is wrong in forward, in backward or in its messages alone, and in which way.
+"""How far a tensor is from its reference, and the verdict on the findings of ranks: the limit of each error,
+and whether and how the step is wrong in forward, in backward or only in its messages.
 
-A mean in place of a sum, or a sum over other ranks, leaves gradients that are right but for a factor such as
-1/N, which names the fault. Gradients that are wrong in another way have no such factor.
+A mean in place of a sum, or a sum over other ranks, makes gradients wrong by a factor such as 1/N, which
+names the fault. Other faults have no such factor.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from spbench.impls import AsPublished, Nesting, Strategy
 FLOAT64_LIMIT = 1e-10
 NOISE_FACTOR = 4.0
 
-#: in a verdict, names of wrong tensors beside the worst
+#: how many wrong tensors a verdict names besides the worst
 OTHERS_NAMED = 4
 
 
 @dataclass(frozen=True)
 class Discrepancy:
-    """A tensor x beside a reference.
+    """The difference of a tensor x from its reference.
 
     Attributes:
         error: ||x - ref|| / ||ref||; infinite where there is a ``problem``.
-        problem: why there is no such number, as the rest of a sentence on x; "" where there is one.
+        problem: why x cannot be compared, as the rest of a sentence on x; "" where it can.
         scale: the s for which s ref is nearest to x, <x, ref> / <ref, ref>; 1 where there is a ``problem``.
         residual: ||x - s ref|| / ||s ref||, the error that is left when x is divided by s; infinite where
             s is 0, or where there is a ``problem``.
@@ -52,11 +52,11 @@ class Discrepancy:
         return cls(float("inf"), problem)
 
     def factor(self, limit: float) -> float | None:
-        """The s where x is s times the reference, but for an error of at most ``limit``; else None."""
+        """The number s if x is s times the reference, with an error of at most ``limit``; else None."""
         return self.scale if self.residual <= limit else None
 
     def described(self, limit: float) -> str:
-        """What is wrong with x, as the rest of a sentence on it, where an error above ``limit`` is wrong."""
+        """The fault of x, as the rest of a sentence on x; errors above ``limit`` are faults."""
         if self.problem:
             return self.problem
         if self.scale == 0.0 and self.error == 1.0:
@@ -70,16 +70,16 @@ class Discrepancy:
 def discrepancies(
     reference: Mapping[str, Tensor], got: Mapping[str, Tensor | None]
 ) -> dict[str, Discrepancy]:
-    """The discrepancy in float64 of every tensor that either side names.
+    """The discrepancy, in float64, of every tensor that either side has, by name.
 
     The error is infinite where a tensor is missing on one side, has another shape, or is not finite. Where
-    the reference is exactly zero it is 0 if x is zero too, else infinite.
+    the reference is exactly zero, the error is 0 if x is zero too, else infinite.
     """
     return {name: _discrepancy(reference.get(name), got.get(name)) for name in {**reference, **got}}
 
 
 def relative_errors(reference: Mapping[str, Tensor], got: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """The errors alone of :func:`discrepancies`."""
+    """Only the errors of :func:`discrepancies`, by name."""
     return {name: discrepancy.error for name, discrepancy in discrepancies(reference, got).items()}
 
 
@@ -105,19 +105,19 @@ def _discrepancy(reference: Tensor | None, x: Tensor | None) -> Discrepancy:
 
 @dataclass(frozen=True)
 class Finding:
-    """One tensor on one rank.
+    """The comparison of one tensor on one rank.
 
     Attributes:
         tensor: "output y", "gradient of input x", "gradient of layer.qkv.weight", or "positions of ...".
-        discrepancy: of the strategy against the oracle.
-        noise: relative error, on the same part of the same tensor, of the single device in the case's dtype.
-        tells: how much it tells of a fault beside others: 0 of a message or a count, "backward all_reduce
-            over sp", 1 of values, 2 of documents that see each other.
-        apart: of a published baseline's own function against the model, which is no fault: at how many of how
-            many positions they differ; None of all other findings.
-        place: of the order of execution, smaller ones first: forward, then backward, then what is last.
-        blocks: the error in each of :data:`BLOCKS` blocks of the sequence, None in those that are not on
-            this rank; empty for a tensor without positions, and where no step is explained.
+        discrepancy: the strategy's tensor against the oracle's.
+        noise: the relative error of the single device in the case's dtype, on the same part of the tensor.
+        tells: how much the finding tells of a fault: 0 for bytes of messages ("backward all_reduce over sp"),
+            1 for values, 2 for documents that see each other.
+        apart: for a published baseline's own function against the model, which is no fault: the number of
+            positions that differ, and of all; None for other findings.
+        place: the sort key of the tensor in the order of execution.
+        blocks: the error in each of :data:`BLOCKS` blocks of the sequence, None for a block that is not on
+            this rank; empty for a tensor without positions, and where nothing is explained.
     """
 
     tensor: str
@@ -131,7 +131,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Judged:
-    """A finding of a rank beside what its error may be."""
+    """A finding of a rank with the limit of its error."""
 
     rank: int
     finding: Finding
@@ -150,11 +150,11 @@ class Judged:
 
 
 def limits(dtype: torch.dtype, noises: Sequence[float]) -> Callable[[float], float]:
-    """What an error may be in a dtype, by the noise of its tensor; in float64 there is none, unless the model
-    rounds more than that.
+    """A function from a tensor's noise to the limit of its error, in a dtype; in float64 a constant limit,
+    unless the model itself rounds more.
 
     Args:
-        noises: of all tensors of the case on all ranks.
+        noises: the noise of all tensors of the case on all ranks.
     """
     if dtype is torch.float64 and not any(noises):
         return lambda noise: FLOAT64_LIMIT
@@ -169,14 +169,14 @@ def judged(dtype: torch.dtype, findings: Sequence[Sequence[Finding]]) -> list[Ju
 
 
 def worst_of(every: Sequence[Judged], wrong: Sequence[Judged]) -> Judged:
-    """The finding with the largest error for its limit; among wrong ones, values come before messages with
-    wrong bytes, as values tell more."""
+    """The finding with the largest error for its limit. Among wrong ones, values come before messages with
+    wrong bytes, because values tell more of a fault."""
     return max(wrong or every, key=lambda each: (each.finding.tells if wrong else 0, each.excess))
 
 
 def how_wrong(worst: Judged, wrong: Sequence[Judged]) -> str:
-    """Where the step goes wrong, and how the worst tensor is wrong; if no factor explains that, also the
-    worst tensor that a factor explains."""
+    """Whether forward or backward is wrong, and how the worst tensor is wrong; if the worst is not wrong by a
+    factor, also the worst tensor that is."""
     scaled = [each for each in wrong if each.factor is not None]
     shown = (
         [worst] if worst.factor is not None or not scaled else [worst, max(scaled, key=lambda e: e.excess)]
@@ -189,7 +189,8 @@ def how_wrong(worst: Judged, wrong: Sequence[Judged]) -> str:
 
 
 def how_departs(strategy: type[Strategy] | Nesting, departing: Sequence[Judged]) -> str:
-    """How far a baseline's own function is from the model's: in the first tensor, and in how many."""
+    """How far a baseline's own function is from the model's: the error of the first tensor that differs, and
+    the number of such tensors."""
     classes = strategy.classes if isinstance(strategy, Nesting) else (strategy,)
     (cls,) = (cls for cls in classes if issubclass(cls, AsPublished))
     first = departing[0].finding.tensor
@@ -205,7 +206,7 @@ def how_departs(strategy: type[Strategy] | Nesting, departing: Sequence[Judged])
 
 
 def where_wrong(wrong: Sequence[Judged]) -> str:
-    """Whether outputs are wrong, gradients alone, or neither."""
+    """Whether outputs are wrong, only gradients, or neither, in words."""
     tensors = [each.finding.tensor for each in wrong]
     if any(name.startswith("output ") for name in tensors):
         return "wrong in forward"
@@ -215,7 +216,7 @@ def where_wrong(wrong: Sequence[Judged]) -> str:
 
 
 def unequal_bytes(wrong: Sequence[Judged]) -> list[str]:
-    """The messages that are unequal to the closed forms, each once, as on the first rank that has it."""
+    """The messages whose bytes differ from the closed forms, each with the numbers of one rank."""
     said: dict[str, str] = {}
     for each in wrong:
         if each.finding.tells == 0:

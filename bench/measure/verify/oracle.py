@@ -1,7 +1,7 @@
-"""What a strategy computes on one rank beside what the single device computes, tensor by tensor.
+"""Compare a strategy's tensors on one rank with the single device's, tensor by tensor.
 
 The oracle is the model on one device in float64, with torch's own kernels where the model has a choice,
-so that it shares no hand-written backward with what it judges (the layer norm, which has no other way, is
+so that it shares no hand-written backward with the strategies (the layer norm, which has no other version, is
 compared with torch's in its unit test). The strategy then runs the same part of the model on this rank's
 shards, with gradients synchronised by the code that training uses. Dropout is off on both sides.
 """
@@ -32,14 +32,14 @@ from spbench.bench.measure.verify.judged import Discrepancy, Finding, discrepanc
 from spbench.bench.measure.verify.verified_run import SITE_DIM, Case, OneDeviceRun, VerifiedRun, share_of
 from spbench.impls import CAUSAL, AsPublished, Attended, Composition, Model, Place, Strategy, with_options
 
-#: runs of one device that a rank keeps; a tiny model's takes a megabyte
+#: how many runs of one device a rank keeps; the run of a tiny model takes a megabyte
 KEPT_RUNS = 128
 #: share of the largest element below which two elements count as the same
 _SAME = 1e-10
 
 
 class _OneDevice(Strategy):
-    """The single device, with the padding of the vocabulary that ``parts`` ranks need."""
+    """The single device, with the vocabulary padded as for ``parts`` ranks."""
 
     def __init__(self, parts: int):
         super().__init__()
@@ -59,17 +59,17 @@ class _OneDevice(Strategy):
 
 @dataclass(frozen=True)
 class BothRuns:
-    """A case on this rank, and its reference.
+    """A case's run on this rank, and its reference runs on one device.
 
     Attributes:
-        model: of both, without dropout.
-        truth: on one device in float64.
-        noisy: on one device in the case's dtype, with the model's :attr:`Model.rounding`; None: that is
-            float64, without.
-        departures: of a published baseline, how far its own function is from the model's, and at how many of
-            how many positions.
-        checked: on this rank, with the strategy.
-        recorder: has seen what the checked run communicates.
+        model: the model of all runs, without dropout.
+        truth: the run on one device in float64.
+        noisy: the run on one device in the case's dtype, with the model's :attr:`Model.rounding`; None: the
+            dtype is float64, and the model has no rounding.
+        departures: for a published baseline, how far each tensor of its own function is from the model's, the
+            number of positions that differ, and of all.
+        checked: the run on this rank, with the strategy.
+        recorder: the recorder of the checked run's communication.
     """
 
     model: Model
@@ -80,13 +80,12 @@ class BothRuns:
     departures: Mapping[str, tuple[Discrepancy, tuple[int, int]]]
 
     def tensors(self) -> Compared:
-        """The tensors of :meth:`VerifiedRun.tensors`, and this rank's share of the reference."""
+        """The tensors of :meth:`VerifiedRun.tensors`, and this rank's share of the references."""
         noisy = {} if self.noisy is None else share_of(self.noisy, self.checked)
         return Compared(share_of(self.truth, self.checked), noisy, self.checked.tensors())
 
     def sites(self) -> Compared:
-        """The tensors at attention sites, and their gradients; on this rank each is a range of positions of
-        the reference."""
+        """The tensors at attention sites and their gradients, at this rank's range of positions."""
         compared = Compared({}, {}, {})
         for prefix, kind in (("", "values"), ("gradient of ", "gradients")):
             mine, theirs = getattr(self.checked.sites, kind), getattr(self.truth.sites, kind)
@@ -102,12 +101,12 @@ class BothRuns:
 
 @dataclass(frozen=True)
 class Compared:
-    """Tensors of this rank by name.
+    """Tensors of this rank, by name, and their references.
 
     Attributes:
-        expected: as one device computes them in float64.
-        noisy: as one device computes them in the case's dtype; empty where that is float64.
-        got: as the strategy computes them.
+        expected: the tensors that one device computes in float64.
+        noisy: the tensors that one device computes in the case's dtype; empty in float64.
+        got: the tensors that the strategy computes.
     """
 
     expected: dict[str, Tensor]
@@ -115,7 +114,7 @@ class Compared:
     got: dict[str, Tensor | None]
 
     def discrepancies(self) -> dict[str, tuple[Discrepancy, float]]:
-        """By name: the discrepancy, and the relative error of the single device in the dtype."""
+        """The discrepancy, and the relative error of the single device in the case's dtype, by name."""
         noise = relative_errors(self.expected, self.noisy) if self.noisy else {}
         return {
             name: (each, noise.get(name, 0.0))
@@ -127,7 +126,7 @@ def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
     """Run a case on this rank of the mesh and on one device, both on the mesh's device.
 
     Args:
-        watch: keep what goes through the sites of attention too.
+        watch: also keep the tensors at the sites of attention.
     """
     model = with_options(case.model, {"dropout": 0.0})
     place = Place.on(mesh, case.folds)
@@ -150,7 +149,7 @@ def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
         return _on_one_device(pickle.dumps((of, strategy, dtype, mesh.device_type, watch, {**given})))
 
     truth = on_one_device(torch.float64)
-    # in half precision a token between two experts goes to either, by its rounding
+    # in half precision rounding decides to which of two near experts a token goes
     given = truth.choices if case.torch_dtype in (torch.float16, torch.bfloat16) else {}
     shapes = {name: x.shape for name, x in truth.outputs.items()}
     recorder = Recorder(mesh)
@@ -182,8 +181,8 @@ def both_runs(mesh: DeviceMesh, case: Case, *, watch: bool = False) -> BothRuns:
 
 
 def _apart(x: Tensor, y: Tensor, places: int | tuple[int, ...] | None) -> tuple[int, int]:
-    """At how many positions of this rank two tensors differ, and how many positions there are; (0, 0) for
-    tensors without positions (``places`` None)."""
+    """The number of positions of this rank at which two tensors differ, and the number of all positions; (0,
+    0) for tensors without positions (``places`` None)."""
     if places is None:
         return 0, 0
     dims = places if isinstance(places, tuple) else (places,)
@@ -193,8 +192,7 @@ def _apart(x: Tensor, y: Tensor, places: int | tuple[int, ...] | None) -> tuple[
 
 
 def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
-    """Compare what this rank of the mesh computes with its share of what one device computes, both on the
-    mesh's device."""
+    """Findings that compare this rank's tensors with its share of one device's, both on the mesh's device."""
     runs = both_runs(mesh, case)
     model, truth, checked, recorder = runs.model, runs.truth, runs.checked, runs.recorder
     return [
@@ -210,7 +208,7 @@ def check_rank(mesh: DeviceMesh, case: Case) -> list[Finding]:
 
 @lru_cache(maxsize=KEPT_RUNS)
 def _on_one_device(pickled: bytes) -> OneDeviceRun:
-    """The run of a case on one device, of the pickled arguments: most strategies are verified on the same
-    models, one after another. Nobody writes to what it holds."""
+    """The run of a case on one device, from the pickled arguments; kept, because most strategies are verified
+    on the same models. Nobody may write to its tensors."""
     case, strategy, dtype, device, watch, given = pickle.loads(pickled)
     return OneDeviceRun.of(VerifiedRun(case, strategy, dtype, device=device, watch=watch, given=given))

@@ -1,10 +1,10 @@
-"""Whether cells may be measured: no speed is shown of code whose gradients are not proven right.
+"""Whether cells may be measured: code whose gradients are not proven right gets no speed.
 
-A strategy and a backend are proven for their code. Those of this package are, if :data:`PROVEN` names the
-package's code, because `spbench verify` was green on its strategies; the tests verify its backends. All
-others (of users, those that call other packages, and all of a package that was changed since) are verified in
-small before their first row: with the cell's model shrunk, on a few Gloo ranks of this machine. The cache
-keeps what was green, so that each is verified once.
+A proof holds for one version of the code. This package's strategies and backends are proven if :data:`PROVEN`
+has the digest of the package's code: `spbench verify` was green on its strategies, and the tests verify its
+backends. All others (users' code, code that calls other packages, and all of a changed package) are verified
+before their first row, with a small model on a few Gloo ranks of this machine. The cache keeps green
+verdicts, so that each is verified once.
 """
 
 from __future__ import annotations
@@ -41,27 +41,26 @@ from spbench.impls import (
     versions,
 )
 
-#: beside this module: the digest of the package's code on which verification was green
+#: the file in this folder with the digest of the package's code on which verification was green
 PROVEN = "proven.json"
-#: ranks along an axis, at most: of one axis, and of each of several
+#: the most ranks along an axis: of a strategy with one axis, and of one with several
 MOST, MOST_OF_EACH = 4, 2
-#: bytes of the cache of what was green, whose entries have one
+#: the size in bytes of the cache of green verdicts, whose entries have one byte
 _CACHE_BYTES = 2**20
 
-#: takes a line that says what is verified
+#: a function that shows a line on what is verified
 Say = Callable[[str], None]
 
 
 def unproven(
     cells: Iterable[Cell], pool: Ranks | None = None, say: Say = lambda text: None
 ) -> dict[str, Outcome]:
-    """By key, the outcome of cells that may not be measured: a mismatch if the strategy or the backend is
-    wrong, unsupported if nothing could be verified. A cell that its strategy refuses may be measured: it ends
-    as unsupported.
+    """The outcome of cells that may not be measured, by key: "mismatch" if the strategy or the backend is
+    wrong, "unsupported" if nothing could be verified. A cell that its strategy refuses is left out.
 
     Args:
-        pool: of as many ranks as are verified; None: started if there is something to verify.
-        say: told before the first case which strategies are verified.
+        pool: the ranks to verify on; None: a pool is started if there is something to verify.
+        say: called before the first case with a line on which strategies are verified.
     """
     asked = {cell.key: (_key(cases), cases) for cell in cells if (cases := _cases(cell))}
     unknown = {key: cases for key, cases in asked.values() if key not in _verdicts and not _kept(key)}
@@ -80,15 +79,15 @@ def unproven(
     return {cell: verdict for cell, verdict in verdicts.items() if verdict is not None}
 
 
-#: what this process has verified, by :func:`_key`; None: it is proven
+#: the outcomes of this process's verifications, by :func:`_key`; None: proven
 _verdicts: dict[str, Outcome | None] = {}
 
 
 class _Small(NamedTuple):
-    """A case that stands for a cell, on so many ranks along the axes of its strategy.
+    """A small case that is verified in place of a cell, on ``sizes`` ranks along the axes of its strategy.
 
     Attributes:
-        named: what is verified: the cell's strategy, or its backend.
+        named: the name of the verified strategy or backend of the cell.
     """
 
     named: str
@@ -98,8 +97,8 @@ class _Small(NamedTuple):
 
 
 def _cases(cell: Cell) -> list[_Small]:
-    """The cases to verify before the cell is measured; none where it is proven, or refused. Later cases, of
-    the strategy on fewer ranks, count where earlier ones are unsupported. A backend beside a strategy without
+    """The cases to verify before the cell is measured; none where the cell is proven or refused. Later cases
+    have the strategy on fewer ranks, for when earlier cases are unsupported. A backend of a strategy without
     axes is verified with the package's strategies."""
     cls, backend = nesting(cell.strategy), cell.training.backend
     of_strategy = bool(cls.axes) and not _is_proven(*cls.classes)
@@ -130,13 +129,13 @@ def _cases(cell: Cell) -> list[_Small]:
 
 
 def _key(cases: Sequence[_Small]) -> str:
-    """A digest of the cases, their code and packages: where one changes, the cases are verified again."""
+    """A digest of the cases, their code and packages: if one changes, the cases are verified again."""
     packages = versions(["torch", *cases[0].case.strategy.requires])
     return _digest([tuple(each) for each in cases], packages, verified_code())
 
 
 def _verdict(pool: Ranks, cases: Sequence[_Small]) -> Outcome | None:
-    """The outcome of cells for which these cases stand; None: a case is green, none of its size is red."""
+    """The outcome of the cells of these cases; None: proven, as a case is green and none is red."""
     for _, of_size in groupby(cases, key=lambda each: (each.case.strategy.name, each.sizes)):
         rows = [verify_case(pool, each.case, each.sizes, model_name=each.model) for each in of_size]
         if red := next((row for row in rows if row.status == "RED"), None):
@@ -150,7 +149,7 @@ def _verdict(pool: Ranks, cases: Sequence[_Small]) -> Outcome | None:
 
 
 def _small(cell: Cell) -> dict[str, Model]:
-    """The cell's model, without its options, in sizes for verification."""
+    """The cell's model by name, with default options and in sizes for verification."""
     own = model_preset(cell.model, config=cell.model_config_json).shrunk()
     if getattr(own, "hidden", 0) <= LARGEST_HIDDEN:
         return {cell.model: own}
@@ -158,24 +157,25 @@ def _small(cell: Cell) -> dict[str, Model]:
 
 
 def _refused(cell: Cell) -> bool:
-    if cell.search is not None:  # for some sizes, perhaps, which the search finds out
+    if cell.search is not None:  # a search finds out which sizes are refused
         return False
     try:
         with exits_refused():
             plan(cell)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # whatever code of users raises is told by the row of the cell
+    except BaseException:  # the row of the cell tells what users' code raises
         return True
     return False
 
 
-# -- what is known to be proven ------------------------------------------------------------------------------
+# -- proofs
+# ---------------------------------------------------------------------------------------------------
 
 
 def _is_proven(*classes: type) -> bool:
-    """Whether these are the package's, on whose code as it is verification was green; what calls other
-    packages rests on their code too."""
+    """Whether all classes are this package's, call no other package, and verification was green on the
+    package's code as it is now."""
     own = all(is_packaged(cls) and not getattr(cls, "requires", ()) for cls in classes)
     return own and _package_is_proven()
 
@@ -194,7 +194,7 @@ def _package_is_proven() -> bool:
 
 
 def keep_package_proof() -> None:
-    """Note in the cache that verification was green on all of the package's code as it is."""
+    """Note in the cache that verification was green on the package's code as it is now."""
     _keep(_digest("package", package_code()))
 
 

@@ -1,8 +1,8 @@
-"""Verdicts of `spbench verify` in a file, so that pages can show what is proven, and of which code.
+"""Verdicts of `spbench verify` in a file, so that pages can show which cases and which code are proven.
 
 A folder has one file of JSON lines: for each run that left verdicts its head (backend, type of device,
 commit, :func:`verified_code`, torch's version, time), then a line for each case, with the fields of
-:class:`VerifyRow`; a text that is empty and a number that is not known are left out.
+:class:`VerifyRow`; empty texts and unknown numbers are left out.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from spbench.impls import plugin_files
 #: the file of verdicts in a folder of results
 VERDICTS_FILE = "verdicts.jsonl"
 
-#: a :class:`VerifyRow` by its fields, with those of the head of its run
+#: the fields of a :class:`VerifyRow`, and the fields of its run's head
 Verdict = dict[str, Any]
 
-#: of :attr:`VerifyRow.bytes`
+#: the value of :attr:`VerifyRow.bytes` where all bytes are those of the closed forms
 EQUAL = "equal"
-#: what the head of a run says of all its verdicts
+#: the fields of a run's head, which all of its verdicts share
 RUN = ("backend", "device", "commit", "code", "torch", "time")
-#: what names a case; a later verdict on it takes the place of an earlier one
+#: the fields that identify a case, whose later verdict replaces an earlier one
 CASE = (
     *("strategy", "model", "variant", "part", "size", "mesh", "dtype", "batch", "seq_len"),
     *("backend", "device"),
@@ -48,26 +48,24 @@ class VerifyRow:
     """The verdict on one case.
 
     Attributes:
-        variant: the model options that differ from the preset, as "name=value", and the strategy's and the
-            backend's.
-        size: ranks.
-        mesh: ranks along each axis, as "tp2xsp3".
+        variant: options of model (if not the preset's), strategy and backend, as "name=value".
+        size: the number of ranks.
+        mesh: the number of ranks along each axis, as "tp2xsp3".
         dtype: a key of :data:`PRECISIONS`.
         batch, seq_len: whole sizes, in samples and positions; 0 if an earlier release left them out.
-        status: "unsupported" is no fault: the strategy says that it cannot run these sizes. "as published" is
-            none either: a published baseline computes what its authors' code does, which is not what the
-            model asks for.
-        error, limit: relative error of the worst tensor over all ranks, and what it may be; the worst is
-            the one with the largest error for its limit.
+        status: "unsupported" (the strategy cannot run these sizes) and "as published" (a published baseline
+            computes what its authors' code does, which is not what the model asks for) are no faults.
+        error, limit: the relative error of the worst tensor over all ranks, and its limit; the worst tensor
+            has the largest error for its limit.
         tensor, rank: the worst tensor, and the rank on which it is.
-        factor: a RED tensor over its reference, where that is one number (:class:`Discrepancy`).
+        factor: the number by which a RED tensor differs from its reference, if there is one.
         verdict: whether forward or backward is wrong, how the tensor is wrong, and which other tensors are;
             of a baseline as published, how it departs from the model.
-        reason: why it is unsupported, or what a rank raised, in a line.
-        bytes: how what ranks send differs from the closed forms of strategy and backend; "equal"; or "" where
-            there is none to compare with, as of a part of a model.
-        explanation: of a RED row, where asked for: lines on where its step goes wrong first.
-        traceback: of what a rank raised.
+        reason: a line on why the case is unsupported, or what a rank raised.
+        bytes: how the bytes that ranks send differ from the closed forms of strategy and backend; "equal"; or
+            "" where there is no closed form, as for a part of a model.
+        explanation: for a RED row, if it was asked for, lines on where its step goes wrong first.
+        traceback: the traceback of what a rank raised.
     """
 
     strategy: Text
@@ -102,21 +100,21 @@ class _Head(TypedDict):
 
 
 _HEAD, _CASE = TypeAdapter(_Head), TypeAdapter(VerifyRow)
-#: what a reader finds in every verdict, also in those of earlier releases
+#: the default of each field, which verdicts of earlier releases may lack
 _FIELDS: Verdict = {each.name: each.default for each in fields(VerifyRow) if each.default is not MISSING}
 _FIELDS |= dict.fromkeys(RUN, "")
 
 
 @cache
 def verified_code() -> str:
-    """A digest of the Python files that a verdict is on, as they are at the first call: impls/ and installed
+    """The digest of the Python files that verdicts depend on, at the first call: impls/ and installed
     plug-ins."""
     root = Path(__file__).resolve().parents[3]
     return digest_of_files(root, [*(root / "impls").rglob("*.py"), *plugin_files()])
 
 
 def read_verdicts(folder: Path) -> list[Verdict]:
-    """The verdicts in a folder, in the order of their cases; none if it has no file of them.
+    """The verdicts in a folder, in the order of their cases; none if the folder has no file of verdicts.
 
     Raises:
         UserError: the file cannot be read, or a line is not a verdict.
@@ -140,7 +138,7 @@ def read_verdicts(folder: Path) -> list[Verdict]:
 
 
 def _read(path: Path, number: int, line: str) -> Verdict:
-    """A line of the file: the head of a run, or a case."""
+    """The content of a line of the file: the head of a run, or a case."""
     try:
         content: Verdict = json.loads(line)
         (_CASE if isinstance(content, dict) and "status" in content else _HEAD).validate_python(content)
@@ -154,14 +152,14 @@ def _read(path: Path, number: int, line: str) -> Verdict:
 
 @contextmanager
 def kept_verdicts(folder: Path | None, run: Mapping[str, Any]) -> Iterator[list[Verdict]]:
-    """Inside, a list for the verdicts of a run; at the end, also after an error, they are written to a folder
-    beside earlier verdicts. None: nothing is written.
+    """A context with an empty list for the verdicts of a run. At its end, even after an error, the list is
+    written to the folder's file together with earlier verdicts; to no file if ``folder`` is None.
 
     Args:
         run: fields that are added to each verdict.
 
     Raises:
-        UserError: the file cannot be read or written; an earlier one is as it was.
+        UserError: the file cannot be read or written; an earlier file stays as it was.
     """
     verdicts: list[Verdict] = []
     earlier = [] if folder is None else read_verdicts(folder)
@@ -173,7 +171,7 @@ def kept_verdicts(folder: Path | None, run: Mapping[str, Any]) -> Iterator[list[
 
 
 def _text(verdicts: Iterable[Verdict]) -> str:
-    """Verdicts as JSON lines: runs in order, each with its cases in order, so that a diff shows changes."""
+    """Verdicts as JSON lines: runs in order, each run's cases in order, so that a diff shows changes."""
     by_case = {tuple(row[name] for name in CASE): row for row in verdicts}
     runs: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
     for case in sorted(by_case):
@@ -186,5 +184,5 @@ def _text(verdicts: Iterable[Verdict]) -> str:
 
 
 def _case(row: Verdict) -> Verdict:
-    """The fields of a case that its run's head does not have."""
+    """The fields of a case's verdict that the head of its run does not have."""
     return {name: value for name, value in row.items() if name not in RUN and value not in ("", None)}

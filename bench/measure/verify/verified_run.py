@@ -1,8 +1,8 @@
-"""A case of verification, and its run on one rank or on one device: forward, backward and gradient sync; on
-demand with what goes into the attention of its model and comes out of it.
+"""A case of verification, and its run on one rank or on one device: forward, backward and gradient sync; if
+asked for, with the tensors that go into the model's attention and come out of it.
 
-Outputs and gradients of weights say that a strategy is wrong; what goes through attention says where its step
-goes wrong first. It is watched only to explain a verdict, in a run of its own.
+Outputs and gradients of weights say that a strategy is wrong; the tensors of attention say where its step
+goes wrong first. Attention is watched only to explain a verdict, in a further run.
 """
 
 from __future__ import annotations
@@ -43,29 +43,28 @@ from spbench.impls import (
     shard_of,
 )
 
-#: standard deviation of weights: with the 0.02 of training every softmax of a tiny model would be almost
-#: flat and the gradients of queries and keys tiny
+#: the standard deviation of weights: with the 0.02 of training every softmax of a tiny model would be almost
+#: flat, and the gradients of queries and keys tiny
 DEVIATION = 0.2
-#: what strategies override of [B, Z, L or a part, A]: queries, keys and values in, heads out
+#: methods that strategies override: from queries, keys and values to heads, all [B, Z, L or a part, A]
 SITES = ("attention", "causal_attention", "linear_attention")
-#: the sequence dim of what these take and return
+#: the sequence dim of the arguments and results of these methods
 SITE_DIM = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison.
+    """One comparison of a strategy with the single device.
 
     Attributes:
-        strategy, options: the class, or several around each other, and the options. No name, so that workers
-            need no registry.
-        model: with its options set.
+        strategy, options: the class or nested classes (not names, which need a registry), and options.
+        model: the model with its options set.
         part: a key of ``model.parts()``.
-        dtype: a key of PRECISIONS: of weights, activations and gradients of the checked run.
+        dtype: a key of PRECISIONS, for weights, activations and gradients of the checked run.
         batch, seq_len: whole sizes, in samples and positions.
-        seed: of weights, inputs and the gradient of the outputs.
-        backend, backend_options: what holds and synchronises gradients; see :class:`Training`.
-        folds: ranks along folded axes (:mod:`spbench.impls.folding`), beside those of the mesh.
+        seed: the seed of weights, inputs and the gradient of the outputs.
+        backend, backend_options: the backend, which holds and synchronises gradients; see :class:`Training`.
+        folds: ranks along folded axes (:mod:`spbench.impls.folding`), in addition to the mesh's axes.
     """
 
     strategy: type[Strategy] | Nesting
@@ -89,17 +88,17 @@ class VerifiedRun:
     """Forward, backward and gradient sync of the case's part with a strategy, on this rank's shards.
 
     Args:
-        dtype: of the arithmetic. Weights and inputs have in every run the values that the case's dtype
-            can hold, so that only arithmetic differs.
-        shapes: of the whole outputs; None where the outputs are whole.
-        around: the mesh's, for the backend's groups.
-        device: where all tensors are; values are drawn on the CPU, the same for every device.
-        recorder: sees what is communicated.
-        watch: whether what goes through the sites of attention is kept, in ``sites``.
-        given: experts of all tokens by router, the ``choices`` of a run of one device; empty: routers choose.
+        dtype: the dtype of the arithmetic. In every run weights and inputs have values that the case's dtype
+            can hold, so that only the arithmetic differs.
+        shapes: the shapes of the whole outputs; None where this run's outputs are whole.
+        around: the composition of the mesh's axes, for the backend's groups.
+        device: the device of all tensors; values are drawn on the CPU, the same for every device.
+        recorder: records the communication.
+        watch: whether the tensors of attention are kept, in ``sites``.
+        given: the ``choices`` of a run on one device, which routers must make; empty: routers choose.
 
     Attributes:
-        choices: the experts of all tokens [B, L, k] by router, of one device whose routers choose.
+        choices: the experts of all tokens, [B, L, k], by router, on one device whose routers choose.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class VerifiedRun:
         self.module = build("meta" if on_meta else device)
         if not on_meta:
             _set_weights(case, self.module, self.module.parameters())
-        # noted before a backend takes the parameters over
+        # noted before a backend replaces the parameters
         self.shards = {name: shard_of(p) for name, p in self.module.named_parameters()}
         self.shapes = {name: p.shape for name, p in self.module.named_parameters()}
         self.experts = {name for name, p in self.module.named_parameters() if is_expert(p)}
@@ -158,20 +157,20 @@ class VerifiedRun:
                 loss.backward()
             with phase("gradient_sync"):
                 self.backend.synchronize()
-        # of a graph, whose hooks and saved tensors lead back here, the garbage collector sees too little: it
-        # would live on, and with it process groups and their threads
+        # detached, because the garbage collector cannot free a graph whose hooks and saved tensors lead back
+        # here: the graph would keep process groups and their threads alive
         self.outputs = {name: x.detach() for name, x in self.outputs.items()}
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """What is compared, by name: this rank's part, or the group's sum of what ranks share; of a gradient
-        what the backend keeps of it."""
+        """The tensors to compare, by name: this rank's part, or the group's sum of tensors that all ranks
+        have a share of; of a gradient, the part that the backend keeps."""
         tensors: dict[str, Tensor | None] = {}
         for name, x in self.outputs.items():
             shared = self.part.output_dims[name] is None
             tensors[f"output {name}"] = self._summed(x) if shared else x
         for name, x in self.inputs.items():
             if x.requires_grad:
-                # of an input that every rank holds whole, each has the gradient of its share of the loss
+                # if every rank holds the whole input, each rank has the gradient of its share of the loss
                 shared = self.part.sequence_dims[name] is None
                 tensors[f"gradient of input {name}"] = self._summed(x.grad) if shared else x.grad
         gradients = self.backend.gradient_parts()
@@ -191,14 +190,14 @@ class VerifiedRun:
         return self.strategy.shard(full.to(self.device), self.part.output_dims[name])
 
     def _watch_routers(self, batch: int, given: Mapping[str, np.ndarray]) -> None:
-        """Give routers their choices, or note what they choose."""
+        """Make routers return the choices in ``given``; if there are none, keep the routers' own."""
         for name, module in self.module.named_modules():
             if isinstance(module, Router):
                 choose = partial(self._noted, name, batch, module.choose)
                 module.choose = self._given(given[name]) if given else choose  # type: ignore[method-assign]
 
     def _noted(self, name: str, batch: int, choose: Callable[[Tensor], Tensor], scores: Tensor) -> Tensor:
-        """What a router chooses, of tokens in samples one after another."""
+        """A router's choice of experts [tokens, k], which is kept in ``choices`` as [B, L, k]."""
         experts = choose(scores)
         self.choices[name] = experts.unflatten(0, (batch, -1)).cpu().numpy()
         return experts
@@ -210,7 +209,7 @@ class VerifiedRun:
         return partial(_copied, mine)
 
     def _summed(self, x: Tensor | None) -> Tensor | None:
-        """The sum, over ranks with shares of a loss (or of a value that follows from it), of the shares."""
+        """The sum of all ranks' shares of a loss, or of a value that follows from shares of a loss."""
         group = self.strategy.place.group(*self.strategy.position_axes)
         return x if x is None or group is None else all_reduce(x.detach().clone(), group)
 
@@ -222,7 +221,7 @@ def _build(case: Case, build: Any, strategy: Strategy, dtype: torch.dtype, devic
 
 
 def _set_weights(case: Case, module: nn.Module, held: Iterable[Tensor]) -> None:
-    """Draw the module's weights; ``held`` is where this rank has them."""
+    """Draw the module's weights, then round this rank's weights ``held`` to the case's dtype."""
     initialize(module, case.seed, deviation=DEVIATION, everything=True)
     with torch.no_grad():
         for values in held:
@@ -235,8 +234,8 @@ def _copied(experts: Tensor, scores: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OneDeviceRun:
-    """What a run on one device has computed, without its module: a rank keeps many, and looks for garbage
-    among their objects after each job. The attributes are those of :class:`VerifiedRun`."""
+    """The tensors of a run on one device, without its module, because a rank keeps many runs and its garbage
+    collector visits their objects after each job. The attributes are those of :class:`VerifiedRun`."""
 
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
@@ -248,12 +247,12 @@ class OneDeviceRun:
 
     @classmethod
     def of(cls, run: VerifiedRun) -> OneDeviceRun:
-        """The parts of a run that are compared."""
+        """The tensors of a run, without its module."""
         return cls(run.inputs, run.outputs, run.tensors(), run.shapes, run.experts, run.choices, run.sites)
 
 
 def share_of(truth: OneDeviceRun, checked: VerifiedRun) -> dict[str, Tensor]:
-    """This rank's share of what one device computed."""
+    """This rank's share of the tensors that one device computed, by name."""
     strategy, part = checked.strategy, checked.part
     kept = checked.backend.gradient_places()
     share = {}
@@ -265,7 +264,7 @@ def share_of(truth: OneDeviceRun, checked: VerifiedRun) -> dict[str, Tensor]:
         elif kind == "gradient of input":
             share[name] = strategy.shard(x, part.sequence_dims[key])
         elif key in truth.experts and key not in checked.shards:
-            continue  # of an expert of other ranks, which :func:`check_elements` sees there
+            continue  # an expert of other ranks, which :func:`check_elements` counts on those ranks
         elif key in kept or key not in checked.shards:
             shard = checked.shards.get(key)
             x = x.view(truth.shapes[key])
@@ -277,9 +276,9 @@ def share_of(truth: OneDeviceRun, checked: VerifiedRun) -> dict[str, Tensor]:
 @dataclass
 class Sites:
     """Attributes:
-    values: by name, "k of attention 0": what went into and came out of the sites in forward.
-    gradients: by the same names, once backward has reached them.
-    order: when forward came to each of these, and to each module by its name.
+    values: the tensors that went into and came out of the sites in forward, as "k of attention 0". gradients:
+    their gradients by the same names, once backward has reached them. order: when forward came to each of
+    these, and to each module by its name.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -287,7 +286,7 @@ class Sites:
     order: dict[str, int] = field(default_factory=dict)
 
     def note(self, name: str, x: Any, at: int) -> None:
-        """Keep a tensor, and its gradient when it comes."""
+        """Keep a tensor under a name, with its place ``at`` in the order, and its gradient after backward."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return
         self.values[name], self.order[name] = x.detach().clone(), at
@@ -301,15 +300,15 @@ class Sites:
 
 @contextmanager
 def watched(strategy: Strategy, module: nn.Module) -> Iterator[Sites]:
-    """Inside, the sites that the module's forward reaches, but for those of parts that backward runs
-    again."""
+    """A context whose value gets the tensors at the sites of attention that the module's forward reaches,
+    without the sites that recomputation in backward reaches again."""
     sites, clock, calls = Sites(), itertools.count(), itertools.count()
     inside = False
 
     def watch(method: Callable[..., Any]) -> Callable[..., Any]:
         def attend(*args: Any, **kwargs: Any) -> Any:
             nonlocal inside
-            if inside:  # one that another hands over to
+            if inside:  # a site that another site calls
                 return method(*args, **kwargs)
             inside, number = True, next(calls)
             try:

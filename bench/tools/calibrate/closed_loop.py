@@ -108,9 +108,9 @@ def predicted(cell: Cell, cluster: Cluster) -> dict[str, float]:
     return {"step_time_s": timeline.step_time_s, **timeline.breakdown}
 
 
-def compared(cell: Cell, samples: Sequence[float], found: Mapping[str, float]) -> dict[str, Any]:
-    """A row that compares a cell's predicted step and its parts (``found``) with the measured ``samples``,
-    in seconds; ``relative_error`` is predicted / measured - 1."""
+def compared(cell: Cell, samples: Sequence[float], prediction: Mapping[str, float]) -> dict[str, Any]:
+    """A row that compares a step's predicted seconds, and their parts (``prediction``), with the ``samples``
+    of its measured seconds; ``relative_error`` is predicted / measured - 1."""
     batch, seq_len = cell.shape
     measured = median(samples)
     return {
@@ -122,11 +122,11 @@ def compared(cell: Cell, samples: Sequence[float], found: Mapping[str, float]) -
         "measured_s": measured,
         "measured_least_s": min(samples),
         "measured_most_s": max(samples),
-        "predicted_s": found["step_time_s"],
-        "relative_error": found["step_time_s"] / measured - 1,
-        "compute_s": found["compute_s"],
-        "host_s": found.get("host_s", 0.0) + found["overhead_s"],
-        "communication_s": found["exposed_communication_s"] + found["bubble_s"],
+        "predicted_s": prediction["step_time_s"],
+        "relative_error": prediction["step_time_s"] / measured - 1,
+        "compute_s": prediction["compute_s"],
+        "host_s": prediction.get("host_s", 0.0) + prediction["overhead_s"],
+        "communication_s": prediction["exposed_communication_s"] + prediction["bubble_s"],
     }
 
 

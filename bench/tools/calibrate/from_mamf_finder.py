@@ -1,6 +1,6 @@
 """What the finder of achievable matmul FLOPS prints: mamf-finder.py of ml-engineering.
 
-The speed of each shape where the log has it (the median of its iterations), else that of the best shape.
+A log gives the speed of each shape (the median of its iterations), or only the speed of the best shape.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def measured_machine(asked: MachineRequest, output: Path) -> Output:
     """Measure this machine, and write the cluster file ``output``, a file of samples (.csv), and plots.
 
     Raises:
-        UserError: a precision is unknown, there is no such device, or a file cannot be written.
+        UserError: a precision is unknown, torch sees no such device, or a file cannot be written.
     """
     if output.suffix not in (".yaml", ".yml"):
         output = output.with_name(f"{output.name}.yaml")

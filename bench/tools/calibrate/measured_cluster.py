@@ -236,8 +236,8 @@ def _device(machine: Machine, source: str) -> Device:
 def _host(machine: Machine, source: str) -> Host:
     """The host's seconds in training steps outside of operators, on a CPU, which also runs the operators."""
     note = "by calls of each alone; step_s is what is left of training steps"
-    found = host_figures(machine.points, machine.host_work)
-    figures = {name: _sourced(value, source, note) for name, value in found.items()}
+    seconds = host_figures(machine.points, machine.host_work)
+    figures = {name: _sourced(value, source, note) for name, value in seconds.items()}
     none = _sourced(0.0, source, "in what operators and collectives take")
     ahead: Any = Sourced(value=1, source=source, note="kernels run where they are launched")
     return Host(**figures, collective_s=none, launch_latency_s=none, launches_ahead=ahead, synchronous=True)

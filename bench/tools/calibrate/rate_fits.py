@@ -32,7 +32,7 @@ def least_squares(values: Sequence[float], *columns: Sequence[float]) -> LeastSq
     """The fit, with coefficients of at least 0, whose squared relative errors have the least sum. Errors are
     relative so that the times of small and of large messages count alike."""
     matrix = np.column_stack(columns) / np.asarray(values, float)[:, None]
-    scale = np.linalg.norm(matrix, axis=0)  # seconds stand beside bytes and FLOPs
+    scale = np.linalg.norm(matrix, axis=0)  # columns of ones, bytes and FLOPs differ by orders of magnitude
     coefficients = scipy.optimize.nnls(matrix / scale, np.ones(len(values)))[0] / scale
     errors = np.abs(matrix @ coefficients - 1)
     return LeastSquares(tuple(map(float, coefficients)), float(errors.mean()), float(errors.max()))
@@ -80,8 +80,8 @@ def _by(
 def _curve(
     form: str, values: Sequence[float], *columns: Sequence[float], fewest: int = _FEWEST
 ) -> tuple[tuple[float, ...], str] | None:
-    """The coefficients of a form by least squares, and words on the fit; None if the points have fewer than
-    ``fewest`` sizes."""
+    """The coefficients of a form by least squares, and a text on the form, the number of points and the
+    errors; None if the points have fewer than ``fewest`` sizes."""
     if len({*zip(*columns, strict=True)}) < fewest:
         return None
     fit = least_squares(values, *columns)
@@ -137,7 +137,7 @@ def memory_rate(findings: Mapping[str, Findings]) -> Rate | None:
 
 
 def launch_gap(findings: Mapping[str, Findings]) -> tuple[float, str, str] | None:
-    """The median of the seconds between kernels, words on the median, and the logs; None: too few gaps."""
+    """The median of the seconds between kernels, a text on the gaps, the logs; None for too few gaps."""
     for _, gaps, source in _by(findings, lambda each: each.launch_gaps_s, lambda each: 0):
         if len(gaps) >= _FEWEST_GAPS:
             return median(gaps), f"median of {len(gaps)} gaps of a stream, with a profiler at work", source

@@ -44,10 +44,10 @@ def calibrated(
     extends: str | None,
     **sizes: tuple[int, ...],
 ) -> Output:
-    """The outcome of `spbench calibrate`, whose options the arguments are.
+    """The output of `spbench calibrate`; the arguments are the options of the command.
 
     Raises:
-        UserError: options do not go together, or as the way that they ask for.
+        UserError: the options do not go together, or the way that the options choose raises one.
     """
     ways = {"--scenario": bool(scenario or table or fits), "--engine": bool(engine), "--from": bool(logs)}
     if sum(ways.values()) != 1:

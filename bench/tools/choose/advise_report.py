@@ -40,7 +40,7 @@ def report(
     output: Path | None = None,
     program: str = "",
 ) -> Output:
-    """The answers for people and for programs.
+    """The output of all answers, for people and for programs.
 
     Args:
         why: ranks along axes; the report says why no layout with them is named.
@@ -138,7 +138,7 @@ def _map(answers: Sequence[Advice]) -> Table:
 
 
 def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
-    """The layouts, why the first is first, and what is simpler."""
+    """The sections on the named layouts, on why the winner wins, and on simpler layouts."""
     asked, winner = answer.in_words(), answer.winner
     if answer.result.impossible:
         yield f"{asked}: {answer.result.impossible}"
@@ -170,7 +170,7 @@ def _sections(answer: Advice, program: str) -> Iterator[Table | str]:
 
 
 def _details(answer: Advice) -> Iterator[Table | str]:
-    """The sections on the price of settings, on what else was traced, and on what became of all layouts."""
+    """The sections on prices of settings, on other strategies, and on how many layouts had each outcome."""
     if answer.prices:
         yield Table.of(f"What single settings of {answer.winner} cost", _PRICE, answer.prices)
     named, best = {seen.cell.strategy for seen in answer.ranked}, answer.result.best
@@ -226,7 +226,7 @@ def _nearest(answer: Advice) -> str:
 
 
 def _layouts(answer: Advice) -> Iterator[dict[str, Any]]:
-    """The records of the layouts, each with the mark, the band and the settings that people are shown."""
+    """The records of the named layouts, each with its marks, time interval and settings for people."""
     for seen, record in zip(answer.ranked, answer.records(), strict=True):
         beside = record["settings"].replace("model_options.", "").replace("strategy_options.", "")
         marks = {TIE: record["tie"], "yours": record["yours"], TIGHT: record["verdict"] == TIGHT}

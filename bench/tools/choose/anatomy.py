@@ -160,8 +160,8 @@ def _kinds(log: MemoryLog, events: np.ndarray) -> np.ndarray:
         elif name != "optimizer":
             born -= {*(-events[span][events[span] < 0] - 1).tolist()}
         else:
-            found = np.asarray([*born], dtype=np.int64)
-            kinds[found[kinds[found] == CATEGORIES.index("temporaries")]] = CATEGORIES.index("gradients")
+            held = np.asarray([*born], dtype=np.int64)
+            kinds[held[kinds[held] == CATEGORIES.index("temporaries")]] = CATEGORIES.index("gradients")
             born.clear()
     return kinds
 
@@ -246,7 +246,7 @@ def least_usable(
 
 
 def _serves(log: MemoryLog, nbytes: int, kind: type[CachingAllocator]) -> bool:
-    """Whether the allocator serves a log on a card of so many usable bytes."""
+    """Whether the allocator serves a log on a card of ``nbytes`` usable bytes."""
     return replay(log.sizes, log.events, nbytes, (), log.streams, kind).out_of_memory is None
 
 
@@ -279,7 +279,7 @@ def fullest(traces: ClassTraces) -> Fullest:
     return largest
 
 
-# -- what workers run ---------------------------------------------------------------------------------------
+# -- run by workers -----------------------------------------------------------------------------------------
 
 
 def examine(cell: Cell) -> Measurement:

@@ -54,8 +54,8 @@ def _beside_the_best(answer: Advice, own: Seen) -> str:
 
 
 def _changes_in_words(answer: Advice) -> Iterator[str]:
-    """The arguments that lead to the fastest layout that the job's program can run, after the reason why the
-    program cannot run the fastest of all. If its arguments are unknown: settings of a scenario."""
+    """Lines on the arguments that lead to the fastest layout that the job's program can run, after the reason
+    why it cannot run the fastest of all. If its arguments are unknown: settings of a scenario."""
     own, lacking = answer.result.own, ""
     for at, (seen, changes) in enumerate(_changes(answer)):
         gain = f" ({seen.step_s / own.step_s - 1:+.0%})" if own and own.fits else ""

@@ -99,7 +99,7 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """See :func:`kind_of_layout`."""
+        """(strategy, mesh as text); see :func:`kind_of_layout`."""
         return kind_of_layout(self.strategy, self.layout.sizes)
 
     @property

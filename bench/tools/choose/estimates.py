@@ -256,7 +256,7 @@ class Estimates:
         return self._dispatched[key]
 
     def _expert_elements(self, layout: Layout, way: WayFigures) -> tuple[float, int]:
-        """(elements of routed experts that a rank has, replicas that have the same ones)."""
+        """(elements of routed experts on a rank, number of a stage's ranks that have the same elements)."""
         if layout.fold is None:
             return 0.0, 1
         ranks = layout.fold.ep * layout.fold.etp

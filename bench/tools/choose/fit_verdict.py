@@ -61,7 +61,7 @@ class CardMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that a card must have for the cell: the number that decides."""
+        """Bytes that a card must have for the cell to fit."""
         return self.tensors_bytes + self.outside_bytes
 
     @property

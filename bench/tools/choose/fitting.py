@@ -44,7 +44,7 @@ from spbench.plots.style import length_text, model_name, strategy_name
 
 #: share of the progress that tracing the cells makes, if changes are tried afterwards
 _EXAMINED = 0.4
-#: settings of what is trained, whatever the layout
+#: settings that define the training job, whatever its layout
 _OF_THE_JOB = ("precision", "model_options")
 
 
@@ -89,7 +89,7 @@ class Fitting:
         return self.fits and all(each.certainty.word == FITS for each in self.verdicts)
 
     def written(self, figure: Path | None, snapshot: Path | None) -> list[Path]:
-        """Write a figure and a snapshot of the fullest ranks, where a path is given; returns the paths."""
+        """Write a figure and a snapshot of the fullest ranks to the paths, unless None; returns the paths."""
         at, files = self.fullest, []
         if figure is not None:
             from spbench.plots.fit_and_advise import draw_memory  # matplotlib, which takes half a second
@@ -121,9 +121,9 @@ def fitting(
         words, asked: the arguments of :func:`subject`.
         say: takes the current work in words, and the share of all work that is done.
         jobs: how many workers; None: one for each usable core.
-        suggest: try more changes, and also where the fullest rank fits.
+        suggest: try more changes, even if the fullest cell fits.
         longest: search for the largest sizes.
-        budget_bytes: what the fullest rank may need; if given, switches for it are chosen instead of changes.
+        budget_bytes: bytes that the fullest rank may need, for which switches are chosen; None: no budget.
         examined_first: takes the verdicts before changes or sizes are tried.
 
     Raises:

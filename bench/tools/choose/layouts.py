@@ -97,7 +97,7 @@ class Layout:
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of a stage of the pipeline."""
+        """The number of ranks of one pipeline stage."""
         return self.dp * self.way.ranks
 
 
@@ -115,8 +115,8 @@ def switch_of(option: str) -> str:
 
 
 def things_to_set(strategy: str, model: Iterable[str], training: Mapping[str, Any]) -> int:
-    """The number of strategies and memory switches of a layout: the switches are options of the model
-    (names), and an option of the backend that holds states on the host."""
+    """The number of strategies plus memory switches of a layout. ``model``: names of set options of the
+    model; in ``training`` only states on the host count as a switch."""
     strategies = 0 if strategy == "single" else len(strategy.split(PLUS))
     return strategies + len({*map(switch_of, model)}) + ("host" in training.values())
 
@@ -149,7 +149,7 @@ def searched_strategies(question: Question) -> list[Nesting]:
 
 
 def ways(question: Question) -> Iterator[Way]:
-    """The ways to divide a sample over a divisor of the ranks."""
+    """The ways to divide a sample over a number of ranks that divides the question's GPUs."""
     for strategy in searched_strategies(question):
         for axes in _meshes(strategy.axes, question.gpus, question.fixed):
             yield Way(strategy.name, axes)

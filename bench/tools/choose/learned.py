@@ -163,7 +163,7 @@ class Learned:
         return {part for part in strategy.split(PLUS) if not self._ways_of_part(part)}
 
     def _ways_of_part(self, part: str) -> Sequence[Way]:
-        """The ways with a part that was traced alone or in several strategies; empty: it was not."""
+        """The traced ways with a part, if the part was traced alone or in several strategies; else none."""
         ways = self._parts.get(part, ())
         strategies = {way.strategy for way in ways}
         return ways if part in strategies or len(strategies) > 1 else ()

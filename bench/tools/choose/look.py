@@ -156,8 +156,8 @@ def _leading(cell: Cell) -> int:
 
 
 def _with_one_leading(cell: Cell) -> Cell:
-    """The cell with at most one dense layer before its layers with experts. Further ones take as long,
-    because their MLPs are as wide as a token's experts together, and hold less."""
+    """The cell with at most one dense layer before its layers with experts. Further dense layers take equally
+    long, because their MLPs are as wide as a token's experts together, and hold less."""
     if model_preset(*cell.model_arguments).unlike_layers <= 1:
         return cell
     return cell.model_copy(update={"model_options": {**cell.model_options, "dense_layers": 1}})
@@ -209,7 +209,7 @@ def _with(cell: Cell, layers: int | None, micro_batches: int) -> Cell:
 
 
 def _grown(steps: Mapping[int, StepNumbers], micro_batches: int) -> StepNumbers:
-    """The step with ``micro_batches``, on the line through traced steps, which are by their micro-batches."""
+    """The step with ``micro_batches``, on the line through one or two ``steps``, by their micro-batches."""
     (first, a), *rest = steps.items()
     if not rest:
         return a
@@ -242,9 +242,9 @@ def _memory(by_depth: Sequence[ClassTraces], more: float, cell: Cell) -> Measure
 def deep_peak(shallow: MemoryLog, deeper: MemoryLog, more: float) -> int:
     """Peak allocated bytes of the step of a stage with more layers.
 
-    The overall peak alone must not be extrapolated: which phase it falls in changes with the depth. So each
-    phase is taken apart. A deeper model has the same first layers as seen from the start of a phase, and the
-    same last ones as seen from its end; what lies between are equal layers, and linear in depth.
+    The overall peak must not be extrapolated, because the phase of the peak changes with the depth. So each
+    phase is extrapolated on its own. In a deeper model a phase begins and ends with the same events; the
+    layers between are equal, so that bytes are linear in depth.
 
     Args:
         shallow, deeper: logs of stages with few layers.
@@ -262,21 +262,21 @@ def deep_peak(shallow: MemoryLog, deeper: MemoryLog, more: float) -> int:
         front, back = _alike(change, more_change)
         ends = slice(len(live) - back, None), slice(len(more_live) - back, None)
         for a, b in ((slice(front), slice(front)), ends):
-            # a peak is where something is born; what dies, dies at other events in a deeper model
+            # a peak is at an allocation; frees come at other events in a deeper model
             if (rises := (change[a] > 0) & (more_change[b] > 0)).any():
                 low, high = live[a][rises], more_live[b][rises]
                 peaks.append((low + more * (high - low)).max())
     return int(max(peaks))
 
 
-def _alike(here: np.ndarray, deeper: np.ndarray) -> tuple[int, int]:
+def _alike(shallow: np.ndarray, deeper: np.ndarray) -> tuple[int, int]:
     """How many events of a phase, from its start and from its end, have the same bytes in both depths; at
     least half of the phase each, because buffers of all layers differ only in size."""
     # in a deeper model fewer may be born in a phase: a bucket of gradients that holds more layers
-    n = min(len(here), len(deeper))
+    n = min(len(shallow), len(deeper))
     half = n // 2
-    front = np.flatnonzero(here[:n] != deeper[:n])
-    back = np.flatnonzero(here[len(here) - n :] != deeper[len(deeper) - n :])
+    front = np.flatnonzero(shallow[:n] != deeper[:n])
+    back = np.flatnonzero(shallow[len(shallow) - n :] != deeper[len(deeper) - n :])
     return (
         max(half, int(front[0]) if len(front) else n),
         max(n - half, n - 1 - int(back[-1]) if len(back) else n),

@@ -193,7 +193,7 @@ class Absence:
     """Why the layouts of ``--why`` are not named among the best.
 
     Attributes:
-        lines: ``layout`` and ``why`` of layouts that were traced or cannot be, the fastest first.
+        lines: ``layout`` and ``why`` of each layout that was traced or is impossible, the fastest first.
         sentence: on all these layouts, or on those that were not traced; "" if each has its line.
     """
 

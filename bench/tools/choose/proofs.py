@@ -99,7 +99,7 @@ class Proofs:
     """The outcome of trying changes of a cell.
 
     Attributes:
-        fitting: changed cells that fit and take less than the cell, the shortest step first, other jobs last.
+        fitting: verdicts on changed cells that fit and need less, the shortest step first, other jobs last.
         tried, pairs_tried: how many single changes were run, and how many pairs.
         closest: the verdict that needs least of those that do not fit; None: there is no such verdict.
     """
@@ -129,7 +129,7 @@ def prove(before: Verdict, asking: Asking, most: int = MOST, say: Say = unheard)
         return [each for each in fit if each.memory.total_bytes < before.memory.total_bytes]
 
     def run(some: Iterable[Change], most: int, say: Say) -> int:
-        """Try changes until so many more fit; returns how many were run."""
+        """Try changes until ``most`` more fit; returns how many were run."""
         several, fit = len(tried.verdicts), len(fitting())
         tried.trace(some, say, lambda: len(fitting()) - fit >= most)
         return len(tried.verdicts) - several
@@ -195,7 +195,7 @@ class BudgetPlan:
         chosen: the cell with the switches that cost least; None: no switches that were tried fit.
         alone: the cell with each single switch, the cheapest first; switches for a part of the layers that
             would cost more than ``chosen`` are left out.
-        traced: how many cells were traced.
+        traced: the number of traced cells.
     """
 
     budget_bytes: int

@@ -1,4 +1,4 @@
-"""What `spbench advise` is asked: one model, length and batch on so many GPUs of a cluster."""
+"""The question of `spbench advise`: one model, length and batch on a number of GPUs of a cluster."""
 
 from __future__ import annotations
 
@@ -135,12 +135,12 @@ class Question:
         return frozenset(word for site in sites for word in HEEDED if word in site.dims)
 
     def allows(self, strategy: str) -> bool:
-        """Whether a strategy may be among the answers."""
+        """Whether ``only`` and ``without`` allow a strategy, also a nested one."""
         wanted = strategy in (self.strategies or [strategy])
         return wanted and not {*strategy.split(PLUS)} & {*self.without}
 
     def allows_backend(self, backend: str) -> bool:
-        """Whether a backend may be among the answers."""
+        """Whether ``only`` and ``without`` allow a backend."""
         return backend in (self._only("backend") or [backend]) and backend not in self.without
 
     def keeps(self, settings: Mapping[str, Any]) -> bool:
@@ -250,8 +250,8 @@ def _of_model(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_batch(settings: dict[str, Any], batch_tokens: int | None, gpus: int | None) -> list[str]:
-    """Set the batch from its tokens, or else by default: if a near batch is divided by the odd factor of the
-    number of GPUs, that one; returns remarks on a default.
+    """Set the batch from its tokens, or by default to a multiple of the odd factor of the GPUs' number, if
+    one is near; returns remarks on a default.
 
     Raises:
         UserError: there are tokens for no whole sequence, or no length.

@@ -48,7 +48,7 @@ class Seen:
 
     @property
     def kind(self) -> tuple[str, str]:
-        """See :func:`.kind_of_layout`."""
+        """(strategy, mesh as text); see :func:`.kind_of_layout`."""
         return kind_of_layout(self.cell.strategy, self.cell.mesh_sizes)
 
     @property
@@ -91,7 +91,7 @@ class Seen:
 
     @property
     def certainty(self) -> Certainty:
-        """How sure it is that the cell fits; see :mod:`measure.trust.fit_certainty`."""
+        """The verdict whether the cell surely fits; see :mod:`measure.trust.fit_certainty`."""
         return (self.fits and certainty(self.cell, self.measured)) or Certainty(FITS if self.fits else NO)
 
     @property
@@ -174,7 +174,7 @@ def stands_for(own: Seen, seen: Seen) -> bool:
 
 
 def simpler(best: Sequence[Seen], named: Seen) -> list[Seen]:
-    """Layouts that are simpler than ``named`` and than all layouts faster than themselves; strategies and
+    """Layouts that are simpler than ``named`` and than each faster layout of the result; strategies and
     memory switches count before axes of several ranks.
 
     Args:
@@ -285,8 +285,8 @@ SAME_STEP = "the same step by another strategy"
 class SameSteps:
     """Which strategies take the same steps as others, by traces of layouts that differ only in strategy.
 
-    Odysseus leaves an MLP's weights whole, and Megatron-SP splits them; but where experts take the place of
-    all MLPs, both divide attention alone, and alike.
+    Odysseus leaves an MLP's weights whole, and Megatron-SP splits them; but if experts replace all MLPs, both
+    strategies divide only attention, in the same way.
     """
 
     def __init__(self) -> None:

@@ -121,7 +121,7 @@ def _check_axes(group: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
     strategies that divide this axis and can run the model."""
     strategy = group["strategy"]
     if strategy not in names("strategy"):
-        return  # unknown, or strategies around each other: whoever makes the cell says what is wrong
+        return  # unknown or nested strategies: making the cell raises the error
     for axis in unused_axes(strategy_axes(strategy), sizes):
         usual = [name for name, each in usual_strategies().items() if each.axes[0] == axis]
         every = [
@@ -287,9 +287,9 @@ def experts_line(cell: Cell) -> str:
     if not getattr(model, "experts", 0):
         return ""
     counts = model.parameters(model.padded_vocabulary(1))
-    here = model.experts // cell.sizes.by_axis.get("ep", 1)
+    own = model.experts // cell.sizes.by_axis.get("ep", 1)
     share = counts["experts"] / counts["elements"]
-    return f"routed experts: {share:.0%} of parameters; {here} of {model.experts} in each layer are on a rank"
+    return f"routed experts: {share:.0%} of parameters; {own} of {model.experts} in each layer are on a rank"
 
 
 def taken_line(cell: Cell, said: Collection[str]) -> str:

@@ -40,8 +40,8 @@ class Change:
     """A change of a cell.
 
     Attributes:
-        settings: the new values by dotted name, as :func:`changed` takes them.
-        words: what the change does, for people.
+        settings: the new values by dotted name, for :func:`changed`.
+        words: the effect of the change, for people.
         other_job: whether the changed cell trains another length or batch.
     """
 

@@ -118,8 +118,8 @@ class Price:
     Attributes:
         settings: the setting in the words of ``--set``.
         used: whether the layout has the setting.
-        layout, changed: the layout, and the same layout without the setting that it has, or with another one;
-            both were traced whole.
+        layout, changed: the layout, and the layout without the setting if ``used``, else with the setting;
+            both were traced with all layers.
     """
 
     settings: str

@@ -6,7 +6,7 @@ or of another distribution in an entry point NAME of the group ``spbench.jobs``;
 this package, where that has a line ``about``: :mod:`~spbench.bench.tools.jobs.programs` reads its jobs.
 
 The way back is a function ``flags(cell)`` that makes :class:`Flags`, in the module to_NAME;
-:func:`program_flags` proves and completes what it returns.
+:func:`program_flags` proves and completes these flags.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class Account:
             self.made_of.setdefault(name, []).append(detail)
 
     def approximate(self, remark: str, *names: str) -> None:
-        """Add a remark on what is modelled only approximately because of the arguments ``names``."""
+        """Add a remark on an approximation of the scenario that the arguments ``names`` make necessary."""
         self.remarks.append(remark)
         for name in names:
             self.approximated.setdefault(name, remark)

@@ -127,7 +127,7 @@ def _are_names(account: Account, modules: Said) -> bool:
 
 
 def _names(value: str | Sequence[Any] | None) -> list[str]:
-    """The list of a job's names of modules, which the job may also give as one text."""
+    """The names of modules as a list, from a job's value: one name, a list of names, or null."""
     return [value] if isinstance(value, str) else [str(name) for name in value or ()]
 
 

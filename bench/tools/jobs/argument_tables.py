@@ -79,7 +79,7 @@ class ProgramArgument:
         if value is None and self.optional:
             return ""
         if self.outcome != "mapped" and isinstance(value, str) and "$" in value:
-            return ""  # what only a run could tell, of something that is not read
+            return ""  # a value that only a run could tell, of an argument that is not read
         kinds = self.takes.split("/")
         if "any" in kinds or any(_is(kind, value) for kind in kinds):
             return ""

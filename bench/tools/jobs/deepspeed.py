@@ -48,8 +48,8 @@ Contents = Mapping[str, Mapping[str, Any]]
 
 
 def read(files: JobFiles) -> Job | None:
-    """A job of DeepSpeed; None where no file is a configuration of DeepSpeed or accelerate. UserError if a
-    file is damaged, or there are two of a kind."""
+    """A job of DeepSpeed; None if no file is a configuration of DeepSpeed or accelerate. UserError if a file
+    is damaged, or two files are of one kind."""
     contents = sorted_files(files)
     return None if contents is None else job_of_contents("deepspeed", contents, files)
 
@@ -159,7 +159,7 @@ def _most_of(account: Account, line: Rule) -> Said:
 
 def _counted(account: Account, line: Rule) -> Said:
     """The line ``counted``: the value of DeepSpeed's key for a count; if the value is "auto" or missing, the
-    value of the Trainer's key ``beside``; None if the job has neither."""
+    value of the Trainer's key ``beside``; None if the job gives no such value."""
     own, beside, of_trainer = line["counted"], line["beside"], account.facts["trainer"]
     accelerates = f"accelerate.deepspeed_config.{own}"
     names = [own, *([accelerates] if accelerates in account.program_arguments else [])]
@@ -266,14 +266,14 @@ def _words(script: JobFile, files: JobFiles) -> Sequence[str] | None:
     """The words of the script's `accelerate launch` command; None if the script has no such command."""
     shell = shell_of(script, files.environment)
     commands = [(each, " ".join(map(shown_word, each.words))) for each in shell.commands]
-    found = [each for each, text in commands if text.startswith("accelerate launch") or _STARTS[1] in text]
-    if len(found) > 1:
+    launches = [each for each, text in commands if text.startswith("accelerate launch") or _STARTS[1] in text]
+    if len(launches) > 1:
         raise script.wrong("several commands train; leave one")
-    if found and found[0].branch:
+    if launches and launches[0].branch:
         raise script.wrong(
-            f"line {found[0].line}: the command that trains is in a branch; write it by itself"
+            f"line {launches[0].line}: the command that trains is in a branch; write it by itself"
         )
-    return found[0].words if found else None
+    return launches[0].words if launches else None
 
 
 def _with_prefix(prefix: str) -> ArgumentTable:

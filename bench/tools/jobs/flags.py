@@ -245,7 +245,7 @@ def _as_they_count(model: DecoderModel) -> dict[str, Any]:
     layers = {"expert_pattern": [*map(model.has_experts, range(model.layers))], "dense_layers": 0}
     options = layers | {"expert_inner": model.expert_width}
     if model.router == "softmax" and (model.router_normalized or model.router_scores == "chosen"):
-        # the softmax of the chosen logits is that of all, divided by the sum of the chosen
+        # the softmax of the chosen logits equals the softmax of all logits over its sum at the chosen ones
         options |= {"router_scores": "chosen", "router_normalized": False}
     return options
 

@@ -249,7 +249,7 @@ def other_program(file: JobFile, text: str) -> str:
         try:
             is_its = _has_signature(file, {"text": pattern, "python": pattern}, program.get("keys", ()))
         except UserError:
-            return ""  # its reader says what is wrong
+            return ""  # the file's reader reports the damage
         if is_its:
             article = "" if name.startswith("a ") else "a job of "
             return f"{article}{name}, which is not read here: {program['instead']}"

@@ -186,8 +186,8 @@ def _is_yaml(file: JobFile) -> bool:
 
 
 def _test(file: JobFile, environment: Mapping[str, str]) -> Launch | None:
-    """The arguments of a functional test, as of a command; its program is BERT's in a folder named `bert`.
-    None if the file has no arguments."""
+    """The launch of a functional test's file, with its arguments and variables; the program is BERT's if the
+    file is below a folder `bert`. None if the file has no arguments."""
     content = parse_yaml(file.path, file.content)
     arguments, variables = content.get(_ARGUMENTS), content.get(_VARIABLES) or {}
     if arguments is None:

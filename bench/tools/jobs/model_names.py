@@ -17,7 +17,7 @@ _TOWER = "text alone is counted; a tower for images{} is left out, with what a j
 
 
 class NamedModel(NamedTuple):
-    """The model for which a job's name of a model stands.
+    """The model that a job names, and how it differs from the model that spbench counts.
 
     Attributes:
         model: the model's name in a scenario.

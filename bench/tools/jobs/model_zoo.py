@@ -83,8 +83,8 @@ def _defaults(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _switch(value: object, environment: Mapping[str, str]) -> object:
     """True or False if a value is a variable ``$NAME`` that is "true" or "false"; else the value itself."""
-    found = _VARIABLE.fullmatch(value) if isinstance(value, str) else None
-    return {"true": True, "false": False}.get(environment.get(found[1], ""), value) if found else value
+    variable = _VARIABLE.fullmatch(value) if isinstance(value, str) else None
+    return {"true": True, "false": False}.get(environment.get(variable[1], ""), value) if variable else value
 
 
 def _command(script: JobFile, environment: Mapping[str, str]) -> Command:

@@ -41,10 +41,10 @@ def read(files: JobFiles) -> Job | None:
     for file in files.files:
         content = mapping_in(file) or {}
         modules = content.get("modules")
-        found = [modules.get(name) for name in _TRAINERS] if isinstance(modules, dict) else []
-        if any(isinstance(each, dict) for each in found):
-            trainer = next(each for each in found if isinstance(each, dict))
-            tunes = trainer is found[1]
+        trainers = [modules.get(name) for name in _TRAINERS] if isinstance(modules, dict) else []
+        if any(isinstance(each, dict) for each in trainers):
+            trainer = next(each for each in trainers if isinstance(each, dict))
+            tunes = trainer is trainers[1]
         elif any(sign in content for sign in (*_SIGNS, "extends")):
             sizes = {
                 **{k: v for k, v in content.items() if k not in ("extends", "bases", "includes")},
@@ -82,7 +82,7 @@ def _job(trainer: Mapping[str, Any], sizes: Mapping[str, Any], files: JobFiles, 
     megatron = megatron_account(given, dict(files.environment))
     if not problems:
         make_settings(megatron, files.gpus, files.cluster)
-    _beside(own, known)
+    _set_own_switches(own, known)
     own.problems[:0] = problems
     return job_of_both("primus", files, None, values, megatron, own)
 
@@ -100,10 +100,10 @@ def _resolved(value: Any, environment: Mapping[str, str], problems: list[str], n
         return value
 
     def text(match: re.Match[str]) -> str:
-        found = environment.get(match[1], match[2])
-        if found is None:
+        replacement = environment.get(match[1], match[2])
+        if replacement is None:
             problems.append(f"{name}: ${match[1]} is not set; --given {match[1]}=VALUE")
-        return found or ""
+        return replacement or ""
 
     return scalar_of(_VARIABLE.sub(text, value))
 
@@ -133,7 +133,7 @@ def _models() -> Mapping[str, Any]:
     return read_yaml(Path(__file__).with_name("primus_models.yaml"))
 
 
-def _beside(own: Account, known: Mapping[str, Any]) -> None:
+def _set_own_switches(own: Account, known: Mapping[str, Any]) -> None:
     """Add the outcomes of Primus's switches and the settings of its adapters to ``own``, from all values."""
     if own.value("use_turbo_deepep"):
         own.took("--moe-token-dispatcher-type flex: DeepEP", "use_turbo_deepep")

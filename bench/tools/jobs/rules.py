@@ -175,7 +175,7 @@ def names_of(account: Account, words: str) -> list[str]:
 
 
 def filled(account: Account, text: str) -> str:
-    """A text of a rule, in which the arguments and values of the job replace ``{NAME}`` and ``{NAME=}``."""
+    """A rule's text, in which ``{NAME}`` becomes the job's argument NAME, and ``{NAME=}`` only its value."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1]

@@ -58,7 +58,7 @@ _WORDS = {*EXPANDED, "word", "number", "concatenation", "extglob_pattern", "vari
 
 
 class ShellError(ValueError):
-    """A text is no shell script, or one that cannot be read; ``line``: where, from 1 on."""
+    """A text is no shell script, or a script that cannot be read; ``line``: the line of the fault."""
 
     def __init__(self, line: int, problem: str):
         super().__init__(problem)

@@ -62,8 +62,8 @@ def _fields(account: Account, name: str, line: Any, functions: Functions) -> dic
 
 
 def either(account: Account, words: Mapping[str, Any], otherwise: Any = None) -> Said:
-    """The word, among ``words`` by key, of the first key that is true in the job, else ``otherwise``; the
-    source is all of these keys that the job gives."""
+    """The word of the first key that is true in the job, from ``words`` (a word by key), else ``otherwise``;
+    the source of the value is all keys of ``words`` that the job gives."""
     given = account.given_of(*words)
     value = next((words[name] for name in given if account.value(name)), otherwise)
     return Said(value, given)
@@ -125,7 +125,7 @@ def _precision(account: Account, line: Rule) -> Said:
 
 
 def precision_of(account: Account, bf16: Sequence[str], fp16: Sequence[str]) -> Said:
-    """The precision of a job in which keys ``bf16`` and ``fp16`` ask for these; a problem if both do."""
+    """The precision of a job, by the keys that ask for bf16 and for fp16, else fp32; a problem if both do."""
     names = (*bf16, *fp16)
     if bf16 and fp16:
         account.problems.append(f"{_listed(account, names)}: bf16 and fp16 are both asked for; leave one")

@@ -165,7 +165,7 @@ def _script(program: str, lines: Sequence[Flag], cell: Cell) -> str:
     text += (
         "# Data, tokenizer, learning rate and checkpoints are yours to add, and where the first node is.\n"
     )
-    if cell.training.backend == "megatron":  # needed before Blackwell, and refused beside FSDP2
+    if cell.training.backend == "megatron":  # needed before Blackwell, and refused with FSDP2
         text += "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
     text += "".join(f"export {a.argument}={a.value}\n" for a in variables)
     command = [f"torchrun --nnodes {world // of_node} --nproc-per-node {of_node} pretrain_gpt.py"]

@@ -78,7 +78,7 @@ class TorchtitanJob(TorchtitanModel):
         self.keys.facts |= {"version": self.version, "recent": self.recent}
 
     def job(self) -> Job:
-        """The job, with what became of each key."""
+        """The job, with all settings and with an outcome for each key of its file."""
         account = self.keys
         self.set_model()
         if self._parallelism():

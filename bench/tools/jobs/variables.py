@@ -47,7 +47,7 @@ def _rules(of_allocator: bool) -> Sequence[_Rule]:
     return sorted(rules, key=lambda rule: not rule.value)
 
 
-def _ruled(name: str, value: str, of_allocator: bool) -> tuple[Outcome, str] | None:
+def _outcome_of(name: str, value: str, of_allocator: bool) -> tuple[Outcome, str] | None:
     """The outcome and detail of a variable by variables.yaml; None if the file does not name the variable."""
     for rule in _rules(of_allocator):
         if rule.value in ("", value) and re.fullmatch(rule.pattern, name):
@@ -56,7 +56,7 @@ def _ruled(name: str, value: str, of_allocator: bool) -> tuple[Outcome, str] | N
 
 
 def variables(account: Account) -> Iterator[Argument]:
-    """Every variable with its outcome; adds the allocator's setting. Call it after all other settings."""
+    """Every variable with its outcome. Adds the setting of the allocator, after all other settings exist."""
     for name, value in account.environment.items():
         if name in ALLOCATOR:
             yield from _allocator(account, name, value)
@@ -67,7 +67,7 @@ def variables(account: Account) -> Iterator[Argument]:
         elif name in account.idle:
             outcome = "no effect", account.idle[name]
         else:
-            outcome = _ruled(name, value, False)
+            outcome = _outcome_of(name, value, False)
         if outcome is None and _OF_LIBRARIES.fullmatch(name):
             outcome = "unknown", " in the environment"
         yield Argument(name, shown_word(value), *(outcome or ("no effect", "a variable of the script's own")))
@@ -94,6 +94,6 @@ def _allocator(account: Account, name: str, value: str) -> Iterator[Argument]:
             yield Argument(full, text, "mapped", f"{_OPTION}: {spelled}")
         else:
             no_rule: tuple[Outcome, str] = "unknown", ", a setting of torch's allocator"
-            yield Argument(full, text, *(_ruled(key, text, True) or no_rule))
+            yield Argument(full, text, *(_outcome_of(key, text, True) or no_rule))
     if ",".join(f"{key}:{text}" for key, text in settings.items()) != re.sub(r"\s", "", value).rstrip(","):
         account.problems.append(f"{name}={shown_word(value)} is no list of NAME:VALUE, each given once")

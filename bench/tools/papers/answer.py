@@ -1,7 +1,7 @@
 """Answers: entries of a scenario's file, a section for each kind, that compare published numbers with ours.
 
-The kinds are the modules of :mod:`tools.papers.answers`, found by being there. :func:`load_scenario` reads a
-scenario with its answers and refuses what is wrong in them; :func:`compare` sets the numbers beside ours.
+The kinds are the modules of :mod:`tools.papers.answers`, which are detected. :func:`load_scenario` reads a
+scenario with its answers and raises errors for mistakes; :func:`compare` compares the numbers with ours.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class ScenarioResults:
 
     @property
     def variant(self) -> str:
-        """The variant of the first cell, and of all in a part of :meth:`split`."""
+        """The variant of the first cell; all cells of a part of :meth:`split` have the same variant."""
         return self.cells[0].variant
 
     def split(self) -> list[ScenarioResults]:
-        """The results by variant, cluster and engine, in the order of the cells."""
+        """These results in parts, one for each variant, cluster and engine, in the order of the cells."""
         parts = grouped(self.cells, lambda cell: (cell.variant, cell.cluster, cell.engine))
         return [replace(self, cells=cells) for cells in parts.values()]
 
@@ -115,7 +115,7 @@ class ScenarioResults:
 
 
 def fitted_cells(cell: Cell, field: str) -> set[str]:
-    """The keys of the cells on which those rates of the cell's cluster were fitted that decide the field."""
+    """The keys of the cells to which rates of the cell's cluster were fitted that change the field."""
     cluster = load_cluster(cell.cluster)
     keys: set[str] = set()
     for name, sourced in cluster.sourced:

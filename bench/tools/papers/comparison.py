@@ -119,7 +119,7 @@ class Comparison:
 def number_or_status(
     number: float | None, status: str, shown: Callable[[float], str] | None = None
 ) -> str | None:
-    """A number for people, or the reason why there is none; both, if a run that failed has a number.
+    """A number as text for people, or a status if there is no number; both if a failed run has a number.
 
     Args:
         shown: makes the number's text; None: six digits.
@@ -141,15 +141,16 @@ def is_time(quantity: str) -> bool:
 
 
 def frame_of(entries: Iterable[Comparison | Mapping[str, Any]]) -> DataFrame:
-    """A line for each comparison, or line of :func:`read_records`, by the names of :class:`Comparison`; a
-    number that is missing is NaN, a text "". Further columns follow from these:
+    """A frame with a line for each comparison, or line of :func:`read_records`, and the columns of
+    :class:`Comparison`; a missing number is NaN, a missing text "". Further columns follow from these:
 
-    - of_table: whether it is a row of a published table; claims and formulas carry no published status
-    - table_name, label: the published table, and what tells the number from others of its cell, such as
-      measurement, rank and step; "" for most tables
-    - answer: the published table and quantity, or "claims", "formulas" or "curves" - file, run: the published
-    file, and FILE:ROW of the run, whatever the column and the rank - has_both: whether there is a published
-    number and one of ours, neither 0 - is_rate, is_time: as :func:`is_rate` and :func:`is_time` say
+    - of_table: whether the number is in a row of a published table; claims and formulas have no status
+    - table_name, label: the published table; and the measurement, rank and step if a cell has several
+      numbers, "" for most tables
+    - answer: the published table and quantity, or "claims", "formulas" or "curves"
+    - file, run: the published file, and FILE:ROW of the run, whatever the column and the rank
+    - has_both: whether there is a published number and one of ours, neither 0
+    - is_rate, is_time: the results of :func:`is_rate` and :func:`is_time` for the quantity
     """
     from pandas import DataFrame
 
@@ -175,7 +176,7 @@ def frame_of(entries: Iterable[Comparison | Mapping[str, Any]]) -> DataFrame:
 
 
 def joined(frames: Iterable[DataFrame]) -> DataFrame:
-    """The lines of frames of :func:`frame_of` in one frame, numbered anew; empty if there are no frames."""
+    """The lines of several frames of :func:`frame_of` in one frame, with new row numbers; perhaps empty."""
     from pandas import concat
 
     return concat([frame_of([]), *frames], ignore_index=True)

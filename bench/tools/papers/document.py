@@ -1,7 +1,7 @@
 """The generated parts of REPRODUCE.md, results/reproduction/PAPER.md, README.md and pages of docs.
 
-A part stands between lines ``<!-- spbench reproduce PAPER: NAME -->`` and ``<!-- end -->``; all else is left
-alone. A paper has these parts:
+A part stands between lines ``<!-- spbench reproduce PAPER: NAME -->`` and ``<!-- end -->``; the rest of a
+page stays as it is. A paper has these parts:
 
 - REPRODUCE.md: ``verdict``
 - results/reproduction/PAPER.md: ``compared``, a line for each table, quantity and variant; a part for each of
@@ -228,7 +228,7 @@ def _reproduces(kind: str, verdict: PaperVerdict) -> str:
 
 
 def _link(scenario: str, findings: PaperFindings, *, short: bool = False) -> str:
-    """A scenario's title without the paper's name, as a link to its details; ``short``: the figure alone."""
+    """A scenario's title without the paper's name, as a link to its details; ``short``: only its figure."""
     document = findings.documents.get(scenario)
     title = document.title.replace(f"({findings.paper.upper()}, ", "(") if document else scenario
     if short and (figure := _FIGURE.search(title)):

@@ -47,10 +47,10 @@ LeftOut = Literal["source", "machine", "kernel"]
 
 @dataclass(frozen=True)
 class StepObservation:
-    """A measured step, and how far its simulated time is from it.
+    """A measured step, and the error of its simulated time.
 
     Attributes:
-        source: who measured.
+        source: who measured the step.
         rates, bound: the class of rates and the bound, see :class:`Measurement`.
         strategy: the strategy of the cell.
         log_error: log(simulated / measured).
@@ -159,7 +159,7 @@ def _differences(observations: Sequence[StepObservation]) -> dict[str, list[floa
 
 
 def _by_distance(compared: Iterable[ComparedTimes]) -> list[Pairs]:
-    """Counts of pairs by the ratio of their simulated times, one for each two of :data:`EDGES`."""
+    """Counts of pairs by the ratio of their simulated times, between neighbours in :data:`EDGES`."""
     classes = grouped(compared, lambda each: Pairs.distance(math.expm1(abs(each.simulated))))
     return [
         Pairs(sum(c.simulated * c.measured > 0 for c in some), len(some), len({c.source for c in some}))
@@ -193,7 +193,7 @@ def widen(by_rates: dict[str, ByBound]) -> None:
 
 
 def _widen_by(by_rates: dict[str, ByBound], name: str, other: str) -> None:
-    """Make each interval of a class at least as wide as the other class's with that bound."""
+    """Make each interval of class ``name`` at least as wide as class ``other``'s of the same bound."""
     for bound, own in by_rates[name].items():
         least = by_rates[other].get(bound, by_rates[other][ANY]).half_width
         by_rates[name][bound] = replace(own, half_width=max(own.half_width, least))

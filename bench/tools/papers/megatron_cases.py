@@ -223,9 +223,9 @@ def errors(
                     }
 
 
-def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def summary(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Lines on the absolute errors of each quantity: on all machines, and by kind of machine."""
-    errors = DataFrame(found, columns=list(ERRORS))
+    errors = DataFrame(lines, columns=list(ERRORS))
     errors["size"] = errors["error"].abs()
     errors["gpu"] = [machine_of(golden)[0] for golden in errors["golden"]]
     for quantity, gpu in product(MEMORY, ("all", *GPUS)):
@@ -243,9 +243,9 @@ def summary(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             }
 
 
-def by_departure(found: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def by_departure(lines: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Lines on the absolute errors of each quantity, by the first word of ``departs``."""
-    errors = DataFrame(found, columns=list(ERRORS))
+    errors = DataFrame(lines, columns=list(ERRORS))
     errors["kind"] = [reason.partition(" ")[0] or "none" for reason in errors["departs"]]
     for (kind, quantity), some in errors.groupby(["kind", "quantity"]):
         sizes = some["error"].abs()
@@ -276,8 +276,8 @@ def machine_of(golden: str) -> tuple[str, bool]:
 
 
 def varies_by(cell: Cell) -> str:
-    """The cause that the number of rows of a rank's experts is not fixed by the cell: "routing", the learned
-    router, or "sinkhorn", which shares each rank's own tokens out evenly except for ties. "": no experts are
+    """Why the cell does not fix the number of rows of a rank's experts: "routing", the learned router
+    decides, or "sinkhorn", which shares each rank's own tokens out evenly except for ties. "": no experts are
     spread over ranks, a capacity is filled up, or tokens are forced to be even."""
     options = dict(cell.model_options)
     spread = cell.sizes.by_axis.get("ep", 1) > 1
@@ -293,7 +293,7 @@ def departures(varying: Mapping[str, str]) -> dict[tuple[str, str], str]:
     A100's step takes as long as an H100's and leaves as much allocated. "release": the first peak of lts is
     over 5% from each of dev. "checkpoint": a run that went on from one has its largest peak before its first
     step ends. Else the value of ``varying`` for the case."""
-    found: dict[tuple[str, str], str] = {}
+    reasons: dict[tuple[str, str], str] = {}
     before: dict[tuple[str, ...], tuple[str, str]] = {}
     rows = [row for file in GOLDEN_FILES for row in published_file(file).rows]
     of_h100 = {row["case"]: row for row in rows if row["golden"] == "dev_dgx_h100"}
@@ -307,21 +307,21 @@ def departures(varying: Mapping[str, str]) -> dict[tuple[str, str], str]:
         other = before.setdefault(values, place) if all(values) else place
         another = other[0] != place[0] or other[1][:3] != place[1][:3]
         if place[1].startswith("lts") and another:
-            found[place] = f"as {' '.join(other)}"
+            reasons[place] = f"as {' '.join(other)}"
         elif machine_of(place[1])[0] == "a100" and _alike(row, of_h100.get(place[0])):
-            found[place] = "machine"
+            reasons[place] = "machine"
         elif place[1].startswith("lts") and first and _far(float(first), of_dev.get(place[0], [])):
-            found[place] = "release"
+            reasons[place] = "release"
         elif place[1].endswith(RESUMED) and first == row["peak_last"]:
-            found[place] = "checkpoint"
+            reasons[place] = "checkpoint"
         elif kind := varying.get(place[0]):
-            found[place] = kind
-    return found
+            reasons[place] = kind
+    return reasons
 
 
 def _alike(row: Mapping[str, str], other: Mapping[str, str] | None) -> bool:
-    """Whether a golden value has the step time of another within 2%, and its memory at the end within 1 MiB:
-    of an A100 and an H100 workspaces alone differ by more, and steps of the same work by a third."""
+    """Whether two golden values have the same step time within 2%, and the same final memory within 1 MiB. An
+    A100's and an H100's do not: their workspaces differ by more, and their steps by a third."""
     if other is None or not all(each["iter_s"] and each["allocated_last"] for each in (row, other)):
         return False
     last, time = (abs(float(row[name]) - float(other[name])) for name in ("allocated_last", "iter_s"))

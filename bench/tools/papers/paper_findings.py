@@ -1,6 +1,6 @@
 """The findings of a paper's reproduction: its records, their errors by role, its tables and its verdict.
 
-A published number that is compared several times, as in variants, is counted once, by its first comparison.
+A published number that is compared several times, as in variants, counts once, by its first comparison.
 
 Numbers reproduce, do in part, or do not, by one rule for a table and for a paper. A number is met where ours
 is within :data:`TOLERANCE` of it (a formula: equal at every cell), a published out of memory where ours is
@@ -55,7 +55,7 @@ class PaperFindings:
         return [run["scenario"] for run in self.runs]
 
     def of(self, *scenarios: str) -> DataFrame:
-        """The records of some scenarios."""
+        """The records of the scenarios with these names."""
         return self.records[self.records["scenario"].isin(scenarios)]
 
     def blocks(self, scenario: str) -> Iterator[tuple[str, list[Line]]]:
@@ -146,7 +146,7 @@ def role_errors(records: DataFrame) -> list[RoleErrors]:
 
 
 def errors_by_role(records: DataFrame) -> str:
-    """The count of numbers of each role, and the median and the worst of their absolute errors, in words."""
+    """In words: the count of numbers of each role, and the median and worst of their absolute errors."""
     # repeated measurements of real machines tell smaller errors apart than papers do
     digits = 2 if (records["of_table"] & (records["label"] != "")).any() else 1
     parts = []

@@ -146,7 +146,7 @@ def counted_times(paths: Iterable[Path]) -> DataFrame:
     """The counted times of files of `spbench reproduce`, each published number once for each file.
 
     Raises:
-        UserError: a file cannot be read, or is of a version that did not say what a time rests on.
+        UserError: a file cannot be read, or is so old that it lacks a column of :data:`OF_TIMES`.
     """
 
     def counted(records: DataFrame) -> DataFrame:
@@ -242,8 +242,8 @@ def time_lines(records: DataFrame, cells: Mapping[str, Cell]) -> list[Line]:
 
 
 def class_lines(records: DataFrame) -> list[Line]:
-    """A line for each class of rates: what the class rests on, how many times and sources it has, their
-    errors, and the share within the intervals that the other sources give; all sources weigh the same."""
+    """A line for each class of rates: the evidence of its rates, numbers of times and sources, errors, and
+    the share within the intervals that the other sources give; all sources weigh the same."""
     seen = observations(records, {})
     covered = _covered(seen)
     lines = []

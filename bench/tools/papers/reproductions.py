@@ -81,7 +81,7 @@ _PROVENANCE = ("commit", "torch")
 
 
 def write_kept(rows: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
-    """Write the rows of both scenarios, in their order, without what depends on the machine that made them,
+    """Write the rows of both scenarios, in their order, without fields that depend on the machine that ran,
     and the traces of the cells of :data:`LAYERS` that ran. UserError if a file cannot be written; an earlier
     file is unchanged."""
     files = []

@@ -121,7 +121,7 @@ def has_fields(cell: Cell, wanted: Mapping[str, Any]) -> bool:
 
 
 def is_one(cells: Sequence[Cell]) -> bool:
-    """Whether there is at most one cell on each cluster and engine."""
+    """Whether no two of the cells have the same cluster and engine."""
     return len({(cell.cluster, cell.engine) for cell in cells}) == len(cells)
 
 
@@ -222,7 +222,7 @@ class QuantityColumn(StrictModel):
         return None if value is None else value / self.unit
 
     def measured(self, ours: float) -> float:
-        """``ours``, given in the compared unit, in units of the measurement's field; bytes are whole."""
+        """The number of the measurement's field for ``ours`` in the compared unit; bytes are whole."""
         value = ours * self.unit
         return round(value) if self.field.endswith("_bytes") else value
 

@@ -226,7 +226,7 @@ def memory_errors(
 
     Args:
         cells: cells by key; records without a cell are left out.
-        of_cases: lines of megatron_cases_errors.csv, which stand for the golden values of other files.
+        of_cases: lines of megatron_cases_errors.csv, which replace the golden values of other files.
     """
     errors = [  # each of a backend, a quantity and a run
         ("megatron", PEAK, "{case} {golden} {quantity}".format(**line), float(line["error"]))

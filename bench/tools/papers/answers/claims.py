@@ -156,7 +156,7 @@ class Value(Answer):
 
     @property
     def names(self) -> list[str]:
-        """The names in the expression, in its order."""
+        """The names of cells in the expression, in the order of the expression."""
         return list(dict.fromkeys(re.findall(r"\b[A-Za-z_]\w*", self.expression)))
 
     @property
