@@ -75,7 +75,7 @@ class TurnParts:
         return np.arange(self.starts[part], self.starts[part + 1])
 
     def in_turns(self, turns: RankTurns) -> tuple[np.ndarray, np.ndarray]:
-        """The list of a stage with other turns.
+        """The list of a stage with the turns ``turns``, as copies of this list's entries.
 
         Returns:
             (for each new entry, the entry of this list of which it is a copy; the new entry that it refers
@@ -136,8 +136,8 @@ class TurnParts:
         return self.listed.tokens[self._targets[self.first[part] : self.first[part + 1]]]
 
     def _referred(self, owner: int, of_like: _Key, of: _Key, turns: RankTurns) -> _Key:
-        """The key of the part to which the part ``of`` in other turns refers, if the part of which it is a
-        copy, ``of_like``, refers to the part ``owner``."""
+        """The key of the part to which the part ``of`` in ``turns`` refers. ``of`` is a copy of this list's
+        part ``of_like``, which refers to the part ``owner``."""
         (step, turn), (_, at), (there, to) = self.keys[owner], of_like, of
         if step < 0:
             return self.keys[owner]

@@ -71,7 +71,7 @@ class Steps:
 
     @cached_property
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``kinds``, ``streams`` and ``partners`` as arrays."""
+        """The attributes ``kinds``, ``streams`` and ``partners`` as arrays, each [steps]."""
         kinds, streams, partners = (
             np.array(x, dtype=np.int64) for x in (self.kinds, self.streams, self.partners)
         )

@@ -312,7 +312,7 @@ def _waited_for(program: Program, wait: int, streams: list[str]) -> str:
 
 
 def _parties(program: Program, event: int, rank: int) -> dict[str, Any]:
-    """The global ranks that take part in a transfer or a collective, by "source" and so on."""
+    """The global ranks of a collective ("ranks") or of a transfer ("source" and "destination")."""
     partner = int(program.partner[event])
     if program.kind[event] == COLLECTIVE:
         return {"ranks": list(program.groups[partner].members(rank, program.mesh))}

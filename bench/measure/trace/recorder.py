@@ -189,7 +189,7 @@ class Recorder(TorchDispatchMode):
         return result
 
 
-#: results by key; None: always the plain path. Entries hold no tensor, so all traces of the process share them
+#: results by key; None: always the plain path. Entries hold no tensor, so all traces of a process share them
 MEMORY: dict[Key, Remembered | None] = {}
 #: the most entries, which bounds the memory of a process that traces very many shapes
 MOST_ENTRIES = 500_000

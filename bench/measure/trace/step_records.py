@@ -72,7 +72,7 @@ class _Column(Generic[Item]):
 
 
 def _later_changes(changes: Sequence[int], by: int) -> list[int]:
-    """Births and deaths, as :class:`MemoryLog` has them, of storages with numbers larger by ``by``."""
+    """The same births and deaths (events of :class:`MemoryLog`), with storage numbers larger by ``by``."""
     return [change + by if change > 0 else change - by for change in changes]
 
 
