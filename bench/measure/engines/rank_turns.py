@@ -135,7 +135,7 @@ class RankTurns:
 
     @property
     def _touching(self) -> list[bool]:
-        """For each chunk, whether a forward comes directly after a backward, which frees the chunk's input."""
+        """For each chunk, whether a forward directly follows a backward, which frees the chunk's input."""
         return [each == -1 for each in self._lead]
 
     @property
