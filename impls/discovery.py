@@ -35,7 +35,7 @@ PLUGIN_GROUPS = "spbench."
 class DiscoveryError(Exception):
     """Two values have one name, or an entry point cannot be used; the message names these.
 
-    It is no ValueError, because pydantic would report that as an error of the cell that it validates.
+    The class is no ValueError, because pydantic would report that as an error of the cell.
     """
 
 

@@ -61,5 +61,5 @@ class Traffic:
         return self.run or ranks_along(self.axes, sizes)
 
     def sent_bytes(self, size: int) -> Fraction:
-        """Bytes that one of ``size`` ranks sends for this entry."""
+        """The wire bytes that one of ``size`` ranks sends for this entry."""
         return self.count * wire_bytes(self.collective, self.payload_bytes, size)

@@ -16,7 +16,7 @@ from spbench.impls.options import Saving, check_choices
 
 @dataclass(frozen=True)
 class ShardingOptions(OptimizerOptions):
-    """How a model is set up, and when weights are gathered.
+    """Options of ZeRO-2 and ZeRO-3: how a model is set up, and when weights are gathered.
 
     Attributes:
         initialize: where the weights are before they are sharded: on the "meta" device, without memory, or
