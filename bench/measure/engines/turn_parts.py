@@ -104,8 +104,8 @@ class TurnParts:
         return like, np.concatenate(pieces)
 
     def _references(self, part: int) -> tuple[np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]]:
-        """(the entry that each entry of a part refers to, or -1; for each part with such entries: the part,
-        which entries refer to it, and the numbers of the targets in it)."""
+        """([entries]: the entry to which each entry of a part refers, or -1; for each part that is referred
+        to: (that part, the referring entries, the numbers of their targets in that part))."""
         refers = self.listed.references[self.entries(part)]
         entries = np.flatnonzero(refers >= 0)
         numbers = self._numbers[refers[entries]]

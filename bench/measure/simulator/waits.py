@@ -163,7 +163,7 @@ class _Crossing:
 
 
 def covered(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """The length of the union of the intervals in each column of [events, ranks]."""
+    """[ranks]: the seconds that the intervals in each column of [events, ranks] cover together."""
     return column_sums(np.subtract(*union(start, end)[::-1]))
 
 
